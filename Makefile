@@ -35,7 +35,7 @@ test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm on t
 mutations: .venv/test ## break the code in many places, and see the tests notice each
 	$(BIN)/python tests/mutations/run.py $(ARGS)
 
-fuzz: .venv/test ## try damaged files of all kinds on every loader, for an hour: ARGS="--seconds 600 --first 5000"
+fuzz: .venv/test ## try damaged files of all kinds on the loaders, for an hour: ARGS="--seconds 600 --seed 5"
 	$(BIN)/python tests/fuzz/run.py --cases 1000000 --seconds 3600 $(ARGS)
 
 torture: .venv/test ## kill, starve and damage short runs, which must end as if not: ARGS="--trials 100 --seconds 600"

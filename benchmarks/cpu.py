@@ -24,7 +24,7 @@ from train_beside_torch import PeerOptions, beside_torch
 
 from distgpt.comm.cores import usable_cores
 from distgpt.config.presets import preset
-from distgpt.jobs.processes import run
+from distgpt.jobs.processes import distgpt_command, run
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
 from distgpt.measure.profile.session import Profiler
@@ -232,7 +232,7 @@ def first_step(dtype: str, out: Path) -> float:
 
     words = ["train", "--preset", "tiny", "--steps", 1, "--dtype", dtype, "--progress", "plain", "--out", out]
     begun = time.perf_counter()
-    jobs.start(words, on_line=on_line)
+    run(distgpt_command(*words), env=jobs.unsteered(), on_line=on_line)
     shutil.rmtree(out, ignore_errors=True)
     return times[0]
 

@@ -24,7 +24,7 @@ import microgpt_plain_python as plain
 import numpy as np
 from peer_process import ask_peer, for_torch, refuse_without_torch, torch_version
 from record import end_with_errors
-from short_sequences import short_sequences
+from short_sequences import ShortLoss
 
 from distgpt.comm.cores import peak_memory, usable_cores
 from distgpt.commands import bench
@@ -46,7 +46,6 @@ from distgpt.measure.bench.forward import (
     scaled_notes,
     seconds,
     sequences,
-    speedup,
     stage_of,
     times,
     tokens_of,
@@ -161,7 +160,10 @@ class Study(Benchmark):
         """Measure what batches and single precision bring, alone and together, on one thread."""
         each = [(method, dtype) for method in ("serial", "batched") for dtype in ("float64", "float32")]
         rows = self.compare([replace(self.options.job(name, *how, names), threads=1) for how in each])
-        return [row | {"batched": row["method"] == "batched"} | speedup(row, rows[0]) for row in rows]
+        plain = rows[0]["seconds"]
+        return [
+            row | {"batched": row["method"] == "batched", "speedup": plain / row["seconds"]} for row in rows
+        ]
 
     def jobs(self, preset: str, names: int) -> list[Job]:
         found = super().jobs(preset, names)
@@ -215,7 +217,7 @@ def measure_as_rank(job: Job, threads: int | None) -> None:
         print(json.dumps(measure_plain(job)))
         return
     stage = open_stage(stage_of(job.method), threads)
-    found = measure(job, stage, short_sequences)
+    found = measure(job, stage, ShortLoss)
     if stage.comm.rank == 0:
         print(json.dumps(found))
 

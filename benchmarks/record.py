@@ -13,10 +13,10 @@ from typing import Any
 
 from distgpt.comm.cores import usable_cores
 from distgpt.doctor.facts import anonymised, environment
+from distgpt.doctor.speed import measure_peaks
 from distgpt.errors import DistgptError, print_lines
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
-from distgpt.measure.peaks import measure_peaks
 from distgpt.saved.rundir import RunDirectory
 
 

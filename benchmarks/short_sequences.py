@@ -7,10 +7,13 @@ the next one reads it. Sequences of a block are equally long, and attention has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
 from distgpt.kernels.cpu import CpuKernels
@@ -26,6 +29,7 @@ from distgpt.kernels.fused.softmax import softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, LANES, ROWS, aligned
+from distgpt.measure.bench.forward import MeanLoss, Sequences
 from distgpt.model.model import Model
 from distgpt.model.packed import angles_of
 
@@ -38,6 +42,23 @@ def short_sequences(model: Model) -> ShortSequences | None:
     """Return the fast path of a model; None where its kernels or sizes have none."""
     plain = type(model.kernels) is CpuKernels  # not those whose matrices are in int8
     return ShortSequences(model) if plain and fits(model.config, model.kernels.dtype) else None
+
+
+class ShortLoss(MeanLoss):
+    """The mean loss with the fast path, where the model has one."""
+
+    def __init__(self, model: Model, most_tokens: int) -> None:
+        super().__init__(model, most_tokens)
+        self._fast = short_sequences(model)
+
+    def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
+        every = sequences if isinstance(sequences, Sequences) else Sequences.of(sequences)
+        if self._fast is not None:
+            self._fast.begin(every.tokens, every.lengths)
+        return super().__call__(every, comm)
+
+    def sum_apart(self, worker: int, share: Array) -> tuple[float, Array]:
+        return (0.0, share) if self._fast is None else self._fast.sum(worker, share)
 
 
 class ShortSequences:

@@ -24,7 +24,6 @@ from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, int8_of
 from distgpt.model.passes import Pass, Trace, trace
 from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
-from distgpt.saved.run_lock import release
 from distgpt.stages import open_stage
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.open import open_run
@@ -101,7 +100,7 @@ def train(
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
-            release(plan.directory.running)
+            plan.directory.release()
     model = GPT(run.model, Description(run.config, run.tokenizer), ready.comm)
     return Trained(model, told.metrics, run.directory.path)
 

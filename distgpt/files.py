@@ -45,6 +45,16 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def lock(descriptor: int, kind: int) -> bool:
+    """Lock an open file until it is closed; return False if another process has. Some disks have no locks."""
+    with suppress(OSError):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def new_file(path: Path) -> BinaryIO:
     """Create a file for writing that was not there: never one that a link planted by somebody points to."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -214,19 +214,20 @@ def _leave_at_once(number: signal.Signals) -> None:
     os._exit(ending.exit_code)
 
 
-def _passing(handle: Any, number: signal.Signals, former: Any) -> Any:
-    return lambda came, frame: handle(number, former)
-
-
 @contextmanager
 def _handling(handle: Any) -> Iterator[None]:
     """Call `handle(number, former handler)` for the signals that have a handler; main thread only."""
     former: dict[signal.Signals, Any] = {}
+
+    def act(number: int, frame: Any) -> None:
+        came = signal.Signals(number)
+        handle(came, former[came])
+
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in ENDING}
         former = {number: handler for number, handler in handlers.items() if callable(handler)}
         for number in former:
-            signal.signal(number, _passing(handle, number, former[number]))
+            signal.signal(number, act)
     try:
         yield
     finally:

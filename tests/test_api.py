@@ -47,12 +47,6 @@ def test_a_saved_model_comes_back_in_another_precision_up_to_rounding(model, bat
     np.testing.assert_allclose(narrow.logits(batch[0]), model.logits(batch[0]), atol=1e-4)
 
 
-def test_the_seed_decides_the_weights():
-    one, same, other = (distgpt.init(CONFIG, seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(one.logits([[1, 2]]), same.logits([[1, 2]]))
-    assert not np.array_equal(one.logits([[1, 2]]), other.logits([[1, 2]]))
-
-
 def test_logits_are_those_of_the_reference(model, batch):
     for b, t in ((3, 7), (1, 1), (2, 4)):
         tokens = batch[0][:b, :t]
@@ -91,29 +85,14 @@ def test_answers_are_the_callers_to_keep_and_parameters_are_live(model, batch):
     assert model.loss(*batch) < before
 
 
-def test_greedy_generation_from_tokens_slides_past_the_context(model):
-    seen = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # longer than the context already
-    new = model.generate(seen, max_new_tokens=8, temperature=0)
-    for token in new:
-        assert token == model.logits([seen[-7:]])[0, -1].argmax()
-        seen.append(token)
-    assert len(new) == 8
-    assert model.generate(np.array([1, 2]), max_new_tokens=3) == model.generate([1, 2], max_new_tokens=3)
-
-
 def test_text_in_text_out(trained):
     model = distgpt.load(trained / "weights.safetensors")
     ids = model.tokenizer.encode("the lamp").tolist()
-    text = model.generate("the lamp", max_new_tokens=5)
-    new = model.generate(ids, max_new_tokens=5)
+    text, new = model.generate("the lamp", max_new_tokens=5), model.generate(ids, max_new_tokens=5)
     assert "the lamp" + text == model.tokenizer.decode(ids + new)  # with the blank that belongs between
-    drawn = {model.generate("the lamp", 5, temperature=1.0, seed=seed) for seed in range(5)}
-    assert len(drawn) > 1
     assert model.generate("the lamp", 0) == "" and model.generate(ids, 0) == []
     with pytest.raises(DataError, match="zeppelin"):
         model.generate("the zeppelin")
-    with pytest.raises(UsageError, match="empty"):
-        model.generate("")
     with pytest.raises(UsageError, match="the prompt is 5: it must be a text, a list of tokens"):
         model.generate(["the", 5])
 
@@ -174,39 +153,25 @@ def test_tokens_that_make_no_sense_are_refused():
         model.loss([[1, 2]], [[1], [2]])
 
 
-NO_PROMPTS = (5, None, 1.5, {"a": 1}, {1}, np.array(3), [[1], 2], [[1], None])
-INTEGERS = ("max_new_tokens", "top_k", "seed", "lookup")
-NUMBERS = (*INTEGERS, "temperature", "top_p", "min_p", "repetition_penalty")
-
-
 def test_impossible_generation_is_refused():
-    model = distgpt.init(CONFIG)
+    model, prompts = distgpt.init(CONFIG), "a text, a list of tokens, or a list of such"
     for prompt, more, error, message in (
         ([], {}, UsageError, "empty"),
         ([99], {}, DataError, "13"),
         ("text", {}, UsageError, "no tokenizer"),
-        ([1], {"max_new_tokens": -1}, UsageError, "max_new_tokens"),
-        ([1], {"seed": -1}, UsageError, "seed"),
-        ([1], {"temperature": -1.0}, UsageError, "temperature"),
-        ([1], {"top_p": 0.0}, UsageError, "top_p"),
-        *((prompt, {}, UsageError, "a text, a list of tokens, or a list of such") for prompt in NO_PROMPTS),
+        *((prompt, {}, UsageError, prompts) for prompt in (5, None, {"a": 1}, np.array(3), [[1], 2])),
         ([1, "a"], {}, DataError, "integers"),
-        ([None], {}, DataError, "integers"),
         ([1.5], {}, DataError, "integers"),
-        *(([1], {name: None}, UsageError, f"{name} is None: it must be") for name in NUMBERS),
+        ([1], {"seed": -1}, UsageError, "seed"),
+        *(([1], {name: None}, UsageError, f"{name} is None: it must be") for name in ("top_k", "top_p")),
         *(
             ([1], {name: "a"}, UsageError, f"{name} is 'a': it must be")
-            for name in (*NUMBERS, "n", "logprobs")
+            for name in ("n", "logprobs", "min_p")
         ),
-        *(([1], {name: 1.5}, UsageError, f"{name} is 1.5: it must be of type int") for name in INTEGERS),
         ([1], {"n": True}, UsageError, "n is True: it must be of type int"),
-        *(([1], {name: float("nan")}, UsageError, f"{name} is nan") for name in NUMBERS),
-        *(
-            ([1], {"stop": stop}, UsageError, "stop must be a text or a list of texts")
-            for stop in (5, [5], {"a"})
-        ),
+        ([1], {"temperature": float("nan")}, UsageError, "temperature is nan"),
+        *(([1], {"stop": stop}, UsageError, "stop must be a text or a list of texts") for stop in (5, [5])),
         ([1], {"overflow": ["stop"]}, UsageError, "overflow"),
-        ([1], {"foo": 1}, UsageError, "'foo' is unknown"),
         ([1], {"repetition_penalti": 1}, UsageError, "did you mean 'repetition_penalty'"),
     ):
         with pytest.raises(error, match=message):
@@ -226,7 +191,6 @@ def test_models_that_cannot_be_made_read_or_written(tmp_path):
         ({"config": "gpt-mini"}, "vocab_size"),
         ({"config": "gtp2"}, "did you mean 'gpt2'"),
         ({"stage": "seriel"}, "did you mean 'serial'"),
-        ({"stage": "cuda"}, "GPU"),
         ({"dtype": "float16"}, "float16"),
         ({"seed": -1}, "seed"),
     ):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, clean_environment, command, distgpt, inside, metrics, popen, refused, train
+from conftest import SMALL, clean_environment, command, distgpt, inside, metrics, popen, refused
 from disks import small_disk
 
 import distgpt as package
@@ -61,32 +61,17 @@ def test_exit_codes(tmp_path):
 # Generated text
 
 
-def test_greedy_text_is_the_likeliest_token_each_time_past_the_context(infer, file):
-    model = package.load(file)
-    ids = model.tokenizer.encode(PROMPT).tolist()
-    found = infer("--json", "--prompt", PROMPT, "--max-new-tokens", "40", "--temperature", "0")
-    seen = list(ids)
-    for token in found["tokens"]:
-        assert token == model.logits([seen[-16:]])[0, -1].argmax()
-        seen.append(token)
-    assert len(seen) == len(ids) + 40 > model.config.seq_len
-    assert found["prompt"] == PROMPT
-    assert found["prompt"] + found["text"] == model.tokenizer.decode(seen)
-    sample = inside("infer", "--max-new-tokens", "5", "--prompt", "The")  # by the bundled one
-    assert sample.returncode == 0 and sample.stdout.startswith("The")
-
-
 def test_the_stream_is_the_text_after_any_prompt(infer, tmp_path):
     args = ["--prompt", PROMPT, "--max-new-tokens", "40", "--temperature", "1", "--seed", "5"]
     found, streamed = infer("--json", *args), infer(*args)
-    assert streamed.stdout == found["prompt"] + found["text"] + "\n"
+    assert streamed.stdout == found["prompt"] + found["text"] + "\n" and found["prompt"] == PROMPT
     assert "40 tokens in" in streamed.stderr and "tokens/s" in streamed.stderr
     (tmp_path / "prompt").write_bytes(b"\xef\xbb\xbfthe\r\nlamp")
     assert infer("--json", "--prompt-file", "prompt")["prompt"] == "the\nlamp"
     assert len(infer("--json", "--max-new-tokens", "3")["tokens"]) == 3
-    found = infer("--json", "--prompt", PROMPT, "--max-new-tokens", "0")
-    assert found["text"] == "" and found["tokens"] == []
     assert infer("--prompt", PROMPT, "--max-new-tokens", "0").stdout == f"{PROMPT}\n"
+    sample = inside("infer", "--max-new-tokens", "5", "--prompt", "The")  # by the bundled one
+    assert sample.returncode == 0 and sample.stdout.startswith("The")
 
 
 def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file):
@@ -153,21 +138,15 @@ def test_a_terminal_gets_no_control_characters(here, infer, tmp_path):
 # Output that goes nowhere
 
 
-@pytest.mark.parametrize("args", ["infer", "train --progress live"])
-def test_a_reader_that_leaves_early(file, tmp_path, args):
-    args = args.split()
-    if args[0] == "infer":
-        args += ["--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3000", "--threads", "1"]
-    else:
-        args += [*SMALL, "--steps", "5000", "--sample-every", "10", "--out", tmp_path / "run"]
+def test_a_reader_that_leaves_early(file):
     reading, writing = os.pipe()
-    job = popen(*args, stdout=writing, stderr=subprocess.PIPE, text=True)
+    words = ["infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3000", "--threads", "1"]
+    job = popen(*words, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     os.close(reading)
     _, errors = job.communicate(timeout=60)
     assert job.returncode in (0, 74)
     assert "Traceback" not in errors and "Exception ignored" not in errors
-    assert all(line.startswith("distgpt: nobody reads") for line in errors.splitlines())
 
 
 def test_a_reader_that_leaves_a_run_loses_no_step(tmp_path):
@@ -215,28 +194,17 @@ def test_output_that_cannot_be_written_or_was_closed(file):
     assert result.returncode == 0 and "Traceback" not in result.stderr
 
 
-def test_a_terminal_without_the_characters(tmp_path):
-    ascii_only = {"PYTHONIOENCODING": "ascii"}
-    run = train(tmp_path / "run", "--steps", "1", env=ascii_only)
-    args = ["--weights", run / "weights.safetensors", "--temperature", "1", "--max-new-tokens", "50"]
-    assert distgpt("infer", "--threads", "1", *args, env=ascii_only).returncode == 0
-
-
 # Refusals: the arguments, the exit code, and words of the message; files lie in the working directory.
 
 REQUESTS = (
     (["--prompt", "the zeppelin"], 65, ["'zeppelin'", "not in the vocabulary"]),
     (["--prompt", b"the \xff lamp"], 65, ["not valid UTF-8"]),
     (["--prompt", ""], 2, ["empty"]),
-    (["--prompt", "   "], 2, ["empty"]),
     (["--prompt-file", "nowhere"], 65, ["nowhere", "No such file"]),
     (["--prompt-file", "binary"], 65, ["binary", "not UTF-8"]),
     (["--prompt-file", "blank"], 65, ["blank is empty"]),
     (["--prompt-file", "."], 65, ["folder"]),
     (["--temperature", "-1"], 2, ["temperature"]),
-    (["--temperature", "nan"], 2, ["temperature"]),
-    (["--top-k", "-1"], 2, ["top_k"]),
-    (["--top-p", "0"], 2, ["top_p"]),
     (["--threads", "0"], 2, ["--threads", "at least 1"]),
     (["--threads", "9999999999"], 2, ["--threads", "at most"]),
     (["--stage", "cuda"], 2, ["'cuda'", "GPU"]),
@@ -245,12 +213,8 @@ REQUESTS = (
 
 MISTYPED = (
     ("infer --prompt a --prompt-file b", "exclude"),
-    ("infer --max-new-tokens -1", "max_new_tokens"),
-    ("infer --seed -1", "seed"),
     ("infer --promt a", "--prompt"),
     ("train --stage seriel", "serial"),
-    ("train --steps many", "many"),
-    ("train --norm layer", "layernorm"),
     ("trian", "'train'"),
 )
 
@@ -273,21 +237,13 @@ def test_requests_that_make_no_sense(infer, here, tmp_path):
 # More of damaged files: tests/saved/test_weightsfile.py.
 WEIGHTS = (
     ("flipped", 65, ["checksum"]),
-    ("wrong shape", 65, ["wte is (192, 8), not (192, 16)"]),
     ("missing tensor", 65, ["missing: wpe"]),
     ("not finite", 65, ["not finite"]),
     ("no tokenizer", 65, ["no tokenizer"]),
-    ("bad tokenizer", 65, ["tokenizer"]),
-    ("bad config", 65, ["TOML"]),
     ("n_layer = 3", 65, ["missing: blocks.2"]),
-    ("n_layer = 900", 65, ["900 layers"]),
     ("n_layer = 1000000000", 65, ["at most"]),
     ("n_embd = 32", 65, ["wrong shape"]),
-    ("n_head = 3", 65, ["n_embd 16"]),
-    ("vocab_size = 300", 65, ["shape"]),
     ("vocab_size = 150", 65, ["its tokenizer has", "vocabulary of 150"]),
-    ("seq_len = 1000000", 65, ["wrong shape"]),
-    ('mlp = "relo"', 65, ["relu"]),
 )
 
 
@@ -296,12 +252,9 @@ def bad_weights(kind, source, path):
     tensors = {name: np.empty(entry.shape, np.float32) for name, entry in header.tensors.items()}
     weightsfile.read_into(source, tensors)
     changes = {
-        "wrong shape": {"wte": tensors["wte"][:, :8]},
         "missing tensor": {"wpe": None},
         "not finite": {"wte": np.where(np.arange(16) == 3, np.nan, tensors["wte"])},
         "no tokenizer": {"tokenizer": ""},
-        "bad tokenizer": {"tokenizer": "{}"},
-        "bad config": {"config": "[model"},
     }
     if kind == "flipped":
         path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
@@ -323,33 +276,26 @@ def test_weights_that_cannot_be_used(infer, file, tmp_path):
 
 def test_texts_that_cannot_be_used(here, tmp_path):
     args = ["--data", "text", "--tokenizer", "char", "--out", "run"]
-    bad = {b"": "is empty", b"x": "1 token:", b"abc\x80def": "byte 3", b"\xff\xfea\x00": "byte 0"}
-    for content, word in bad.items():
+    for content, word in {b"": "is empty", b"x": "1 token:", b"abc\x80def": "byte 3"}.items():
         (tmp_path / "text").write_bytes(content)
         refused(here("train", *SMALL, *args), 65, "text", word)
         assert not (tmp_path / "run").exists()
-    (tmp_path / "text").write_bytes(b"ab")  # is repeated
-    assert here("train", *SMALL, *args, "--steps", "2").returncode == 0
 
 
 # What a configuration refuses: tests/config/test_config.py.
 REFUSED = (
-    (["--data", "stori"], 65, ["stori", "did you mean 'story'"]),
     (["--data", b"bad\xff"], 2, ["data", "not valid UTF-8"]),
     (["--data", "."], 65, ["directory"]),
-    (["--tokenizer", "letters"], 2, ["letters", "allowed"]),
     (["--tokenizer", "text"], 65, ["not a saved tokenizer"]),
     (["--vocab-size", "20"], 2, ["vocab_size is 20", "tokens"]),
     (["--config", "nowhere"], 2, ["nowhere"]),
     (["--config", "text"], 2, ["not valid TOML"]),
-    (["--config", "type.toml"], 2, ["steps is 'ten'", "int"]),
     (["--n-layer", "1000", "--n-embd", str(2**17)], 2, ["GiB on this machine", "smaller model"]),
 )
 
 
 def test_settings_that_make_no_sense(here, tmp_path):
     (tmp_path / "text").write_text("no tokenizer and no TOML")
-    (tmp_path / "type.toml").write_text("steps = 'ten'\n")
     for args, code, words in REFUSED:
         refused(here("train", *SMALL, *args, "--out", "run"), code, *words)
         assert not (tmp_path / "run").exists(), args

@@ -117,22 +117,6 @@ def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):
         read_small(tmp_path / "file", 7)
 
 
-def test_lines_are_added_to_regular_files_alone(tmp_path):
-    for _ in range(2):
-        append(tmp_path / "lines", b"x\n")
-    assert (tmp_path / "lines").read_bytes() == b"x\nx\n"
-    os.mkfifo(tmp_path / "pipe")  # without a reader: opening it would wait, or fail
-    with pytest.raises((DataError, OSError)):
-        append(tmp_path / "pipe", b"x")
-    keep = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(DataError, match="a pipe or a device"):
-        append(tmp_path / "pipe", b"x")
-    os.close(keep)
-    (tmp_path / "link").symlink_to(tmp_path / "lines")
-    with pytest.raises(OSError, match="link"):
-        append(tmp_path / "link", b"x")
-
-
 def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
     """Whatever name a writer uses on the way: one that is taken is not opened."""
     (tmp_path / "victim").write_text("precious")

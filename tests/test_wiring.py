@@ -14,9 +14,9 @@ import distgpt
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.data.loading import bundled, read_text
+from distgpt.doctor.speed import Peaks
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.measure.peaks import Peaks
 from distgpt.measure.profile.operations import ORDER
 from distgpt.measure.profile.report import RankProfile, result
 from distgpt.model.model import Model

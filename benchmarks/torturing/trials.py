@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import time
@@ -18,8 +17,7 @@ from torturing.preload import Survey
 
 NOTHING = Fault("nothing")
 ATTEMPTS = 3  # without a fault, until the run must be done
-MINUTES_OLD = 120.0  # seconds: how old running.json is made where a run would have to wait for that
-IN_USE = ("is in use", "keeps coming and going")
+IN_USE = ("is in use",)
 
 
 @dataclass(slots=True)
@@ -147,7 +145,6 @@ class _Telling:
         ):
             self.wrong.append(f"refused: {done.errors.strip().splitlines()[-1][:300]}")
             wrong = []
-            self._let_minutes_pass()
         self.wrong += wrong
         row = {
             "fault": asdict(fault),
@@ -178,15 +175,6 @@ class _Telling:
             and intact
         ):
             self.wrong.append(f"refused: for a file that it does not need: {self.refused}")
-        elif name == "running.json":
-            self._let_minutes_pass()
-            self.refused = ""
-
-    def _let_minutes_pass(self) -> None:
-        path = self.place.run / "running.json"
-        if path.exists():
-            then = time.time() - MINUTES_OLD
-            os.utime(path, (then, then))
 
     def _judge_the_end(self) -> None:
         ranks = {self.trial.ranks[min(n, len(self.trial.ranks) - 1)] for n in range(len(self.done))}

@@ -81,9 +81,6 @@ class Comm(Protocol):
         None where that says nothing: one node, one rank on each, or nodes of unequal size.
         """
 
-    def free(self) -> None:
-        """Give back what `dup_sleeping` or `split_by_node` made: it is not used again."""
-
     def barrier(self) -> None:
         """Return once every rank has called this."""
 

@@ -93,9 +93,6 @@ class MpiComm:
         across = self._world.Split(self.local_rank, self.rank)
         return MpiComm(node, self._sleeping), MpiComm(across, self._sleeping)
 
-    def free(self) -> None:
-        self._world.Free()
-
     def _do(self, name: str, *buffers: Any) -> None:
         """Call one of MPI's collectives, or begin it and sleep until it is done: MPI would spin."""
         if self._sleeping:

@@ -57,9 +57,6 @@ class SerialComm:
     def split_by_node(self) -> None:
         return None
 
-    def free(self) -> None:
-        return None
-
     def barrier(self) -> None:
         return None
 

@@ -81,7 +81,7 @@ def prepare(
         raise click.UsageError("--seed and --no-shuffle exclude each other")
     from distgpt.comm.cores import usable_cores
     from distgpt.data.loading import resolve_data
-    from distgpt.data.prepare.inputs import piped
+    from distgpt.data.prepare.documents import piped
     from distgpt.data.prepare.preparing import Request
     from distgpt.show.datapages import prepare_and_report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from distgpt.commands.options import (
     without_graphs,
 )
 from distgpt.config import GpuConfig, parse_toml
-from distgpt.errors import print_lines
+from distgpt.errors import Say, print_lines
 from distgpt.stages import open_stage
 
 # Settings of training that mean something else here, or concern what happens between steps.
@@ -65,13 +66,12 @@ def profile(
     from distgpt.training.opening.plan import configure
 
     _, run = configure(ready.comm, preset, config, {**set_by_user(flags), "steps": warmup_steps + steps})
-    say = _say if ready.comm.rank == 0 else _keep_quiet
+    say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
     step, batches = open_steps(run, ready, say)
     prepare(ready.comm, out)
     session = Session(ready, step.model, run.train, warmup_steps)
-    session.measure_peaks()
     session.watch(step)
     try:
         for done, seconds in enumerate(_steps(step, batches, warmup_steps + steps), 1):
@@ -93,11 +93,3 @@ def _steps(step: Any, batches: Any, count: int) -> Iterator[float]:
             ended = time.perf_counter()
             yield ended - begun
             begun = ended
-
-
-def _say(text: str) -> None:
-    print_lines(text, err=True)
-
-
-def _keep_quiet(text: str) -> None:
-    return None

@@ -180,24 +180,7 @@ def _mpi_of(stage: str) -> str:
         print_lines(
             "Intel MPI finds Slurm with I_MPI_PMI_LIBRARY=…/libpmi2.so: export it in the script", err=True
         )
-    offered = _offered()
-    if offered and chosen not in offered:
-        print_lines(f"warning: srun offers only {', '.join(offered)} here: choose with --mpi", err=True)
     return chosen
-
-
-def _offered() -> list[str]:
-    """List the ways to start MPI that this machine's srun knows; empty without srun."""
-    if shutil.which("srun") is None:
-        return []
-    try:
-        asked = ["srun", "--mpi=list"]
-        says = subprocess.run(
-            asked, capture_output=True, text=True, errors="replace", timeout=SECONDS_FOR_SLURM
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^\s+(\w+)$", says.stdout + says.stderr, re.MULTILINE)
 
 
 def _program() -> list[str]:

@@ -90,7 +90,6 @@ def train(
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
-    from distgpt.saved.run_lock import release
     from distgpt.show.display import listeners
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
@@ -118,7 +117,7 @@ def train(
     finally:
         shown.close()
         if plan and ready.comm.rank == 0:  # before it trains: MPI's abort skips all other cleanup
-            release(plan.directory.running)
+            plan.directory.release()
     if ready.comm.rank == 0:
         _report(run)
 
@@ -134,7 +133,7 @@ def _profiled(run: Any) -> Any:
 
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.training.sampling import sample
+    from distgpt.training.report import sample
 
     directory = run.directory
     is_best_known = math.isfinite(run.progress.best_loss)

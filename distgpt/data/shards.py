@@ -136,33 +136,6 @@ def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
     return True
 
 
-def verify_shard(
-    folder: Path,
-    shard: Shard,
-    dtype: str,
-    vocab_size: int,
-    advanced: Callable[[int], None] = lambda count: None,
-) -> None:
-    """Read a file once; a DataError if it is not what the manifest says. `advanced` gets the bytes read."""
-    path, kind = folder / shard.name, np.dtype(dtype)
-    largest = 0
-    with storage_errors("read", path):
-        _check_front(path, shard, dtype)
-        with open_regular(path) as file:
-            digest = hashlib.sha256(file.read(HEADER_BYTES))
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-                ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
-                largest = max(largest, int(ids.max(initial=0)))
-                advanced(len(piece))
-    if digest.hexdigest() != shard.sha256:
-        raise DataError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
-    if largest >= vocab_size:
-        raise DataError(f"{path} has the token {largest}, but the vocabulary ends at {vocab_size - 1}")
-    if largest != shard.largest:
-        raise DataError(f"{path}: its largest token is {largest}, in the manifest it is {shard.largest}")
-
-
 def _check_front(path: Path, shard: Shard, dtype: str) -> None:
     """Raise a DataError unless size and header are exactly those that the manifest leads to expect."""
     try:
@@ -279,9 +252,25 @@ def verify_shards(
     shards: Iterable[Shard],
     advanced: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Raise a DataError about the first of these files that is not what the manifest says."""
+    """Read these files; a DataError if one is not what the manifest says. `advanced` gets the bytes read."""
+    kind, vocab_size = np.dtype(manifest.dtype), manifest.vocab_size
     for shard in shards:
-        verify_shard(folder, shard, manifest.dtype, manifest.vocab_size, advanced)
+        path, largest = folder / shard.name, 0
+        with storage_errors("read", path):
+            _check_front(path, shard, manifest.dtype)
+            with open_regular(path) as file:
+                digest = hashlib.sha256(file.read(HEADER_BYTES))
+                while piece := file.read(_PIECE):
+                    digest.update(piece)
+                    ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
+                    largest = max(largest, int(ids.max(initial=0)))
+                    advanced(len(piece))
+        if digest.hexdigest() != shard.sha256:
+            raise DataError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
+        if largest >= vocab_size:
+            raise DataError(f"{path} has the token {largest}, but the vocabulary ends at {vocab_size - 1}")
+        if largest != shard.largest:
+            raise DataError(f"{path}: its largest token is {largest}, in the manifest it is {shard.largest}")
 
 
 def is_shards(folder: Path) -> bool:

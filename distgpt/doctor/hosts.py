@@ -6,21 +6,16 @@ What a host answers over ssh is not trusted: only `HostFacts` is read from it.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -29,7 +24,7 @@ from distgpt.checked import Count, checked, parse_json
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.launched import launched_as
 from distgpt.doctor.facts import Facts, cpu, versions
-from distgpt.doctor.page import MOST_ROWS, cells, headed, indented, pairs, print_page
+from distgpt.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
 from distgpt.doctor.verdicts import foreign_mpirun, grouped
 from distgpt.errors import UsageError
 from distgpt.files import read_small
@@ -79,7 +74,7 @@ def report(path: Path, ssh: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        print_page(lambda narrow: _page(found))
+        print_page(_page(found))
     if found["problems"]:
         reasons = "; ".join(found["problems"][:3])
         raise UsageError(f"a job on the hosts of {path} would not start as it should: {reasons}")
@@ -93,7 +88,10 @@ def examine(path: Path, ssh: bool) -> Facts:
     own = own_facts(mpi)
     hosts = _hosts(lines, own)
     if ssh:
-        _ask_all([host for host in hosts if not host.is_here])
+        if shutil.which("ssh") is None:
+            raise UsageError("--ssh: there is no ssh here; install an OpenSSH client, or leave --ssh out")
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(_ask, (host for host in hosts if not host.is_here)))
     problems = [] if here["path"] else ["no mpirun was found: pip install 'distgpt[mpich]'"]
     problems += [mpi["problem"]] if mpi["problem"] else []
     problems += [*foreign_mpirun({"mpirun": here}, mpi), *hostfile.problems(vendor, lines)]
@@ -162,35 +160,13 @@ def tell() -> None:
     print(json.dumps(asdict(own_facts(distant_mpi()))), flush=True)
 
 
-def _ask_all(hosts: list[Host]) -> None:
-    if shutil.which("ssh") is None:
-        raise UsageError("--ssh: there is no ssh here; install an OpenSSH client, or leave --ssh out")
-    for first in range(0, len(hosts), AT_ONCE):
-        _ask(hosts[first : first + AT_ONCE])
-
-
-def _ask(hosts: list[Host]) -> None:
-    """Ask all of them at once, and leave none of their processes behind."""
-    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    children: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + SECONDS
+def _ask(host: Host) -> None:
+    words = [*_SSH, "--", host.name, shlex.join([sys.executable, "-P", "-c", _ASK])]
     try:
-        for host in hosts:
-            words = [*_SSH, "--", host.name, shlex.join([sys.executable, "-P", "-c", _ASK])]
-            child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, **pipes)
-            children.append(child)
-        for host, child in zip(hosts, children, strict=True):
-            try:
-                said, errors = child.communicate(timeout=max(0.0, deadline - time.monotonic()))
-                _read_answer(host, said, errors)
-            except subprocess.TimeoutExpired:
-                host.problem = f"gave no answer within {SECONDS:g} s: try ssh -v {host.name}"
-    finally:
-        for child in children:
-            if child.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
+        _read_answer(host, done.stdout, done.stderr)
+    except subprocess.TimeoutExpired:
+        host.problem = f"gave no answer within {SECONDS:g} s: try ssh -v {host.name}"
 
 
 def _read_answer(host: Host, said: bytes, errors: bytes) -> None:

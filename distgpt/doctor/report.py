@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -18,13 +20,15 @@ from distgpt.comm.api import Comm
 from distgpt.comm.launched import launched_rank
 from distgpt.comm.serial import SerialComm
 from distgpt.doctor.facts import Facts, matmuls, of_rank
-from distgpt.doctor.page import MOST_ROWS, advice, cells, headed, indented, pairs, print_page
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
-from distgpt.errors import UsageError, escape
+from distgpt.errors import UsageError, escape, escape_lines
 from distgpt.formatting import count, size, three_digits
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.jobs.launchers import distant_mpi, launch, mpirun, running_mpi
 from distgpt.stages import open_stage
+
+WIDTH = 100
+MOST_ROWS = 64
 
 
 def report(stage: str | None, as_json: bool) -> None:
@@ -68,10 +72,10 @@ def examine(measured: bool = False) -> tuple[Facts, Comm]:
 def show(found: Facts) -> None:
     """Print the page."""
     # Launchers give their ranks pipes, or terminals of no particular size.
-    print_page(lambda narrow: _parts(found, narrow), plain=bool(found["launch"]["launcher"]))
+    print_page(_parts(found), plain=bool(found["launch"]["launcher"]))
 
 
-def _parts(found: Facts, narrow: bool) -> Iterable[RenderableType]:
+def _parts(found: Facts) -> Iterable[RenderableType]:
     ranks = found["ranks"]
     first = ranks[0]
     versions = first["versions"]
@@ -80,7 +84,7 @@ def _parts(found: Facts, narrow: bool) -> Iterable[RenderableType]:
     yield indented(pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
     if len(ranks) > 1:
         yield indented(_rank_table(ranks))
-    yield indented(_stages(found["stages"], narrow))
+    yield indented(_stages(found["stages"]))
     if found["warnings"]:
         yield "[yellow]worth a look"
         yield indented(pairs(("•", text) for text in found["warnings"]))
@@ -181,14 +185,62 @@ def _rank_table(ranks: list[Facts]) -> Table:
     return table
 
 
-def _stages(stages: Facts, narrow: bool) -> RenderableType:
-    rows = list[tuple[str, Text, list[str]]]()
+def _stages(stages: Facts) -> Table:
+    """Tabulate for each stage a verdict and sentences, where an arrow begins what to do."""
+    table = grid(3)
     shown: dict[str, list[Facts]] = {}
     for name, verdict in stages.items():
         troubles = verdict["missing"]
         same = next((other for other, theirs in shown.items() if troubles and theirs == troubles), None)
         shown[name] = troubles
+        sentences = [f"as {same}"] if same else [sentence(t, "\n→ ") for t in troubles + verdict["notes"]]
+        text = Text("\n".join(map(escape_lines, sentences)))
+        text.highlight_regex("→ .*", "cyan")
         runs = Text("runs", "green") if verdict["runs"] else Text("cannot run", "red")
-        sentences = [sentence(each, "\n→ ") for each in troubles + verdict["notes"]]
-        rows.append((name, runs, [f"as {same}"] if same else sentences))
-    return advice(rows, narrow)
+        table.add_row(Text(name, "bold"), runs, text)
+    return table
+
+
+# The parts of pages, which that of hosts (hosts.py) has too.
+
+
+def print_page(parts: Iterable[RenderableType], plain: bool = False) -> None:
+    """Print these; `plain`: as if there were no terminal."""
+    console = Console(highlight=False, force_terminal=False if plain else None)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    with console.capture() as page:
+        for part in parts:
+            console.print(part)
+    print("\n".join(line.rstrip() for line in page.get().rstrip().splitlines()))
+
+
+def indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 1, 2))
+
+
+def grid(columns: int) -> Table:
+    """Nothing in it is cut: a word that does not fit is broken."""
+    table = Table.grid(padding=(0, 2))
+    for _ in range(columns):
+        table.add_column(overflow="fold")
+    return table
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    table = grid(2)
+    for name, text in rows:
+        table.add_row(Text(name, "dim"), Text(escape(text)))
+    return table
+
+
+def headed(*right: str, left: tuple[str, ...] = ()) -> Table:
+    """A table with these headings: first those of columns of numbers, then those of words."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for heading in (*right, *left):
+        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+    return table
+
+
+def cells(*values: object) -> list[Text]:
+    return [Text(escape(str(value))) for value in values]

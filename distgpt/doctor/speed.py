@@ -1,13 +1,15 @@
-"""Measure how fast the CPU kernels multiply matrices, and name what does it."""
+"""Measure how fast a backend multiplies matrices and moves memory, and name what does it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from distgpt.gpu.api import TYPE_OF
 from distgpt.kernels.api import Affine, Array, Kernels
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.matmul import processor
@@ -15,6 +17,8 @@ from distgpt.kernels.matmul import processor
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
 SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
 REPEATS = 4
+SECONDS, OF_MATMULS = 2.4, 2 / 3  # of measuring, and the part of it for matmuls
+MEMORY_BYTES = 64 << 20  # of each array of a worker: more than caches hold
 FEATURES = {
     "AVX2+FMA": {"avx2", "fma"},
     "AVX-512": {"avx512f"},
@@ -100,3 +104,56 @@ def _fill(k: Kernels, array: Array) -> None:
     """Values with which matmuls neither overflow nor underflow."""
     some = np.random.default_rng(0).standard_normal(1 << 16, np.float32) / len(array)
     k.put(array, np.resize(some, array.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The peaks of all workers of one rank together, measured while the other ranks did the same."""
+
+    gflops: float
+    gbytes_per_s: float
+    dtype: str
+
+
+def measure_peaks(
+    kernels: Kernels, seconds: float | None = None, meet: Callable[[], None] = lambda: None
+) -> Peaks:
+    """Time matmuls and memory for about `seconds` (SECONDS if None), at least once each, after compiling.
+
+    `meet` returns once all ranks have called it, so that all measure at the same time.
+    """
+    limit = SECONDS if seconds is None else seconds
+    dtype = TYPE_OF[np.dtype(kernels.dtype)]
+    meet()
+    matmuls = matmul_rate(kernels, limit * OF_MATMULS)
+    meet()
+    return Peaks(matmuls / 1e9, _memory(kernels, limit * (1 - OF_MATMULS)) / 1e9, dtype)
+
+
+def _memory(k: Kernels, seconds: float) -> float:
+    """Return bytes per second of y ← y + b, each worker with arrays of its own.
+
+    On cores never of bfloat16, whose rounding would take longer than the memory.
+    """
+    zeros = k.wide_zeros if isinstance(k, CpuKernels) else k.zeros
+    count = MEMORY_BYTES // zeros(1).itemsize
+    pairs = [(zeros(count), zeros(count)) for _ in range(k.threads)]
+
+    def one(worker: int) -> None:
+        y, b = pairs[worker]
+        k.add(y, y, b)
+
+    def own(worker: int) -> None:
+        y, b = pairs[worker]
+        k.add(b, y, y)  # pages are allocated when they are first written
+
+    def work() -> None:
+        k.each(one, len(pairs))
+
+    k.each(own, len(pairs))
+    work()
+    moved = 3.0 * MEMORY_BYTES * len(pairs)
+    best, end = 0.0, time.perf_counter() + seconds
+    while not best or time.perf_counter() < end:
+        best = max(best, moved / seconds_of(k, work))
+    return best

@@ -55,7 +55,7 @@ class DeviceComm:
         self.barrier, self.abort = host.barrier, host.abort
         # On the host only:
         self.send, self.threads, self.dup_sleeping = host.send, host.threads, host.dup_sleeping
-        self.split_by_node, self.free = host.split_by_node, host.free
+        self.split_by_node = host.split_by_node
 
     def sum(self, array: Array) -> None:
         if isinstance(array, np.ndarray):

@@ -24,11 +24,10 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, print_lines
 from distgpt.files import append, atomic_file, open_regular, storage_errors
 from distgpt.formatting import count
-from distgpt.inference.collect import Completion
 from distgpt.inference.distribute import distribute
 from distgpt.inference.engine import Engine
 from distgpt.inference.engine_setup import MOST_LANES, ModelSpec
-from distgpt.inference.request import REQUEST_SETTINGS, Request
+from distgpt.inference.request import REQUEST_SETTINGS, Completion, Request
 from distgpt.stages import Stage
 
 ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle

@@ -16,10 +16,9 @@ from typing import Any
 from distgpt.comm.agree import gather_bytes, shared
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError
-from distgpt.inference.collect import Collector, Completion
-from distgpt.inference.engine import Engine
+from distgpt.inference.engine import Collector, Engine
 from distgpt.inference.lanes import Array, Feed, Lanes
-from distgpt.inference.request import Request
+from distgpt.inference.request import Completion, Request
 
 SYNC = 0.5  # seconds between two exchanges: a rank that has nothing to do waits this long for others
 

@@ -14,7 +14,7 @@ belong to the seed, the sample and the place in its text.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import NonFiniteError, UsageError
 from distgpt.inference.lanes import Array, Feed, Lanes
-from distgpt.inference.request import Event, Request
+from distgpt.inference.request import Completion, Event, Request
 from distgpt.inference.sample import MOST_SCORED, Sample, SharedPrompt
 
 CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
@@ -193,3 +193,37 @@ class Engine:
     def _leave(self, sample: Sample) -> None:
         self._running.remove(sample)
         self._free.append(sample.lane)
+
+
+class Collector:
+    """An engine whose events are put together to completions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._open: dict[int, list[Completion]] = {}
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; return its ticket."""
+        ticket = self.engine.submit(request)
+        self._open[ticket] = [Completion() for _ in range(request.n)]
+        return ticket
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Run the engine for a step; return the samples of each request that is done, with its ticket."""
+        done = []
+        for event in self.engine.step():
+            samples = self._open[event.ticket]
+            samples[event.choice].add(event)
+            if event.reason is not None and all(each.reason is not None for each in samples):
+                done.append((event.ticket, self._open.pop(event.ticket)))
+        return done
+
+
+def complete(engine: Engine, requests: Iterable[Request]) -> list[list[Completion]]:
+    """Run requests to their end on an idle engine; return the samples of each, in order."""
+    collector = Collector(engine)
+    done: dict[int, list[Completion]] = {}
+    tickets = [collector.submit(request) for request in requests]
+    while not engine.is_idle:
+        done.update(collector.step())
+    return [done[ticket] for ticket in tickets]

@@ -13,12 +13,11 @@ from distgpt.comm.agree import gather_bytes, on_every_rank, shared
 from distgpt.comm.api import Comm
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, escape
-from distgpt.inference.collect import Completion, complete
 from distgpt.inference.distribute import averaged, broadcast
-from distgpt.inference.engine import Engine
+from distgpt.inference.engine import Engine, complete
 from distgpt.inference.engine_setup import MOST_LANES, agreed_lanes, chunk_for
 from distgpt.inference.lanes import Lanes
-from distgpt.inference.request import Request
+from distgpt.inference.request import Completion, Request
 from distgpt.model.model import Model
 
 

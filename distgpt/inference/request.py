@@ -1,4 +1,4 @@
-"""Requests to the engine, each setting declared once, and the events that answer them.
+"""Requests to the engine, each setting declared once; the events that answer them, and completions of these.
 
 Options of `distgpt infer`, keys of a file of prompts, parameters over HTTP and keywords in Python are made of
 these declarations.
@@ -131,3 +131,40 @@ class Event(NamedTuple):
     text: str
     reason: str | None
     prompt_likelihoods: PromptLikelihoods | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sample. Its tokens include those of a stop string, which the text lacks.
+
+    `reason` and `prompt_likelihoods` are an Event's; `likelihoods` has one for each token, if wanted.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    likelihoods: list[Likelihood] | None = None
+    prompt_likelihoods: PromptLikelihoods | None = None
+
+    def add(self, event: Event) -> None:
+        self.text += event.text
+        if event.token is not None:
+            self.tokens.append(event.token)
+        if event.likelihood is not None:
+            if self.likelihoods is None:
+                self.likelihoods = []
+            self.likelihoods.append(event.likelihood)
+        if event.prompt_likelihoods is not None:
+            self.prompt_likelihoods = event.prompt_likelihoods
+        self.reason = event.reason
+
+    def as_json(self) -> dict[str, Any]:
+        """Text, tokens, reason, and the log-probabilities if they are wanted, for a file."""
+        shown: dict[str, Any] = {"text": self.text, "tokens": self.tokens, "reason": self.reason}
+        if self.likelihoods is not None:
+            shown["logprobs"] = [each.logprob for each in self.likelihoods]
+            shown["alternatives"] = [each.alternatives for each in self.likelihoods]
+        if self.prompt_likelihoods is not None:
+            shown["prompt_logprobs"] = [each and each.logprob for each in self.prompt_likelihoods]
+            shown["prompt_alternatives"] = [each and each.alternatives for each in self.prompt_likelihoods]
+        return shown

@@ -16,11 +16,11 @@ from distgpt.data.loading import read_text
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import escape, escape_model_text, print_lines
 from distgpt.formatting import count
-from distgpt.inference.collect import Completion, complete
 from distgpt.inference.distribute import averaged
+from distgpt.inference.engine import complete
 from distgpt.inference.engine_setup import ModelSpec
 from distgpt.inference.lanes import Lanes
-from distgpt.inference.request import Event, Likelihood, Request
+from distgpt.inference.request import Completion, Event, Likelihood, Request
 from distgpt.inference.sample import default_prompt
 from distgpt.stages import Stage
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distgpt.errors import StorageError
-from distgpt.interrupts import ENDING
+from distgpt.interrupts import ENDING, signals_deferred
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
 TIMED_OUT = 124
@@ -83,19 +83,20 @@ def run(
 
     It gets a process group of its own, so that Ctrl-C reaches this process alone, which then ends the group.
     """
-    begun = time.perf_counter()
-    timed_out = threading.Event()
+    begun, timed_out = time.perf_counter(), False
     with _running(command, env, cwd) as child:
-        with _alarm(child, timeout, timed_out):
-            readers = [_Reader(child, child.stdout, on_line), _Reader(child, child.stderr, None)]
-            child.wait()
-        for reader in readers:
-            reader.join(SECONDS_TO_END)  # a grandchild may have kept the pipe
-            if reader.error is not None:
-                raise reader.error
+        readers = [_Reader(child, child.stdout, on_line), _Reader(child, child.stderr, None)]
+        try:
+            child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _end(child)
+    for reader in readers:
+        reader.join(SECONDS_TO_END)  # a grandchild may have kept the pipe
+        if reader.error is not None:
+            raise reader.error
     output, errors = ("".join(reader.lines) for reader in readers)
-    code = TIMED_OUT if timed_out.is_set() else child.returncode
-    return Ended(code, output, errors, time.perf_counter() - begun)
+    return Ended(TIMED_OUT if timed_out else child.returncode, output, errors, time.perf_counter() - begun)
 
 
 @contextmanager
@@ -103,78 +104,56 @@ def _running(
     command: Sequence[object], env: Mapping[str, str] | None, cwd: Path | None
 ) -> Iterator[subprocess.Popen[str]]:
     """A started child, ended if this process is interrupted, asked to end or leaves by another exception."""
-    with _Signals() as signals:
+    child = None
+    with _requests_raised():
         try:
-            child = subprocess.Popen(
-                [str(word) for word in command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=dict(env) if env is not None else None,
-                cwd=cwd,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
-        try:
-            signals.deliver()
+            with signals_deferred():  # until this knows the child
+                child = _started(command, env, cwd)
             yield child
-            signals.hold()
         except BaseException:
-            _end(child)
+            if child is not None:
+                with undisturbed():
+                    _end(child)
             raise
 
 
-class _Signals:
-    """Defers interrupts and requests to end until `deliver`, and again after one was delivered.
+def _started(
+    command: Sequence[object], env: Mapping[str, str] | None, cwd: Path | None
+) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(env) if env is not None else None,
+            cwd=cwd,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
 
-    So none is raised between the start of a child and the code that ends it, or while the child is ended.
-    What nohup ignores stays ignored. Only the main thread handles signals; in others this does nothing.
-    """
 
-    def __init__(self) -> None:
-        self._came: signal.Signals | None = None
-        self._held = True
-        self._former: dict[signal.Signals, Any] = {}
+@contextmanager
+def _requests_raised() -> Iterator[None]:
+    """Raise SystemExit for requests to end that would end this process; for programs without handlers."""
 
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            former = {number: signal.getsignal(number) for number in ENDING}
-            self._former = {number: action for number, action in former.items() if action != signal.SIG_IGN}
-            for number in self._former:
-                signal.signal(number, self._handle)
-        return self
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        came = self._came
-        _handle_again(self._former)
-        if kind is None and came is not None:
-            self._act(came)
-
-    def deliver(self) -> None:
-        self._held = False
-        if self._came is not None:
-            self._act(self._came)
-
-    def hold(self) -> None:
-        self._held = True
-
-    def _handle(self, number: int, frame: object) -> None:
-        self._came = signal.Signals(number)
-        if not self._held:
-            self._act(self._came)
-
-    def _act(self, number: signal.Signals) -> None:
-        self._held, self._came = True, None
-        former = self._former[number]
-        if callable(former):
-            former(number, None)
-            self._held = False  # it did not raise
-        else:
-            raise SystemExit(128 + number)
+    former: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        former = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    for number in former:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in former:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class _Reader(threading.Thread):
@@ -214,30 +193,8 @@ def undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        _handle_again(former)
-
-
-def _handle_again(former: Mapping[signal.Signals, Any]) -> None:
-    for number, action in former.items():
-        signal.signal(number, signal.SIG_DFL if action is None else action)
-
-
-@contextmanager
-def _alarm(child: subprocess.Popen[str], seconds: float | None, rang: threading.Event) -> Iterator[None]:
-    if seconds is None:
-        yield
-        return
-
-    def ring() -> None:
-        rang.set()
-        _end(child)
-
-    timer = threading.Timer(seconds, ring)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+        for number, action in former.items():
+            signal.signal(number, signal.SIG_DFL if action is None else action)
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,36 +27,19 @@ def unsteered(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {key: value for key, value in unlaunched(environ).items() if not key.startswith(_STEERING)}
 
 
-def start(
-    words: Sequence[object],
-    launcher: Launcher | None = None,
-    ranks: int = 1,
-    on_line: Callable[[str], None] | None = None,
-) -> Ended:
+def start(words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1) -> Ended:
     """Run a distgpt command to its end: as `ranks` processes of a launcher, or as one process without it."""
     command = distgpt_command(*words)
     if launcher is not None:
         command = launcher.command(ranks, command)
-    return run(command, env=unsteered(), on_line=on_line)
+    return run(command, env=unsteered())
 
 
 def ask(
-    what: str,
-    words: Sequence[object],
-    launcher: Launcher | None = None,
-    ranks: int = 1,
-    on_line: Callable[[str], None] | None = None,
+    what: str, words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1
 ) -> dict[str, Any]:
-    """Run a distgpt command and return the JSON object it prints; `what` names it where it fails.
-
-    `on_line` gets the other lines of its output as they come.
-    """
-
-    def progress(line: str) -> None:
-        if on_line is not None and not line.startswith("{"):
-            on_line(line)
-
-    return answer(start(words, launcher, ranks, progress), what)
+    """Run a distgpt command and return the JSON object it prints; `what` names it where it fails."""
+    return answer(start(words, launcher, ranks), what)
 
 
 def answer(ended: Ended, what: str) -> dict[str, Any]:

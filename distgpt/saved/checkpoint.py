@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Annotated, Any, cast
 
 from distgpt.checked import Count, Must, Positive, checked, parse_object
 from distgpt.errors import DataError, StorageError
@@ -135,8 +135,10 @@ def load_state(path: Path) -> dict[str, Any]:
     """Return the verified state that was passed to `save_checkpoint`, with its `step`; null is left out."""
     _check(path, STATE)
     state = _object(path / STATE)
-    if wrong := damage(state):
-        raise DataError(f"{path / STATE} is damaged at {wrong!r}")
+    try:
+        State.from_json(state)
+    except ValueError as error:
+        raise DataError(f"{path / STATE} is damaged: {error}") from None
     if _NAME.fullmatch(path.name) and state["step"] != _step(path):
         raise DataError(f"{path / STATE} is of step {state['step']}, not of its folder's")
     return {key: value for key, value in state.items() if value is not None}
@@ -301,10 +303,10 @@ class State:
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> State:
-        """Read a document in which `damage` finds none; keys that no State has are passed over."""
-        keys = {name: _KEYS.get(name, name) for name in _kinds()}
+        """Read a document, or raise a ValueError; keys that no State has are passed over."""
+        keys = {name: _KEYS.get(name, name) for name in State.__slots__}
         known = {name: document[key] for name, key in keys.items() if document.get(key) is not None}
-        return cast(State, checked(State, known))
+        return cast(State, checked(State, {"step": None, **known}))
 
 
 # Keys of state.json with other names than the fields of State. No other file knows them.
@@ -314,19 +316,3 @@ _KEYS = {
     "hosts": "places",
     "evaluation_pending": "owes_evaluation",
 }
-
-
-def damage(document: Mapping[str, Any]) -> str:
-    """Return the first key whose value cannot be right; "" if there is none. Only the step is needed."""
-    for name, kind in _kinds().items():
-        key = _KEYS.get(name, name)
-        try:
-            if key == "step" or document.get(key) is not None:
-                checked(kind, document.get(key))
-        except ValueError:
-            return key
-    return ""
-
-
-def _kinds() -> dict[str, Any]:
-    return get_type_hints(State, include_extras=True)

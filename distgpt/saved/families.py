@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+from distgpt.checked import checked
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError, UsageError
 from distgpt.model.layers import Rope
 
 HEAD = "lm_head.weight"  # the same name in every family, without a prefix
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 # Values of our settings, as people call them.
 PART_NAMES = {
     "layernorm": "LayerNorm",
@@ -61,11 +61,10 @@ class Settings:
         value = self.values.get(key)
         if value is None:
             return default
-        kind = type(default)
-        # type(), not isinstance(): JSON's true is an int to Python.
-        if type(value) is not kind and (kind is not float or type(value) is not int):
-            raise DataError(f"{self.source}: {key} is {value!r:.40}, not {_KINDS[kind]}")
-        return cast(T, cast(Any, kind)(value))
+        try:
+            return cast(T, checked(type(default), value, (key,)))
+        except ValueError as error:
+            raise DataError(f"{self.source}: {error}") from None
 
     def choice(self, key: str, default: str, known: Mapping[str, str], why_not: str) -> str:
         value = self.values.get(key, default)

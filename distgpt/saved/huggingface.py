@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
-import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +21,29 @@ from distgpt.data.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError, command_line
-from distgpt.files import atomic_file, open_regular, read_small, storage_errors, sync_directory
+from distgpt.files import (
+    atomic_file,
+    open_regular,
+    read_small,
+    storage_errors,
+    sync_directory,
+    unfinished,
+    unfinished_versions,
+)
 from distgpt.formatting import count
 from distgpt.model.model import Architecture
 from distgpt.saved.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
 from distgpt.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.saved.rundir import find_weights
-from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits, verify_data, write_made
+from distgpt.saved.tensors import (
+    Header,
+    LazyTensors,
+    read_header,
+    read_rows,
+    refuse_misfits,
+    verify_data,
+    write_tensors,
+)
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
@@ -39,7 +51,6 @@ INDEX = f"{WHOLE}.index.json"
 # transformers can only have as BPE without merges, so that it comes back as it was.
 OWN_TOKENIZER = "distgpt_tokenizer.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-_PART = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 _MOST_JSON = 1 << 26  # bytes; a configuration or an index is far smaller
 
 
@@ -59,7 +70,6 @@ class Foreign:
         """Check everything but the tensors' data, which are not read; a DataError says what is wrong."""
         self.path = path
         self.directory, self.settings, self.headers = open_files(path)
-        _refuse_a_part(path, self.directory)
         self.family, self.config = recognised(self.settings)
         self._tensors = _by_short_name(self.headers, self.family)
         self.has_spare_head = self.config.tied and HEAD in self._tensors
@@ -191,12 +201,6 @@ def _shards(index: Path) -> list[Path]:
     return [index.with_name(file) for file in sorted(expected)]
 
 
-def _refuse_a_part(path: Path, directory: Path) -> None:
-    """Recognise a part by its name alone, as the list of parts may be missing."""
-    if path.is_file() and (name := _PART.fullmatch(path.name)) and int(name[1]) > 1:
-        raise DataError(f"{path} is one of {int(name[1])} parts of a model: give the directory, {directory}")
-
-
 def _by_short_name(headers: dict[Path, Header], family: Family) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for path, header in headers.items():
@@ -261,12 +265,8 @@ def _page(kind: str, out: Path, tokenizer: str, use: str) -> str:
 def _refuse_place(out: Path) -> None:
     """Refuse a file that cannot be written before hours of reading."""
     with storage_errors("write", out):
-        if out.is_dir():
-            raise UsageError(f"{out} is a directory; choose another --out, a file in it for example")
         if out.exists():
             raise UsageError(f"{out} exists already; choose another --out, or remove it")
-        if not out.parent.is_dir():
-            raise StorageError(f"cannot write {out}: there is no directory {out.parent}")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
 
@@ -286,7 +286,7 @@ def _write_weights(out: Path, foreign: Foreign, metadata: dict[str, str]) -> Non
         refuse_nonfinite(array, name, foreign.path)
         return array
 
-    write_made(out, kinds, make, metadata)
+    write_tensors(out, LazyTensors(kinds, make), metadata)
 
 
 def _tokenizer(name: str | None, foreign: Foreign, note: Note) -> Tokenizer | None:
@@ -344,7 +344,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     if "F64" in {entry.dtype for entry in header.tensors.values()}:
         note(f"rounding its float64 elements to {dtype}")
     with _new_directory(out) as directory:
-        write_made(directory / WHOLE, kinds, make, {"format": "pt"})
+        write_tensors(directory / WHOLE, LazyTensors(kinds, make), {"format": "pt"})
         for name, text in files.items():
             with atomic_file(directory / name) as file:
                 file.write(text.encode())
@@ -402,42 +402,20 @@ def refuse_nonfinite(array: NDArray[Any], name: str, source: object) -> None:
 
 @contextmanager
 def _new_directory(final: Path) -> Iterator[Path]:
-    """A directory that gets its name once everything in it is on the disk."""
-    partial = _partial(final, os.getpid())
+    """A directory that gets its name once everything in it is on the disk. What killed exports left goes."""
+    partial = unfinished(final)
     with storage_errors("write", final):
-        for abandoned in _abandoned(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for abandoned in unfinished_versions(final):
             shutil.rmtree(abandoned, ignore_errors=True)
         try:
-            partial.mkdir(parents=True)
+            partial.mkdir()
             yield partial
             partial.rename(final)
             sync_directory(final.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-
-
-def _partial(final: Path, process: int) -> Path:
-    """The unfinished directory of one process: unique on shared disks, and not to be guessed."""
-    return final.with_name(f".{final.name}.{platform.node()}.{process}.{secrets.token_hex(6)}.partial")
-
-
-def _abandoned(final: Path) -> list[Path]:
-    """List what killed exports on this machine left, also one whose process had our number."""
-    left = final.parent.glob(f".{escape(final.name)}.{escape(platform.node())}.*.partial")
-    processes = {path: path.name.split(".")[-3] for path in left}
-    return [path for path, n in processes.items() if n.isdecimal() and not _is_another(int(n))]
-
-
-def _is_another(process: int) -> bool:
-    """Return if a process of this number runs and is not this one."""
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return process != os.getpid()
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:

@@ -30,13 +30,13 @@ from distgpt.saved.tensors import (
     HEADER_SUM,
     Header,
     Kind,
+    LazyTensors,
     Tensors,
     read_header,
     read_into,
     read_rows,
     refuse_misfits,
     verify_data,
-    write_made,
     write_tensors,
 )
 
@@ -95,8 +95,7 @@ def read_parameter(path: Path, header: Header, spec: Spec) -> Any:
 
 def fill_from_int8(path: Path, host: Mapping[str, Array], config: ModelConfig) -> None:
     """Arrays of float ← the parameters that a file in int8 stands for."""
-    header = read_header(path)
-    verify_data(path, header)
+    header = _verified(path)
     for spec in Architecture(config).layout.specs:
         found = read_parameter(path, header, spec)
         host[spec.name][...] = restored(found) if isinstance(found, Quantised) else found
@@ -120,9 +119,10 @@ def load_int8(path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm)
     return Int8Model(config, kernels, params)
 
 
-def write_int8(path: Path, config: ModelConfig, out: Path) -> str:
-    """Write what is in a file of float as one in int8. Return what was done, for people."""
-    header = _verified(path)
+def quantize(path: Path, out: Path) -> str:
+    """Write a weights file of floats in int8. Return what was done, for people."""
+    path = find_weights(path)
+    config, header = read_description(path).run.model, _verified(path)
     if is_int8(header.metadata):
         raise DataError(f"{path} is in int8 already")
     specs = {spec.name: spec for spec in Architecture(config).layout.specs}
@@ -138,7 +138,7 @@ def write_int8(path: Path, config: ModelConfig, out: Path) -> str:
         return found.scales if name.endswith(SCALES) else found.q
 
     kept = {name: text for name, text in header.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
-    write_made(out, kinds, make, {**kept, "format_version": INT8_VERSION, QUANTISED: WORDS})
+    write_tensors(out, LazyTensors(kinds, make), {**kept, "format_version": INT8_VERSION, QUANTISED: WORDS})
     before, after = (size(file.stat().st_size) for file in (path, out))
     return f"{out}: {WORDS}; {before} became {after}"
 
@@ -225,7 +225,8 @@ def load_model(
     if (int8 := _in_int8(config, kernels, path, comm)) is not None:
         return int8, description
     model = Model(config, kernels)
-    fill(comm, model, {"": model.weights}, lambda host: _read_model(path, host, description))
+    read = partial(fill_from_int8, config=config) if description.rounded else read_into
+    fill(comm, model, {"": model.weights}, lambda host: read(path, host))
     if not model.is_finite():
         raise shared(DataError(f"{path} holds weights that are not finite"))
     return model, description
@@ -252,13 +253,6 @@ def _in_int8(config: ModelConfig, kernels: Kernels, path: Path, comm: Comm) -> M
     return load_int8(path, config, kernels, comm)
 
 
-def _read_model(path: Path, host: Tensors, description: Description) -> None:
-    if description.rounded:
-        fill_from_int8(path, host, description.run.model)
-    else:
-        read_into(path, host)
-
-
 def read_shortened(path: Path, host: Tensors) -> None:
     """Fill `host` from the file; of its learned positions only the first, as many as `host` has."""
     positions = host.get(LEARNED)
@@ -269,12 +263,6 @@ def read_shortened(path: Path, host: Tensors) -> None:
     whole = np.empty((max(rows, len(positions)), *positions.shape[1:]), positions.dtype)
     read_into(path, {**host, LEARNED: whole})
     positions[...] = whole[: len(positions)]
-
-
-def quantize(path: Path, out: Path) -> str:
-    """Write a weights file in int8. Return what was done, for people."""
-    path = find_weights(path)
-    return write_int8(path, read_description(path).run.model, out)
 
 
 def load_description(path: Path, comm: Comm) -> Description:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
+import platform
 import shutil
+import time
 from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from distgpt.checked import checked, parse_json, parse_object
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
-from distgpt.errors import DataError, StorageError, UsageError, command_line
-from distgpt.files import append, atomic_file, open_regular, read_small, storage_errors, unfinished_versions
+from distgpt.errors import DataError, StorageError, UsageError, command_line, escape
+from distgpt.files import (
+    append,
+    atomic_file,
+    lock,
+    open_regular,
+    read_small,
+    storage_errors,
+    unfinished_versions,
+)
 from distgpt.saved.checkpoint import WEIGHTS, newest_intact, remove_unfinished, set_damaged_aside
-from distgpt.saved.run_lock import claim, is_lost
 
+ATTEMPTS, SECONDS_BETWEEN = 10, 0.05  # to lock a file that another process may be looking at
 MOST_METRICS = 1 << 30  # bytes
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
+
+
+_held: dict[Path, int] = {}  # open files that this process has locked
 
 
 class RunDirectory:
@@ -35,7 +53,87 @@ class RunDirectory:
         self.best = path / "best.safetensors"
         self.summary = path / "summary.json"
         self.running = path / "running.json"
+        self._lock_path = self.running.absolute()
         self._unwritten: list[bytes] = []  # lines of metrics
+
+    # One process trains here. It holds the kernel's lock on running.json, which ends with the process.
+
+    @contextmanager
+    def claimed(self, comm: Comm) -> Iterator[None]:
+        """Rank 0's process holds the directory meanwhile. Collective."""
+        on_root(comm, self.claim)
+        try:
+            yield
+        finally:
+            if comm.rank == 0:
+                self.release()
+
+    def claim(self) -> None:
+        """Hold the directory until `release`, or the end of the process; a UsageError if another one does."""
+        path = self._lock_path
+        with storage_errors("write", path):
+            for _ in range(ATTEMPTS):
+                if path in _held or self._lock(path):
+                    return
+                time.sleep(SECONDS_BETWEEN)
+        raise self._in_use()
+
+    def _lock(self, path: Path) -> bool:
+        """Return if this process holds the file now."""
+        how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, how, 0o666)
+        if not lock(descriptor, fcntl.LOCK_EX) or not _is_at(descriptor, path):  # removed meanwhile
+            os.close(descriptor)
+            return False
+        _held[path] = descriptor
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, _line({"host": platform.node(), "pid": os.getpid()}))
+        except OSError:
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Give the directory free, if this process holds it."""
+        path = self._lock_path
+        if (descriptor := _held.pop(path, None)) is not None:
+            with suppress(OSError):
+                if _is_at(descriptor, path):
+                    path.unlink()
+            os.close(descriptor)
+
+    def refuse_second(self) -> str:
+        """Raise a UsageError if another process holds the directory; return which one was killed here."""
+        if self._lock_path in _held:
+            return ""
+        if self.is_held():
+            raise self._in_use()
+        return self._holder() if self._lock_path.exists() else ""
+
+    def is_held(self) -> bool:
+        """Return if a process trains here."""
+        if self._lock_path in _held:
+            return True
+        with storage_errors("read", self.running):
+            try:
+                with open_regular(self._lock_path) as file:
+                    return not lock(file.fileno(), fcntl.LOCK_SH)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def _in_use(self) -> UsageError:
+        return UsageError(
+            f"{self.path} is in use: {self._holder()} trains there; "
+            "wait for its end, stop it, or choose another --out"
+        )
+
+    def _holder(self) -> str:
+        """The process that wrote its name into running.json."""
+        with suppress(DataError, StorageError, KeyError):  # of another version, or half written
+            found = parse_object(read_small(self._lock_path), self.running)
+            return escape(f"process {found['pid']} on {found['host']}")[:200]
+        return "another process"
 
     def saved(self) -> RunConfig | None:
         """The configuration of the run in here, if there is one."""
@@ -59,7 +157,7 @@ class RunDirectory:
                     raise UsageError(
                         f"{self.path} holds this run already; add --resume auto, or choose another --out"
                     )
-            elif self.path.is_dir() and set(self.path.iterdir()) - set(self._left_behind()):
+            elif self.path.is_dir() and set(self.path.iterdir()) - {self.running, *self._left_behind()}:
                 raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
             elif self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
@@ -67,8 +165,7 @@ class RunDirectory:
     def _left_behind(self) -> list[Path]:
         """List what a run leaves here that is killed before it has begun, or while it writes."""
         files = (self.config, self.tokenizer, self.metrics, self.weights, self.best, self.summary)
-        found = [path for file in files for path in unfinished_versions(file)]
-        return [*found, *(path for path in self.path.iterdir() if self.running.name in path.name)]
+        return [path for file in files for path in unfinished_versions(file)]
 
     def refuse_undecodable(self) -> None:
         """Raise a UsageError if the directory's name could not be written into its files."""
@@ -87,12 +184,11 @@ class RunDirectory:
         with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
-                claim(self.running)
+                self.claim()
                 remove_unfinished(self.checkpoints)
                 set_damaged_aside(self.checkpoints, step)
                 for path in self._left_behind():
-                    if path != self.running:
-                        path.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
@@ -119,13 +215,6 @@ class RunDirectory:
             with storage_errors("write", self.metrics):
                 append(self.metrics, b"".join(self._unwritten))
             self._unwritten.clear()
-
-    def refuse_if_lost(self) -> None:
-        """Raise an error if another process took this one for dead, and its place."""
-        if is_lost(self.running):
-            raise StorageError(
-                f"another process has taken over {self.path}: was this one stopped for more than a minute?"
-            )
 
     def remember(self, event: dict[str, Any]) -> None:
         """Append one line to history.jsonl, with the time."""
@@ -157,6 +246,11 @@ class RunDirectory:
         if kept != lines:
             with atomic_file(self.metrics) as file:
                 file.writelines(kept)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return if an open file is the one of that name."""
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def _line(event: dict[str, Any]) -> bytes:

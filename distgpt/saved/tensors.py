@@ -73,24 +73,14 @@ class LazyTensors(Mapping[str, NDArray[Any]]):
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """Write arrays of float types, or int8; equal input gives equal bytes. Returns the header's checksum."""
-    if isinstance(tensors, LazyTensors):
-        return write_made(path, tensors.kinds, tensors.make, metadata)
-    kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
-    return write_made(path, kinds, lambda name: tensors[name], metadata)
+    """Write arrays of float types, or int8; equal input gives equal bytes.
 
-
-def write_made(
-    path: Path,
-    kinds: Mapping[str, Kind],
-    make: Callable[[str], NDArray[Any]],
-    metadata: Mapping[str, str],
-) -> str:
-    """Write tensors that `make` returns one by one, so that not all are in memory at once.
-
-    Each is made twice, since the checksum of the data stands in the header in front of them. Returned is that
-    of the header, which covers the data's and so the whole file.
+    Each is used twice, so those that are lazy are made twice, since the checksum of the data stands in the
+    header in front of them. Returned is that of the header, which covers the data's and so the whole file.
     """
+    kinds = tensors.kinds if isinstance(tensors, LazyTensors) else None
+    if kinds is None:
+        kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
     # Wide elements first, as the official writer does: each tensor then lies at a multiple of its width.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, Any] = {}
@@ -100,7 +90,7 @@ def write_made(
         start, end = end, end + prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     checksum = hashlib.sha256()
-    for piece in _pieces(make, order):
+    for piece in _pieces(tensors, order):
         checksum.update(piece)
     known = {**metadata, DATA_SUM: checksum.hexdigest()}
     header_sum = _header_sum(header, known)
@@ -109,7 +99,7 @@ def write_made(
     text += b" " * (-len(text) % 8)
     with atomic_file(path) as file, Direct(file) as direct:
         direct.write(len(text).to_bytes(8, "little") + text)
-        for piece in _pieces(make, order):
+        for piece in _pieces(tensors, order):
             direct.write(piece)
     return header_sum
 
@@ -132,9 +122,9 @@ def _cuts(size: int) -> Iterator[slice]:
     return (slice(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE))
 
 
-def _pieces(make: Callable[[str], NDArray[Any]], order: list[str]) -> Iterator[memoryview]:
+def _pieces(tensors: Tensors, order: list[str]) -> Iterator[memoryview]:
     for name in order:
-        array = make(name)
+        array = tensors[name]
         flat = _flat(array)
         yield from (memoryview(flat[cut]).cast("B") for cut in _cuts(array.size))
 

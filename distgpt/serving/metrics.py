@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from itertools import accumulate
 from typing import Any
 
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
-RECENT = 10.0  # seconds over which the speed is taken
 
 
 class Histogram:
@@ -43,30 +41,13 @@ class Metrics:
         self.generated_tokens = 0
         self.cancelled = 0
         self.engine_failures = 0
-        self._recent: deque[tuple[float, int]] = deque()  # times, and tokens generated then
         self.first_token, self.whole = Histogram(), Histogram()
-
-    def made(self, tokens: int) -> None:
-        """Count generated tokens."""
-        self.generated_tokens += tokens
-        self._recent.append((time.monotonic(), tokens))
-        self._forget()
-
-    @property
-    def tokens_per_second(self) -> float:
-        self._forget()
-        return sum(tokens for _, tokens in self._recent) / RECENT
-
-    def _forget(self) -> None:
-        while self._recent and self._recent[0][0] < time.monotonic() - RECENT:
-            self._recent.popleft()
 
     def text(self, **gauges: float) -> str:
         """Return the page; `gauges`: what is known elsewhere, by name."""
         answered = [(f'{{status="{status}"}}', count) for status, count in sorted(self.answered.items())]
         counters = ("prompt_tokens", "generated_tokens", "cancelled", "engine_failures")
         histograms = {"first_token_seconds": self.first_token, "request_seconds": self.whole}
-        gauges["tokens_per_second"] = self.tokens_per_second
         families: dict[str, tuple[str, list[tuple[str, Any]]]] = {
             "requests_total": ("counter", answered),
             **{f"{name}_total": ("counter", [("", getattr(self, name))]) for name in counters},
@@ -90,7 +71,6 @@ _HELP = {
     "running_sequences": "Samples that are computed side by side.",
     "lanes": "The most samples side by side.",
     "open_requests": "Requests for completions without an answer yet.",
-    "tokens_per_second": f"Tokens generated a second, over the last {RECENT:g} s.",
     "first_token_seconds": "From a request's arrival to its first token.",
     "request_seconds": "From a request's arrival to the end of its answer.",
 }

@@ -166,7 +166,7 @@ class Runner:
             if call.failure is not None:
                 self._metrics.cancelled += 1
                 self._inbox.put(partial(self._end, call))
-        self._metrics.made(made)
+        self._metrics.generated_tokens += made
 
     def _failed(self, why: Refusal, calls: Iterable[Call]) -> None:
         self._metrics.engine_failures += 1

@@ -1,62 +1,59 @@
-"""Charts as data, and the colours and the style of all pictures."""
+"""Charts as data, drawn with matplotlib as SVG; the colours and the style of all pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
+from io import BytesIO
 from typing import Any
 
-SERIES = 8  # colours
-FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+import numpy as np
 
-# For light and for dark. Series colours stay apart for the colour-blind: tests/show/test_colours.py.
+from distgpt.errors import one_line
+from distgpt.kernels.api import Array
+
+# Series colours stay apart for the colour-blind: tests/show/test_colours.py.
 COLOURS = {
-    "paper": ("#ffffff", "#14181d"),
-    "surface": ("#f4f6f8", "#1d2329"),
-    "ink": ("#1b2026", "#e8ebef"),
-    "muted": ("#59626d", "#a6b0bb"),
-    "rule": ("#ccd3da", "#414b56"),
-    "grid": ("#e4e8ec", "#2b333b"),
-    "shade": ("#00000030", "#ffffff38"),
-    "accent": ("#0b5fae", "#7bb8f5"),
-    "good": ("#0b6b3a", "#74d49b"),
-    "good-surface": ("#e7f5ec", "#14291d"),
-    "bad": ("#a8201a", "#ff9a92"),
-    "bad-surface": ("#fdecea", "#351a19"),
-    "s1": ("#1a4ea5", "#6aa1fc"),
-    "s2": ("#b9470a", "#ea893f"),
-    "s3": ("#04866c", "#0fe1ad"),
-    "s4": ("#e64ca8", "#b38aa8"),
-    "s5": ("#aa8a1c", "#e3c63b"),
-    "s6": ("#3496d2", "#bddeff"),
-    "s7": ("#4f4f56", "#a4b8e2"),
-    "s8": ("#7d2417", "#cf624f"),
+    "paper": "#ffffff",
+    "surface": "#f4f6f8",
+    "ink": "#1b2026",
+    "muted": "#59626d",
+    "rule": "#ccd3da",
+    "grid": "#e4e8ec",
+    "accent": "#0b5fae",
+    "good": "#0b6b3a",
+    "good-surface": "#e7f5ec",
+    "bad": "#a8201a",
+    "bad-surface": "#fdecea",
 }
-LIGHT, DARK = ({name: pair[scheme] for name, pair in COLOURS.items()} for scheme in (0, 1))
+SERIES = ("#1a4ea5", "#b9470a", "#04866c", "#e64ca8", "#aa8a1c", "#3496d2", "#4f4f56", "#7d2417")
+MARKS = "os^DvPX*"
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+LARGEST = 1e100  # what is drawn: limits need some room beyond
+WIDTH = 10.5  # inches of a chart
+LINE = 60  # letters of a label's line
 
-# The style of all pictures, for matplotlib's rc_context.
 STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "text.color": LIGHT["ink"],
+    "text.color": COLOURS["ink"],
     "text.parse_math": False,
     "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.edgecolor": COLOURS["rule"],
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": LIGHT["grid"],
-    "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
+    "axes.titlelocation": "left",
+    "grid.color": COLOURS["grid"],
     "path.simplify_threshold": 0.3,
-    "hatch.linewidth": 0.7,
     "svg.hashsalt": "distgpt",
     "svg.fonttype": "none",
 }
-
-
-def series_colour(i: int) -> str:
-    return LIGHT[f"s{i % SERIES + 1}"]
 
 
 @dataclass(frozen=True)
@@ -113,16 +110,111 @@ class BarChart:
 Chart = LineChart | BarChart
 
 
-def chart_style() -> str:
-    """Return the CSS of charts: drawn in light colours, these are replaced on a dark screen."""
-    drawn = ("paper", "ink", "muted", "grid", *(f"s{i}" for i in range(1, SERIES + 1)))
-    dark_rules = "\n".join(
-        f'[style*="fill: {LIGHT[name]}"], [fill="{LIGHT[name]}"] {{ fill: {DARK[name]} !important; }}\n'
-        f'[style*="stroke: {LIGHT[name]}"] {{ stroke: {DARK[name]} !important; }}'
-        for name in drawn
-    )
-    return f""".chart text {{ font-family: {FONT} !important; font-variant-numeric: tabular-nums; }}
-@media screen and (prefers-color-scheme: dark) {{
-{dark_rules}
-}}
-"""
+def series_colour(i: int) -> str:
+    return SERIES[i % len(SERIES)]
+
+
+@contextmanager
+def style(**more: Any) -> Iterator[None]:
+    """Apply the style to what is drawn and saved inside."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE | more), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # viewers have more fonts
+        yield
+
+
+def svg(chart: Chart, alone: bool = False) -> str:
+    """Return the chart as an element for a page or, with its title, as a file."""
+    from matplotlib.figure import Figure
+
+    written = BytesIO()
+    with style(**{"svg.hashsalt": one_line(chart.title)}):
+        figure: Any = Figure(layout="constrained")
+        axes = figure.add_subplot()
+        height = _draw_lines(axes, chart) if isinstance(chart, LineChart) else _draw_bars(axes, chart)
+        figure.set_size_inches(WIDTH, height)
+        if any(axes.get_legend_handles_labels()[1]):
+            figure.legend(loc="outside upper left", ncols=3)
+        if alone:
+            axes.set_title(f"{_lines(chart.title)}\n{axes.get_title('left')}")
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = written.getvalue().decode()
+    text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg ") :])  # nothing refers to groups
+    label = escape(one_line(f"{chart.title}. {chart.description}"))
+    return text.replace("<svg ", f'<svg class="chart" role="img" aria-label="{label}" ', 1)
+
+
+def _draw_lines(axes: Any, chart: LineChart) -> float:
+    """Draw lines; return the height that they take."""
+    for i, series in enumerate(chart.series):
+        x, y = _points(series)
+        step = max(1, len(x) // 8)  # of marks, which several lines have at different places
+        width = 1.5 + min(3, len(chart.series) - 1 - i)  # wider where later ones may cover it
+        look = {"color": series_colour(i), "linestyle": "--" if series.dashed else "-", "linewidth": width}
+        marks = {"marker": MARKS[i % len(MARKS)], "markevery": (i % step, step)}
+        axes.plot(x, y, **look, **marks, label=_lines(series.name))
+    for axis, log in (("x", chart.log_x), ("y", chart.log_y)):
+        axes.set(**{f"{axis}scale": "log" if log else "linear"})
+    set_ticks(axes.xaxis)
+    set_ticks(axes.yaxis)
+    axes.set_title(_lines(chart.y_label))
+    axes.set_xlabel(_lines(chart.x_label))
+    return 4.6
+
+
+def _points(series: Series) -> tuple[Array, Array]:
+    """Return a series' x, rising, and its y, NaN where unknown; points without an x are left out."""
+    known = [(drawable(x), drawable(y)) for x, y in zip(series.x, series.y, strict=True)]
+    x, y = np.array(sorted(pair for pair in known if not math.isnan(pair[0]))).reshape(-1, 2).T
+    return x, y
+
+
+def _draw_bars(axes: Any, chart: BarChart) -> float:
+    """Draw bars from top to bottom with labels on their left and texts on their right; return the height."""
+    values = np.array([np.atleast_1d(bar.value) for bar in chart.bars], float)
+    values[~np.isfinite(values)] = 0
+    places, ends = np.arange(len(values)), np.zeros(len(values))
+    for part, of_part in enumerate(values.T):
+        name = _lines(chart.parts[part]) if chart.parts else None
+        drawn = axes.barh(places, of_part, 0.62, left=ends, color=series_colour(part), label=name)
+        ends = ends + of_part
+    if chart.bars:
+        axes.bar_label(drawn, [_lines(bar.text, LINE // 2) for bar in chart.bars], padding=8)
+    labels = [_lines(bar.label, LINE // 2) for bar in chart.bars]
+    axes.set_yticks(places, labels)
+    axes.invert_yaxis()
+    axes.xaxis.set_visible(False)
+    axes.grid(False)
+    axes.set_title(_lines(chart.unit))
+    return 0.9 + 0.25 * len(places) + 0.2 * sum(label.count("\n") + 1 for label in labels)
+
+
+def _lines(text: str, letters: int = LINE) -> str:
+    return textwrap.fill(one_line(text), letters)
+
+
+def drawable(value: float | None) -> float:
+    """Return NaN for what has no place: unknown, infinite, beyond all measure."""
+    try:
+        number = math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
+    return number if 1 / LARGEST <= abs(number) <= LARGEST else 0.0 if abs(number) < 1 else math.nan
+
+
+def set_ticks(axis: Any) -> None:
+    """Write numbers at ticks as 1,000 and 10k; have some on a short log axis too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def tick_label(value: float) -> str:
+    """Format 10,000 as 10k."""
+    factor, prefix = next((p for p in PREFIXES if max(p[0], 1e4) <= abs(value) < 1e15), (1.0, ""))
+    return f"{float(f'{value / factor:.5g}'):,g}{prefix}".replace("-", "−")

@@ -25,8 +25,8 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, command_line, escape, print_lines
 from distgpt.files import storage_errors
 from distgpt.formatting import count, size
+from distgpt.show.page import terminal_table
 from distgpt.show.progress import ByteProgress
-from distgpt.show.tables import terminal_table
 
 SAMPLE_TOKENS = 64
 MOST_SOURCES = 12  # rows; more files than that are shown by folder

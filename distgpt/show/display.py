@@ -142,11 +142,10 @@ class _Console(Console):
 
 
 class Live(Lines):
-    """A training run: a bar with loss, speed and time left. A launcher may write to its terminal too."""
+    """A training run: a bar with loss, speed and time left."""
 
-    def __init__(self, launched: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._launched = launched
         # Forced: behind mpirun the output is a pipe that ends in a terminal.
         self._console = _Console(file=self.stream, force_terminal=True, highlight=False)
         self._progress = Progress(console=self._console)
@@ -172,9 +171,6 @@ class Live(Lines):
         self._console.print(grid)
 
     def close(self) -> None:
-        # At Ctrl-C launchers print below the bar, which would be drawn a second time below that.
-        if self._launched and isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            self._progress.live.transient = True
         self._progress.stop()
 
 
@@ -273,7 +269,7 @@ def listeners(comm: Comm, progress: str, tensorboard: bool) -> Any:
     live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
     shown: list[object] = []
     if comm.rank == 0:
-        shown.append(Live(comm.size > 1) if live else Lines())
+        shown.append(Live() if live else Lines())
     if tensorboard:
         shown += on_every_rank(comm, lambda: [TensorBoard()] if comm.rank == 0 else [])
     return Listeners(*shown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -11,48 +10,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from distgpt.errors import UsageError, escape
 from distgpt.files import atomic_file, storage_errors
 from distgpt.kernels.api import Array
 from distgpt.saved.rundir import RunDirectory, read_metrics
-from distgpt.show.charts import LIGHT, SERIES, STYLE, series_colour
-from distgpt.show.drawing import drawable, set_ticks
+from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
 from distgpt.show.runs import run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
-INDISTINCT = 0.004  # of a curve's height: less than the width of its line
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 DASHES = ("-", "--", ":")  # from the ninth run on
-MARKS: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 4,
-    "markeredgecolor": LIGHT["paper"],
-    "markeredgewidth": 0.6,
-}
+MARKS: dict[str, Any] = {"marker": "o", "markersize": 4}
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
-
-PANELS = STYLE | {
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": LIGHT["rule"],
-    "axes.linewidth": 0.7,
-    "axes.labelcolor": LIGHT["ink"],
-    "xtick.color": LIGHT["rule"],
-    "ytick.color": LIGHT["rule"],
-    "xtick.labelcolor": LIGHT["ink"],
-    "ytick.labelcolor": LIGHT["ink"],
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8.5,
-}
+FONTS = {"font.size": 9, "axes.titlesize": 9.5, "xtick.labelsize": 8, "ytick.labelsize": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +97,7 @@ def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
         raise UsageError(f"--out {out}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     runs = read_runs(paths)
     picture = BytesIO()
-    with rc_context(PANELS), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # drawn as boxes
+    with style(**FONTS):
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
         _Picture(runs, look).figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
     with atomic_file(out) as file:
@@ -138,118 +111,90 @@ class _Picture:
     def __init__(self, runs: Sequence[Run], look: Look) -> None:
         self.runs, self.look = runs, look
         self.alone = len(runs) == 1
-        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.03)
-        self.figure: Any = Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout=layout)
-        farthest = max(run.end(look.axis) for run in runs) or 1.0
-        name, self._per_unit = _horizontal(look.axis, farthest)
-        self._longest = farthest / self._per_unit
+        self.figure: Any = Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout="constrained")
+        name, self._per_unit = _horizontal(look.axis, max(run.end(look.axis) for run in runs))
         scored = any(len(run["hellaswag"].steps) for run in runs)
-        self._grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
-        self._loss(slice(0, 4 if scored else 6))
+        grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
+        self._loss(self._panel(grid[0, : 4 if scored else 6], "Loss (nats per token)"))
         if scored:
-            self._hellaswag(slice(4, 6))
-        self._rate(slice(0, 2))
-        self._norm(slice(2, 4))
-        self._speed(slice(4, 6))
-        self.figure.supxlabel(name, fontsize=9, color=LIGHT["ink"])
+            self._hellaswag(self._panel(grid[0, 4:], "HellaSwag (% right)"))
+        self._lines(self._panel(grid[1, :2], "Learning rate"), [run["lr"] for run in runs], linewidth=1.4)
+        norm = self._panel(grid[1, 2:4], "Gradient norm")
+        self._traces(norm, "grad_norm", np.median)
+        _logarithmic(norm)
+        self._speed(self._panel(grid[1, 4:], "Speed (tokens/s)"))
+        for axes in self.figure.axes:
+            set_ticks(axes.xaxis)
+            set_ticks(axes.yaxis)
+        self.figure.supxlabel(name)
         if title := escape(look.title or "") or (runs[0].name if self.alone else ""):
             self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
 
-    def _panel(self, row: int, columns: slice, title: str) -> Any:
-        axes = self.figure.add_subplot(self._grid[row, columns])
+    def _panel(self, place: Any, title: str) -> Any:
+        axes = self.figure.add_subplot(place)
         axes.set_title(title)
-        set_ticks(axes.xaxis, np.array([0, self._longest]), False, 5)
-        axes.tick_params(length=3, width=0.7)
-        axes.set_xlim(-0.015 * self._longest, 1.015 * self._longest)
+        axes.locator_params(axis="x", nbins=5)
         return axes
 
     def _looks(self, number: int) -> dict[str, Any]:
-        return {"color": series_colour(number), "linestyle": DASHES[number // SERIES % len(DASHES)]}
+        return {"color": series_colour(number), "linestyle": DASHES[number // len(SERIES) % len(DASHES)]}
 
-    def _line(self, axes: Any, run: Run, curve: Curve, **how: Any) -> None:
-        """Draw a curve; one of a single point is a dot."""
-        dot = {"marker": "o", "markersize": 4} if len(curve.finite().steps) == 1 else {}
-        x = run.places(self.look.axis, curve.steps) / self._per_unit
-        axes.plot(x, curve.values, **(dot | how))
-
-    def _lines(self, axes: Any, curves: Sequence[Curve], width: float, **how: Any) -> None:
-        """Draw a curve of each run, wider where others will cover it, so that it shows on both sides."""
+    def _lines(self, axes: Any, curves: Sequence[Curve], **how: Any) -> None:
+        """Draw a curve of each run; one of a single point is a dot."""
         for number, (run, curve) in enumerate(zip(self.runs, curves, strict=True)):
-            covering = sum(_coincide(curve, other) for other in curves[number + 1 :])
-            wide = {"linewidth": width + 2.2 * covering, "alpha": 1.0 if not covering else 0.6}
-            self._line(axes, run, curve, **self._looks(number) | wide | how)
+            dot = MARKS if len(curve.finite().steps) == 1 else {}
+            x = run.places(self.look.axis, curve.steps) / self._per_unit
+            axes.plot(x, curve.values, **self._looks(number) | dot | how)
 
     def _traces(self, axes: Any, key: str, average: Callable[[Array], Any]) -> list[Curve]:
         """Draw records, thin and pale, below their smoothed form, which is returned for each run."""
-        all_smoothed = []
-        for number, run in enumerate(self.runs):
-            curve, looks = run[key], self._looks(number)
-            count = self.look.smooth or max(1, round(len(curve.steps) * SMOOTHED))
-            smoothed = Curve(curve.steps, curve.smoothed(count, average))
-            all_smoothed.append(smoothed)
-            if not np.array_equal(curve.values, smoothed.values, equal_nan=True):
-                self._line(axes, run, curve, **looks | {"linestyle": "-"}, linewidth=0.5, alpha=0.3)
-        self._lines(axes, all_smoothed, 1.4)
-        return all_smoothed
+        curves = [run[key] for run in self.runs]
+        counts = [self.look.smooth or max(1, round(len(curve.steps) * SMOOTHED)) for curve in curves]
+        smoothed = [
+            Curve(curve.steps, curve.smoothed(count, average))
+            for curve, count in zip(curves, counts, strict=True)
+        ]
+        self._lines(axes, curves, linestyle="-", linewidth=0.5, alpha=0.3)
+        self._lines(axes, smoothed, linewidth=1.4)
+        return smoothed
 
-    def _loss(self, columns: slice) -> None:
-        axes = self._panel(0, columns, "Loss (nats per token)")
-        all_smoothed = self._traces(axes, "loss", np.mean)
+    def _loss(self, axes: Any) -> None:
+        """Draw training and validation; the legend has the lowest validation loss first."""
+        trained = self._traces(axes, "loss", np.mean)
         evaluated = [run["val_loss"] for run in self.runs]
-        how: dict[str, Any] = {"linestyle": ":"}
+        how: dict[str, Any] = MARKS | {"linestyle": ":", "linewidth": 1}
         if self.alone:
-            how = {"color": series_colour(1), "linestyle": "-"}
-        self._lines(axes, evaluated, 1, **how, **MARKS, zorder=3)
+            how |= {"color": series_colour(1), "linestyle": "-"}
+        self._lines(axes, evaluated, **how)
         if self.alone:
-            entries = [self._entry(0, "training" + _last(all_smoothed[0]))]
+            entries = [self._entry(0, "training" + _last(trained[0]))]
         else:
             lowest = [_lowest(curve) for curve in evaluated]
             entries = [
-                self._entry(number, self.runs[number].name + _losses(all_smoothed[number], lowest[number]))
+                self._entry(number, self.runs[number].name + _losses(trained[number], lowest[number]))
                 for number in sorted(range(len(lowest)), key=lowest.__getitem__)  # stable, unknown ones last
             ]
         if any(len(curve.steps) for curve in evaluated):
-            how |= {} if self.alone else {"color": LIGHT["muted"]}
             label = "validation" + (_last(evaluated[0]) if self.alone else " (lowest)")
-            entries.append(Line2D([], [], **how, **MARKS, linewidth=1, label=label))
+            entries.append(Line2D([], [], label=label, **{"color": COLOURS["muted"]} | how))
         if self.look.log_loss:
             _logarithmic(axes)
-        columns_of_legend = 1 if len(entries) <= 8 else 2
-        axes.legend(handles=entries, loc="upper right", ncols=columns_of_legend, handlelength=1.8)
+        axes.legend(handles=entries, loc="upper right", ncols=1 if len(entries) <= 8 else 2)
 
     def _entry(self, number: int, label: str) -> Line2D:
         return Line2D([], [], **self._looks(number), linewidth=2, label=label)
 
-    def _hellaswag(self, columns: slice) -> None:
-        axes = self._panel(0, columns, "HellaSwag (% right)")
-        self._lines(axes, [run["hellaswag"] for run in self.runs], 1.2, **MARKS)
-        axes.axhline(0.25, color=LIGHT["muted"], linewidth=0.8, linestyle=(0, (4, 3)))
-        where: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-        axes.annotate("by chance", (1, 0.25), (-2, 3), fontsize=7.5, color=LIGHT["muted"], **where)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
+    def _hellaswag(self, axes: Any) -> None:
+        scores = [run["hellaswag"] for run in self.runs]
+        self._lines(axes, [Curve(curve.steps, 100 * curve.values) for curve in scores], **MARKS)
+        axes.axhline(25, color=COLOURS["muted"], linestyle="--", linewidth=0.8)  # by chance
 
-    def _rate(self, columns: slice) -> None:
-        highest = max(run["lr"].finite().values.max(initial=0) for run in self.runs)
-        exponent = math.floor(math.log10(highest)) if highest > 0 else 0
-        axes = self._panel(1, columns, "Learning rate" + (f" (1e{exponent})" if exponent else ""))
-        self._lines(axes, [run["lr"] for run in self.runs], 1.4)
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value / 10**exponent:g}")
-
-    def _norm(self, columns: slice) -> None:
-        axes = self._panel(1, columns, "Gradient norm")
-        self._traces(axes, "grad_norm", np.median)
-        _logarithmic(axes)
-
-    def _speed(self, columns: slice) -> None:
+    def _speed(self, axes: Any) -> None:
         """Draw speed from 0, so that the slow first step takes no room, and up to what is usual."""
-        axes = self._panel(1, columns, "Speed (tokens/s)")
         self._traces(axes, "tokens_per_s", np.median)
         rates = [run["tokens_per_s"].finite().values for run in self.runs]
-        axes.set_ylim(
-            0, 1.2 * max((np.percentile(some, 95) for some in rates if len(some)), default=1.0) or 1
-        )
-        set_ticks(axes.yaxis, np.array(axes.get_ylim()), False, 6)
+        usual = max((np.percentile(some, 95) for some in rates if len(some)), default=1.0)
+        axes.set_ylim(0, 1.2 * usual or 1)
 
 
 def _horizontal(axis: str, farthest: float) -> tuple[str, float]:
@@ -261,26 +206,9 @@ def _horizontal(axis: str, farthest: float) -> tuple[str, float]:
 
 
 def _logarithmic(axes: Any) -> None:
-    """Make the y axis logarithmic; it leaves out what is not positive."""
-    seen = np.concatenate([line.get_ydata() for line in axes.lines])
-    seen = seen[np.isfinite(seen) & (seen > 0)]
-    if len(seen):
+    """Make the y axis logarithmic, if anything is positive."""
+    if any((drawn.get_ydata() > 0).any() for drawn in axes.lines):
         axes.set_yscale("log", nonpositive="mask")
-        set_ticks(axes.yaxis, seen, True, 8)
-
-
-def _coincide(one: Curve, other: Curve) -> bool:
-    """Return whether two curves lie on each other, to the eye, for most of the way that they share."""
-    _, mine, its = np.intersect1d(one.steps, other.steps, return_indices=True)
-    values, others = one.values[mine], other.values[its]
-    known = np.isfinite(values) & np.isfinite(others)
-    if not known.any():
-        return False
-    apart = np.abs(values[known] - others[known])
-    height = max(
-        float(np.ptp(values[known])), float(np.ptp(others[known])), 1e-9 * abs(float(others[known][0]))
-    )
-    return bool((apart <= INDISTINCT * height).mean() > 0.5)
 
 
 def _lowest(curve: Curve) -> float:

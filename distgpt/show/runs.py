@@ -11,11 +11,10 @@ from statistics import median
 from typing import Any
 
 from distgpt.checked import parse_object
-from distgpt.errors import DistgptError, UsageError
+from distgpt.errors import DistgptError, UsageError, escape
 from distgpt.files import read_small, storage_errors
-from distgpt.saved.run_lock import lives, read_holder
 from distgpt.saved.rundir import RunDirectory, parse_metrics, whole_lines
-from distgpt.show.tables import one_line, terminal_table
+from distgpt.show.page import terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
@@ -75,7 +74,7 @@ def render_terminal(runs: list[Listed]) -> str:
         for run in runs
     ]
     table = terminal_table(["run", "steps", "state", "loss", "validation", "tokens/s", "when"], rows)
-    wrong = [one_line(f"{run.name}: {run.error}") for run in runs if run.error]
+    wrong = [escape(f"{run.name}: {run.error}") for run in runs if run.error]
     return "\n".join([table, *wrong])
 
 
@@ -119,8 +118,8 @@ def _fill(found: Listed, run: RunDirectory) -> None:
         with storage_errors("read", run.metrics):
             found.when = max(found.when, run.metrics.stat().st_mtime)
         _read_metrics(found, run.metrics)
-    if holder := read_holder(run.running):
-        found.state = "running" if lives(holder, run.running) else "stopped"
+    if run.running.exists():
+        found.state = "running" if run.is_held() else "stopped"
     elif run.summary.exists():
         _read_summary(found, run.summary)
 

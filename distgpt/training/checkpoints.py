@@ -27,8 +27,7 @@ from distgpt.saved.checkpoint import State, newest_step, save_checkpoint
 from distgpt.saved.modelfile import Description, on_host
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import write_tensors
-from distgpt.training.exchange.checkpointing import OPTIMIZER, WEIGHTS, Gathering, Groups, Shards
-from distgpt.training.exchange.replicas import Replicas
+from distgpt.training.exchange.checkpointing import OPTIMIZER, WEIGHTS, Gathering, Groups, Replicas, Shards
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
 LONGEST = 60.0  # seconds that a thread may take before training waits for it
@@ -147,10 +146,6 @@ class Checkpoints:
                 self.wait()
         elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
             self._start()
-
-    @property
-    def is_writing(self) -> bool:
-        return self._thread is not None
 
     def tolerate(self, error: StorageError) -> None:
         """Report once that something could not be written; raise the error if the run must end."""

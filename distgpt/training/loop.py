@@ -10,17 +10,16 @@ from functools import partial
 from typing import NoReturn
 
 from distgpt.interrupts import Interrupted, deferred_signals
-from distgpt.saved.run_lock import run_lock
-from distgpt.training.activity import SAMPLING, SAVING
 from distgpt.training.guards import flags
 from distgpt.training.guards.bad_steps import RollBack
-from distgpt.training.guards.disk import check_disk
+from distgpt.training.guards.flags import check_disk
 from distgpt.training.guards.rollback import roll_back
 from distgpt.training.guards.sanity import refuse_different_weights, refuse_non_finite_weights
 from distgpt.training.guards.stuck import watchdog
+from distgpt.training.guards.watchdog import SAMPLING, SAVING
 from distgpt.training.in_flight import InFlight
+from distgpt.training.report import sample
 from distgpt.training.run import Run
-from distgpt.training.sampling import sample
 from distgpt.training.schedule import Due, Schedule
 from distgpt.training.summary import summarised
 
@@ -28,7 +27,7 @@ from distgpt.training.summary import summarised
 def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
     with (
-        run_lock(run.directory.running, run.comm),
+        run.directory.claimed(run.comm),
         summarised(run),
         deferred_signals(run.guards.signals),
         watchdog(run),

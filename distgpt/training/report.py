@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from distgpt.config import RunConfig
+from distgpt.config import DEFAULT_TEMPERATURE, RunConfig
+from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import StorageError
+from distgpt.inference.engine_setup import engine_for
+from distgpt.inference.request import Request
+from distgpt.inference.sample import default_prompt
+from distgpt.interrupts import PendingSignals
+from distgpt.model.model import Model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.in_flight import Finished
@@ -85,3 +91,16 @@ class Report:
             self._directory.remember(event)
         except StorageError as error:
             self._checkpoints.tolerate(error)
+
+
+def sample(
+    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
+) -> str:
+    """Write a short text from a line break, or the first token there is; shorter when a signal comes."""
+    engine, text = engine_for(model, tokenizer, 1), ""
+    engine.submit(
+        Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
+    )
+    while not engine.is_idle and not (signals and signals.came):
+        text += "".join(event.text for event in engine.step())
+    return text

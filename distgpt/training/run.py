@@ -16,13 +16,12 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import State
 from distgpt.saved.rundir import RunDirectory
 from distgpt.stages import Stage
-from distgpt.training.activity import Activity
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.guards.deadline import Deadline
 from distgpt.training.guards.stragglers import Stragglers
-from distgpt.training.guards.watchdog import Stall
+from distgpt.training.guards.watchdog import Activity, Stall
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.report import Report
 from distgpt.training.step import Step

@@ -24,11 +24,11 @@ from distgpt.kernels.api import Array
 from distgpt.model.model import FLAG_COUNT
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
-from distgpt.training.activity import COMPUTING, EXCHANGING, UPDATING, Activity
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.exchange.local_steps import is_local
 from distgpt.training.exchange.reproducible import Tree
 from distgpt.training.guards.recheck import Recheck
+from distgpt.training.guards.watchdog import COMPUTING, EXCHANGING, UPDATING, Activity
 
 Flags = Callable[[], Sequence[float]]
 Accept = Callable[[float, float], str]

@@ -12,16 +12,12 @@ import train_beside_torch
 from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
 from infer_beside_peers import beside_peers
-from train_beside_torch import PeerOptions, blocks, compared
 
-from distgpt.config import RunConfig
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
 from distgpt.measure import jobs
 from distgpt.measure.bench import train
 
-MINE = {"stage": "serial", "ranks": 1, "threads": 1, "step_s_median": 0.1, "peak_memory": [5]}
-MINE |= {"dtype": "float32", "first_loss": 5.0, "final_loss": 4.0}
 PEER = {"step_s_median": 0.2, "first_loss": 5.1, "final_loss": 5.0, "threads": 1, "peak_rss_bytes": 9}
 PEER |= {"torch": "0"}
 
@@ -86,20 +82,6 @@ def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
     told = [{name for name in peer_process.SWITCHES if request[name]} for request in tried]
     assert told == [{"keep_freed"}, {"compile", "keep_freed"}, {"autotune", "keep_freed"}]
     assert [(each["compile"], each["keep_freed"]) for each in trained] == [(False, False), (True, True)] * 2
-
-
-def test_the_middle_pair_counts():
-    runs = [
-        {"ours": MINE | {"tokens_per_s": a}, "peers": [PEER | {"tokens_per_s": b}]}
-        for a, b in ((30, 10), (8, 4), (50, 10))
-    ]
-    modes = [{"asked": "best", "mode": "compile", "tried_step_s_min": {"compile": 1.0}}]
-    found = compared(PeerOptions(), RunConfig(preset("microgpt").model), modes, runs, 2.0)
-    (peer,) = found["peers"]
-    assert peer["ratios"] == [3, 2, 5] and peer["ratio"] == 3 and peer["tokens_per_s"] == 10
-    assert peer["memory_ratio"] == pytest.approx(5 / 9)
-    assert [row["tokens_per_s"] for row in found["rows"]] == [30, 10]
-    assert "3.00 × PyTorch (compile, the fastest of 1 modes) at 0.56 × its memory" in blocks(found)[1].note
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

@@ -6,25 +6,15 @@ from dataclasses import replace
 
 import forward_study
 import pytest
-from benching import FEW, found_in, here
+from benching import FEW, here
 from click.testing import CliRunner
-from forward_study import (
-    COLUMNS,
-    Study,
-    StudyOptions,
-    blocks,
-    charts,
-    measure_plain,
-    with_published,
-)
+from forward_study import Study, StudyOptions, measure_plain
 from report import assemble, load_all
 
-from distgpt.config.presets import preset
 from distgpt.errors import DistgptError, UsageError
 from distgpt.jobs.processes import run
-from distgpt.measure.bench.forward import Job, refuse_different_losses, row_of, with_speedups
+from distgpt.measure.bench.forward import Job, refuse_different_losses, row_of
 from distgpt.measure.jobs import unsteered
-from distgpt.show.page import tabulated, terminal
 
 
 def test_a_sweep_measures_prints_draws_and_leaves_a_file(tmp_path):
@@ -76,25 +66,6 @@ def test_plain_python_agrees_and_refuses_what_would_take_too_long():
         measure_plain(Job("S", "python", 5000, patience=5))
     with pytest.raises(UsageError, match="of MXL5: raise --patience"):
         measure_plain(Job("MXL5", "python", 5000, patience=1))
-
-
-def test_the_studys_seconds_stand_beside_the_same_work_and_a_star_at_what_rests_on_a_part():
-    serial = row_of(replace(FEW, method="serial", dtype="float64"), found_in(8.0, measured=30))
-    fast = row_of(replace(FEW, preset="S", names=2000), found_in(1.0, measured=2000))
-    rows = [with_published(row) for row in with_speedups([serial, fast])]
-    assert [row["published_s"] for row in rows] == [None, None]  # the study batched in PyTorch alone
-    rows[1] = with_published(fast | {"method": "torch-batched"})
-    assert rows[1]["published_s"] == 0.93 and tabulated(COLUMNS, rows).rows[1][-1] == "0.93"
-    parts = [row | {"batched": False, "speedup": 1.0} for row in rows]
-    found = {"rows": rows, "sweep": "joint", "ablation": parts}
-    (chart,) = charts(found).values()
-    assert {s.name: s.dashed for s in chart.series} == {
-        "serial, float64 *": True, "torch-batched, float32": False
-    }  # fmt: skip
-    assert "a part of the names" in chart.description and "more names for larger models" in chart.title
-    text = terminal(blocks(found))
-    assert text.count("*") >= 6 and "published: seconds" in " ".join(text.split())
-    assert all(preset(name).model.vocab_size == 27 for name in forward_study._SECONDS)
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

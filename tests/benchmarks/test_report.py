@@ -9,14 +9,12 @@ import pytest
 import report
 from alphabeta import AlphaBeta, Regime
 from click.testing import CliRunner
-from predictions import Job, compared, predictions
 from report import assemble, load_all, write
 
 from distgpt.errors import DataError, UsageError
 from distgpt.measure.bench import results
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
-THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_bytes": 4 << 30}
 
 
 def sums(algorithms=("allreduce", "chunked")):
@@ -32,34 +30,6 @@ def sums(algorithms=("allreduce", "chunked")):
     return {"kind": "allreduce", "name": "mpi-2", "environment": HERE, **facts, "rows": rows}
 
 
-def scaled():
-    found = {"kind": "scaling", "name": "tiny", "environment": THERE, "preset": "tiny", "dtype": "float32"}
-    found |= {"threads": 1, "cores": 2, "batch_size": 16, "seq_len": 128, "parameters": 262144}
-    found |= {"gradient_bytes": 1 << 20, "allreduce": sums(["allreduce"])}
-    job = Job(16, 128, 1 << 20, 0.001, 0.01)
-    found["measured"] = [
-        compared(mode, ranks, step, job, 0.161, ranks == 4)
-        for mode in ("strong", "weak")
-        for ranks, step in ((1, 0.161), (2, 0.1), (4, 0.2))
-    ]
-    found |= predictions(found, [(16, 0.161), (8, 0.081)], "allreduce", [8, 1024], None, 1)
-    return found | {"takes_over": {"strong": None, "weak": 4096}, "off_by": 0.05}
-
-
-def forwarded(sweep=None):
-    row = {"preset": "S", "ranks": 1, "threads": 2, "tokens": 99, "all_seconds": [1.0], "loss": 3.3}
-    row |= {"peak_memory": [1 << 20], "published_s": 0.5}
-    rows = [
-        {**row, "method": method, "dtype": "float32", "names": names, "measured": names, "seconds": seconds}
-        | {"speedup": 8 / seconds}
-        for method, seconds in (("serial", 8.0), ("batched", 1.0))
-        for names in (1000, 2000)
-    ]
-    parts = [{**rows[0], "batched": False}, {**rows[2], "batched": True}]
-    found = {"kind": "forward", "name": "S", "environment": HERE}
-    return found | {"rows": rows, "sweep": sweep, "ablation": parts}
-
-
 def trained():
     row = {"stage": "mpi", "ranks": 2, "mfu": 0.625, "peak_memory": [1 << 30, 1 << 30]}
     rows = [{**row, "who": "distgpt", "tokens_per_s": 5000.0}]
@@ -73,25 +43,17 @@ def headings(page):
     return re.findall(r"<h2[^>]*>(.*?)</h2>", page)
 
 
-def test_every_kind_has_its_section_with_tables_and_charts():
-    page = assemble([sums(), scaled(), forwarded("input"), trained()], [])
-    first = ["Forward pass: S", "Training: gpt-mini", "Scaling: tiny", "Sums over ranks: mpi-2"]
-    assert headings(page) == first
-    assert page.count("<svg") >= 8 and page.count("<table") >= 5
-    told = "4 results|2026-01-02|cores of B|62%|123 GFLOP/s|2.00 × PyTorch|1.90, 2.00, 2.10|2 GiB"
-    for words in (*told.split("|"), "from 4,096 ranks on", "nccl left out"):
-        assert words in page, words
-    assert "Predicted, not measured" in page and "stroke-dasharray" in page
-    assert "MPICH &lt;5&gt;" in page and "<5>" not in page
-    assert "share cores" in page and page.count("4*") == 2
-
-
 def test_a_result_with_parts_missing_is_named_and_the_others_are_shown():
-    for lack, whole in (("rows", sums()), ("measured", scaled()), ("model", scaled())):
-        broken = {key: value for key, value in whole.items() if key != lack} | {"name": "broken"}
-        page = assemble([broken, trained()], ["notes.json"])
-        assert headings(page) == ["Training: gpt-mini", "Left out"], lack
-        assert f"{broken['kind']}: broken" in page and "notes.json" in page and "1 result of" in page
+    whole = sums()
+    page = assemble([whole, trained()], [])
+    assert headings(page) == ["Training: gpt-mini", "Sums over ranks: mpi-2"]
+    told = "2 results|2026-01-02|cores of A|62%|123 GFLOP/s|2.00 × PyTorch|1.90, 2.00, 2.10|nccl left out"
+    assert all(words in page for words in told.split("|")) and page.count("<svg") == 2
+    assert "MPICH &lt;5&gt;" in page and "<5>" not in page
+    broken = {key: value for key, value in whole.items() if key != "rows"} | {"name": "broken"}
+    page = assemble([broken, trained()], ["notes.json"])
+    assert headings(page) == ["Training: gpt-mini", "Left out"]
+    assert "allreduce: broken" in page and "notes.json" in page and "1 result of" in page
 
 
 def save(folder, result):

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import short_sequences as short
 from models import VARIANTS, build, one_by_one
-from short_sequences import short_sequences
+from short_sequences import ShortLoss, short_sequences
 
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.fused.attention_short import SHORT
 from distgpt.kernels.matmul.packing import LANES
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.measure.bench.forward import MeanLoss
 from distgpt.model.model import Model
 
 CLOSE = 1e-5  # relative
@@ -47,9 +46,8 @@ def test_any_architecture_and_any_lengths():
             config = replace(config, n_layer=1, n_head=1)
         reference = loud(config, ReferenceKernels("float64"))
         model = loud(config, CpuKernels("float32", threads))
-        fast = short_sequences(model)
-        assert fast is not None, kind
-        mean_loss = MeanLoss(model, 60, fast)
+        assert short_sequences(model) is not None, kind
+        mean_loss = ShortLoss(model, 60)
         lengths = [*range(2, config.seq_len + 2), *[5] * (short.BLOCK + 3), *[8] * LANES]
         for some in (lengths, lengths[::-1], [2], [SHORT + 1], [SHORT + 2], [9] * 3):
             sequences = drawn(config, some)

@@ -123,11 +123,6 @@ def test_any_number_of_ranks_sees_the_same_global_batch():
         assert taken == list(range(batch_size)), (size, grad_accum)
 
 
-def test_the_arrays_must_fit_the_rows():
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        Batches(ArrayTokens(np.arange(50)), 8, 4, SEED).fill(0, slice(0, 2), *np.zeros((2, 3, 8), np.int32))
-
-
 def test_an_uneven_batch_is_refused_with_the_nearest_that_work():
     for batch_size, size, grad_accum, advice in (
         (16, 3, 1, "3 ranks × 1 micro-batch; the nearest that can: 15 or 18"),

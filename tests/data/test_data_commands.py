@@ -1,7 +1,6 @@
 """distgpt data on the command line: several workers, signals, full disks, and what is printed."""
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -14,9 +13,6 @@ import pytest
 from conftest import inside, popen, refused
 from disks import file_size_limit
 from preparing import contents
-from rich.console import Console
-
-from distgpt.show.progress import ByteProgress
 
 SHARDS = 60
 
@@ -189,31 +185,3 @@ def test_a_folder_without_shards_is_refused(text, tmp_path):
         if progress:
             (tmp_path / "progress.json").write_text(progress)
         refused(inside("data", "info", tmp_path), 65, words)
-
-
-def test_text_in_the_page_cannot_command_a_terminal_nor_can_the_manifest(tmp_path):
-    _, out = shards_of(tmp_path, "\x1b[31mred\x07 \x9b2J".encode() * 99)
-    manifest = json.loads((out / "manifest.json").read_bytes())
-    (out / "manifest.json").write_text(json.dumps({**manifest, "description": "\x1b[31mblue"}))
-    page = inside("data", "info", out)
-    assert "[31mred" in page.stdout and not set(page.stdout) & {"\x1b", "\x07", "\x9b"}
-    assert "byte, 256 entries" in page.stdout and "blue" not in page.stdout + page.stderr
-    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
-    refused(inside("data", "info", out), 65, "it has no list of shards")
-
-
-@pytest.mark.parametrize("width", [80, 40])
-def test_the_bar_stays_on_one_line_however_much_there_is(width, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    bar = ByteProgress("tokenizing", True)
-    console = Console(width=width, file=io.StringIO())
-    bar.began(999_900_000_000, "byte")
-    bar.advanced(1, 1)
-    then, consumed, tokens = bar._begun
-    bar._begun = (then - 7200, consumed, tokens)
-    bar.advanced(500_900_000_000, 99_456_789_012)
-    bar.close()
-    console.print(bar._bar.get_renderable())
-    (line,) = console.file.getvalue().splitlines()
-    assert "466.5/931.2 GiB" in line and "left" in line and "…" not in line and len(line) <= width
-    assert ("99,456,789,012 tokens" in line, "/s" in line) == (width > 50, width > 60)

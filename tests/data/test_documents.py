@@ -17,8 +17,7 @@ from disks import unprivileged
 from tokenizing import gpt2, needs_gpt2
 
 from distgpt.data.prepare import documents as cutting
-from distgpt.data.prepare.documents import Offset, documents, parts, pieces
-from distgpt.data.prepare.inputs import NO_INPUTS, find_inputs
+from distgpt.data.prepare.documents import NO_INPUTS, Offset, documents, find_inputs, parts, pieces
 from distgpt.data.prepare.learn import learn_bpe
 from distgpt.data.prepare.preparing import AHEAD, in_order
 from distgpt.errors import DataError, StorageError, UsageError
@@ -156,8 +155,12 @@ def test_a_line_that_is_no_document_is_named(tmp_path, small_pieces, monkeypatch
     ):
         path = written(tmp_path / "a.jsonl", lines_of(["fine"] * 9) + b"\n" + line + b"\n")
         refuse(DataError, f"line 11: .*{message}", path)
-    with pytest.raises(DataError, match=r"line 2 is longer than 1\.953 KiB: --max-document allows more"):
-        list(documents([written(path, lines_of(["ok", "x" * 2000]))], "text", 2000))
+    for long, where in (
+        (written(path, lines_of(["ok", "x" * 3000])), "line 2"),
+        (parquet(tmp_path / "a.parquet", [["fine", "x" * 3000]], ["text"]), "row 2,"),
+    ):
+        with pytest.raises(DataError, match=rf"{where} is longer than 1\.953 KiB: --max-document"):
+            list(documents([long], "text", 2000))
 
 
 def test_a_damaged_gzip_file_is_refused(tmp_path):
@@ -170,7 +173,6 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
 def test_a_table_without_such_texts_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     for columns, names, field, message in (
-        ([["a"], ["b"]], ["text", "text"], "text", "2 columns that are called 'text'"),
         ([["a"]], ["\x1b[31mred"], "text", r"chooses among \\x1b\[31mred$"),
         ([[0, 1], ["a", None]], ["id", "text"], "txt", "no column 'txt'.*id, text"),
         ([[0, 1], ["a", None]], ["id", "text"], "id", "int64"),
@@ -284,12 +286,6 @@ def test_a_bomb_is_refused_in_bounded_memory_with_file_and_line(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_row_that_is_too_long_is_named(tmp_path):
-    path = parquet(tmp_path / "a.parquet", [["fine", "x" * 3000]], ["text"])
-    with pytest.raises(DataError, match="row 2, is longer than"):
-        list(documents([path], "text", 2000))
-
-
 def test_pipes_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
     os.mkfifo(tmp_path / "t.json")
@@ -305,6 +301,9 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path):
         ["tokenizer", "info", tmp_path / "t.json"],
         ["train", "--data", tmp_path / "a.txt", "--out", tmp_path / "run"],
         ["train", "--data", "/dev/zero", "--out", tmp_path / "run"],
+        ["infer", "--weights", tmp_path / "a.txt"],
+        ["infer", "--prompt-file", "/dev/zero"],
+        ["weights", "import", tmp_path / "folder" / "b.jsonl", "--out", tmp_path / "w"],
     ):
         result = inside(*command)
         assert result.returncode == 65 and "regular file" in result.stderr, (command, result.stderr)

@@ -211,21 +211,17 @@ def test_another_tokenizer_beside_the_shards_is_refused(folder):
         shards_tokenizer(folder, manifest)
 
 
-# What is changed in a manifest ("second" in its second shard; ... deletes), and words of the refusal.
+# What is changed in a manifest ("second" in its second shard), and words of the refusal.
 SENSELESS = (
     ({"format": "x"}, "no manifest of shards: its format"),
     ({"version": 3}, "version 3, this distgpt reads up to 2"),
-    ({"version": True}, "version True"),
-    *(({"sources": wrong}, "sources") for wrong in ([[1, 2], [3, 4]], [[1.0, 2]])),
-    ({"inputs": ...}, "lacks.*inputs"),
+    ({"sources": [[1, 2], [3, 4]]}, "sources"),
     *(({"vocab_size": wrong}, "vocab_size") for wrong in (0, True)),
     *(({"dtype": "<u4"}, "dtype"), ({"vocab_size": 70000}, "dtype")),
     *(({name: wrong}, name) for name, wrong in (("separator", [256]), ("settings", {"a": []}))),
     ({"shards": []}, "list of shards"),
     *(({"second": {"name": wrong}}, "name of a shard") for wrong in ("../../etc/passwd", "train-1.npy")),
     ({"second": {"name": "train-000001.npy"}}, "numbered"),
-    ({"second": {"split": "test"}}, "split"),
-    ({"second": {"tokens": 0}}, "tokens is 0"),
     ({"second": {"tokens": 8}}, "so many bytes"),
     ({"second": {"sha256": "0" * 63}}, "SHA-256"),
     ({"second": {"largest": 256}}, "impossible id"),
@@ -233,17 +229,14 @@ SENSELESS = (
 
 
 def test_what_is_no_manifest_or_makes_no_sense_is_refused(folder):
-    def kept(document):
-        return {name: value for name, value in document.items() if value is not ...}
-
     path = folder / "manifest.json"
     good = json.loads(path.read_text())
     first, second, *others = good["shards"]
     wrong = [(text, "no manifest") for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"null")]
     for changes, message in SENSELESS:
-        listed = [first, kept(second | changes.get("second", {})), *others]
+        listed = [first, second | changes.get("second", {}), *others]
         rest = {name: value for name, value in changes.items() if name != "second"}
-        wrong.append((json.dumps(kept(good | {"shards": listed} | rest)).encode(), message))
+        wrong.append((json.dumps(good | {"shards": listed} | rest).encode(), message))
     backwards, shorter = good["shards"][::-1], [first, *others]
     wrong += [(json.dumps(good | {"shards": s}).encode(), "numbered") for s in (backwards, shorter)]
     for data, message in wrong:

@@ -4,13 +4,12 @@ import io
 import json
 import random
 import shutil
-import subprocess
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import inside, popen, refused
+from conftest import inside, refused
 from preparing import Quiet, contents, everything, interrupt
 
 from distgpt.data.prepare import documents as cutting
@@ -182,33 +181,6 @@ def test_the_command_shows_the_sources_and_info_does_too(mixed, tmp_path):
     assert everything(tmp_path / "kept").size == everything(tmp_path / "out").size
     clash = inside("data", "prepare", mixed[0], "--no-shuffle", "--seed", "1", *words, tmp_path / "no")
     assert clash.returncode == 2 and "exclude each other" in clash.stderr
-
-
-def test_many_sources_are_shown_by_folder(tmp_path):
-    for folder in ("news", "books"):
-        for number in range(15):
-            path = tmp_path / "in" / folder / f"{number}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{folder} text " * 9)
-    result = inside("data", "prepare", tmp_path / "in", "--tokenizer", "byte", "--out", tmp_path / "out")
-    rows = [line.split()[:2] for line in result.stdout.splitlines()]
-    assert ["books/", "15"] in rows and ["news/", "15"] in rows
-
-
-def test_nothing_of_standard_input_is_left_however_the_process_ends(tmp_path):
-    """What was read of it lies in a file without a name."""
-    place = tmp_path / "tmp"
-    place.mkdir()
-    words = ("data", "prepare", "-", "--tokenizer", "byte", "--out", str(tmp_path / "out"))
-    with popen(*words, env={"TMPDIR": str(place)}, cold=True, stdin=subprocess.PIPE) as process:
-        try:
-            process.stdin.write(b"some text " * 10**6)  # more than a pipe holds: it has begun to keep it
-            process.stdin.flush()
-            assert list(place.iterdir()) == []
-        finally:
-            process.kill()
-            process.wait()
-    assert list(place.iterdir()) == [] and not (tmp_path / "out").exists()
 
 
 def test_standard_input_is_a_text_or_lines_of_json_or_refused(tmp_path, monkeypatch):

@@ -248,37 +248,28 @@ def test_bytes_smuggled_in_as_surrogates_are_refused():
 # What is changed in a good one, and words of the refusal.
 DAMAGED_WORDS = (
     *(("not json", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "format"), ("{}", "format")),
-    ({"format": "gpt2"}, "format"),
     ({"version": 2}, "version 2; this distgpt reads version 1"),
     ({"kind": "wpe"}, "unknown kind 'wpe'"),
-    ({"kind": ["word"]}, "unknown kind"),
     *(({"vocabulary": wrong}, "list") for wrong in (None, "ab")),
     ({"vocabulary": []}, "not empty"),
     ({"vocabulary": ["a", "b", "a"]}, "'a' 2 times"),
     ({"vocabulary": ["a", 3]}, "3 is not one word"),
-    ({"vocabulary": ["a", ["b"]]}, "is not one word"),
     *(({"vocabulary": ["a", wrong]}, f"{wrong!r} is not one word") for wrong in ("", "a b")),
-    ({"vocabulary": ["\ud800"]}, "not valid UTF-8"),
     *(({"kind": "char", "vocabulary": [wrong]}, f"{wrong!r} is not one char") for wrong in ("ab", "")),
-    ({"kind": "char", "vocabulary": ["\udcff"]}, "not valid UTF-8"),
 )
 DAMAGED_BYTES = (
     *(({"vocabulary": wrong}, "list of strings") for wrong in (None, [*symbols(), 3])),
-    ({"vocabulary": []}, "lacks 256 of the 256 symbols"),
     ({"vocabulary": [*symbols()[1:], "ab"]}, "lacks 1 of the 256 symbols for bytes, 'Ā' for one"),
     ({"vocabulary": [*symbols(), "ab", "ab"]}, "'ab' 2 times"),
     ({"vocabulary": [*symbols(), "ab", ""]}, "entry '' is not spelled"),
     ({"vocabulary": [*symbols(), "ab", "a b"]}, "entry 'a b' is not spelled"),
-    ({"vocabulary": [*symbols(), "ab", "\ud800"]}, "not valid UTF-8"),
     ({"merges": None}, "merges must be a list"),
     ({"merges": ["a b"]}, "'a b' is not a pair"),
     *(({"merges": [wrong]}, "is not a pair") for wrong in (["a", "b", "c"], ["a", 1])),
     ({"merges": [["a", "c"]]}, "'ac' of the merge 'a' . 'c' is not in the vocabulary"),
-    ({"merges": [["a", ""]]}, "'' of the merge"),
     ({"merges": [["a", "b"], ["a", "b"]]}, "listed 2 times"),
     *(({"separator": wrong}, f"separator {wrong!r} is no id") for wrong in (258, -1, True, "257")),
     ({"separator": 256}, "separator 'ab' is also a part of ordinary text"),
-    ({"separator": 65}, "separator 'A' is also a part of ordinary text"),
 )
 
 

@@ -2,13 +2,12 @@
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from conftest import distgpt, inside, needs_mpi, refused
+from threadranks import on_all_ranks
 
 from distgpt.comm import cores
 from distgpt.comm.agree import gather_bytes
@@ -25,29 +24,6 @@ MPI = {"problem": "", "vendor": "MPICH"}
 has_driver = probe.driver() is not None
 without_gpu = pytest.mark.skipif(has_driver, reason="this machine has an NVIDIA driver")
 
-# A driver with FAKE_GPUS devices of compute capability FAKE_CAPABILITY (90 is 9.0).
-LIBCUDA = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-static int setting(const char *name, int otherwise) {
-    const char *value = getenv(name);
-    return value ? atoi(value) : otherwise;
-}
-int cuInit(unsigned flags) { return setting("FAKE_GPUS", 0) ? 0 : 100; }
-int cuDriverGetVersion(int *v) { *v = setting("FAKE_CUDA", 13000); return 0; }
-int cuDeviceGetCount(int *n) { *n = setting("FAKE_GPUS", 0); return 0; }
-int cuDeviceGet(int *d, int i) { *d = i; return 0; }
-int cuDeviceGetName(char *s, int n, int d) { snprintf(s, n, "Fake GPU"); return 0; }
-int cuDeviceGetUuid_v2(char *u, int d) { memset(u, d + 1, 16); return 0; }
-int cuDeviceTotalMem_v2(size_t *b, int d) { *b = (size_t)80 << 30; return 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) {
-    int c = setting("FAKE_CAPABILITY", 90);
-    *v = a == 75 ? c / 10 : c % 10;
-    return 0;
-}
-"""
-
 
 def ask(*args, ranks=0, **how):
     """The doctor's answer as JSON; it must succeed."""
@@ -60,34 +36,19 @@ def warnings_about(word, report):
     return [warning for warning in report["warnings"] if word in warning]
 
 
-@pytest.fixture(scope="module")
-def gpus(tmp_path_factory):
-    """The environment of a machine with GPUs and all that belongs to them, as far as the doctor looks."""
-    if has_driver:
-        pytest.skip("this machine has an NVIDIA driver of its own")
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler for a driver that only pretends")
-    place = tmp_path_factory.mktemp("gpus")
-    (place / "cuda.c").write_text(LIBCUDA)
-    (place / "empty.c").write_text("int nothing;\n")
-    names = ("libnvrtc.so.13", "libcublasLt.so.13", "libcudnn.so.9", "libnccl.so.2", "libcuda.so.1")
-    for name in names:
-        source = "cuda.c" if name.startswith("libcuda") else "empty.c"
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", place / name, place / source], check=True)
-    for name, version in (("cupy_cuda13x", "14.2.0"), ("nvidia_cudnn_frontend", "1.32.0")):
-        info = place / "packages" / f"{name}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    paths = {"LD_LIBRARY_PATH": str(place), "PYTHONPATH": str(place / "packages")}
-    return {**CLEAN, **paths, "FAKE_GPUS": "2"}
-
-
 # Alone
 
 
-def test_alone_it_tells_about_every_stage():
-    report = ask(env=CLEAN)
+@pytest.fixture
+def page(monkeypatch):
+    """Call the doctor in this process, which has the speed of matmuls and the MPI from elsewhere."""
+    monkeypatch.setattr(doctor, "matmuls", lambda comm, computes: {})
+    monkeypatch.setattr(doctor, "distant_mpi", lambda: {**MPI, "version": "5", "cuda_aware": None})
+    return lambda *words, **more: inside("doctor", *words, env={**CLEAN, **more})
+
+
+def test_alone_it_tells_about_every_stage(page):
+    report = json.loads(page("--json").stdout)
     assert list(report["stages"]) == list(STAGES)
     assert report["stages"]["serial"] == {"runs": True, "missing": [], "notes": []}
     (rank,) = report["ranks"]
@@ -97,58 +58,39 @@ def test_alone_it_tells_about_every_stage():
     assert warnings_about("ignored", report) == warnings_about("OPENBLAS", report) == []
 
 
-@pytest.fixture
-def page(monkeypatch):
-    """Print the doctor's page in this process, which has the speed of matmuls and the MPI from elsewhere."""
-    monkeypatch.setattr(doctor, "matmuls", lambda comm, computes: {})
-    monkeypatch.setattr(doctor, "distant_mpi", lambda: {**MPI, "version": "5", "cuda_aware": None})
-    return lambda stage, **more: inside("doctor", "--stage", stage, env={**CLEAN, **more})
-
-
 def test_the_page_fits_and_has_no_colours_in_a_pipe(page):
-    result = page("serial", OMP_NUM_THREADS="3")
+    result = page("--stage", "serial", OMP_NUM_THREADS="3")
     assert result.returncode == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 100 and "\x1b" not in result.stdout
     assert "OMP_NUM_THREADS=3 will be ignored" in result.stdout
-    assert not any(line != line.rstrip() for line in lines)
     assert [line.split()[0] for line in lines if line.strip().startswith(STAGES)] == list(STAGES)
 
 
 @without_gpu
 def test_a_stage_without_its_gpu_is_an_error_that_names_the_driver(page):
     for stage in ("cuda", "mpi-cuda"):
-        result = page(stage)
+        result = page("--stage", stage)
         refused(result, 2, f"'{stage}'", "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node")
         assert "cannot run  no NVIDIA driver" in result.stdout
 
 
-def planted(tmp_path, package, text):
-    """The environment of a Python in which this package is another."""
-    (tmp_path / package).mkdir(parents=True)
-    (tmp_path / package / "__init__.py").write_text(text)
-    return {"PYTHONPATH": str(tmp_path)}
+def test_a_numba_that_does_not_load_is_reported_with_what_to_install(page, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distgpt.kernels.fused.linear", None)
+    refused(page("--stage", "serial"), 2, "NumPy or Numba does not work", "pip install")
 
 
-def test_packages_that_do_not_work_are_reported_with_what_to_install(tmp_path):
-    for package, stage, error, remedy in (
-        ("mpi4py", "mpi", "planted", "pip install 'distgpt[mpich]'"),
-        ("numba", "serial", "Numba needs NumPy 2.3 or less", "pip install"),
+def test_an_mpi_that_does_not_load_or_ends_its_process_does_not_end_the_doctor(tmp_path, monkeypatch):
+    (tmp_path / "mpi4py").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for how, words in (
+        ("os._exit(0)", "MPI ended the process that started it"),
+        ("os.abort()", "no PMI here"),
+        ("raise ImportError('planted')", "(planted); install them with pip install 'distgpt[mpich]'"),
     ):
-        env = planted(tmp_path / package, package, f"raise ImportError({error!r})")
-        result = distgpt("doctor", "--stage", stage, env=env, cwd=tmp_path)
-        refused(result, 2, error, remedy)
-        assert ("MPI       not ready" in result.stdout) == (package == "mpi4py")
-
-
-def test_an_mpi_that_ends_its_process_does_not_end_the_doctor(tmp_path, monkeypatch):
-    ends = ("os._exit(14)", "os._exit(0)", "os.abort()", "raise SystemError('planted')")
-    for number, how in enumerate(ends):
         text = f"import os, sys\nprint('no PMI here', file=sys.stderr, flush=True)\n{how}\n"
-        env = planted(tmp_path / str(number), "mpi4py", text)
-        monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
-        problem = launchers.distant_mpi()["problem"]
-        assert problem.startswith("MPI ended the process that started it") and "no PMI here" in problem, how
+        (tmp_path / "mpi4py" / "__init__.py").write_text(text)
+        assert words in launchers.distant_mpi()["problem"], how
 
 
 # Under a launcher
@@ -179,60 +121,11 @@ def test_two_ranks_leave_together_with_one_line():
 
 @needs_mpi
 def test_a_launcher_of_another_mpi_is_reported_by_one_process():
-    sizes = ({"PMI_SIZE": "2", "PMI_RANK": "0"}, ["launched as 2 processes", "found itself alone"])
-    open_mpi = ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, ["launch"])
-    for env, words in (sizes, open_mpi):
-        result = distgpt("doctor", "--stage", "mpi", env=env)
-        refused(result, 2, "stage 'mpi' cannot run here", *words)
-        assert "2 processes by" in result.stdout
+    result = distgpt("doctor", "--stage", "mpi", env={"PMI_SIZE": "2", "PMI_RANK": "0"})
+    refused(result, 2, "stage 'mpi' cannot run here", "launched as 2 processes", "found itself alone")
+    assert "2 processes by" in result.stdout
     result = distgpt("doctor", "--stage", "mpi", env={"PMI_SIZE": "2", "PMI_RANK": "1"})
     assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
-
-
-# GPUs, as far as a driver that only pretends can show them
-
-
-@needs_mpi
-def test_ranks_that_share_a_gpu_are_shown(gpus):
-    page = distgpt("doctor", "--stage", "mpi-cuda", ranks=2, env={**gpus, "FAKE_GPUS": "1"})
-    assert page.returncode == 0 and " share one Fake GPU" in page.stdout
-    for words in ("ranks 0–1 on", "0: Fake GPU, with rank 1", "1 × Fake GPU, 80 GiB, compute capability 9.0"):
-        assert words in page.stdout, words
-
-
-def test_one_process_runs_on_a_gpu(gpus):
-    result = distgpt("doctor", "--stage", "cuda", env=gpus)
-    assert result.returncode == 0 and result.stderr == ""
-    assert "runs CUDA up to 13.0" in result.stdout and "2 × Fake GPU" in result.stdout
-
-
-EXAMINE = """
-import json, os, sys
-from distgpt.doctor import report as doctor
-doctor.distant_mpi = lambda: {"problem": "not asked"}
-before = dict(os.environ)
-for change in json.loads(sys.argv[1]):
-    os.environ.update(change)
-    print(json.dumps(doctor.examine()[0]["stages"]["cuda"]))
-    os.environ.clear()
-    os.environ.update(before)
-"""
-
-
-def test_a_gpu_that_cannot_be_used_or_lacks_something_is_reported(gpus):
-    troubles = [
-        ({"FAKE_GPUS": "0"}, ["the NVIDIA driver shows no GPU"]),
-        ({"FAKE_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}, ["CUDA_VISIBLE_DEVICES=''", "unset it"]),
-        ({"FAKE_CUDA": "12080"}, ["cupy-cuda13x needs CUDA 13", "12.8 at most", "distgpt[cuda12x]"]),
-        ({"FAKE_CAPABILITY": "70"}, ["compute capability 7.0", "distgpt[cuda12x]"]),
-    ]
-    changes = json.dumps([*(change for change, _ in troubles), {"FAKE_CAPABILITY": "75"}])
-    result = distgpt(changes, program=[sys.executable, "-c", EXAMINE], env=gpus)
-    *refused_stages, runs = map(json.loads, result.stdout.splitlines())
-    for (change, words), stage in zip(troubles, refused_stages, strict=True):
-        reasons = "; ".join(map(verdicts.sentence, stage["missing"]))
-        assert not stage["runs"] and all(word in reasons for word in words), change
-    assert runs["runs"] and "bfloat16 needs 8.0" in runs["notes"][0]["remedy"]
 
 
 # Larger jobs than a test can start: facts as eight ranks on two hosts would give them
@@ -267,6 +160,14 @@ def test_gpus_that_only_look_like_one_are_not_shared(ranks):
     for found in (ranks, alone):
         assert verdicts.warnings(LAUNCHED, MPI, found) == []
         assert set(map(len, verdicts.gpu_users(found).values())) == {1}
+
+
+def test_ranks_that_share_a_gpu_are_shown(ranks, capsys):
+    two = [{**ranks[number], "host": "node0"} for number in (0, 4)]
+    warnings = verdicts.warnings(LAUNCHED, MPI, two)
+    assert "ranks 0, 4 on node0 share one A and its memory: start one rank per GPU" in warnings
+    doctor.print_page([doctor._rank_table(two)])
+    assert "0: A, with rank 4" in capsys.readouterr().out
 
 
 def test_traps_are_reported_with_their_ranks(ranks):
@@ -340,19 +241,6 @@ def test_limits_of_a_container_are_read_from_its_group_and_all_above(tmp_path):
     assert cores.cgroup("cpu.max", tmp_path / "root", tmp_path / "nowhere") == []
 
 
-GATHER = """
-from distgpt.comm import cores
-from distgpt.comm.agree import gather_bytes
-from distgpt.comm.mpi import MpiComm
-comm = MpiComm()
-for pieces in ([b"", b"\\xff" * 70_000, b"c"], [b"", b"", b""], [b"\\x00a", b"", b"\\x00"]):
-    assert gather_bytes(comm, pieces[comm.rank]) == pieces
-print("same")
-"""
-
-
-@needs_mpi
 def test_bytes_of_any_length_reach_every_rank():
-    assert [gather_bytes(SerialComm(), data) for data in (b"", b"alone")] == [[b""], [b"alone"]]
-    result = distgpt(ranks=3, program=[sys.executable, "-c", GATHER])
-    assert result.stdout.count("same") == 3, result.stderr
+    for pieces in ([b"", b"\xff" * 70_000, b"c"], [b"", b"", b""], [b"\x00a", b"", b"\x00"]):
+        assert on_all_ranks(3, lambda comm, own=pieces: gather_bytes(comm, own[comm.rank])) == [pieces] * 3

@@ -15,9 +15,8 @@ from distgpt.data.loading import bundled, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Assessment, Validation, evaluate, parse_hellaswag
+from distgpt.evaluation.assessment import Validation, evaluate, parse_hellaswag
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.interrupts import PendingSignals
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import read_description
@@ -61,16 +60,6 @@ def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
         for size in (3,):
             for sums in on_all_ranks(size, lambda comm, dtype=dtype: Scorer(model(dtype), comm).sums(many)):
                 np.testing.assert_array_equal(sums, expected, f"{dtype}, {size} ranks")
-
-
-def test_a_few_spans_take_no_batch_of_their_own(monkeypatch):
-    """Thirty full windows and a short one: one shape, and no larger than there are spans."""
-    made, real = [], scoring.Pass
-    monkeypatch.setattr(scoring, "Pass", lambda *a, **k: made.append(a[1:]) or real(*a, **k))
-    scorer = Scorer(model(), SerialComm())
-    for _ in range(2):
-        scorer.sums([Span(IDS[i * 48 :][:49]) for i in range(30)] + [Span(IDS[:5])])
-    assert made == [(31, 48)]
 
 
 def test_validation_predicts_every_token_once():
@@ -148,17 +137,6 @@ def test_a_file_of_another_kind_is_refused():
     ):
         with pytest.raises(DataError, match=message):
             parse_hellaswag(text, "file", TOKENIZER, 48)
-
-
-def test_an_assessment_measures_what_there_is():
-    tokens, questions = ArrayTokens(IDS), parse_hellaswag(examples(1), "file", TOKENIZER, 48)
-    both = Assessment(model(), SerialComm(), Validation(tokens, 48), questions, PendingSignals(), list)
-    keys = {"val_loss", "val_tokens", "val_s", "hellaswag", "hellaswag_examples"}
-    assert both and both.measure().keys() == keys
-    assert not Assessment(model(), SerialComm(), None, None, PendingSignals(), list)
-
-
-# The command
 
 
 def test_an_evaluation_counts_bits_by_the_byte_under_either_name_of_its_length(capsys):

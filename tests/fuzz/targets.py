@@ -4,7 +4,6 @@ Commands are those of users, so that everything on the way is tried: options, re
 """
 
 import gzip
-import hashlib
 import json
 import shutil
 import sys
@@ -18,24 +17,20 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 from conftest import SMALL, inside
 
 from distgpt.data.prepare.progress import Progress
-from distgpt.measure.compare.stages import FORMAT, VERSION, Folder
-from distgpt.measure.jobs import read_losses, read_summary
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
-AS_IT_IS = "train --out {}/run --resume auto --threads 1 --steps 7 --progress plain"
 RESUME = f"train {' '.join(SMALL)} --out {{}}/run --resume auto --steps 7 {EVALUATED}"
 
 
 @dataclass(frozen=True)
 class Target:
     """`make` fills a folder; `damage` maps its files to what they are (mutate.KINDS); `{}` in a command is
-    the folder. `repair` follows the damage: it mends the hashes that would hide it."""
+    the folder."""
 
     make: Callable[[Path], None]
     damage: dict[str, str]
     commands: list[str]
-    repair: Callable[[Path], None] = lambda folder: None
 
 
 def run(*words):
@@ -64,17 +59,6 @@ def published(folder):
     run("train", *SMALL, "--tokenizer", "byte", "--out", folder / "run", "--steps", 1, "--progress", "plain")
     run("weights", "export", folder / "run" / "weights.safetensors", "--out", folder / "hf")
     shutil.rmtree(folder / "run")
-    model = folder / "hf" / "model.safetensors"
-    shutil.copy(model, folder / "hf" / "model-00001-of-00001.safetensors")
-    names = json.loads(model.read_bytes()[8 : 8 + int.from_bytes(model.read_bytes()[:8], "little")])
-    parts = {name: "model-00001-of-00001.safetensors" for name in names if name != "__metadata__"}
-    index = {"metadata": {"total_size": 1}, "weight_map": parts}
-    (folder / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def parts_of_a_published_model(folder):
-    published(folder)
-    (folder / "hf" / "model.safetensors").unlink()
 
 
 def shards(folder):
@@ -139,18 +123,6 @@ def tables(folder):
     pyarrow.parquet.write_table(table, folder / "t.parquet")
 
 
-def hellaswag(folder):
-    run("train", *SMALL, "--tokenizer", "byte", "--out", folder / "run", "--steps", 1, "--progress", "plain")
-    (folder / "run" / "weights.safetensors").rename(folder / "w.safetensors")
-    shutil.rmtree(folder / "run")
-    example = {"ctx": "the lamp", "endings": ["was lit", "was old", "the sea", "the boat"], "label": 2}
-    (folder / "h.jsonl").write_text("".join(json.dumps({**example, "label": i % 4}) + "\n" for i in range(4)))
-
-
-def prompts(folder):
-    (folder / "p.txt").write_text("The harbour lamp was lit, naïve café, \u4e16, and boats came home.\n" * 3)
-
-
 ANSWER = "infer --prompts {}/q.jsonl --out {}/o.jsonl --max-new-tokens 2 --threads 1"
 
 
@@ -163,43 +135,11 @@ def asked_and_half_answered(folder):
     (folder / "o.jsonl").write_bytes(written[: len(written) * 2 // 3])
 
 
-def companions(folder):
-    """What a comparison and its runs leave."""
-    small_run(folder)
-    found = {"format": FORMAT, "version": VERSION, "state": "done", "passed": True, "stages": []}
-    (folder / "compare.json").write_text(json.dumps(found))
-
-
-def hosts(folder):
-    """Of this machine only: as its MPICH reads them, and in everybody's ways."""
-    (folder / "read").write_text("# two ranks\nlocalhost:1\nlocalhost\n")
-
-
 def config(folder):
     from distgpt.config.presets import preset
 
     (folder / "c.toml").write_text(preset("tiny").to_toml())
 
-
-def resigned(folder):
-    """Make a damaged state's hash fit, and sometimes that of the manifest's other files."""
-    for path in folder.glob("run/checkpoints/*/state.json"):
-        manifest = path.with_name("manifest.json")
-        try:
-            listed = json.loads(manifest.read_text())
-            content = path.read_bytes()
-            listed["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            manifest.write_text(json.dumps(listed))
-        except (ValueError, KeyError, TypeError, OSError, RecursionError):
-            continue
-
-
-# What no command reads without running for long: "call NAME FOLDER" instead of a command.
-CALLS: dict[str, Callable[[Path], object]] = {
-    "comparison": lambda folder: Folder(folder).refuse_foreign(),
-    "summary": read_summary,
-    "losses": read_losses,
-}
 
 TARGETS = {
     "weights": Target(
@@ -228,11 +168,6 @@ TARGETS = {
         {"hf/config.json": "json", "hf/model.safetensors": "safetensors"},
         ["weights import {}/hf --out {}/o.safetensors --tokenizer byte", "weights info {}/hf"],
     ),
-    "published parts": Target(
-        parts_of_a_published_model,
-        {"hf/model.safetensors.index.json": "json", "hf/model-00001-of-00001.safetensors": "safetensors"},
-        ["weights import {}/hf --out {}/o.safetensors --tokenizer byte", "weights info {}/hf --json"],
-    ),
     "checkpoint": Target(
         small_run,
         {
@@ -246,22 +181,11 @@ TARGETS = {
         },
         [
             RESUME,
-            AS_IT_IS,
             "runs {}",
             "runs {} --json --sort speed",
             "plot {}/run --out {}/p.svg",
             "infer --weights {}/run --max-new-tokens 2 --threads 1",
         ],
-    ),
-    "state": Target(
-        small_run,
-        {"run/checkpoints/step-00000006/state.json": "json"},
-        [
-            RESUME,
-            AS_IT_IS,
-            "weights info {}/run/checkpoints/step-00000006",
-        ],
-        resigned,
     ),
     "shards": Target(
         shards,
@@ -297,11 +221,6 @@ TARGETS = {
         {"c.toml": "toml"},
         [f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json")],
     ),
-    "hostfile": Target(
-        hosts,
-        {"read": "text"},
-        [f"doctor --hostfile {{}}/read {more}" for more in ("", "--json")],
-    ),
     "documents": Target(
         documents,
         {"a.jsonl": "jsonl", "b.jsonl.gz": "bytes", "c.txt": "text"},
@@ -315,28 +234,9 @@ TARGETS = {
         {"t.parquet": "bytes"},
         [f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"],
     ),
-    "HellaSwag": Target(
-        hellaswag,
-        {"h.jsonl": "jsonl"},
-        ["eval --weights {}/w.safetensors --hellaswag {}/h.jsonl --threads 1 --json"],
-    ),
-    "prompt": Target(
-        prompts,
-        {"p.txt": "text"},
-        [f"infer --prompt-file {{}}/p.txt --max-new-tokens 2 --threads 1 {more}" for more in ("", "--json")],
-    ),
     "prompts": Target(
         asked_and_half_answered,
         {"q.jsonl": "jsonl", "o.jsonl": "jsonl"},
         [ANSWER],
-    ),
-    "companions": Target(
-        companions,
-        {"compare.json": "json", "run/summary.json": "json", "run/metrics.jsonl": "jsonl"},
-        [
-            "call comparison {}",
-            "call summary {}/run",
-            "call losses {}/run",
-        ],
     ),
 }

@@ -17,7 +17,7 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.data.tokenizers.plain import CharTokenizer
 from distgpt.evaluation import scoring
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.inference.collect import complete
+from distgpt.inference.engine import complete
 from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.lanes import Feed
 from distgpt.inference.request import Request

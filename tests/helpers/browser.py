@@ -12,6 +12,21 @@ from contextlib import contextmanager, suppress
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 
+# How much two colours differ, and which colour lies behind a node.
+CONTRAST = """
+const root = document.documentElement;
+const colour = text => (text.match(/[\\d.]+/g) || [0, 0, 0]).map(Number);
+const linear = v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+const light = c => { const [r, g, b] = c.map(linear);
+  return .2126 * r + .7152 * g + .0722 * b; };
+const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
+  return (x + .05) / (y + .05); };
+const behind = node => { for (; node; node = node.parentElement) {
+  const c = colour(getComputedStyle(node).backgroundColor);
+  if (c.length < 4 || c[3] > 0) return c.slice(0, 3); }
+  return [255, 255, 255]; };
+"""
+
 
 class Page:
     """A tab. `errors`: what its console complained of, such as what its policy refused."""

@@ -8,9 +8,8 @@ import test_compiled_lanes
 from models import VARIANTS, build
 from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequences  # noqa: F401
 
-from distgpt.inference.collect import complete
 from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.engine import Engine
+from distgpt.inference.engine import Engine, complete
 from distgpt.inference.lanes import Feed
 from distgpt.inference.request import Request
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
@@ -72,8 +71,7 @@ def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dty
 
 
 def test_it_computes_nothing_anew():
-    one = build(replace(VARIANTS["modern"], seq_len=16), CpuKernels("float64", 1))
-    fed = []
+    one, fed = build(replace(VARIANTS["modern"], seq_len=16), CpuKernels("float64", 1)), []
 
     class Watched(UncompiledLanes):
         def feed(self, work):
@@ -82,13 +80,10 @@ def test_it_computes_nothing_anew():
 
     complete(Engine(Watched(one, 1), None, 8), [Request([1] * 6, 100, overflow="shift")])
     assert sum(fed) == 6 + 99
-    fed.clear()
-    complete(Engine(Watched(one, 1), None, 8), [Request([1] * 6, 100, overflow="slide")])
-    assert sum(fed) > 1000
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["llama", "wide", "bare"])
+@pytest.mark.parametrize("variant", ["llama", "bare"])
 def test_compiled_lanes_move_as_the_reference_does(variant, kind):
     """By any number of positions, whatever else the memory holds; other lanes stay as they are."""
     model = test_compiled_lanes.build(variant, ReferenceKernels("float64"))

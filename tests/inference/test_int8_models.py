@@ -10,7 +10,6 @@ from distgpt import api
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
 from distgpt.errors import DataError, UsageError
-from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.inference.compiled_lanes import compiled_lanes
 from distgpt.inference.engine_setup import lanes_for, rehearse
 from distgpt.inference.lanes import Feed
@@ -54,17 +53,6 @@ def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant
         assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
     lanes = UncompiledLanes(rounded, 1)
     assert distance(lanes.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
-
-
-@pytest.mark.parametrize("variant", ["llama", "odd"])
-def test_losses_are_those_of_the_scores(variant):
-    model = build(variant, Int8Kernels(2))
-    spans = [Span(np.array(text)) for text in sequences(variant) if len(text) > 1]
-    sums = Scorer(model, COMM).sums(spans)
-    for span, found in zip(spans, sums, strict=True):
-        scores = plain(model, span.ids[:-1]).astype(np.float64)
-        logs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
-        assert found == pytest.approx(-logs[np.arange(len(logs)), span.ids[1:]].sum(), rel=1e-5)
 
 
 def test_a_file_gives_the_same_model_as_rounding_while_loading(files):

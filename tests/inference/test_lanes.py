@@ -46,14 +46,6 @@ def test_cached_scores_equal_the_forward_pass(kernels):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11, err_msg=kind)
 
 
-def test_a_long_prompt_goes_through_the_blocked_kernels_alike():
-    model = build(replace(VARIANTS["modern"], seq_len=300), CpuKernels("float64", 2))
-    tokens = np.random.default_rng(4).integers(0, 13, 200).tolist()
-    lanes = UncompiledLanes(model, 1)
-    found = [lanes.feed([Feed(0, 0, tokens[:150], 150)]), lanes.feed([Feed(0, 150, tokens[150:], 50)])]
-    np.testing.assert_allclose(np.concatenate(found), plain_scores(model, tokens), atol=1e-11)
-
-
 def test_a_copy_continues_like_its_source_and_a_draft_can_be_taken_back():
     model = build(VARIANTS["modern"], CpuKernels("float64", 2))
     lanes, tokens = UncompiledLanes(model, 2), [1, 2, 3, 4, 5]
@@ -89,6 +81,6 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
     assert counts == [6] * 4
 
 
-@pytest.mark.parametrize("seq_len", [1, 2, 9])
-def test_a_rehearsal_fits_any_context(seq_len):
-    rehearse(build(replace(VARIANTS["gpt2"], seq_len=seq_len), CpuKernels("float32", 1)))
+def test_a_rehearsal_fits_any_context():
+    for seq_len in (1, 2, 9):
+        rehearse(build(replace(VARIANTS["gpt2"], seq_len=seq_len), CpuKernels("float32", 1)))

@@ -60,16 +60,6 @@ def test_frequencies_follow_the_softmax_whose_tail_is_cut():
         assert not found[np.equal(expected, 0)].any(), how
 
 
-def test_every_draw_finds_the_token_whose_share_it_falls_into_in_a_large_vocabulary():
-    scores = np.random.default_rng(1).standard_normal(3000).astype(np.float32)
-    p = np.exp(scores.astype(float))
-    ends = np.cumsum(p / p.sum())
-    for token in (0, 1, 255, 256, 1700, 2999):
-        inside = ends[token] - 0.5 * p[token] / p.sum()
-        assert choose(scores, Sampling(temperature=1.0), float(inside)) == token
-    assert choose(scores, Sampling(temperature=1.0), 1 - 2**-53) == 2999
-
-
 def test_the_likeliest_are_those_of_a_stable_sort():
     random = np.random.default_rng(0)
     for k, vocab in [(k, vocab) for k in (1, 2, 17, 499, 500, 900) for vocab in (500, 5003, 70000)]:

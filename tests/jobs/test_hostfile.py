@@ -1,10 +1,8 @@
 """What hostfiles mean to MPICH and Open MPI: written down as found by trying, and MPICH tried again here."""
 
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import MPIRUN, inside, needs_mpi, refused
@@ -21,25 +19,18 @@ READ = {
     b"ha slots=2\nhb slots=1\n": (None, "ha*2 hb*1"),
     b"ha\nhb\n": ("ha*1 hb*1", "ha*? hb*?"),
     b"# x\n\nha\n": ("ha*1", "ha*?"),
-    b"   \n  #hc:9\nha\n": ("ha*1", "ha*?"),
     b"ha # x\n": (None, "ha*?"),
     b"ha slots=2 // x\n": (None, "ha*2"),
     b"ha:x\n": (None, "ha:x*?"),
-    b"ha:\n": ("ha*1", "ha:*?"),
     b"ha :2\n": (None, "ha*?"),
     b"ha:2 user=me\n": ("me@ha*2", None),
     b"me@ha:2\n": ("me@ha*2", "ha:2*?"),
-    b"me@ha slots=3\n": (None, "ha*3"),
     b"ha slots=4 max_slots=8\n": (None, "ha*4"),
     b"ha slots = 4\n": (None, "ha*4"),
     b"ha cpus=3\n": (None, None),
-    b"ha slot=3\n": (None, None),
     b"ha slots=x\n": (None, None),
     b"ha slots=1\nhb slots=1\nha slots=2\n": (None, None),
     b"ha:1\nhb:1\nha:2\n": ("ha*3 hb*1", "ha:1*? hb:1*? ha:2*?"),
-    b"ha\nhb\nha\n": ("ha*2 hb*1", "ha*2 hb*?"),
-    b"ha\nha slots=2\n": (None, None),
-    b"ha.x.org slots=1\nha.y.org slots=1\n": (None, None),
     b"10.0.0.1 slots=1\n10.0.0.2 slots=2\n": (None, "10.0.0.1*1 10.0.0.2*2"),
     b"\tha\tslots=3\t\n": (None, "ha*3"),
     b"ha slots=2\r\n": (None, None),
@@ -79,6 +70,7 @@ def test_a_file_without_problems_means_what_the_launcher_started():
 
 
 @needs_mpi
+@pytest.mark.slow
 @pytest.mark.skipif(MPIRUN is None or mpirun(MPIRUN)["vendor"] != "MPICH", reason="needs MPICH's mpirun")
 def test_mpich_still_reads_as_it_did(tmp_path):
     """With a program in place of ssh that starts what it is given here, under the name of the host."""
@@ -114,14 +106,10 @@ def test_what_bites_is_found_on_its_line_with_the_way_out():
         (b"-oProxyCommand=touch:2", "names no host"),
         (b"me@-oX:1", "names no host"),
         (b"$(id):1", "names no host"),
-        (b"h[1-3]:2", "names no host"),
-        (b"ha,hb:2", "names no host"),
         ("h\xe4:1".encode(), "names no host"),
         (b"\x1b[31mha:1", "names no host"),
         (b"ha:x", "gives no number"),
         (b"ha:0", "gives no number"),
-        (b"ha:-1", "gives no number"),
-        (b"ha slots=x", "gives no number"),
         (b"ha:99999999999", "gives no number"),
         (b"ha 2", "a space before its number"),
         (b"ha :2", "a space before its number"),
@@ -129,16 +117,6 @@ def test_what_bites_is_found_on_its_line_with_the_way_out():
     ):
         (line,) = parse(text)
         assert words in line.problem, text
-
-
-def test_the_example_is_right_for_both():
-    text = (Path(__file__).parents[2] / "hostfile.example").read_text()
-    openmpi = "\n".join(re.findall(r"^# (node.* slots=.*)$", text, re.MULTILINE))
-    for launcher, content in (("MPICH", text), ("Open MPI", openmpi)):
-        assert not problems(launcher, parse(content.encode())) and sum(meant(content.encode()).values()) == 8
-
-
-# The command
 
 
 def doctor(tmp_path, content, *args):

@@ -89,30 +89,3 @@ def test_a_rank_killed_on_another_host_ends_the_job(hosts, tmp_path):
         assert time.monotonic() - begun < 25
     finally:
         job.kill()
-
-
-@pytest.mark.slow
-def test_a_rank_stopped_on_another_host_is_named_and_the_job_saves_and_leaves(hosts, tmp_path):
-    (launcher, spaces), out, said = hosts, tmp_path / "run", tmp_path / "said"
-    limits = ["--steps", "1000000", "--stall-timeout", "3s", "--stall-abort", "9s", "--save-every", "end"]
-    with said.open("w") as file:
-        words = [*launcher, BIN / "distgpt", *TRAIN, *limits, "--out", out]
-        job = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        wait_for(lambda: (out / "metrics.jsonl").exists())
-        time.sleep(1)
-        victims = [p for p in inhabitants(spaces[1]) if b"distgpt" in Path(f"/proc/{p}/cmdline").read_bytes()]
-        call("kill", "-STOP", victims[-1])
-        begun = time.monotonic()
-        wait_for(lambda: "rank 1 on" in said.read_text())
-        assert time.monotonic() - begun < 3 + 5
-        job.wait(timeout=40)
-        steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-        saved = sorted(int(path.name[5:]) for path in (out / "checkpoints").iterdir())
-        assert job.returncode == 75 and saved[-1] >= steps[-1], said.read_text()
-    finally:
-        job.kill()
-        for each in spaces:
-            for process in inhabitants(each):
-                if b"distgpt" in Path(f"/proc/{process}/cmdline").read_bytes():
-                    call("kill", "-9", process)

@@ -13,8 +13,6 @@ import pytest
 from conftest import SMALL, distgpt, inside, losses, metrics, needs_mpi, refused
 from slurmcluster import lacking, slurm_cluster
 
-from distgpt.jobs.batchscript import slurm_time
-
 TWO_NODES = ["slurm", "--nodes", "2", "--mpi", "pmi2", "--time", "1h"]
 
 
@@ -83,23 +81,24 @@ def test_srun_starts_the_mpi_of_mpi4py(tmp_path):
     assert f"srun --mpi={way}" in result.stderr and launched(result.stdout)[1] == f"--mpi={way}"
 
 
-REFUSED = {
-    "another command": (["slurm", "--time", "1h", "infer"], "not for infer"),
-    "a batch that does not divide": ([*TWO_NODES, "train", "--batch-size", "3"], "cannot be split evenly"),
-    "a stage for one rank": ([*TWO_NODES, "train", "--stage", "serial"], "use --stage mpi"),
-    "no GPUs": (["slurm", "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node"),
-    "GPUs for CPUs": ([*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "uses no GPU"),
-    "a checkpoint": ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
-    "a line break": ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
-    "no option of sbatch": ([*TWO_NODES, "--sbatch", "gpu", "train"], '--sbatch "--partition=gpu"'),
-    "a name with a path": ([*TWO_NODES, "--name", "../x", "train"], "--name"),
-    "more than a way": (["slurm", "--time", "1h", "--mpi", "pmi2 -x", "train"], "--mpi"),
-    "a time that is none": (["slurm", "--time", "soon", "train"], "'soon' is no time"),
-}
+REFUSED = (
+    (["slurm", "--time", "1h", "infer"], "not for infer"),
+    ([*TWO_NODES, "train", "--batch-size", "3"], "cannot be split evenly"),
+    ([*TWO_NODES, "train", "--stage", "serial"], "use --stage mpi"),
+    (["slurm", "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node"),
+    ([*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "uses no GPU"),
+    ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
+    ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
+    ([*TWO_NODES, "--sbatch", "gpu", "train"], '--sbatch "--partition=gpu"'),
+    ([*TWO_NODES, "--name", "../x", "train"], "--name"),
+    (["slurm", "--time", "soon", "train"], "'soon' is no time"),
+)
 
 
 def test_what_would_fail_in_the_job_is_refused_before(tmp_path):
-    for words, said in REFUSED.values():
+    typo = inside(*TWO_NODES, "train", "--stepz", "3", cwd=tmp_path)
+    assert typo.returncode == 2 and "--stepz" in typo.stderr and typo.stdout == ""
+    for words, said in REFUSED:
         result = inside(*words, cwd=tmp_path)
         refused(result, 2, said)
         assert result.stdout == "", words
@@ -108,15 +107,11 @@ def test_what_would_fail_in_the_job_is_refused_before(tmp_path):
 def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("some text")
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "manifest.json").write_text("{")
     saved = tmp_path / "saved"
     words = ["train", *SMALL, "--data", tmp_path / "text.txt", "--steps", "1", "--out", saved]
     assert inside(*words).returncode == 0
     wrong = (
-        (65, ["--data", "nowhere.txt"], "'nowhere.txt' is no readable file"),
         (65, ["--data", "empty"], "without a manifest.json"),
-        (65, ["--data", "torn"], "manifest.json"),
         (2, ["--tokenizer", "nowhere.json"], "nowhere.json"),
         (65, ["--hellaswag", "nowhere.jsonl"], "nowhere.jsonl"),
         (74, ["--init", "nowhere.safetensors"], "nowhere.safetensors"),
@@ -130,18 +125,9 @@ def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
         assert inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path).returncode == 0
 
 
-def test_a_typo_in_the_training_command_is_found(tmp_path):
-    result = inside(*TWO_NODES, "train", "--stepz", "3", cwd=tmp_path)
-    assert result.returncode == 2 and "--stepz" in result.stderr and result.stdout == ""
-
-
 def test_submitting_needs_slurm(tmp_path):
     result = inside(*TWO_NODES, "--submit", "train", cwd=tmp_path, env={"PATH": str(tmp_path)})
     refused(result, 2, "no sbatch here", "leave out --submit")
-
-
-def test_times_are_written_as_slurm_reads_them():
-    assert [slurm_time(s) for s in (59.5, 14400, 90061)] == ["00:01:00", "04:00:00", "1-01:01:01"]
 
 
 # Jobs. A step takes some milliseconds; a run is held still when it is to be stopped in the middle.
@@ -151,17 +137,16 @@ MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenize
 WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
 ON_SLURM = [pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(200)]
 ON_SLURM.append(pytest.mark.skipif(bool(lacking()), reason=lacking()))
-TOLERANCE = 1e-12  # of losses on other numbers of ranks in float64, as in test_mpi.py
-
-
-def on_slurm_for_long(test):
-    return pytest.mark.cluster(on_slurm(test))
 
 
 def on_slurm(test):
     for mark in ON_SLURM:
         test = mark(test)
     return needs_mpi(test)
+
+
+def on_slurm_for_long(test):
+    return pytest.mark.cluster(on_slurm(test))
 
 
 @pytest.fixture(scope="module")
@@ -310,10 +295,8 @@ def out_of_time(job):
 # that run, so these come first; the last one waits for so long that all others have been requeued.
 STOPPED = {
     "preempted": (preempted, ["--sbatch", "--partition=low"], 143),
-    "preempted, with time to save": (preempted, ["--sbatch", "--partition=patient"], 143),
     "USR1 to the ranks": (signalled("--signal=USR1"), [], 75),
     "USR1 to the script": (signalled("--signal=USR1", "--batch"), [], 75),
-    "USR1 to all": (signalled("--signal=USR1", "--full"), [], 75),
     "requeued": (requeued, [], 143),
     "out of time": (out_of_time, ["--time", "1m", "--sbatch", "--signal=USR1@60"], 75),
 }
@@ -342,7 +325,6 @@ def test_a_job_that_was_stopped_ends_as_if_it_had_not_been(way, stopped, finishe
 # What ends a job for good, the state it is in then, and the code with which its ranks leave.
 ENDED = {
     "cancelled": ([], "CANCELLED", 143),
-    "TERM to the ranks": (["--signal=TERM"], "FAILED", 143),
     "TERM to all, srun not among them": (["--signal=TERM", "--full"], "FAILED", 75),
 }
 
@@ -375,15 +357,14 @@ def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
 
 
 @on_slurm_for_long
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_a_run_moves_to_one_node_and_back(ranks, finished, tmp_path):
+def test_a_run_moves_to_one_node_and_back(finished, tmp_path):
     """The same script, with other options for sbatch. As many ranks give the same bytes."""
     cluster = finished.cluster
     job = submit(cluster, tmp_path)
     script = cluster.call("scontrol", "write", "batch_script", job.number, "-")
     file = tmp_path / "job.sh"
     file.write_text(script)
-    for options in (["--nodes=1", f"--ntasks-per-node={ranks}"], []):
+    for options in (["--nodes=1", "--ntasks-per-node=2"], []):
         with job.held():
             cluster.call("scancel", job.number)
         assert job.ended() == "CANCELLED"
@@ -391,6 +372,4 @@ def test_a_run_moves_to_one_node_and_back(ranks, finished, tmp_path):
         number = cluster.call("sbatch", "--parsable", *options, file, cwd=tmp_path)
         job = Submitted(cluster, tmp_path, int(number))
     assert job.ended() == "COMPLETED", (job.said(), job.log(0))
-    if ranks == 2:
-        assert weights(job.run) == weights(finished.run)
-    assert losses(job.run) == pytest.approx(losses(finished.run), rel=TOLERANCE)
+    assert weights(job.run) == weights(finished.run) and losses(job.run) == losses(finished.run)

@@ -7,7 +7,6 @@ import click
 import pytest
 from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
-from conftest import distgpt
 
 from distgpt.commands.bench import train as command_line
 from distgpt.commands.options import stage_options
@@ -102,10 +101,3 @@ def test_losses_are_read_as_far_as_lines_are_whole(tmp_path):
     assert jobs.read_losses(tmp_path) == [2.0, None] and jobs.read_losses(tmp_path / "none") == []
     with pytest.raises(DataError, match=r"left no summary\.json"):
         jobs.read_summary(tmp_path)
-
-
-def test_it_is_not_for_a_launcher_and_a_moved_program_is_named():
-    launched = distgpt("bench", "train", env={"PMI_SIZE": "2", "PMI_RANK": "0"})
-    assert launched.returncode == 2 and "without a launcher" in launched.stderr
-    for name in ("scaling", "report"):
-        assert f"benchmarks/{name}.py" in distgpt("bench", name).stderr

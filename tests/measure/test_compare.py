@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from browser import BROWSER
 from click.testing import CliRunner
 from conftest import clean_environment, command, distgpt, needs_mpi, refused, wait_for
-from pagechecks import SCHEMES, check_readable
 
 from distgpt.commands.compare_stages import compare_stages
 from distgpt.errors import DisagreementError, DistgptError
@@ -24,21 +22,14 @@ MODEL = f"{_MODEL} --batch-size 8 --threads 1".split()
 SHORT = [*MODEL, "--steps", "12", "--stages", "serial,mpi"]
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    """A comparison of two stages: what it printed, what it left."""
-    where = tmp_path_factory.mktemp("compared")
-    result = distgpt("compare-stages", *SHORT, "--out", "both", cwd=where)
-    assert result.returncode == 0, result.stderr
-    return result, where / "both"
-
-
 def result_in(folder):
     return json.loads((folder / "compare.json").read_text())
 
 
-def test_both_stages_are_measured_and_agree(compared):
-    result, folder = compared
+def test_both_stages_are_measured_and_agree_and_what_it_leaves_can_be_shared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result, folder = compare(*SHORT, "--out", "both"), tmp_path / "both"
+    assert result.exit_code == 0, result.output
     report = result_in(folder)
     assert report["state"] == "done" and report["passed"]
     serial, mpi = report["stages"]
@@ -48,37 +39,18 @@ def test_both_stages_are_measured_and_agree(compared):
         lines = (folder / stage["stage"] / "metrics.jsonl").read_text().splitlines()
         assert stage["losses"] == [json.loads(line)["loss"] for line in lines] and len(lines) == 12
         summary = json.loads((folder / stage["stage"] / "summary.json").read_text())
-        assert stage["training"]["train_s"] == summary["train_s"]
+        assert stage["training"]["train_s"] == summary["train_s"] < stage["training"]["process_s"]
         assert len(stage["training"]["peak_memory"]) == stage["ranks"]
         assert len(stage["inference"]["tokens"]) == 30
-        assert 0 < stage["training"]["train_s"] < stage["training"]["process_s"]
     relative = [abs(a - b) / abs(b) for a, b in zip(mpi["losses"], serial["losses"], strict=True)]
     assert difference["largest"] == max(relative) <= difference["tolerance"] < 1e-3
     assert difference["agrees"] and difference["same_text"]
-    assert f"{difference['largest']:.2e}" in result.stdout
-    for word in ("tokens/s", "× serial", serial["inference"]["text"][:5].strip()):
+    for word in ("tokens/s", "× serial", f"{difference['largest']:.2e}"):
         assert word in result.stdout
-
-
-def test_what_it_leaves_can_be_shared_and_done_again(compared):
-    _, folder = compared
     text = (folder / "compare.json").read_text() + (folder / "report.html").read_text()
-    assert str(folder.parent) not in text and os.uname().nodename not in text
+    assert str(tmp_path) not in text and os.uname().nodename not in text
     assert not list(folder.glob("*/checkpoints"))
-    words = result_in(folder)["stages"][0]["commands"][0].split()
-    assert words[:2] == ["distgpt", "train"]
-    words[words.index("--out") + 1] = "again"
-    again = distgpt(*words[1:], cwd=folder.parent)
-    assert again.returncode == 0, again.stderr
-    metrics = (folder.parent / "again" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in metrics] == result_in(folder)["stages"][0]["losses"]
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_report_fits_a_phone_and_a_desktop(compared, tmp_path, scheme):
-    text = (compared[1] / "report.html").read_text()
-    check_readable(tmp_path, scheme, text, charts=4, texts=30)
+    assert serial["commands"][0].startswith("distgpt train --stage serial ")
 
 
 def compare(*words):

@@ -1,10 +1,9 @@
 """What a run is estimated to take: published sizes, the memory it takes, its checkpoint, its speed."""
 
 import json
-from statistics import median
 
 import pytest
-from conftest import SMALL, distgpt, inside, refused
+from conftest import SMALL, inside, refused
 from foreignmodels import change_json
 
 from distgpt.config.presets import preset
@@ -12,7 +11,7 @@ from distgpt.errors import DataError
 from distgpt.gpu.probe import probe
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.estimate import Question, estimate, render_terminal
-from distgpt.measure.step_timing import Trial, _seconds, enough_sequences, measure
+from distgpt.measure.step_timing import measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import FLAG_COUNT, Architecture
 from distgpt.training.opening.memory import divisors, needed
@@ -174,21 +173,6 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
         assert timing.update_s == pytest.approx(0.5 + 0.25 * n_layer)
 
 
-@pytest.mark.timing
-def test_the_measured_rate_is_that_of_the_whole_model(monkeypatch):
-    """Against steps of all layers on the same machine; the bounds allow for others who use it."""
-    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0.5)
-    changes = {"vocab_size": 2000, "n_layer": 7, "grad_accum": 2}
-    run = preset("tiny", changes, {"batch_size": 16, "recompute": "mlp"})
-    kernels = CpuKernels(threads=1)
-    timing = measure(run, kernels, enough_sequences(run, kernels, 8))
-    assert timing.sequences == 8
-    bench = Trial(run, kernels)
-    bench.step()
-    seconds = median(_seconds(bench.step) for _ in range(5))
-    assert 0.25 < timing.rate(16 * 128) * seconds / (16 * 128) < 4
-
-
 def test_the_page_has_every_part(monkeypatch):
     result = inside("estimate", "--preset", "gpt2", "--stage", "mpi-cuda", "--ranks", "2", "--no-measure")
     assert result.returncode == 0 and result.stderr == ""
@@ -228,10 +212,6 @@ def test_what_makes_no_sense_is_refused():
         refused(inside("estimate", *args), 2, "--measure", "NVIDIA")
 
 
-def test_it_is_one_process_even_for_many_ranks():
-    refused(distgpt("estimate", env={"PMI_SIZE": "2"}), 2, "estimate is for one process", "launched as 2")
-
-
 def test_the_vocabulary_is_the_tokenizers_and_a_text_is_read_only_for_its_words(tmp_path):
     unreadable = tmp_path / "text"
     unreadable.write_bytes(b"\xff")
@@ -260,8 +240,7 @@ def test_shards_give_the_vocabulary_and_whether_there_is_something_to_validate_o
 
 
 def test_divisors_are_all_there_are_even_of_a_huge_batch():
-    for number in (1, 2, 12, 49, 97, 3600):
-        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0], number
+    assert divisors(3600) == [n for n in range(1, 3601) if 3600 % n == 0]
     assert estimated("tiny", batch_size=10**9)["batch"]["sequences"] == 10**9
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from profiling import job, profiled, times
 
-from distgpt.measure.peaks import Peaks
+from distgpt.doctor.speed import Peaks
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.report import as_text, result
 from distgpt.measure.profile.session import Profiler, of_rank

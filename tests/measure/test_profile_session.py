@@ -12,11 +12,9 @@ from profiling import job
 from distgpt.comm.serial import SerialComm
 from distgpt.commands.profile import profile
 from distgpt.commands.train import train
+from distgpt.doctor import speed as peaks
 from distgpt.errors import StorageError
-from distgpt.measure import peaks
-from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.session import Session, prepare
-from distgpt.training.step import Step
 
 
 @pytest.fixture(autouse=True)
@@ -101,24 +99,3 @@ def test_an_interrupt_at_the_very_end_loses_nothing(command, options, interrupti
     assert done.exit_code == 1 and "interrupted; " in done.output
     assert json.loads((out / "profile.json").read_text())["steps"] == (3 if options else 10)
     assert ("--steps sets how many are measured" in done.output) is (command is profile)
-
-
-@pytest.mark.parametrize("options", [[], ["--profile"]])
-def test_without_profile_nothing_stands_before_an_operation(options, tmp_path, monkeypatch):
-    """What objects have of their own hides what their classes have."""
-    hidden = []
-    launch = Step.launch
-
-    def watched(step, number, batches, *flags):
-        objects = (step, step.model.kernels, step.comm, batches)
-        hidden.append([{name for name in vars(each) if hasattr(type(each), name)} for each in objects])
-        return launch(step, number, batches, *flags)
-
-    monkeypatch.setattr(Step, "launch", watched)
-    words = [*SMALL, "--steps", "4", "--out", str(tmp_path / "run"), *options]
-    done = CliRunner().invoke(train, words, catch_exceptions=False)
-    assert done.exit_code == 0 and len(hidden) == 4
-    plain = [set()] * 4
-    measured = [{"launch"}, {*ops.OPERATIONS}, set(), {"fill"}]
-    assert hidden == ([[{"launch"}, *plain[1:]]] * 2 + [measured] * 2 if options else [plain] * 4)
-    assert (tmp_path / "run" / "profile.json").exists() == bool(options)

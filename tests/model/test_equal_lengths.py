@@ -6,11 +6,9 @@ import pytest
 from models import VARIANTS, build, one_by_one, sequences_for
 from threadranks import on_all_ranks
 
-from distgpt.errors import DataError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss
-from distgpt.model.model import Model
 
 
 def test_batches_give_the_loss_of_single_sequences():
@@ -48,18 +46,3 @@ def test_lists_of_numbers_are_sequences_too():
     model = build(VARIANTS["gpt2"], ReferenceKernels("float64"))
     sequences = sequences_for(VARIANTS["gpt2"])
     assert MeanLoss(model)([each.tolist() for each in sequences]) == MeanLoss(model)(sequences)
-
-
-def test_sequences_that_cannot_be_evaluated_are_refused():
-    model = Model(VARIANTS["gpt2"], ReferenceKernels("float64"))
-    for sequences, words in (
-        ([], "no sequences"),
-        ([[1, 2], [3]], "sequence 1 has 1 tokens"),
-        ([[1, 2], []], "sequence 1 has 0 tokens"),
-        ([[1] * 11], "sequence 0 has 11 tokens: a context of 9 predicts in 10"),
-        ([[1, 2], [3, 13]], r"in \[0, 13\)"),
-        ([[1, -2]], r"in \[0, 13\)"),
-        ([[1, 2.5]], "not float64"),
-    ):
-        with pytest.raises(DataError, match=words):
-            MeanLoss(model)(sequences)

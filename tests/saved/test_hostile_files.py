@@ -1,19 +1,15 @@
 """Files made to hurt: weights, prompts, results. One line that says so, nothing for the terminal to obey."""
 
 import json
-import os
 import re
-import resource
-import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import COMPILING, SMALL, inside, refused
+from conftest import SMALL, inside, refused
 
 import distgpt
-from distgpt.doctor.page import pairs, print_page
+from distgpt.doctor.report import pairs, print_page
 from distgpt.saved.tensors import read_header, write_tensors
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
@@ -47,25 +43,20 @@ def changed(weights, path, change=None, **metadata):
 # Weights
 
 
-SETTINGS = ["[" * 3000 + "]" * 3000, "{a=" * 3000 + "1" + "}" * 3000, "9" * 5000, "1e400", "1979-99-99"]
 DOTTED = "a." * 100_000 + "a"
 
 
 def test_settings_that_nobody_writes_end_in_one_line(weights, tmp_path):
     """Also a key of many parts, for which the parser of TOML would take gigabytes."""
     config, path = read_header(weights).metadata["config"], tmp_path / "w.safetensors"
-    for value in [*SETTINGS, '"\\u0000"', "10" * 15]:
-        for name in ("n_embd", "norm"):
-            setting = f"{name} = {value}".replace("\\", r"\\")
-            damaged = re.sub(rf"^{name} = .*$", setting, config, flags=re.MULTILINE)
-            assert damaged != config
-            changed(weights, path, config=damaged)
-            refused(result := run("weights", "info", path), 65, "w.safetensors")
-            assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
-    for line in (f"{DOTTED} = 1", f"[{DOTTED}]", f"n_embd.{DOTTED} = 1"):
-        (tmp_path / "x.toml").write_text(f"[model]\n{line}\n")
-        refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
-    refused(run("infer", "--weights", changed(weights, path, config=line)), 65, "w.safetensors", "dots")
+    for value in ("[" * 3000 + "]" * 3000, "9" * 5000, "1e400", "1979-99-99"):
+        changed(weights, path, config=re.sub(r"(?m)^n_embd = .*$", f"n_embd = {value}", config))
+        refused(result := run("weights", "info", path), 65, "w.safetensors")
+        assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
+    (tmp_path / "x.toml").write_text(f"[model]\n{DOTTED} = 1\n")
+    refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
+    changed(weights, path, config=f"n_embd.{DOTTED} = 1")
+    refused(run("infer", "--weights", path), 65, "w.safetensors", "dots")
 
 
 def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path):
@@ -121,14 +112,8 @@ def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_pat
         assert not re.search("^forged", result.stdout, re.MULTILINE)
 
 
-def test_a_message_is_no_longer_than_a_screen():
-    for words in (["infer", f"--{'x' * 100_000}"], ["infer", "--top-k", "9" * 100_000], ["x" * 100_000]):
-        result = run(*words)
-        assert result.returncode == 2 and len(result.stderr) < 2500, len(result.stderr)
-
-
 def test_a_page_of_the_doctor_is_escaped_too(capsys):
-    print_page(lambda narrow: [pairs([("path", f"/nowhere{ESCAPE}")])])
+    print_page([pairs([("path", f"/nowhere{ESCAPE}")])])
     assert r"\x1b" in (page := capsys.readouterr().out) and not CONTROL.search(page)
 
 
@@ -141,7 +126,7 @@ THEIR_OWN = (
     "comm/launched.py",
     "show/display.py",
 )
-THEIR_OWN += ("doctor/page.py", "commands/train.py", "commands/options.py")
+THEIR_OWN += ("doctor/report.py", "commands/train.py", "commands/options.py")
 
 
 def test_everything_printed_passes_one_function():
@@ -165,52 +150,3 @@ def test_everything_printed_passes_one_function():
             what = ast.unparse(node.args[0]) if node.args else ""
             escaped = what.startswith(("json.dumps(", "f'\\r\\x1b[2K{"))
             assert of_console or escaped, (name, node.lineno, what)
-
-
-# Pipes and devices
-
-
-@contextmanager
-def bounded(seconds=5, memory=1 << 30):
-    """A TimeoutError or a MemoryError inside, where something waits or collects for ever."""
-
-    def stop(*about):
-        raise TimeoutError("it hangs")
-
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, stop)
-    resource.setrlimit(resource.RLIMIT_AS, (used + memory, before[1]))
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def test_pipes_and_devices_are_refused_at_once(weights, tmp_path):
-    pipe, curves = tmp_path / "pipe", tmp_path / "run"
-    os.mkfifo(pipe)
-    curves.mkdir()
-    for path in (curves / "metrics.jsonl", curves / "config.toml"):
-        os.mkfifo(path)
-    for words in (
-        *("infer --weights {}", "infer --prompt-file {}", "eval --val story --weights {}"),
-        *("eval --weights {weights} --hellaswag {}", "eval --weights {weights} --val {}", "weights info {}"),
-        *("weights export {} --out {here}/hf", "weights import {} --out {here}/o", "estimate --config {}"),
-        *("train --config {} --out {here}/r", "train --init {} --out {here}/r", "plot {curves}"),
-    ):
-        for device in (pipe, "/dev/zero"):
-            line = words.replace("{}", str(device)).format(weights=weights, here=tmp_path, curves=curves)
-            with bounded():
-                result = run(*line.split())
-            assert result.returncode in (2, 65, 74), (line, result.stdout, result.stderr)
-            lines = [text for text in result.stderr.splitlines() if text != COMPILING]
-            assert len(lines) == 1 and "Traceback" not in result.stderr, (line, result.stderr)
-
-
-def test_a_label_of_hellaswag_is_a_whole_number(weights, tmp_path):
-    for label in ("Infinity", "NaN", "1.9", "true", "null", '"1.0"', '"¹"', "-1", "1e0"):
-        (tmp_path / "h.jsonl").write_text(json.dumps({**LABELLED, "label": "@"}).replace('"@"', label))
-        refused(run("eval", "--weights", weights, "--hellaswag", tmp_path / "h.jsonl"), 65, "line 1")

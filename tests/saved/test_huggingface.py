@@ -1,7 +1,6 @@
 """Import and export of models: nothing is lost on the way, and nothing is written over or left half."""
 
 import json
-import os
 import shutil
 import signal
 import time
@@ -29,7 +28,7 @@ from tokenizing import GPT2, needs_gpt2
 
 from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, fingerprint, load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.saved.huggingface import _partial, export_model, import_model
+from distgpt.saved.huggingface import export_model, import_model
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.tensors import read_header, write_tensors
 
@@ -234,9 +233,9 @@ def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(
         import_model(nothing, tmp_path / "w.safetensors", None)
     for out, kind, words in (
         (file, UsageError, "exists already"),
-        (tmp_path, UsageError, "is a directory"),
-        (tmp_path / "no" / "w", StorageError, "cannot write .*there is no directory .*no"),
-        (file / "w", StorageError, "cannot write .*Not a directory|there is no directory"),
+        (tmp_path, UsageError, "exists already"),
+        (tmp_path / "no" / "w", StorageError, "cannot write .*no files can be made in"),
+        (file / "w", StorageError, "cannot write .*file/w"),
     ):
         with pytest.raises(kind, match=words):
             import_model(nothing, out, None)
@@ -246,25 +245,13 @@ def test_a_killed_export_leaves_no_directory(tmp_path):
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs"
     random_model(ours, {**SMALL, "vocab_size": 60_000, "n_embd": 90})
     process = popen("weights", "export", ours, "--out", theirs)
-    while not (found := list(tmp_path.glob(".theirs.*.partial"))) and process.poll() is None:
+    while not (found := list(tmp_path.glob(".theirs.*.tmp"))) and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not theirs.exists()
     assert found[0].exists() and not (found[0] / "config.json").exists()
     export_model(ours, theirs, "float32")
     assert not found[0].exists()
-
-
-def test_exports_to_one_place_leave_each_others_files_alone(exported):
-    """Those of a living process; of a former one with this one's number nothing is left."""
-    out = exported.parent / "new"
-    living, former = _partial(out, os.getppid()), _partial(out, os.getpid())
-    for path in (living, former):
-        path.mkdir()
-        (path / "model.safetensors").write_text("half")
-    export_model(exported.parent / "ours.safetensors", out, "float32")
-    assert (living / "model.safetensors").read_text() == "half" and not former.exists()
-    assert (out / "config.json").exists()
 
 
 def test_commands_say_what_they_did_and_what_is_next(exported):

@@ -1,13 +1,14 @@
-"""Which process trains in a run's directory: named while it lives, and told from others with its number."""
+"""One process trains in a run's directory: it holds a lock, which ends with it, and its name stands there."""
 
 import errno
+import fcntl
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,90 +16,81 @@ from conftest import SMALL, inside, metrics, popen, refused
 from disks import raising
 
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.saved import run_lock as locks
-from distgpt.saved.run_lock import claim, is_alive, myself, read_holder, refuse_second, release, run_lock
+from distgpt.errors import StorageError, UsageError
 from distgpt.saved.rundir import RunDirectory
 
+HOLD = """
+import sys
+from pathlib import Path
+from distgpt.saved.rundir import RunDirectory
+RunDirectory(Path(sys.argv[1])).claim()
+print("held", flush=True)
+input()
+"""
 
-def test_a_holder_is_there_only_as_long_as_it_holds(tmp_path):
-    path = tmp_path / "running.json"
-    assert read_holder(path) is None
-    with pytest.raises(ZeroDivisionError), run_lock(path, SerialComm()):
-        assert read_holder(path) == myself() and is_alive(myself())
+
+def test_a_directory_is_held_only_as_long_as_it_is_claimed(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert not run.is_held() and run.refuse_second() == ""
+    with pytest.raises(ZeroDivisionError), run.claimed(SerialComm()):
+        assert json.loads(run.running.read_text()) == {"host": platform.node(), "pid": os.getpid()}
+        run.claim()  # again, as in a notebook
+        assert run.is_held() and run.refuse_second() == ""
         raise ZeroDivisionError
-    assert not path.exists()
-
-
-def test_what_another_process_took_over_stays_its_own(tmp_path):
-    path = tmp_path / "running.json"
-    with run_lock(path, SerialComm()):
-        other = json.loads(path.read_text()) | {"pid": 1}
-        path.write_text(json.dumps(other))
-    assert read_holder(path).pid == 1
-    with run_lock(path, SerialComm()):
-        path.write_text("damaged")
-    assert path.exists()
+    assert not run.is_held() and not list(tmp_path.iterdir())
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
-    path = tmp_path / "running.json"
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        there = replace(myself(), pid=child.pid, started=locks._started(child.pid))
-        path.write_text(json.dumps(asdict(there)))
-        for _ in range(2):
-            with pytest.raises(UsageError, match=f"is in use: process {child.pid} on .*another --out"):
-                claim(path)
-        child.stdin.close()
-        while is_alive(there):  # then a zombie
-            time.sleep(0.01)
-    assert refuse_second(path) == there
-    with run_lock(path, SerialComm()):
-        assert read_holder(path) == myself() and [path.name for path in tmp_path.iterdir()] == [path.name]
-        claim(path)  # again, as in a notebook
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("content", ["elsewhere", "damaged", ""])
-def test_what_cannot_be_seen_from_here_lives_as_long_as_it_touches_its_file(tmp_path, content):
-    path = tmp_path / "running.json"
-    far = json.dumps(asdict(replace(myself(), host="elsewhere")))
-    path.write_text(far if content == "elsewhere" else content)
-    with pytest.raises(UsageError, match="is in use"):
-        claim(path)
-    os.utime(path, (time.time() - locks.SECONDS_DEAD - 1,) * 2)
-    with run_lock(path, SerialComm()):
-        assert read_holder(path) == myself()
-
-
-def test_a_living_process_touches_its_file_and_notices_that_its_place_was_taken(tmp_path, monkeypatch):
-    def wait_for(condition):
-        until = time.monotonic() + 20
-        while not condition() and time.monotonic() < until:
-            time.sleep(0.01)
-        assert condition()
-
-    monkeypatch.setattr(locks, "SECONDS_BEAT", 0.01)
     run = RunDirectory(tmp_path)
-    with run_lock(run.running, SerialComm()):
-        os.utime(run.running, (0, 0))
-        wait_for(lambda: run.running.stat().st_mtime > 0)
-        run.refuse_if_lost()
-        run.running.write_text(json.dumps(asdict(replace(myself(), host="elsewhere"))))
-        os.utime(run.running, (0, 0))
-        wait_for(lambda: locks.is_lost(run.running))
-        with pytest.raises(StorageError, match="another process has taken over"):
-            run.refuse_if_lost()
-    assert run.running.stat().st_mtime == 0
+    words = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "held\n"
+        who = f"process {child.pid} on {platform.node()}"
+        for refuse in (run.claim, run.refuse_second):
+            with pytest.raises(UsageError, match=f"is in use: {who} trains there.*another --out"):
+                refuse()
+        assert run.is_held()
+        child.kill()
+    assert run.refuse_second() == who and not run.is_held()
+    with run.claimed(SerialComm()):
+        assert run.is_held()
+    assert not run.running.exists()
 
 
-def test_a_place_is_known_from_everywhere_and_by_itself_no_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("content", ["", "[]", "damaged", '{"host": "h", "space": "s", "pid": -1}'])
+def test_a_file_that_nobody_holds_is_no_obstacle(tmp_path, content):
+    run = RunDirectory(tmp_path)
+    run.running.write_text(content)
+    assert not run.is_held() and "process" in run.refuse_second()
+    with run.claimed(SerialComm()):
+        assert json.loads(run.running.read_text())["pid"] == os.getpid()
+
+
+def test_what_another_process_put_there_stays(tmp_path):
+    run = RunDirectory(tmp_path)
+    with run.claimed(SerialComm()):
+        run.running.unlink()
+        run.running.write_text("another's")
+    assert run.running.read_text() == "another's"
+
+
+def test_a_place_is_known_from_everywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with run_lock(Path("running.json"), SerialComm()):
+    with RunDirectory(Path()).claimed(SerialComm()):
         monkeypatch.chdir("/")
-    assert not (tmp_path / "running.json").exists()
-    (tmp_path / "running.json").write_text(json.dumps(asdict(replace(myself(), pid=2**22 + 1))))
-    assert inside("train", *SMALL, "--steps", "1", "--out", tmp_path).returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_locks_and_a_full_one(tmp_path, monkeypatch):
+    run = RunDirectory(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, "No locks available")))
+        with run.claimed(SerialComm()):
+            assert run.running.exists()
+    monkeypatch.setattr(os, "ftruncate", raising(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(StorageError, match="No space left"):
+        run.claim()
+    assert not list(tmp_path.iterdir())
 
 
 def test_of_two_that_begin_at_once_one_is_refused(tmp_path):
@@ -120,32 +112,10 @@ def test_of_two_that_begin_at_once_one_is_refused(tmp_path):
 def test_a_run_that_was_killed_is_taken_over_aloud(tmp_path):
     words = ["train", *SMALL, "--steps", "4", "--out", tmp_path / "run"]
     assert inside(*map(str, words)).returncode == 0
-    dead = replace(myself(), pid=2**22 + 1)
-    (tmp_path / "run" / "running.json").write_text(json.dumps(asdict(dead)))
+    (tmp_path / "run" / "running.json").write_text('{"host": "nowhere", "pid": 7}')
     again = inside("train", "--resume", tmp_path / "run")
-    assert again.returncode == 0 and f"process {dead.pid} on {dead.host} has left this run" in again.stdout
+    assert again.returncode == 0 and "process 7 on nowhere has left this run" in again.stdout
     assert not (tmp_path / "run" / "running.json").exists()
-
-
-def test_a_number_counts_only_with_its_start_its_machine_and_its_namespace():
-    own = myself()
-    assert is_alive(replace(own, started=own.started - 1)) is False
-    assert is_alive(replace(own, host="elsewhere")) is None
-    assert is_alive(replace(own, space="another boot")) is None
-
-
-def test_without_proc_a_signal_asks(monkeypatch):
-    monkeypatch.setattr(locks, "_space", lambda: "")
-    own = myself()
-    assert is_alive(own) and is_alive(replace(own, started=0))
-    assert not is_alive(replace(own, pid=2**22 + 1))
-
-
-def test_damaged_ones_are_refused(tmp_path):
-    for content in ("", "[]", '{"host": "h", "space": "s", "pid": -1, "started": 0}'):
-        (tmp_path / "running.json").write_text(content)
-        with pytest.raises(DataError, match=r"running\.json"):
-            read_holder(tmp_path / "running.json")
 
 
 def listed(top):
@@ -177,20 +147,6 @@ def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
         assert (out / "running.json").exists() is (ending == signal.SIGKILL)
 
 
-def test_a_place_is_taken_by_a_whole_file_or_not_at_all(tmp_path, monkeypatch):
-    """Also where the disk is full, and on file systems without links; nothing is left beside it."""
-    path = tmp_path / "running.json"
-    with monkeypatch.context() as patch:
-        patch.setattr(locks, "new_file", raising(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(StorageError, match="No space left"):
-            claim(path)
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(Path, "hardlink_to", raising(OSError(errno.EPERM, "Operation not permitted")))
-    claim(path)
-    assert read_holder(path) == myself() and [file.name for file in tmp_path.iterdir()] == [path.name]
-    release(path)
-
-
 def test_what_killed_runs_have_left_is_no_obstacle_and_goes(tmp_path):
     """Before there was a configuration, and later; files of others stay."""
     out = tmp_path / "run"
@@ -198,7 +154,7 @@ def test_what_killed_runs_have_left_is_no_obstacle_and_goes(tmp_path):
     left = [
         f".{name}.0123456789ab.tmp" for name in ("config.toml", "best.safetensors", "weights.safetensors")
     ]
-    for name in (*left, ".running.json.0123456789abcdef"):
+    for name in (*left, "running.json"):
         (out / name).write_text("half")
     assert inside("train", *SMALL, "--steps", "1", "--out", out, "--resume", "auto").returncode == 0
     assert not list(out.glob(".*"))

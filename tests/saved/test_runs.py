@@ -5,16 +5,14 @@ import os
 import shlex
 import shutil
 import sys
-import time
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import SMALL, inside, refused
 
+from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError, command_line
-from distgpt.saved.run_lock import myself
 from distgpt.saved.rundir import RunDirectory, find_weights
 from distgpt.saved.tensors import write_tensors
 
@@ -120,15 +118,11 @@ def test_states(runs):
             os.utime(path, (1e9, 1e9))
 
     out = runs / "my first"
-    (running := out / "running.json").write_text(json.dumps(asdict(myself())))
-    long_ago()
-    assert state() == "running"  # by its process
-    running.write_text(json.dumps(asdict(replace(myself(), started=1))))
+    with RunDirectory(out).claimed(SerialComm()):
+        long_ago()
+        assert state() == "running"
+    (running := out / "running.json").touch()
     assert state() == "stopped"  # whatever the summary of an earlier start says
-    running.write_text(json.dumps(asdict(replace(myself(), host="elsewhere"))))
-    assert state() == "running"  # it has just touched its file
-    long_ago()
-    assert state() == "stopped"
     running.unlink()
     (out / "summary.json").write_text('{"stop": "interrupted"}')
     assert state() == "interrupted"
@@ -151,7 +145,6 @@ def test_states(runs):
         ("metrics.jsonl", '{"step": Infinity, "loss": 1}\n'),
         ("summary.json", '{"stop": NaN}'),
         ("config.toml", "a\x1b[31m = 1"),
-        ("running.json", '{"pid": 1}'),
     ],
 )
 def test_one_damaged_run_leaves_the_others(runs, file, content):
@@ -160,20 +153,6 @@ def test_one_damaged_run_leaves_the_others(runs, file, content):
     assert (first["state"], second["state"]) == ("damaged", "finished") and file in first["error"]
     page = inside("runs", runs).stdout
     assert "damaged" in page and file in page and "\x1b" not in page
-
-
-def test_nothing_is_cut_where_the_terminal_is_narrow(runs):
-    (found, _) = listed(runs)
-    page = inside("runs", runs, env={"COLUMNS": "40"}).stdout
-    assert max(map(len, page.splitlines())) <= 40, page
-    when = time.strftime("%b %d %H:%M", time.localtime(found["when"]))
-    for words in ("my first", "sweep/second", "6/6", "finished", f"{found['val_loss']:.4f}", when):
-        assert words in page
-
-
-def test_odd_directories(tmp_path):
-    refused(inside("runs", tmp_path / "none"), 2, "there is no directory")
-    assert inside("runs", tmp_path).stdout == f"no runs in {tmp_path}\n"
 
 
 # A run's directory in the place of a file

@@ -1,7 +1,6 @@
 """`distgpt serve`: OpenAI's completions against the engine itself; errors; keys, hosts, origins; metrics."""
 
 import json
-import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +12,14 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from serving import JSON, pieces, sample, server
 
-from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
+from distgpt.data.tokenizers.plain import ByteTokenizer
 from distgpt.errors import UsageError
-from distgpt.inference.collect import complete
-from distgpt.inference.engine import Engine
+from distgpt.inference.engine import Engine, complete
 from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.request import Request
 from distgpt.inference.sample import default_prompt
-from distgpt.serving.completions import PARAMETERS, Served, parse_body, token_text
+from distgpt.serving.completions import PARAMETERS, Served, parse_body
 from distgpt.serving.limits import Limits, Refusal
-from distgpt.serving.metrics import Histogram, Metrics
 from distgpt.serving.server import checked_key
 
 HOT = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 7}
@@ -71,21 +68,11 @@ def test_a_stream_says_the_same_piece_by_piece(served):
             assert [value for part in mine for value in part["logprobs"][name]] == values, name
 
 
-def test_logprobs_are_those_of_the_engine_and_offsets_lead_into_the_text(served):
-    (found,) = served.complete("The harbour", max_tokens=20, logprobs=2, temperature=0)["choices"]
-    (expected,) = directly("The harbour", max_new_tokens=20, logprobs=2, overflow="stop")
-    said = found["logprobs"]
-    assert said["token_logprobs"] == [each.logprob for each in expected.likelihoods]
-    decoded = [token_text(sample()[1], token) for token in expected.tokens]
-    assert said["tokens"] == decoded and "".join(decoded) == found["text"]
-    for i, (token, top) in enumerate(zip(said["tokens"], said["top_logprobs"], strict=True)):
-        offset = said["text_offset"][i]
-        assert found["text"][offset : offset + len(token)] == token
-        assert top[token] == said["token_logprobs"][i] == max(top.values()) and len(top) == 2
-    (unlikely,) = served.complete("The harbour", max_tokens=40, logprobs=1, temperature=3, seed=1)["choices"]
-    tops = unlikely["logprobs"]["top_logprobs"]  # the chosen token is named beside the likeliest
-    assert {len(top) for top in tops} == {1, 2}
-    assert all(token in top for token, top in zip(unlikely["logprobs"]["tokens"], tops, strict=True))
+def test_logprobs_name_the_chosen_token_beside_the_likeliest(served):
+    how = {"max_tokens": 40, "logprobs": 1, "temperature": 3, "seed": 1}
+    said = served.complete("The harbour", **how)["choices"][0]["logprobs"]
+    assert {len(top) for top in said["top_logprobs"]} == {1, 2}
+    assert all(token in top for token, top in zip(said["tokens"], said["top_logprobs"], strict=True))
 
 
 def test_echo_with_logprobs_scores_the_prompt_s_own_tokens(served):
@@ -127,9 +114,6 @@ def test_prompts_are_texts_tokens_lists_of_both_or_nothing(served):
     nothing = served.complete(None, **same)["choices"][0]["text"]
     assert nothing == directly(default_prompt(sample()[1]), max_new_tokens=12)[0].text
     assert served.complete("The harbour", echo=True, **same)["choices"][0]["text"] == "The harbour" + text
-    body = {"prompt": "The harbour", "echo": True, "stream": True, **same}
-    parts = [part["choices"][0]["text"] for part in pieces(served.ask("/v1/completions", body)[2])]
-    assert "".join(parts) == "The harbour" + text and parts[0].startswith("The harbour")
 
 
 def test_an_answer_does_not_wait_for_an_acknowledgement(served):
@@ -144,22 +128,10 @@ def test_an_answer_does_not_wait_for_an_acknowledgement(served):
     assert sorted(seconds[30:])[5] < 0.03  # the first are acknowledged at once
 
 
-def test_stop_strings_end_a_completion(served):
-    same = {"max_tokens": 60, "temperature": 0}
-    text = served.complete("The harbour", **same)["choices"][0]["text"]
-    stop = text[20:23]
-    for given in (stop, ["☃", stop]):
-        (found,) = served.complete("The harbour", stop=given, **same)["choices"]
-        assert found["text"] == text[: text.index(stop)] and found["finish_reason"] == "stop"
-
-
 def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
     """As a model that has one ends a document by it."""
-
-    class Separated(ByteTokenizer):
-        separator = 65
-
-    about = Served("it", Separated(), 256, 64, 0)
+    about = Served("it", ByteTokenizer(), 256, 64, 0)
+    about.tokenizer.separator = 65
     (request,) = parse_body(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
     assert request.stop == ("b", "A")
     (request,) = parse_body(b'{"prompt": "a", "ignore_eos": true}', about, Limits()).requests
@@ -194,51 +166,28 @@ def test_seeds_make_sampling_repeatable_whoever_shares_the_batch(served):
 
 WRONG = [
     (b"", 400, "JSON"),
-    (b"{", 400, "JSON"),
     (b"[1]", 400, "object"),
     (b"\xff{}", 400, "UTF-8"),
     (b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
     (b'{"temperature": NaN}', 400, "NaN"),
-    (b'{"max_tokens": 1e999}', 400, "1e999"),
     (b'{"prompt": "\\ud800"}', 400, "UTF-8"),
     (b"[" * 100_000, 400, "deep"),
-    ({"prompt": {}}, 400, "prompt"),
     ({"prompt": ""}, 400, "empty"),
-    ({"prompt": []}, 400, "empty"),
-    ({"prompt": [[]]}, 400, "empty"),
-    ({"prompt": [True]}, 400, "prompt"),
-    ({"prompt": [1, "a"]}, 400, "prompt"),
     ({"prompt": ["a", 1]}, 400, "mixes"),
     ({"prompt": [256]}, 400, "256"),
-    ({"prompt": [-1]}, 400, "256"),
     ({"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
     ({"max_tokens": 4096, "n": 128, "logprobs": 2}, 400, "1,048,576"),
-    ({"max_tokens": 0.5}, 400, "max_tokens"),
     ({"max_tokens": -1}, 400, "max_tokens"),
-    ({"max_tokens": True}, 400, "max_tokens"),
     ({"max_tokens": 5000}, 400, "at most 4096"),
-    ({"n": 0}, 400, "n is 0"),
-    ({"n": 129}, 400, "128"),
     ({"temperature": -1}, 400, "temperature"),
-    ({"temperature": "hot"}, 400, "temperature"),
-    ({"top_p": 0}, 400, "top_p"),
-    ({"min_p": 2}, 400, "min_p"),
-    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
-    ({"logprobs": 21}, 400, "logprobs"),
     ({"prompt": "a" * 300, "logprobs": 1, "echo": True, "overflow": "shift"}, 400, "leave out logprobs"),
     ({"prompt": ["a" * 100] * 128, "max_tokens": 400, "logprobs": 20, "echo": True}, 400, "1,344,000"),
-    ({"stop": [1]}, 400, "stop"),
-    ({"stop": ["a"] * 17}, 400, "stop"),
     ({"stop": "a" * 300}, 400, "stop"),
     ({"stream": "yes"}, 400, "stream"),
-    ({"stream_options": 1}, 400, "stream_options"),
-    ({"seed": 1.5}, 400, "seed"),
     ({"overflow": "wrap"}, 400, "overflow"),
     ({"best_of": 3}, 400, "best_of"),
-    ({"suffix": "end"}, 400, "suffix"),
     ({"max_token": 3}, 400, "did you mean 'max_tokens'"),
     ({"model": "gpt-5"}, 404, "gpt-5"),
-    ({"model": 3}, 400, "model"),
 ]
 
 
@@ -272,18 +221,6 @@ def test_whatever_comes_is_understood_or_refused():
     assert 160 < refused < 970
 
 
-def test_what_means_nothing_here_is_taken_where_it_asks_for_nothing(served):
-    nothing = {"best_of": 1, "suffix": None, "logit_bias": {}, "presence_penalty": 0, "user": "me", "n": None}
-    assert served.complete("a", max_tokens=1, frequency_penalty=0.0, **nothing)["choices"]
-
-
-def test_a_prompt_that_the_tokenizer_lacks_is_named():
-    about = Served("it", CharTokenizer("abc"), 3, 8, 0)
-    with pytest.raises(Refusal) as refused:
-        parse_body(b'{"prompt": "abz"}', about, Limits())
-    assert "'z'" in refused.value.text and refused.value.status == 400
-
-
 def test_the_models_are_listed(served):
     status, _, found = served.ask("/v1/models")
     assert status == 200 and [model["id"] for model in found["data"]] == ["sample"]
@@ -293,13 +230,11 @@ def test_the_models_are_listed(served):
     assert served.ask("/health")[2] == {"status": "ok"}
 
 
-@pytest.mark.parametrize(
-    ("path", "method", "status"), [("/nothing", "GET", 404), ("/v1/completions", "GET", 405)]
-)
-def test_what_there_is_not(served, path, method, status):
-    found, headers, said = served.ask(path, method=method)
-    assert found == status and path in said["error"]["message"]
-    assert status != 405 or headers["allow"] == "POST"
+def test_what_there_is_not(served):
+    for path, status in (("/nothing", 404), ("/v1/completions", 405)):
+        found, headers, said = served.ask(path, method="GET")
+        assert found == status and path in said["error"]["message"]
+    assert headers["allow"] == "POST"
 
 
 def test_the_page_may_run_what_is_in_it_and_nothing_else(served):
@@ -333,7 +268,7 @@ def test_a_site_may_be_let_in():
             assert headers.get("access-control-allow-origin") == (origin if status == 200 else None)
 
 
-def test_a_key_is_asked_for():
+def test_a_key_is_asked_for(capsys):
     with server(key="s3cret") as found:
         for given in (None, "Bearer wrong", "Bearer ", "s3cre", "Bearer s3cret2", "Bearer \xe4"):
             headers = {} if given is None else {"Authorization": given}
@@ -351,13 +286,9 @@ def test_a_key_is_asked_for():
     for wrong in ("", " ", "a b", "ä", "a\n"):
         with pytest.raises(UsageError, match="API key"):
             checked_key(wrong)
-
-
-def test_an_address_for_all_without_a_key_is_worth_a_notice(capsys):
-    for key, host, noticed in ((None, "0.0.0.0", True), ("s3cret", "0.0.0.0", False)):
-        with server(key=key, host=host) as found:
-            assert found.ask("/health", headers={"Host": "any.example"})[0] == 200
-        assert ("--api-key" in capsys.readouterr().err) == noticed
+    with server(host="0.0.0.0") as found:
+        assert found.ask("/health", headers={"Host": "any.example"})[0] == 200
+    assert "--api-key" in capsys.readouterr().err
 
 
 def test_metrics_count_what_happened():
@@ -367,13 +298,9 @@ def test_metrics_count_what_happened():
         status, headers, text = found.ask("/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert (
-        values['distgpt_requests_total{status="200"}']
-        == values['distgpt_requests_total{status="400"}']
-        == "1"
-    )
+    assert [values[f'distgpt_requests_total{{status="{status}"}}'] for status in (200, 400)] == ["1", "1"]
     assert values["distgpt_prompt_tokens_total"] == "11" and values["distgpt_generated_tokens_total"] == "20"
-    assert values["distgpt_lanes"] == "4" and float(values["distgpt_tokens_per_second"]) == 2
+    assert values["distgpt_lanes"] == "4"
     for gauge in ("queue_length", "running_sequences", "open_requests"):
         assert values[f"distgpt_{gauge}"] == "0"
     for name in ("first_token_seconds", "request_seconds"):
@@ -382,16 +309,6 @@ def test_metrics_count_what_happened():
         assert 0 < float(values[f"distgpt_{name}_sum"]) < 20
     declared = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert len(declared) == len(set(declared)) and text.endswith("\n")
-
-
-def test_a_histogram_counts_a_duration_in_every_bound_that_it_keeps_within():
-    found = Histogram()
-    for seconds in (0.01, 0.02, 1000.0):
-        found.observe(seconds)
-    lines = [f"it{suffix} {value}" for suffix, value in found.values()]
-    assert lines[:3] == ['it_bucket{le="0.01"} 1', 'it_bucket{le="0.025"} 2', 'it_bucket{le="0.05"} 2']
-    assert lines[-3:] == ['it_bucket{le="+Inf"} 3', "it_sum 1000.030000", "it_count 3"]
-    assert math.isclose(found.mean, 1000.03 / 3) and Metrics().first_token.mean == 0
 
 
 def test_a_log_line_says_who_asked_what_but_not_the_prompt(capsys):
@@ -405,10 +322,3 @@ def test_a_log_line_says_who_asked_what_but_not_the_prompt(capsys):
         assert re.search(r"POST /v1/completions 200 \d\.\d{3} s, 15 \+ 3 tokens", lines[0])
         assert ("harbour" in lines[0]) == (log == "prompts")
         assert r"GET /v1/\x1b[2J 404" in lines[1]
-
-
-def test_a_body_of_json_survives_any_text(served):
-    text = '☃ \u2028 \x00 " \\ 𝄞'
-    (found,) = served.complete(text, echo=True, max_tokens=0)["choices"]
-    assert found["text"] == text and found["finish_reason"] == "length"
-    assert json.dumps(found)

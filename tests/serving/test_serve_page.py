@@ -4,8 +4,7 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from browser import BROWSER, browser
-from pagechecks import CONTRAST
+from browser import BROWSER, CONTRAST, browser
 from serving import server, until
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")

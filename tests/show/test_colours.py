@@ -1,11 +1,10 @@
-"""The colours of charts and pages can be read and told apart by everyone, in light and in dark."""
+"""The colours of charts and pages can be read and told apart by everyone."""
 
 import itertools
 
 import numpy as np
-import pytest
 
-from distgpt.show.charts import DARK, LIGHT, SERIES
+from distgpt.show.charts import COLOURS, SERIES
 
 # How colours look to people who lack one kind of cone (Machado, Oliveira and Fernandes, 2009), severity 1.
 EYES = {
@@ -34,16 +33,13 @@ def seen(colour, eye):
     return np.dot(OKLAB, np.cbrt(np.dot(CONES, np.clip(np.dot(eye, linear(colour)), 0, 1))))
 
 
-@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_can_be_read_and_told_apart_by_everyone(scheme):
+def test_colours_can_be_read_and_told_apart_by_everyone():
     for ink, behind in (
         *((ink, "paper") for ink in ("ink", "muted", "accent")),
-        *((ink, f"{verdict}-surface") for verdict in ("good", "bad") for ink in ("ink", verdict)),
-        ("ink", "surface"),
+        *(("ink", surface) for surface in ("surface", "good-surface", "bad-surface")),
     ):
-        assert contrast(scheme[ink], scheme[behind]) >= 4.5, (ink, behind)
-    series = [scheme[f"s{i}"] for i in range(1, SERIES + 1)]
-    assert all(contrast(colour, scheme["paper"]) >= 3 for colour in series)
+        assert contrast(COLOURS[ink], COLOURS[behind]) >= 4.5, (ink, behind)
+    assert all(contrast(colour, COLOURS["paper"]) >= 3 for colour in SERIES)
     for name, eye in EYES.items():
-        places = [seen(colour, eye) for colour in series]
+        places = [seen(colour, eye) for colour in SERIES]
         assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(places, 2)) > 0.08, name

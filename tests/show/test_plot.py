@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import distgpt, metrics
+from conftest import inside, metrics
 
-from distgpt.errors import StorageError, UsageError
+from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.show.plot import Curve, Look, _Picture, plot, read_runs, short_names
 
 
@@ -39,7 +39,7 @@ def curve(folder, key):
 
 def test_a_real_run_is_drawn_beside_its_metrics(trained, tmp_path):
     trained = shutil.copytree(trained, tmp_path / "run")
-    result = distgpt("plot", trained)
+    result = inside("plot", trained)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(trained / "curves.png")
     assert size(trained / "curves.png") == (1800, 1120)
@@ -49,7 +49,7 @@ def test_a_real_run_is_drawn_beside_its_metrics(trained, tmp_path):
 def test_several_runs_go_into_one_picture_that_names_what_differs(tmp_path):
     paths = [run(tmp_path / name / "gpt2", line(1), line(2, val_loss=3.0)) for name in ("slow", "fast")]
     title = "Two $runs$ 日本語 \udcff"  # letters without a picture are no reason for warnings
-    drawn = distgpt("plot", *paths, "--out", "both.svg", "--title", title, "--x", "tokens", cwd=tmp_path)
+    drawn = inside("plot", *paths, "--out", "both.svg", "--title", title, "--x", "tokens", cwd=tmp_path)
     assert (drawn.returncode, drawn.stderr) == (0, "")
     text = (tmp_path / drawn.stdout.strip()).read_text()
     for word in ("slow/gpt2", "fast/gpt2", "Two $runs$", "validation", "Gradient norm", "tokens/s"):
@@ -146,18 +146,6 @@ def test_runs_are_ranked_by_validation_where_there_is_one(tmp_path):
     assert [text.get_text()[-9:] for text in legend.get_texts()[:2]] == ["val 2.000", "val 2.500"]
 
 
-def test_curves_that_coincide_are_all_seen(tmp_path):
-    same = [line(step) for step in range(1, 30)]
-    other = [line(step, loss=2.0 + step) for step in range(1, 30)]
-    paths = [run(tmp_path / name, *lines) for name, lines in (("a", same), ("b", same), ("c", other))]
-    paths.append(run(tmp_path / "d", *same, line(30)))
-    loss = _Picture(read_runs(paths), Look()).figure.axes[0]
-    widths = [drawn.get_linewidth() for drawn in loss.lines if drawn.get_linewidth() >= 1.4]
-    assert widths == pytest.approx([5.8, 3.6, 1.4, 1.4])
-    rates = _Picture(read_runs(paths), Look()).figure.axes[1].lines
-    assert [drawn.get_linewidth() for drawn in rates] == pytest.approx([8.0, 5.8, 3.6, 1.4])
-
-
 def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatch):
     for name in ("a", "deeper/b", "c"):
         run(tmp_path / "runs" / name, line(1), line(2))
@@ -195,3 +183,14 @@ def test_names_are_as_short_as_they_can_be_and_a_run_that_is_named_twice_is_draw
         assert short_names(list(map(Path, paths.split()))) == names.split()
     folder = run(tmp_path / "run", line(1))
     assert len(read_runs([folder, folder / ".." / "run"])) == 1
+
+
+@pytest.mark.parametrize("line", [
+    '{"step": true, "loss": 1.0}', '{"step": 1.5, "loss": 1.0}', '{"step": "1", "loss": 1.0}', '{"step": -1}',
+    '{"step": 1, "loss": "2.0"}', '{"step": 1, "loss": true}', '{"step": 1, "loss": NaN}', '{"step": 1e400}',
+    '{"step": 1, "step": 2}', "[]", "1", '{"step": null}', '{"loss": 1.0}', "[" * 5000 + "]" * 5000,
+])  # fmt: skip
+def test_metrics_are_numbers_by_name(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 3.0}\n' + line + "\n")
+    with pytest.raises(DataError, match="line 2"):
+        read_runs([tmp_path])

@@ -9,15 +9,13 @@ from steps import build_step
 from test_local_steps import CONFIG, batches, model_of
 from threadranks import on_all_ranks
 
-from distgpt.data.batches import rank_rows, shared_rows
 from distgpt.errors import UsageError
-from distgpt.saved.checkpoint import State, damage, load_state
+from distgpt.saved.checkpoint import State, load_state
 from distgpt.training.exchange.choose import optimizer_for
 from distgpt.training.opening import balance
 from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares, shares_by
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.plan import Plan
-from distgpt.training.step import even_shares
 
 PLAIN = replace(CONFIG, outer_every=0)
 
@@ -37,16 +35,7 @@ def test_shares_follow_speed_and_no_split_is_faster():
         assert took == best or (shares == [total // 2] * 2 and best >= 0.97 * even)
 
 
-def test_even_shares_are_the_rows_of_before_and_others_cover_the_batch():
-    for micro_batch in (0, 1):
-        for rank in range(3):
-            rows = rank_rows(24, rank, 3, micro_batch, 2)
-            assert shared_rows(even_shares(PLAIN, 3), rank, micro_batch) == rows
-    seen = [row for m in (0, 1) for rank in range(3) for row in range(24)[shared_rows([7, 1, 4], rank, m)]]
-    assert seen == list(range(24))
-
-
-@pytest.mark.parametrize("shares", [[9, 3], [1, 11], [5, 2, 5]])
+@pytest.mark.parametrize("shares", [[1, 11], [5, 2, 5]])
 @pytest.mark.parametrize("mode", ["allreduce", "sharded", "overlapped"])
 def test_unlike_shares_learn_the_same(shares, mode):
     def trained(comm, shares=None):
@@ -83,12 +72,6 @@ def test_shares_are_described_and_known_ones_are_used_where_they_fit():
     assert Plan(None, None, None, State(), None, {}).shares(PLAIN, 2, 7) is None
     first, other = (on_all_ranks(2, lambda comm, n=n: hosts_checksum(comm, n + comm.rank)) for n in (1, 2))
     assert first[0] == first[1] != other[0]
-
-
-def test_damaged_shares_are_noticed(tmp_path):
-    for shares in ([], [0, 4], ["4", 4], 4, [4.0]):
-        assert damage({"step": 1, "shares": shares}) == "shares", shares
-    assert damage({"step": 1, "shares": [5, 3]}) == damage({"step": 1, "shares": None}) == ""
 
 
 def test_what_needs_equal_parts_is_refused():

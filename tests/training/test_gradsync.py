@@ -1,6 +1,5 @@
 """Gradients are summed in many ways, and the weights are those of one Allreduce."""
 
-import threading
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, needs_mpi, train
 from steps import build_step
-from threadranks import ThreadComm, on_all_ranks
+from threadranks import on_all_ranks
 
 from distgpt.config import GRAD_SYNCS, ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
@@ -20,13 +19,12 @@ from distgpt.kernels.low_precision import from_bfloat16
 from distgpt.model.memory import ALIGNED, Layout, Spec
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
-from distgpt.training.exchange import auto, overlapped
+from distgpt.training.exchange import choose, overlapped
 from distgpt.training.exchange import reductions as ways
 from distgpt.training.exchange.checkpointing import Shards
 from distgpt.training.exchange.choose import (
     candidates,
     fastest_between_nodes,
-    make_exchange,
     one_by_one,
     optimizer_for,
 )
@@ -67,12 +65,6 @@ def test_bfloat16_is_rounded_to_either_side_and_right_on_average():
         assert (dithered(-x) == -found).all()
     values = np.random.default_rng(1).standard_normal(10000).astype(np.float32) * 1e-3
     assert abs(dithered(values) / values - 1).max() < 2**-7
-
-
-def test_rounding_depends_on_key_and_place_alone():
-    x = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
-    assert (dithered(x, 5) == dithered(x, 5)).all() and (dithered(x, 5) != dithered(x, 6)).mean() > 0.3
-    assert (dithered(x[300:], 5, index=300) == dithered(x, 5)[300:]).all()
 
 
 def test_ranks_round_the_same_numbers_differently():
@@ -171,25 +163,6 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
     with pytest.raises(OSError, match="gone"):
         sync.sum_gradients(0)
     assert seen == [0]
-
-
-def test_what_is_summed_at_every_step_is_the_same_object():
-    """By it a GPU's exchange knows its page-locked copies again."""
-    seen = []
-    flat = np.zeros(10, np.float32)
-    call = Allreduce(SimpleNamespace(sum=seen.append), flat)
-    call.sum(0, 10, 0)
-    call.sum(0, 9, 0)
-    assert seen[0] is flat and seen[1] is not flat
-
-
-def test_without_threads_in_mpi_nothing_is_overlapped():
-    def act(comm):
-        comm.threads = comm.rank == 0
-        assert candidates(comm, CONFIG, on_gpu=False) == (["allreduce"], "without MPI_THREAD_MULTIPLE")
-        refuse_unable(TrainConfig(grad_sync="overlapped"), comm, on_gpu=False)
-
-    assert all("MPI_THREAD_MULTIPLE" in str(error) for error in on_all_ranks(2, act, per_node=1))
 
 
 # -- steps of training
@@ -328,21 +301,23 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
 
-def test_what_an_mpi_that_only_sums_cannot_do_is_refused_before_the_first_step():
-    def refused(ranks, **how):
+def test_what_this_job_s_mpi_cannot_do_is_refused_before_the_first_step():
+    def refused(ranks, words, on_gpu=True, **how):
         def act(comm):
-            comm.lacks_alltoall = True
-            refuse_unable(TrainConfig(**how), comm, on_gpu=True)
+            comm.lacks_alltoall, comm.threads = True, comm.rank == 0
+            refuse_unable(TrainConfig(**how), comm, on_gpu)
 
-        return ["cuda-aware is for" in str(found) for found in on_all_ranks(ranks, act)]
+        return [words in str(found) for found in on_all_ranks(ranks, act)]
 
     for how in (
         {"grad_sync": "sharded"},
         {"gradient_dtype": "bfloat16"},
         {"gradient_dtype": "bfloat16", "outer_every": 500},
     ):
-        assert refused(2, **how) == [True] * 2 and refused(1, **how) == [False]
-    assert refused(2, grad_sync="chunked") == [False] * 2
+        assert refused(2, "cuda-aware is for", **how) == [True] * 2
+        assert refused(1, "cuda-aware is for", **how) == [False]
+    assert refused(2, "cuda-aware", grad_sync="chunked") == [False] * 2
+    assert refused(2, "MPI_THREAD_MULTIPLE", on_gpu=False, grad_sync="overlapped") == [True] * 2
 
 
 # -- whole runs
@@ -370,63 +345,41 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def tried(ranks, per_node, on_gpu=False, lacks_alltoall=False, nccl=None, **how):
+    def tried(ranks, per_node, on_gpu=False, lacks_alltoall=False, nccl=None, threads=True, **how):
         def act(comm):
-            comm.lacks_alltoall, comm.nccl = lacks_alltoall, nccl
+            comm.lacks_alltoall, comm.nccl, comm.threads = lacks_alltoall, nccl, threads or comm.rank == 0
             return candidates(comm, TrainConfig(**how), on_gpu)
 
         (found, *others) = on_all_ranks(ranks, act, per_node)
         assert all(other == found for other in others)
         return found
 
-    assert tried(2, 1, reproducible_parts=8) == (["allreduce"], "with --reproducible-parts")
-    assert tried(2, 2) == (["allreduce", "chunked"], "") and tried(2, 1) == (["allreduce", "overlapped"], "")
-    assert tried(4, 2) == (["allreduce", "overlapped", "hierarchical"], "")
-    assert tried(4, 2, on_gpu=True) == (["allreduce", "chunked"], ""), "without NCCL"
-    assert tried(4, 2, on_gpu=True, lacks_alltoall=True) == (["allreduce"], "with --allreduce cuda-aware")
-    assert tried(2, 2, gradient_dtype="bfloat16") == (["allreduce", "chunked"], "")
-    without = "with --gradient-dtype bfloat16 and without NCCL"
-    assert tried(2, 2, on_gpu=True, gradient_dtype="bfloat16") == (["allreduce"], without)
+    assert tried(2, 1, reproducible_parts=8) == tried(2, 1, threads=False) == ["allreduce"]
+    assert tried(2, 2) == ["allreduce", "chunked"] and tried(2, 1) == ["allreduce", "overlapped"]
+    assert tried(4, 2) == ["allreduce", "overlapped", "hierarchical"]
+    assert tried(4, 2, on_gpu=True) == ["allreduce", "chunked"], "without NCCL"
+    assert tried(4, 2, on_gpu=True, lacks_alltoall=True) == ["allreduce"]
+    assert tried(2, 2, gradient_dtype="bfloat16") == ["allreduce", "chunked"]
+    assert tried(2, 2, on_gpu=True, gradient_dtype="bfloat16") == ["allreduce"]
     for kind in ("float32", "bfloat16"):
-        assert tried(2, 2, on_gpu=True, nccl=object(), gradient_dtype=kind) == (
-            ["allreduce", "overlapped"],
-            "",
-        )
-
-
-def test_auto_says_where_it_has_nothing_to_try():
-    def said(comm, **how):
-        lines = []
-        model = Model(MODEL, CpuKernels("float32"))
-        model.train(comm.size)
-        config = replace(CONFIG, grad_sync="auto", **how)
-        make_exchange(comm, optimizer_for(model, config, comm), config, lines.append)
-        return lines
-
-    line = "--grad-sync auto: allreduce, the only way to try with --reproducible-parts"
-    assert on_all_ranks(2, lambda comm: said(comm, reproducible_parts=8)) == [[line]] * 2
-    assert on_all_ranks(2, said) == [[]] * 2
-    assert on_all_ranks(1, lambda comm: said(comm, reproducible_parts=8)) == [[]]
+        assert tried(2, 2, on_gpu=True, nccl=object(), gradient_dtype=kind) == ["allreduce", "overlapped"]
 
 
 def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    called, said, freed = [], [], []
+    monkeypatch.setattr(choose, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    called, said = [], []
     seconds = {"a": 3.0, "b": 1.0, "c": 2.0}  # when warm; before that the slowest is the fastest
 
     def make(name):
         def finish(step):
             called.append(name)
-            clock[0] += seconds[name] if called.count(name) > auto.WARM_UP else 3.5 - seconds[name]
+            clock[0] += seconds[name] if called.count(name) > choose.WARM_UP else 3.5 - seconds[name]
 
-        def free():
-            freed.append((name, len(called)))
+        return SimpleNamespace(ready=name, before_backward=lambda step: None, sum_gradients=finish)
 
-        return SimpleNamespace(ready=name, before_backward=lambda step: None, sum_gradients=finish, free=free)
-
-    sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
-    monkeypatch.setattr(auto, "on_root", lambda comm, act: act())
+    sync = choose.Auto(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
+    monkeypatch.setattr(choose, "on_root", lambda comm, act: act())
     for step in range(24):
         sync.before_backward(step)
         assert sync.name == ("b" if step > 14 else "auto")
@@ -434,32 +387,6 @@ def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
         sync.sum_gradients(step)
     assert called == [*"abc" * 5, *"b" * 9]
     assert said == ["--grad-sync b is the fastest here: 1.00 s a step (a 3.00 s, c 2.00 s)"]
-    assert freed == [("a", 15), ("c", 15)]
-
-
-def test_what_is_dropped_leaves_no_thread_and_no_communicator(monkeypatch):
-    """On four ranks of two nodes the thread has a communicator, and one of its node and one across."""
-    monkeypatch.setattr(ThreadComm, "dup_sleeping", lambda comm: comm)
-    freed = []
-    monkeypatch.setattr(ThreadComm, "free", lambda comm: freed.append(comm.size))
-    names = {"overlapped": [2, 2, 4], "hierarchical": [2, 2], "allreduce": []}
-    before = set(threading.enumerate())
-
-    def act(comm, name):
-        model = Model(MODEL, CpuKernels("float32"))
-        model.train(comm.size)
-        config = replace(CONFIG, grad_sync=name, batch_size=16)
-        sync = make_exchange(comm, optimizer_for(model, config, comm), config, print)
-        sync.before_backward(0)
-        sync.sum_gradients(0)
-        sync.free()
-        return sync.name
-
-    for name, sizes in names.items():
-        assert on_all_ranks(4, lambda comm, name=name: act(comm, name), per_node=2) == [name] * 4
-        assert sorted(freed) == sorted(sizes * 4), name
-        assert not {each for each in threading.enumerate() if each.name == "summing"} - before, name
-        freed.clear()
 
 
 def test_auto_computes_what_packed_does_and_all_ranks_choose_alike():

@@ -24,11 +24,10 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import read_into
 from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.exchange import choose
 from distgpt.training.exchange.choose import optimizer_for
 from distgpt.training.exchange.local_steps import buffers_saved, ends_round, mean_of_round
 from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.restore import begin_anew, restore
+from distgpt.training.opening.restore import restore
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.schedule import Due, due_after
 
@@ -122,7 +121,7 @@ def test_rounds_are_those_of_the_formula(ranks):
 
 
 def test_all_modes_and_types_exchange_the_same_changes():
-    for dtype, mode in product(("float32", "bfloat16"), ("allreduce", "chunked", "hierarchical", "auto")):
+    for dtype, mode in product(("float32", "bfloat16"), ("chunked", "hierarchical", "auto")):
         config = replace(CONFIG, dtype=dtype)
         packed = on_all_ranks(4, lambda comm, c=config: trained(comm, c, dtype=c.dtype), 2)
         c = replace(config, grad_sync=mode)
@@ -183,7 +182,7 @@ def resumed(comm, out, at, config=CONFIG, steps=10):
     return seen
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("at", [3, 4])
 def test_a_run_resumes_exactly_also_within_a_round(at, tmp_path):
     wanted = on_all_ranks(3, lambda comm: trained(comm, steps=10)[0])
     found = on_all_ranks(3, lambda comm: interrupted(comm, tmp_path, at))
@@ -216,21 +215,6 @@ def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp
             assert (moment == found[0][1]).all() == (rank % 3 == 0 or not outer_every)
 
 
-def test_a_run_without_steps_left_ends_the_round(tmp_path):
-    on_all_ranks(3, lambda comm: interrupted(comm, tmp_path, 6, steps=6))
-
-    def ended(comm):
-        work = steps_of(comm, replace(CONFIG, steps=6))
-        restore(comm, work.model, work.optimizer, tmp_path / "checkpoints" / "step-00000006")
-        work.exchange.end_round(6)
-        return work.model.weights.flat.copy()
-
-    wanted = on_all_ranks(3, lambda comm: trained(comm, replace(CONFIG, steps=6, schedule="constant"), 6)[0])
-    found = on_all_ranks(3, ended)
-    assert all((weights == found[0]).all() for weights in found)
-    assert (wanted[0][5] == wanted[1][5]).all() and abs(found[0] - wanted[0][5]).max() < 1e-2
-
-
 def test_the_exchange_counts_in_what_a_step_usually_takes():
     t = replace(CONFIG, outer_every=4)
 
@@ -250,32 +234,11 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
     assert buffers_saved(t, 1, is_common=False) == 3
 
 
-def test_gpus_sum_changes_as_they_sum_gradients():
-    def name(comm, queued):
-        return choose._best_of_a_round(comm, queued)
-
-    assert on_all_ranks(4, lambda comm: name(comm, False), 2) == ["hierarchical"] * 4
-    assert on_all_ranks(4, lambda comm: name(comm, True), 2) == ["allreduce"] * 4
-
-
 def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
     plain = replace(CONFIG, outer_every=0)
     on_all_ranks(2, lambda comm: interrupted(comm, tmp_path, 5, plain, steps=5))
     found = on_all_ranks(2, lambda comm: resumed(comm, tmp_path, 5, steps=8))
     assert (found[0][0] != found[1][0]).any() and (found[0][2] == found[1][2]).all()
-
-
-def test_going_back_to_the_first_weights_begins_the_first_round():
-    def begun(comm):
-        work = steps_of(comm, CONFIG)
-        for step in range(6):
-            work.launch(step, batches())
-        begin_anew(comm, work.model, work.optimizer, replace(CONFIG, seed=1))
-        outer = work.optimizer.outer
-        assert not outer.velocity.flat.any() and outer.in_sync
-        return (outer.round_start.flat == model_of().weights.flat).all()
-
-    assert on_all_ranks(2, begun) == [True, True]
 
 
 # -- what follows a step, and what does not go together
@@ -312,14 +275,9 @@ def test_whole_runs_evaluate_save_and_resume_in_rounds(tmp_path):
 
     words = ["--schedule", "constant", "--outer-every", "4", "--val-fraction", "0.2", "--eval-every", "3"]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    trained_together(
-        2,
-        [
-            (whole, ["--steps", "12", *words]),
-            (halves, ["--steps", "8", *words]),
-            (halves, ["--steps", "12", "--resume", "auto", *words]),
-        ],
-    )
+    resumed = ["--steps", "12", "--resume", "auto", *words]
+    runs = [(whole, ["--steps", "12", *words]), (halves, ["--steps", "8", *words]), (halves, resumed)]
+    trained_together(2, runs)
     assert losses(halves) == losses(whole)
     lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 12]

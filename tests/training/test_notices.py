@@ -1,8 +1,6 @@
 """One clear line each for launches and settings that do something else than they look like."""
 
-import json
-
-from conftest import SMALL, distgpt, inside, needs_mpi
+from conftest import SMALL, inside
 
 from distgpt import stages
 from distgpt.comm.serial import SerialComm
@@ -11,45 +9,26 @@ from distgpt.kernels.matmul.vectors import AVX2, AVX512, AVX512_BF16
 from distgpt.stages import Stage, open_stage
 
 
-def notices(*args, tmp_path):
-    result = inside("train", *SMALL, "--out", tmp_path / "run", "--progress", "plain", *args)
+def notices(out, *args):
+    result = inside("train", *SMALL, "--out", out, "--progress", "plain", *args)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 
 
 def test_a_text_shorter_than_a_window_and_a_long_warm_up_are_noted_once(tmp_path):
     (tmp_path / "short.txt").write_text("short text")
-    short = notices(
-        "--data",
-        tmp_path / "short.txt",
-        "--tokenizer",
-        "byte",
-        "--steps",
-        "3",
-        "--warmup",
-        "4",
-        tmp_path=tmp_path,
-    )
+    (tmp_path / "long.txt").write_text("long text " * 500)
+    words = ["--data", tmp_path / "short.txt", "--tokenizer", "byte", "--steps", "3", "--warmup", "4"]
+    short = notices(tmp_path / "a", *words)
     assert short.count("the training text has 10 tokens, fewer than seq_len + 1 =") == 1
     assert short.count("--warmup 4 is longer than the run of 3 steps") == 1
-    (tmp_path / "long.txt").write_text("long text " * 500)
-    fine = notices(
-        "--data",
-        tmp_path / "long.txt",
-        "--steps",
-        "3",
-        "--warmup",
-        "3",
-        "--out",
-        tmp_path / "b",
-        tmp_path=tmp_path,
-    )
+    fine = notices(tmp_path / "b", "--data", tmp_path / "long.txt", "--steps", "3", "--warmup", "3")
     assert "fewer than seq_len" not in fine and "longer than the run" not in fine
 
 
 def test_json_lines_that_are_read_as_a_text_are_noted(tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)
-    noted = notices("--data", tmp_path / "texts.jsonl", "--steps", "1", tmp_path=tmp_path)
+    noted = notices(tmp_path / "run", "--data", tmp_path / "texts.jsonl", "--steps", "1")
     assert noted.count("texts.jsonl is read as it is: distgpt data prepare takes the texts") == 1
     assert "run of 1 step:" in noted  # shorter than the warm-up
 
@@ -86,19 +65,6 @@ def test_ranks_that_share_a_core_and_names_of_one_host_are_noted_on_rank_0(monke
     (line,) = said(SerialComm())
     assert line.startswith("--stage mpi runs as one process: mpirun -n 2")
     assert not said(SerialComm(), "serial")
-
-
-@needs_mpi
-def test_a_stage_with_mpi_alone_says_so(tmp_path):
-    result = distgpt("train", *SMALL, "--stage", "mpi", "--steps", "1", "--out", tmp_path / "run")
-    assert result.returncode == 0 and "--stage mpi runs as one process" in result.stdout + result.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())
-
-
-def test_a_serial_stage_has_nothing_to_say():
-    lines = []
-    open_stage("serial").notes.report_to(lines.append)
-    assert not lines
 
 
 def test_bfloat16_without_instructions_for_it_is_noted(monkeypatch):

@@ -106,15 +106,12 @@ def test_where_bits_may_differ_sizes_are_compared(monkeypatch):
     assert not compared(digest, replace(digest, loss=float("nan")), to_the_bit=False)
 
 
-def test_a_run_that_replays_is_the_same_run(tmp_path):
-    words = [*SMALL, "--steps", "6"]
+def test_a_run_that_replays_is_the_same_run_and_one_with_an_error_ends(tmp_path, monkeypatch):
+    words = ["train", *SMALL, "--steps", "6"]
     for name, more in (("plain", []), ("checked", ["--recheck-every", "2"])):
-        assert inside("train", *words, *more, "--out", tmp_path / name).returncode == 0
+        assert inside(*words, *more, "--out", tmp_path / name).returncode == 0
     assert losses(tmp_path / "plain") == losses(tmp_path / "checked")
-
-
-def test_a_run_with_an_error_ends(tmp_path, monkeypatch):
     digest, number = Recheck.digest, iter(range(9))
     monkeypatch.setattr(Recheck, "digest", lambda self: replace(digest(self), bits=next(number)))
-    ended = inside("train", *SMALL, "--steps", "6", "--recheck-every", "2", "--out", tmp_path / "run")
+    ended = inside(*words, "--recheck-every", "2", "--out", tmp_path / "run")
     refused(ended, 70, "asked twice, found different gradients", "at step 2", os.uname().nodename, late=True)

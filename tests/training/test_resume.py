@@ -78,19 +78,8 @@ def test_what_cannot_resume_says_why_and_names_the_way(half, finished, tmp_path)
     assert not nameless.exists()
 
 
-TINY_BATCHES = [
-    "--data",
-    "story",
-    "--tokenizer",
-    "auto",
-    "--steps",
-    "2",
-    "--batch-size",
-    "2",
-    "--threads",
-    "1",
-]
-TINY_BATCHES += ["--eval-every", "0", "--sample-every", "0"]
+TINY_BATCHES = ["--data", "story", "--tokenizer", "auto", "--steps", "2", "--batch-size", "2"]
+TINY_BATCHES += ["--threads", "1", "--eval-every", "0", "--sample-every", "0"]
 
 
 def test_a_run_that_began_with_weights_resumes_by_the_same_command(finished, tmp_path):
@@ -170,8 +159,6 @@ def test_another_text_is_read_from_here_on_with_a_note(tmp_path):
     result = train("--data", tmp_path / "two", "--steps", "5", "--out", tmp_path / "run", "--resume", "auto")
     assert "two is another text than so far" in result.stdout
     assert history(tmp_path / "run")[0]["changes"]["data"][1] == str(tmp_path / "two")
-    (tmp_path / "two").write_text("lamp the was lit. " * 40)
-    refused(inside("train", "--out", tmp_path / "run", "--resume", "auto"), 65, "the text has changed")
 
 
 def test_a_run_that_saved_nothing_begins_again_with_its_settings(half):
@@ -180,11 +167,6 @@ def test_a_run_that_saved_nothing_begins_again_with_its_settings(half):
     result = train("--out", half, "--resume", "auto", "--steps", "3")
     assert "no checkpoint in" in result.stdout and "steps 8 → 3" in result.stdout
     assert list(metrics(half)) == [1, 2, 3]
-
-
-def test_the_directorys_settings_are_read_with_mistrust(half):
-    (half / "config.toml").write_text("[train]\nsteps = " + "9" * 5000)
-    refused(inside("train", "--resume", half), 2, "config.toml", "not valid TOML")
 
 
 # What is saved when
@@ -222,12 +204,6 @@ def test_a_run_that_gets_slower_is_noticed(clock):
         if timer.is_due(step):
             break
     assert 300 <= clock.now < 3600
-
-
-def test_no_minutes_or_steps_of_its_own(clock):
-    timer = SaveTimer(SerialComm(), 0.0, step=0)
-    clock.now = 1e9
-    assert not timer.is_due(1)
 
 
 def test_a_run_saves_by_the_clock_and_computes_the_same(finished, tmp_path, monkeypatch):
@@ -278,10 +254,3 @@ def test_an_interruption_says_what_is_true(tmp_path, monkeypatch):
     assert "step 4 is saved" in result.stderr
     train("--out", out, "--resume", "auto")
     assert json.loads((out / "summary.json").read_text())["stop"] == "finished"
-
-
-def test_a_run_that_diverges_says_so_in_its_summary(tmp_path):
-    words = ["--lr", "1e30", "--warmup", "0", "--clip", "0", "--steps", "5", "--out", tmp_path / "run"]
-    assert inside("train", *SMALL, *words).returncode == 76
-    found = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert found["stop"] == "not finite" and found["best_val_loss"] is None

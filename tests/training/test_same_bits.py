@@ -1,6 +1,5 @@
 """--reproducible-parts and --deterministic: the same bits on any number of ranks and threads."""
 
-import json
 from dataclasses import replace
 from itertools import product
 
@@ -15,7 +14,6 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused import flat
-from distgpt.measure.step_timing import cuts
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -182,17 +180,3 @@ def test_stages_are_compared_to_the_bit(tmp_path):
     result = inside("compare-stages", *words, "--deterministic", "--out", tmp_path / "compare")
     assert result.returncode == 0, result.stderr
     assert "in a single bit" in " ".join(result.stdout.split())
-    for wrong in (["--stages", "serial,cuda"], ["--tolerance", "1e-3"]):
-        result = inside("compare-stages", *words, "--deterministic", *wrong, "--out", tmp_path / "wrong")
-        assert result.returncode == 2 and "--deterministic is for" in result.stderr
-
-
-def test_an_estimate_knows_units(tmp_path):
-    words = ["estimate", "--preset", "tiny", "--reproducible-parts", "8", "--rate", "1e11", "--json"]
-    without = inside(*words[:3], "--grad-accum", "8", *words[5:])
-    found, refused = inside(*words), inside(*words, "--batch-size", "12")
-    assert found.returncode == without.returncode == 0 and refused.returncode == 2, found.stderr
-    batch, memory = json.loads(found.stdout)["batch"], json.loads(found.stdout)["memory"]
-    assert batch["rounds"] == 8 and memory["total"] > json.loads(without.stdout)["memory"]["total"]
-    (first, *_) = cuts(RunConfig(model=MODEL, train=CONFIG), 3)
-    assert first.train.reproducible_parts == 0 and first.train.batch_size == 3

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,23 +18,19 @@ from threadranks import on_all_ranks
 from distgpt.comm.reports import Reports
 from distgpt.comm.serial import SerialComm
 from distgpt.saved.checkpoint import newest_step
-from distgpt.training.activity import COMPUTING, Activity
 from distgpt.training.guards import watchdog
 from distgpt.training.guards.stragglers import Stragglers
-from distgpt.training.guards.watchdog import Stall, Watchdog, stack_of
+from distgpt.training.guards.watchdog import COMPUTING, Activity, Stall, Watchdog
 from distgpt.training.step import Step
 
 
-def test_who_is_slow():
+def test_who_is_slow_and_how_long_a_run_may_stand_still():
     laggards = Stragglers()
     assert laggards.add([]) == {} == laggards.add([0.0, 0.0]) and laggards.sentence() == ""
     assert laggards.add([1.0, 4.0, 2.0]) == {"slowest_rank": 1, "late_s": 2.5}
     laggards.add([1.0, 2.0, 2.0])
     laggards.add([3.0, 1.0, 1.0])
     assert laggards.sentence() == "of the last 3 steps, rank 1 was the slowest in 2, by 1.50 s"
-
-
-def test_how_long_a_run_may_stand_still():
     assert Stall().timeout_for(0.1) == 120 and Stall().timeout_for(60.0) == 600
     assert Stall(timeout=5.0).timeout_for(60.0) == 5
 
@@ -111,20 +109,6 @@ def test_every_rank_is_named_with_what_it_does(quick):
     assert said[1].startswith("going on after ") and not left
 
 
-def test_a_stuck_run_ends_itself_where_that_was_asked_for(quick):
-    left, freed = [], threading.Event()
-
-    def act(comm):
-        with Watchdog(comm, Activity(), Stall(0.1, 0.4), float, str, lambda text: None, left.append):
-            if comm.rank == 0:
-                until(lambda: left)
-                freed.set()
-            assert freed.wait(20)
-
-    on_all_ranks(1, act)
-    assert left[0].exit_code == 75 and str(left[0]).startswith("no progress for ")
-
-
 def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
     left, trouble, waited = [], [], threading.Event()
 
@@ -144,11 +128,6 @@ def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
         "rank 0: NCCL has failed, as it does when another rank or host dies: "
         "NCCL_ERROR_REMOTE_ERROR: remote process exited"
     )
-
-
-def test_a_stack_is_that_of_the_thread():
-    assert "test_a_stack_is_that_of_the_thread" in stack_of(threading.get_ident())
-    assert stack_of(-1) == "  it has ended"
 
 
 def test_a_single_process_reports_its_own_stall(quick, tmp_path, monkeypatch):
@@ -175,15 +154,10 @@ def of_job(out):
     """The processes of its ranks, in order."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            environment = dict(
-                line.split(b"=", 1) for line in (folder / "environ").read_bytes().split(b"\0") if b"=" in line
-            )
-        except OSError:
-            continue
-        if os.fsencode(out) in words and b"PMI_RANK" in environment:
-            found[int(environment[b"PMI_RANK"])] = int(folder.name)
+        with suppress(OSError):
+            rank = re.search(rb"PMI_RANK=(\d+)", (folder / "environ").read_bytes())
+            if rank and os.fsencode(out) in (folder / "cmdline").read_bytes().split(b"\0"):
+                found[int(rank[1])] = int(folder.name)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -203,13 +177,8 @@ def stuck(tmp_path, *words):
         out,
         *words,
     ]
-    job = subprocess.Popen(
-        command(*args, ranks=2),
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    job = subprocess.Popen(command(*args, ranks=2), env=clean_environment(), **how)
     until(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes()) > 2000)
     time.sleep(1.5)  # the ranks have reported
     ranks = of_job(out)
@@ -244,15 +213,11 @@ def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
 
 @needs_mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_signal_ends_also_a_stuck_job(tmp_path, times):
-    """The first one saves after a while; the second one leaves at once."""
+def test_a_signal_ends_also_a_stuck_job(tmp_path):
+    """It saves after a while."""
     job, ranks, out = stuck(tmp_path)
-    for _ in range(times):
-        job.terminate()
-        time.sleep(2)
+    job.terminate()
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 143 and "distgpt: ended by SIGTERM" in errors
     until(lambda: gone(ranks))
-    assert (newest_step(out / "checkpoints") is None) == (times == 2)
-    assert times == 2 or newest_step(out / "checkpoints") == max(metrics(out))
+    assert newest_step(out / "checkpoints") == max(metrics(out))

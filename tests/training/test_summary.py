@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import inside, metrics, needs_mpi, train
+from conftest import metrics, needs_mpi, train
 
 from distgpt.doctor.facts import anonymised, environment
 
@@ -32,11 +32,6 @@ def test_a_run_reports_what_it_took(ranks, tmp_path):
     if not ranks:  # a resumed run reports its own steps
         train(directory, "--steps", "14", "--resume", "auto")
         assert json.loads((directory / "summary.json").read_text())["steps"] == 2
-
-
-def test_inference_reports_its_memory(trained):
-    answer = inside("infer", "--weights", trained / "weights.safetensors", "--max-new-tokens", "2", "--json")
-    assert json.loads(answer.stdout)["peak_memory"][0] > 20 << 20
 
 
 def test_peak_memory_is_that_of_the_peak():
@@ -66,20 +61,15 @@ def test_results_say_where_they_are_from_and_no_more(monkeypatch):
 
 
 SHOWN = {
-    "/a/b.txt": "b.txt",
     "a/b.txt": "a/b.txt",
     "--out=/x/y": "--out=y",
-    "7": "7",
     "/home/alice/mpich/bin/mpirun --map-by=core": "mpirun --map-by=core",
-    "mpirun --host node1,node2 -n 2": "mpirun --host … -n 2",
     "srun -w n[1-3] -H n4 --nodelist=n5 --hostfile hosts": "srun -w … -H … --nodelist=… --hostfile hosts",
     "../../home/alice/t.txt": "t.txt",
     "~/x": "x",
-    "--out /home/alice": "--out ~",
     "cannot read '/data/a/b': gone; 3 tokens/s": "cannot read 'b': gone; 3 tokens/s",
     "process 1 on node n7 exited": "process 1 on node … exited",
     "https://a.org/b/c": "https://a.org/b/c",
-    "PID 7 RUNNING AT mine.cluster.org": "PID 7 RUNNING AT …",
     "mine: gone, not mined": "…: gone, not mined",
 }
 

@@ -10,14 +10,23 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from distgpt.data.prepare.documents import MAX_DOCUMENT, Offset, Piece, documents, parts, pieces
-from distgpt.data.prepare.inputs import Input, find_inputs
+from distgpt.data.prepare.documents import (
+    MAX_DOCUMENT,
+    Input,
+    Offset,
+    Piece,
+    documents,
+    find_inputs,
+    parts,
+    pieces,
+)
 from distgpt.data.prepare.learn import learn_entries
 from distgpt.data.prepare.progress import (
     PROGRESS,
@@ -92,44 +101,26 @@ class Separator:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The ids of one piece, and how many of them each document in it has.
+    """The ids of one piece, and how many of them each document in it has."""
 
-    `begins` says that the first document begins here. Else it continues from the piece before.
-    """
-
-    place: Offset
-    next: Offset
-    consumed: int
+    piece: Piece
     ids: Ids
     counts: Counts
     lengths: list[int]
-    begins: bool
-
-    def tally(self, sources: list[list[int]]) -> None:
-        """Add documents and tokens to those of its input."""
-        source = sources[self.place.input]
-        source[0] += self.counts.documents
-        source[1] += sum(self.lengths)
 
 
-class Encoder:
-    """Turns pieces into ids. Threads may share it."""
-
-    def __init__(self, tokenizer: Tokenizer, field: str) -> None:
-        self._tokenizer, self._field = tokenizer, field
-
-    def __call__(self, piece: Piece) -> Encoded:
-        ids: list[Ids] = [np.empty(0, id_dtype(self._tokenizer.size))]
-        counts, lengths = Counts(), []
-        for part in parts(piece, self._field):
-            try:
-                ids.append(self._tokenizer.encode(part.text))
-            except DataError as error:
-                raise DataError(f"{piece.source}: {error}") from None
-            lengths.append(len(ids[-1]))
-            counts += Counts(part.begins, len(part.text.encode()), part.replaced)
-        whole = np.concatenate(ids)
-        return Encoded(piece.place, piece.next, piece.consumed, whole, counts, lengths, piece.begins)
+def encode(piece: Piece, tokenizer: Tokenizer, field: str) -> Encoded:
+    """Return the ids of a piece. Threads may share the tokenizer."""
+    ids: list[Ids] = [np.empty(0, id_dtype(tokenizer.size))]
+    counts, lengths = Counts(), []
+    for part in parts(piece, field):
+        try:
+            ids.append(tokenizer.encode(part.text))
+        except DataError as error:
+            raise DataError(f"{piece.source}: {error}") from None
+        lengths.append(len(ids[-1]))
+        counts += Counts(part.begins, len(part.text.encode()), part.replaced)
+    return Encoded(piece, np.concatenate(ids), counts, lengths)
 
 
 def find_separator(choice: str, tokenizer: Tokenizer) -> Separator:
@@ -233,8 +224,6 @@ class Preparation:
         self._progress, self._separator, self._watcher = progress, separator, watcher
         self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<").str
         self._total = sum(source.bytes for source in inputs)
-        self._writer: ShardWriter | None = None
-        self._split, self._room = "", 0  # of the shard being written
 
     def run(self) -> None:
         """Write all shards, or those that are missing. `progress` then describes all of them."""
@@ -256,20 +245,22 @@ class Preparation:
     def _fill_spool(self) -> None:
         progress, spool = self._progress, self._spool
         every = min(self._request.shard_tokens, EVERY + EACH * len(spool.sizes))
-        counts, tallies = progress.counts, progress.tallies()
-        tokens = noted = sum(pair[1] for pair in tallies)
+        tokens = noted = sum(pair[1] for pair in progress.sources)
         self._watcher.began(self._total, self._tokenizer.describe())
         with self._encoded() as results:
             for encoded in results:
-                spool.add(counts.documents - (not encoded.begins), encoded.lengths, encoded.ids)
-                counts += encoded.counts
-                encoded.tally(tallies)
+                piece, source = encoded.piece, progress.sources[encoded.piece.place.input]
+                spool.add(progress.counts.documents - (not piece.begins), encoded.lengths, encoded.ids)
+                progress.counts += encoded.counts
+                source[0] += encoded.counts.documents
+                source[1] += len(encoded.ids)
                 tokens += len(encoded.ids)
                 if tokens - noted >= every:
-                    self._note(encoded, counts, tallies)
+                    progress.place, progress.spooled = piece.next, spool.flush()
+                    progress.save(self._request.out)
                     noted = tokens
-                self._watcher.advanced(encoded.consumed, tokens)
-        progress.counts, progress.sources, progress.spooled = counts, tallies, spool.flush()
+                self._watcher.advanced(piece.consumed, tokens)
+        progress.spooled = spool.flush()
         tokens = max(0, self._with_separators() - self._dropped())
         progress.held_out = min(self._request.held_out(tokens), tokens)
         progress.save(self._request.out)
@@ -278,14 +269,8 @@ class Preparation:
         """The ids of the pieces that are left."""
         request = self._request
         todo = pieces(self._inputs, request.field, self._progress.place, request.max_document)
-        return closing(in_order(Encoder(self._tokenizer, request.field), todo, Piece.size, request.workers))
-
-    def _note(self, last: Encoded, counts: Counts, tallies: list[list[int]]) -> None:
-        progress = self._progress
-        progress.spooled = self._spool.flush()
-        progress.place, progress.counts = last.next, counts
-        progress.sources = [list(pair) for pair in tallies]
-        progress.save(self._request.out)
+        work = partial(encode, tokenizer=self._tokenizer, field=request.field)
+        return closing(in_order(work, todo, Piece.size, request.workers))
 
     def _with_separators(self) -> int:
         """Ids of all documents, a separator beside each."""
@@ -306,11 +291,8 @@ class Preparation:
         label = "writing" if self._request.seed is None else "shuffling"
         self._watcher.began(self._with_separators() * width, documents, label)
         self._done = 0
-        try:
-            self._write("val", progress.held_out or 0)
-            self._write("train", 2 * self._with_separators())  # all there is
-        finally:
-            self._discard()
+        self._write("val", progress.held_out or 0)
+        self._write("train", 2 * self._with_separators())  # all there is
 
     def _write(self, split: str, left: int) -> None:
         """Write this many ids of a split, or what finished shards do not hold of them."""
@@ -318,18 +300,30 @@ class Preparation:
         if split == "train" and self._request.seed is None:  # its stream begins with those for validation
             skip += self._progress.held_out or 0
         width, total = np.dtype(self._dtype).itemsize, self._with_separators()
-        for ids in self._stream(split):
-            ids = ids[:left]
-            left -= len(ids)
-            self._done += len(ids)
-            skipped = min(skip, len(ids))
-            skip, ids = skip - skipped, ids[skipped:]
-            while len(ids):
-                ids = ids[self._put(self._writer or self._begin(split, len(ids) + left), ids) :]
-                if not self._room:
-                    self._finish()
-                self._watcher.advanced(min(self._done, total) * width, self._done)
-        self._finish()
+        writer: ShardWriter | None = None
+        try:
+            for ids in self._stream(split) if left else ():
+                ids = ids[:left]
+                left -= len(ids)
+                self._done += len(ids)
+                skip, ids = max(0, skip - len(ids)), ids[skip:]
+                while len(ids):
+                    writer = writer or self._new_shard(split)
+                    room = min(len(ids), self._request.shard_tokens - writer.tokens)
+                    writer.write(ids[:room])
+                    ids = ids[room:]
+                    if writer.tokens == self._request.shard_tokens:
+                        self._finish(writer, split)
+                        writer = None
+                    self._watcher.advanced(min(self._done, total) * width, self._done)
+                if not left:
+                    break
+            if writer:
+                self._finish(writer, split)
+        except BaseException:
+            if writer:
+                writer.discard()
+            raise
 
     def _stream(self, split: str) -> Iterator[Ids]:
         """The ids of a split, a separator before each document, and before the rest of one that was cut."""
@@ -404,31 +398,14 @@ class Preparation:
         for shard in self._progress.shards:
             ShardReader(self._request.out, shard, self._dtype)
 
-    def _begin(self, split: str, most: int) -> ShardWriter:
-        """A new shard of this split, for no more than `most` tokens."""
-        self._split, self._room = split, min(self._request.shard_tokens, most)
+    def _new_shard(self, split: str) -> ShardWriter:
         number = sum(shard.split == split for shard in self._progress.shards)
-        self._writer = ShardWriter(self._request.out / shard_name(split, number), self._dtype)
-        return self._writer
+        return ShardWriter(self._request.out / shard_name(split, number), self._dtype)
 
-    def _put(self, writer: ShardWriter, ids: Ids) -> int:
-        """Write as many of these ids as there is room for; their number."""
-        count = min(self._room, len(ids))
-        writer.write(ids[:count])
-        self._room -= count
-        return count
-
-    def _finish(self) -> None:
+    def _finish(self, writer: ShardWriter, split: str) -> None:
         """Give the shard its name, and note that."""
-        if self._writer is not None:
-            self._progress.shards.append(self._writer.finish(self._split))
-            self._writer = None
-            self._progress.save(self._request.out)
-
-    def _discard(self) -> None:
-        if self._writer is not None:
-            self._writer.discard()
-            self._writer = None
+        self._progress.shards.append(writer.finish(split))
+        self._progress.save(self._request.out)
 
 
 def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array, Array]:
@@ -442,8 +419,6 @@ def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array
     return starts + done, np.minimum(lengths - done, AT_ONCE), np.where(number, 0, lead)
 
 
-__all__ = ["Request", "Watcher", "prepare"]
-
 FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary comes from the inputs
 
 
@@ -451,7 +426,7 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
     """Write the shards, or what is missing of them."""
     inputs = find_inputs(request.inputs)
     tokenizer = None if request.tokenizer in FROM_INPUTS else load_tokenizer(request.tokenizer)
-    fresh = Progress(request.settings(tokenizer), list_inputs(inputs))
+    fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
     with reserved(request.out):
         progress = load_progress(request.out, fresh)
         if progress.begun:

@@ -9,17 +9,17 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 
 from distgpt.checked import Count, Must, checked, parse_json, parse_object
-from distgpt.data.prepare.documents import Offset
-from distgpt.data.prepare.inputs import Input
+from distgpt.data.prepare.documents import Input, Offset
 from distgpt.data.prepare.spool import MOST_FILES, spool_names
 from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
-from distgpt.errors import DataError, UsageError, escape
-from distgpt.files import atomic_file, read_small, storage_errors
+from distgpt.errors import DataError, UsageError
+from distgpt.files import atomic_file, lock, read_small, storage_errors
 from distgpt.formatting import count
 
 PROGRESS = "progress.json"
@@ -38,11 +38,7 @@ class Counts:
     replaced: Count = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.documents + other.documents,
-            self.text_bytes + other.text_bytes,
-            self.replaced + other.replaced,
-        )
+        return Counts(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)
@@ -75,10 +71,6 @@ class Progress:
             return count(len(self.shards), "finished shard")
         return count(sum(tokens for tokens, _ in self.spooled), "token")
 
-    def tallies(self) -> list[list[int]]:
-        """A copy of `sources`."""
-        return [list(pair) for pair in self.sources] or [[0, 0] for _ in self.inputs]
-
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards if shard.split == split)
 
@@ -96,19 +88,13 @@ def list_inputs(inputs: Sequence[Input]) -> list[list[Any]]:
 def reserved(folder: Path) -> Iterator[None]:
     """Make the folder if there is none and lock it for this process; remove it again if it stays empty."""
     with storage_errors("write to", folder):
-        try:
-            folder.mkdir(parents=True)
-            is_new = True
-        except FileExistsError:
-            is_new = False
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # of a file system without locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                is_new = False  # its folder
-                raise UsageError(f"another process is preparing shards in {folder}") from None
+        if not lock(descriptor, fcntl.LOCK_EX):
+            is_new = False  # the other's
+            raise UsageError(f"another process is preparing shards in {folder}")
         yield
     finally:
         if is_new:
@@ -131,15 +117,17 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
         earlier = _parse(path)
     if not earlier.begun:
         return fresh
-    differences = [
+    different = [
         f"{name} is {fresh.settings.get(name)!r}, was {value!r}"
         for name, value in earlier.settings.items()
         if fresh.settings.get(name) != value
     ]
-    if differences or earlier.inputs != fresh.inputs:
-        what = "; ".join(differences or [_changed(earlier.inputs, fresh.inputs)])
+    if earlier.inputs != fresh.inputs:
+        changed = [f"{entry[0]!r}" for entry in fresh.inputs if entry not in earlier.inputs]
+        different.append(f"other inputs{': ' * bool(changed)}{', '.join(changed[:3])}")
+    if different:
         raise UsageError(
-            f"{folder} holds unfinished shards of another command ({what});"
+            f"{folder} holds unfinished shards of another command ({'; '.join(different)});"
             f" repeat that one, or remove {folder}"
         )
     return earlier
@@ -156,15 +144,6 @@ def is_unfinished(folder: Path) -> bool:
     return isinstance(found, dict) and found.get("format") == FORMAT
 
 
-def _changed(before: list[list[Any]], now: list[list[Any]]) -> str:
-    old, new = ({tuple(entry) for entry in entries} for entries in (before, now))
-    names = sorted({entry[0] for entry in old ^ new})
-    if not names:
-        return "the inputs come in another order"
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"the input {escape(names[0])}{others} has changed, is new or is missing"
-
-
 def _parse(path: Path) -> Progress:
     """Read the saved progress: its hash is checked, and its types, since a hash can be made to fit."""
     found = parse_object(read_small(path), path)
@@ -178,7 +157,7 @@ def _parse(path: Path) -> Progress:
         if found.pop("sha256", None) != _sha256(found):
             raise ValueError("its SHA-256 is another")
         progress: Progress = checked(Progress, found)
-        if len(progress.sources) not in (0, len(progress.inputs)):
+        if progress.begun and len(progress.sources) != len(progress.inputs):
             raise ValueError("its sources are not two counts for each input")
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}); remove {path.parent} and begin again") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from distgpt.comm.agree import gather_bytes, gather_ints, on_root, shared
 from distgpt.comm.api import Array, Comm
 from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
-from distgpt.errors import DistgptError, UsageError, print_lines
+from distgpt.errors import DistgptError, UsageError
 from distgpt.formatting import count, duration, parse_size
 from distgpt.formatting import size as in_bytes
 from distgpt.jobs.launchers import find_launcher
@@ -86,7 +85,7 @@ def bench(options: AllreduceOptions) -> None:
         if options.ranks < 2:
             raise UsageError(ALONE)
         options.prepare()
-        found = start(options, say if sys.stderr.isatty() else None)
+        found = start(options)
     if options.measure_only:
         print(json.dumps(found))
     else:
@@ -94,15 +93,16 @@ def bench(options: AllreduceOptions) -> None:
         options.finish("allreduce", name, found, blocks(found), {"": time_chart(found)})
 
 
-def start(options: AllreduceOptions, on_line: Callable[[str], None] | None = None) -> Row:
-    """Start the ranks and return what they measure; `on_line` gets a line for each row on the way."""
+def start(options: AllreduceOptions) -> Row:
+    """Start the ranks and return what they measure."""
     words = ["bench", "allreduce", "--measure-only"]
     for key in ("stage", "max_bytes", "repeats", "seconds", "sizes", "algorithms"):
         value = getattr(options, key)
         words += [f"--{key.replace('_', '-')}", value] if value else []
     launcher = find_launcher(options.launcher, options.hostfile)
     what = f"bench allreduce on {count(options.ranks, 'rank')}"
-    return ask(what, words, launcher, options.ranks, on_line)
+    say(f"{what}: about {duration(options.seconds)} at most")
+    return ask(what, words, launcher, options.ranks)
 
 
 def _as_rank(options: AllreduceOptions) -> Row | None:
@@ -112,15 +112,7 @@ def _as_rank(options: AllreduceOptions) -> Row | None:
     stage = open_stage(options.stage, None, on_gpu)
     if not options.measure_only:
         on_root(stage.comm, options.prepare)
-
-    def report(row: Row) -> None:
-        if stage.comm.rank == 0 and (options.measure_only or sys.stderr.isatty()):
-            lack = row.get("left_out")
-            took = f"left out for lack of {lack}" if lack else duration(row["seconds"])
-            # Standard output is read by the program that started these ranks to measure only.
-            print_lines(f"{in_bytes(row['bytes'])}, {row['algorithm']}: {took}", err=not options.measure_only)
-
-    found = measure_all(stage, options, report)
+    found = measure_all(stage, options)
     return found if stage.comm.rank == 0 else None
 
 
@@ -186,19 +178,15 @@ def _on_device(stage: Stage, name: str) -> Sum:
     return partial(way.sum, chunked=name.endswith("-chunked"))
 
 
-def measure_all(stage: Stage, options: AllreduceOptions, report: Callable[[Row], None]) -> Row:
-    """Measure everything; `report` is called with each row. Collective."""
+def measure_all(stage: Stage, options: AllreduceOptions) -> Row:
+    """Measure everything. Collective."""
     from distgpt.comm.mpi import library
 
     comm = stage.comm
     table, reasons = algorithms(stage, options.names())
     if not table:
         raise shared(UsageError("; ".join(reasons.values())))
-    every: list[Row] = []
-    for row in measure(stage, table, options):
-        every.append(row)
-        report(row)
-    every.sort(key=lambda row: int(row["bytes"]))
+    every = sorted(measure(stage, table, options), key=lambda row: int(row["bytes"]))
     rows = [row for row in every if "left_out" not in row]
     if not rows:
         raise shared(UsageError("not even the smallest array fits into memory"))

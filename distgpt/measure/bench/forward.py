@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,8 +22,8 @@ from distgpt.comm.api import Comm
 from distgpt.comm.cores import peak_memory
 from distgpt.comm.launched import launched_as
 from distgpt.config.presets import preset
-from distgpt.errors import DataError, DisagreementError, UsageError
-from distgpt.formatting import count
+from distgpt.errors import DisagreementError, UsageError
+from distgpt.formatting import count, three_digits
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.measure import jobs
@@ -57,26 +57,15 @@ class Job:
     patience: float = 60.0
 
 
-class ShortSequences(Protocol):
-    """A faster way to sum the losses of sequences that are short enough."""
-
-    def begin(self, tokens: Array, lengths: Array) -> None:
-        """Prepare for `sum` over these sequences, with the weights as they are now."""
-
-    def sum(self, worker: int, share: Array) -> tuple[float, Array]:
-        """Return the sum over a worker's short sequences, and the indices of the others."""
-
-
-def measure(
-    job: Job, stage: Stage, short_sequences: Callable[[Model], ShortSequences | None] = lambda model: None
-) -> dict[str, Any]:
+def measure(job: Job, stage: Stage, kind: type[MeanLoss] | None = None) -> dict[str, Any]:
     """Return seconds by rank 0's clock, the loss and memory. Collective."""
     kernels, comm = stage.kernels(job.dtype), stage.comm
     model = initialised(job.preset, kernels)
     every = sequences(job.names)
-    one_by_one = job.method in ONE_AT_A_TIME
-    rows, short = (ONE, None) if one_by_one else (rows_at_once(model, stage), short_sequences(model))
-    mean_loss = MeanLoss(model, rows, short)
+    if job.method in ONE_AT_A_TIME:
+        mean_loss = MeanLoss(model, ONE)
+    else:
+        mean_loss = (kind or MeanLoss)(model, rows_at_once(model, stage))
 
     def work(names: int) -> float:
         return mean_loss(every.first(names), comm)
@@ -138,8 +127,6 @@ class Sequences:
 
     @classmethod
     def of(cls, sequences: Sequence[ArrayLike]) -> Sequences:
-        if not len(sequences):
-            raise DataError("there are no sequences to evaluate")
         arrays = [np.asarray(sequence).reshape(-1) for sequence in sequences]
         return cls(np.concatenate(arrays), np.array([len(array) for array in arrays]))
 
@@ -156,29 +143,23 @@ class MeanLoss:
     """The mean cross-entropy over all predictions: of every token of every sequence but its first.
 
     A batch holds at most `most_tokens` predictions, or one sequence. Every worker has batches of its own, so
-    that nobody waits for anybody before the end. Memory is kept from call to call. Where there is `short`,
-    batches are for the sequences that are too long for it.
+    that nobody waits for anybody before the end. Memory is kept from call to call.
     """
 
-    def __init__(self, model: Model, most_tokens: int = 1 << 14, short: ShortSequences | None = None) -> None:
-        self.model, self._most, self._short = model, most_tokens, short
+    def __init__(self, model: Model, most_tokens: int = 1 << 14) -> None:
+        self.model, self._most = model, most_tokens
         self._workers: list[_Worker] = []
 
     def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
         """Return the mean loss. Collective with a communicator: each rank takes an equal part."""
         every = sequences if isinstance(sequences, Sequences) else Sequences.of(sequences)
-        _check(self.model, every)
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
         shares = _shares(every.lengths, size * k.threads)[rank * k.threads : (rank + 1) * k.threads]
         workers, found = [self._worker(i) for i in range(len(shares))], np.zeros(1)
-        short, sums = self._short, np.zeros(len(shares))
-        if short is not None:
-            short.begin(every.tokens, every.lengths)
+        sums = np.zeros(len(shares))
 
         def work(i: int) -> None:
-            rest = shares[i]
-            if short is not None:
-                sums[i], rest = short.sum(i, rest)
+            sums[i], rest = self.sum_apart(i, shares[i])
             workers[i].sum(list(equal_lengths(every, self._most, rest)))
 
         k.each(work, len(shares))
@@ -188,6 +169,10 @@ class MeanLoss:
         if comm is not None:
             comm.sum(found)
         return float(found[0]) / every.predictions
+
+    def sum_apart(self, worker: int, share: Array) -> tuple[float, Array]:
+        """Return a sum that is found without batches, and the indices of the other sequences."""
+        return 0.0, share
 
     def _worker(self, number: int) -> _Worker:
         while len(self._workers) <= number:
@@ -263,22 +248,7 @@ def _shares(lengths: Array, count: int) -> list[Array]:
     return np.split(order, np.searchsorted(ends, ends[-1] * np.arange(1, count) / count, side="right"))
 
 
-def _check(model: Model, sequences: Sequences) -> None:
-    tokens, lengths = sequences.tokens, sequences.lengths
-    longest, limit, vocab = lengths.max(), model.config.seq_len, model.config.vocab_size
-    if lengths.min() < 2:
-        raise DataError(
-            f"sequence {lengths.argmin()} has {lengths.min()} tokens: a loss takes two at the least"
-        )
-    if longest > limit + 1:
-        raise DataError(
-            f"sequence {lengths.argmax()} has {longest} tokens: a context of {limit} predicts in {limit + 1}"
-        )
-    if tokens.dtype.kind not in "iu":
-        raise DataError(f"tokens must be integers, not {tokens.dtype}")
-    if tokens.min() < 0 or tokens.max() >= vocab:
-        raise DataError(f"tokens must lie in [0, {vocab})")
-
+# -- the command
 
 AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative, by the coarser of the two types
 IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do
@@ -344,29 +314,21 @@ def stage_of(method: str) -> str:
 
 def methods_and_launcher(options: ForwardOptions) -> tuple[Sequence[str], Launcher | None]:
     """Return the methods to measure, once each, and the launcher; refuse what cannot be measured here."""
-    launcher = _launcher(options)
-    methods = list(dict.fromkeys(options.methods)) or _available(launcher)
-    if "bfloat16" in options.dtypes and set(methods) <= set(IN_DOUBLE):
+    methods = list(dict.fromkeys(options.methods))
+    if "bfloat16" in options.dtypes and set(methods) <= set(IN_DOUBLE) and methods:
         names = " and ".join(methods)
         raise UsageError(f"--method {names} computes in float64: --dtype bfloat16 needs another")
-    for method in options.methods:
+    launcher = None
+    with_ranks = any(method.startswith("mpi") for method in methods)
+    try:
+        launcher = find_launcher(options.launcher, options.hostfile)
+    except UsageError:
+        if with_ranks or options.launcher or options.hostfile:
+            raise
+    for method in methods:
         for dtype in dtypes_of(method, options.dtypes):
             jobs.check_gpu(stage_of(method), dtype, options.launcher, options.hostfile)
-    return methods, launcher
-
-
-def _launcher(options: ForwardOptions) -> Launcher | None:
-    """Return the launcher; None where there is none and none is needed."""
-    try:
-        return find_launcher(options.launcher, options.hostfile)
-    except UsageError:
-        if (
-            options.launcher
-            or options.hostfile
-            or any(method.startswith("mpi") for method in options.methods)
-        ):
-            raise
-        return None
+    return methods or _available(launcher), launcher
 
 
 def _available(launcher: Launcher | None) -> list[str]:
@@ -456,7 +418,6 @@ def row_of(job: Job, found: dict[str, Any]) -> Row:
         "seconds": found["seconds"] * tokens / measured,
         "peak_gpu_memory": found.get("peak_gpu_memory"),
         "speedup": None,
-        "speedup_scaled": False,
     }
 
 
@@ -477,21 +438,12 @@ def refuse_different_losses(rows: Sequence[Row]) -> None:
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:
     """Add how much faster each row is than serial on the same work, where that was measured too."""
-    serial = {(row["preset"], row["names"]): row for row in rows if row["method"] == "serial"}
-    return [row | speedup(row, serial.get((row["preset"], row["names"]))) for row in rows]
+    serial = {(row["preset"], row["names"]): row["seconds"] for row in rows if row["method"] == "serial"}
+    plain = [serial.get((row["preset"], row["names"])) for row in rows]
+    return [row | {"speedup": s and s / row["seconds"]} for row, s in zip(rows, plain, strict=True)]
 
 
-def speedup(row: Row, plain: Row | None) -> Row:
-    """Return the speed-up over the plain way, and whether either was measured on a part of the names."""
-    if plain is None:
-        return {"speedup": None, "speedup_scaled": False}
-    return {
-        "speedup": plain["seconds"] / row["seconds"],
-        "speedup_scaled": is_scaled(row) or is_scaled(plain),
-    }
-
-
-# -- showing: a star marks what rests on a part of the names
+# -- showing: a star marks what was measured on a part of the names
 
 
 def is_scaled(row: Row) -> bool:
@@ -499,18 +451,13 @@ def is_scaled(row: Row) -> bool:
     return bool(row["measured"] < row["names"])
 
 
-def _number(value: float, digits: int) -> str:
-    """Format with one decimal from 10 on, below that with this many significant digits."""
-    return f"{value:,.1f}" if value >= 10 else f"{value:#.{digits}g}"
-
-
 def seconds(row: Row) -> str:
-    return _number(row["seconds"], 3) + "*" * is_scaled(row)
+    return three_digits(row["seconds"]) + "*" * is_scaled(row)
 
 
 def times(row: Row) -> str:
     """Format how many times as fast as the plain way it is, if that was measured."""
-    return _number(row["speedup"], 2) + "*" * row.get("speedup_scaled", False) if row["speedup"] else ""
+    return three_digits(row["speedup"]) if row["speedup"] else ""
 
 
 def _megabytes(row: Row) -> str:
@@ -526,7 +473,7 @@ COLUMNS: tuple[Column, ...] = (
     ("ranks × threads", "", lambda row: f"{row['ranks']} × {row['threads']}"),
     ("seconds", "", seconds),
     ("× serial", "", times),
-    ("names/s", "", lambda row: f"{row['names'] / row['seconds']:,.0f}" + "*" * is_scaled(row)),
+    ("names/s", "", lambda row: f"{row['names'] / row['seconds']:,.0f}"),
     ("peak MB", "", _megabytes),
 )
 
@@ -536,11 +483,10 @@ def blocks(found: dict[str, Any]) -> list[Block]:
 
 
 def scaled_notes(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each row that rests on a part of the names, and the meaning of a star."""
-    notes = [
-        f"{row['preset']}, {row['method']}: in proportion from {row['measured']:,} of "
+    """Return a line for each row that was measured on a part of the names, which a star marks."""
+    return [
+        f"* {row['preset']}, {row['method']}: in proportion from {row['measured']:,} of "
         f"{count(row['names'], 'name')}"
         for row in rows
         if is_scaled(row)
     ]
-    return [*notes, "* in proportion, or compared with what is"] if notes else []

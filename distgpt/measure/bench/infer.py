@@ -157,12 +157,9 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def blocks(found: dict[str, Any]) -> list[Block]:
-    return [tabulated(COLUMNS, found["rows"], "Inference", note_of(found))]
-
-
-def note_of(found: dict[str, Any]) -> str:
     asked = found["runs"][0]
-    return (
+    note = (
         f"{found['preset']} with random weights, greedy, {asked['prompt']} + {asked['new']} tokens a request,"
         f" {found['threads']} threads; whole: new tokens over all of the time, prompts included."
     )
+    return [tabulated(COLUMNS, found["rows"], "Inference", note)]

@@ -13,7 +13,7 @@ from typing import Any
 from distgpt.doctor.facts import environment
 from distgpt.errors import print_lines
 from distgpt.files import atomic_file, storage_errors
-from distgpt.show.charts import Chart
+from distgpt.show.charts import Chart, svg
 from distgpt.show.page import Block, terminal
 
 Row = dict[str, Any]
@@ -67,8 +67,6 @@ def save(folder: Path, kind: str, name: str, found: Row, charts: Mapping[str, Ch
     text = json.dumps({"kind": kind, "name": name, "environment": environment(), **found}, indent=1)
     with atomic_file(path) as file:
         file.write(text.encode() + b"\n")
-    if charts:
-        from distgpt.show.drawing import svg  # loads matplotlib
     for ending, chart in (charts or {}).items():
         with atomic_file(path.with_name(f"{path.stem}{ending}.svg")) as file:
             file.write(svg(chart, alone=True).encode())

@@ -13,13 +13,13 @@ from typing import Any
 from distgpt.comm.agree import gather_ints
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
+from distgpt.doctor.speed import measure_peaks
 from distgpt.errors import UsageError
 from distgpt.formatting import duration
 from distgpt.formatting import size as in_bytes
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.measure.peaks import measure_peaks
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.saved.rundir import RunDirectory

@@ -187,20 +187,15 @@ class Comparison:
         largest = farthest.largest or 0.0
         every = "Both" if len(self.measured) == 2 else f"All {len(self.measured)}"
         whole = farthest.judged == farthest.steps
-        steps = "any step" if whole else f"the first {farthest.judged} steps"
-        differs = (
-            f"by more than {largest:.1e} ({farthest.stage}, step {farthest.step};"
-            f" tolerance {farthest.tolerance:.0e})"
-        )
         same = (
-            f"{every} stages compute the same: no loss of {steps} differs from {farthest.reference}'s"
-            f" {differs if largest else 'in a single bit'}."
+            f"{every} stages compute the same: no loss of"
+            f" {'any step' if whole else f'the first {farthest.judged} steps'} differs from"
+            f" {farthest.reference}'s by more than {largest:.1e} ({farthest.stage}, step {farthest.step};"
+            f" tolerance {farthest.tolerance:.0e})."
         )
-        later = [each.largest_later for each in self.differences if each.largest_later is not None]
-        if not later:
-            return same
-        growth = ": in a long run rounding grows" if max(later) > largest else ""
-        return f"{same} Later ones differ by up to {max(later):.1e}{growth}."
+        later = max((each.largest_later or 0.0 for each in self.differences), default=0.0)
+        growth = ": in a long run rounding grows" if later > largest else ""
+        return f"{same} Later ones differ by up to {later:.1e}{growth}." if later else same
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, for compare.json and --json. Names no folders and hosts of this machine."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distgpt.doctor.verdicts import sentence
-from distgpt.formatting import count
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import JUDGED, MEASURED, Comparison, failure
 from distgpt.measure.compare.stages import Measured
@@ -31,6 +29,7 @@ from distgpt.stages import STAGES
 PARTS = ("start and saving", "training", "start for inference", "inference")
 SECONDS = {"training": "train_s", "inference": "seconds"}
 NONE = "–"
+NOTHING = "(nothing to be seen: only spaces and line breaks)"
 MEDIAN_NOTE = "Tokens/s are those of the median training step: train s also holds the first, slower ones."
 
 
@@ -77,24 +76,17 @@ def _times(comparison: Comparison) -> Iterable[Block]:
         found = [(stage.stage, speed_up(stage, base, part)) for stage in comparison.measured]
         bars = [Bar(stage, value, f"{value:.2f} ×") for stage, value in found if value is not None]
         if len(bars) > 1:
-            yield _speed_ups(f"Speed-up of {part} over serial, here", bars)
+            yield _bars(f"Speed-up of {part} over serial, here", "times as fast as serial", bars)
     phases = [(stage.stage, _phases(stage)) for stage in comparison.measured if stage.training]
     if phases:
-        each = (
-            f"{stage}: "
-            + ", ".join(f"{part} {value:.1f} s" for part, value in zip(PARTS, values, strict=True))
-            for stage, values in phases
-        )
         bars = [Bar(stage, values, f"{sum(values):.1f} s") for stage, values in phases]
-        yield BarChart("Time per phase", "; ".join(each) + ".", "seconds", bars, PARTS)
+        yield _bars("Time per phase", "seconds", bars, PARTS)
     if comparison.options.workload.is_projects:
         yield published_runtimes(comparison)
-        yield published_chart()
 
 
-def _speed_ups(title: str, bars: list[Bar], note: str = "") -> BarChart:
-    description = "; ".join(f"{bar.label} {bar.text}" for bar in bars) + f".{note}"
-    return BarChart(title, description, "times as fast as serial", bars)
+def _bars(title: str, unit: str, bars: list[Bar], parts: Sequence[str] = ()) -> BarChart:
+    return BarChart(title, "; ".join(f"{bar.label} {bar.text}" for bar in bars) + ".", unit, bars, parts)
 
 
 def _phases(stage: Measured) -> list[float]:
@@ -151,15 +143,7 @@ def texts(comparison: Comparison) -> list[tuple[str, str]]:
     for stage in comparison.measured:
         if stage.inference is not None:
             found.setdefault(stage.inference["text"], []).append(stage.stage)
-    return [(", ".join(stages), visible(text)) for text, stages in found.items()]
-
-
-def visible(text: str) -> str:
-    """Return a text, or what it is made of where none of it could be seen."""
-    if text.strip():
-        return text
-    kinds = Counter({" ": "space", "\n": "line break"}.get(blank, "other blank") for blank in text)
-    return f"(nothing to be seen: {', '.join(count(n, kind) for kind, n in kinds.items()) or 'no text'})"
+    return [(", ".join(stages), text if text.strip() else NOTHING) for text, stages in found.items()]
 
 
 # -- times
@@ -241,15 +225,6 @@ def published_runtimes(comparison: Comparison) -> Table:
     return tabulated(PUBLISHED, rows, "Published by the course project", note, NONE)
 
 
-def published_chart() -> BarChart:
-    base, bars = published.TRAINING["serial"], []
-    for stage, seconds in published.TRAINING.items():
-        disputed = f", by its text {base / published.MPI_BY_TEXT:.2f} ×" if stage == "mpi" else ""
-        bars.append(Bar(stage, base / seconds, f"{base / seconds:.2f} ×{disputed}"))
-    title = "Speed-up of training over serial, as published"
-    return _speed_ups(title, bars, f" {published.MPI_NOTE}")
-
-
 # -- losses, and what went wrong
 
 
@@ -264,10 +239,7 @@ def losses(comparison: Comparison) -> Table:
         [f"published {stage}", *(f"{published.LOSSES[epoch][stage]:.3f}" for epoch in epochs)]
         for stage in STAGES
     ]
-    note = (
-        f"Epoch 0 is the first step's loss. {published.TEXT_NOTE} Its stages drift apart by up to"
-        f" {published.drift():.0%}."
-    )
+    note = f"Epoch 0 is the first step's loss. {published.TEXT_NOTE}"
     return Table(("stage", *(f"epoch {epoch}" for epoch in epochs)), rows, "Loss per epoch", note)
 
 

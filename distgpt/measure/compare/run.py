@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
 
 from distgpt.data.batches import refuse_uneven
 from distgpt.doctor.facts import environment
@@ -36,23 +37,23 @@ _STEP = re.compile(r"\s*step\s+\d+/\d+\s")
 
 
 class Progress(Plain):
-    """Shows one changing line per stage on a terminal, elsewhere plain lines. Called from two threads."""
+    """Shows a changing line on a terminal, elsewhere plain lines. Called from two threads."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream, SECONDS_BETWEEN_LINES)
-        self._live = stream.isatty()
-        self._lock = threading.Lock()
+        self._status = Console(file=stream).status("") if stream.isatty() else None
         self._stage = ""
-        self._open = False  # the line on the terminal may still change
 
     def phase(self, stage: str, phase: str) -> None:
         self._stage = stage
         self.is_due()  # not at once
+        if self._status:
+            self._status.start()
         self._show(f"{phase} …")
 
     def line(self, line: str) -> None:
         """Show a child's line if it is about its steps."""
-        if _STEP.match(line) and (self._live or self.is_due()):
+        if _STEP.match(line) and (self._status or self.is_due()):
             self._show(" ".join(line.split()))
 
     def done(self, measured: Measured) -> None:
@@ -66,24 +67,20 @@ class Progress(Plain):
             words.append(f"{inference['seconds']:.2f} s of inference")
         if measured.failed:
             words.append(failure(measured.failed))
-        self._show("; ".join(words), last=True)
+        self.close()
+        self.say(f"{self._stage:<{NAME_WIDTH}} {'; '.join(words)}")
 
     def close(self) -> None:
         """End the line that may still change."""
-        with self._lock:
-            if self._open:
-                self.say("")
-            self._open = False
+        if self._status:
+            self._status.stop()
 
-    def _show(self, text: str, last: bool = False) -> None:
-        line = f"{self._stage:<{NAME_WIDTH}} {one_line(text)}"
-        with self._lock:
-            if not self._live:
-                self.say(line)
-                return
-            shown = line if last else line[: shutil.get_terminal_size().columns - 1]
-            print(f"\r\x1b[2K{shown}", end="\n" if last else "", file=self.stream, flush=True)
-            self._open = not last
+    def _show(self, text: str) -> None:
+        text = f"{self._stage:<{NAME_WIDTH}} {one_line(text)}"
+        if self._status:
+            self._status.update(Text(text))
+        else:
+            self.say(text)
 
 
 def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: bool) -> None:
@@ -128,9 +125,7 @@ def _begin(options: CompareOptions, folder: Folder) -> Comparison:
     if set(runnable.stages) & set(WITH_MPI):
         refuse_uneven(run.train.batch_size, options.ranks, run.train.grad_accum or 1)
     opening = look_at_data(run)
-    element = 8 if "float64" in (run.train.dtype, options.gpu_dtype) else 4
-    # The weights of all stages, and one checkpoint, which is deleted when its stage is done.
-    folder.begin(run.to_toml(), opening.prompt, opening.parameters * element * (len(runnable.stages) + 3))
+    folder.begin(run.to_toml(), opening.prompt)
     comparison = Comparison(options, runnable, opening, environment())
     folder.save(comparison.as_json())
     return comparison

@@ -138,17 +138,10 @@ class Folder:
             if self.path.is_dir() and any(self.path.iterdir()) and not self._is_ours():
                 raise UsageError(f"--out {self.path} is not empty and holds no comparison; choose another")
 
-    def begin(self, config: str, prompt: str, need: int) -> None:
-        """Make it, delete what an earlier comparison left, and check that `need` bytes are free."""
+    def begin(self, config: str, prompt: str) -> None:
+        """Make it, and delete what an earlier comparison left."""
         with storage_errors("use", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            earlier = [file for stage in STAGES for file in (self.path / stage).rglob("*")]
-            free = shutil.disk_usage(self.path).free + sum(file.lstat().st_size for file in earlier)
-            if free < need:
-                raise StorageError(
-                    f"{self.path} has room for {free / 1e6:,.0f} MB, and the weights of the stages with one"
-                    f" checkpoint take {need / 1e6:,.0f} MB"
-                )
             for stage in STAGES:
                 shutil.rmtree(self.path / stage, ignore_errors=True)
             self.report.unlink(missing_ok=True)

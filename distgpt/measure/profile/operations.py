@@ -64,34 +64,12 @@ class Cost(NamedTuple):
 
 
 def moved(*arrays: Any) -> float:
-    """Return the bytes of arrays and of named tuples of arrays; None has none."""
-    return float(sum(moved(*x) if isinstance(x, tuple) else x.nbytes for x in arrays if x is not None))
+    """Return the bytes of arrays and of named tuples of arrays; what else is among them has none."""
+    return float(sum(moved(*x) if isinstance(x, tuple) else getattr(x, "nbytes", 0) for x in arrays))
 
 
 def _every_array(a: Any) -> float:
-    return moved(*(x for x in vars(a).values() if isinstance(x, tuple) or hasattr(x, "nbytes")))
-
-
-def _gradients(a: Any) -> float:
-    """Count gradients as written, and as read if they are added to."""
-    return moved(a.dwb) * (2 if a.accumulate else 1)
-
-
-def _norm_weights(a: Any) -> float:
-    """Count what norm_backward_weights reads: given sums from norm_backward, it reads no rows."""
-    return _gradients(a) + (
-        moved(a.dy, a.s, a.stats) if a.sums is None else moved(a.sums[:, : 2 * a.dy.shape[1]])
-    )
-
-
-def _through_activation(a: Any) -> float:
-    return moved(a.dpre, a.y, a.pre) + _bias_along(a) + (moved(a.y) if a.again else 0)
-
-
-def _bias_along(a: Any) -> float:
-    """Count the gradient of a bias where the operation writes it too."""
-    to = getattr(a, "db", None)
-    return 0.0 if to is None else moved(to.db)
+    return moved(*vars(a).values())
 
 
 def _embed(a: Any) -> float:
@@ -126,12 +104,6 @@ def _adamw(a: Any) -> float:
     return 2 * moved(p, m, v) + moved(g, low)
 
 
-def _nesterov(a: Any) -> float:
-    """Count the common parameters and the velocity as read and written."""
-    p, low, common, velocity, change = a.state
-    return 2 * moved(common, velocity) + moved(p, low, change)
-
-
 def _orthogonalise(a: Any) -> float:
     """Count the matmuls, of squares one half."""
     sides = (sorted(u.shape) for u in a.updates)
@@ -161,30 +133,20 @@ OPERATIONS = {
         "Norms forward", lambda a: moved(a.y, a.stats, a.x, a.r, a.wb) + (0 if a.r is None else moved(a.s))
     ),
     "norm_backward": Operation("Norms backward"),
-    "norm_backward_weights": Operation("Norms backward", _norm_weights),
+    "norm_backward_weights": Operation("Norms backward"),
     "linear": Operation(FORWARD, flops=lambda a: matmul_flops(len(a.x), a.wb.w.size)),
     "linear_backward": Operation(INTO_INPUT, flops=lambda a: matmul_flops(len(a.dy), a.w.size)),
-    "linear_backward_weights": Operation(
-        INTO_WEIGHTS,
-        lambda a: moved(a.dy, a.x) + _gradients(a),
-        lambda a: matmul_flops(len(a.x), a.dwb.w.size),
-    ),
+    "linear_backward_weights": Operation(INTO_WEIGHTS, flops=lambda a: matmul_flops(len(a.x), a.dwb.w.size)),
     "linear_act": Operation(
-        "Matmul with activation forward",
-        lambda a: moved(a.x, a.wb, a.pre, a.pre, a.y),
-        lambda a: matmul_flops(len(a.x), a.wb.w.size),
+        "Matmul with activation forward", flops=lambda a: matmul_flops(len(a.x), a.wb.w.size)
     ),
     "linear_backward_act": Operation(
-        "Matmul with activation backward",
-        lambda a: moved(a.dy, a.w, a.y) + _through_activation(a),
-        lambda a: matmul_flops(len(a.dy), a.w.size),
+        "Matmul with activation backward", flops=lambda a: matmul_flops(len(a.dy), a.w.size)
     ),
     "rope": Operation("RoPE", lambda a: 2 * moved(a.qkv) * 2 / 3),  # q and k are read and written
     "attention": Operation("Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len)),
     "attention_backward": Operation(
-        "Attention backward",
-        lambda a: moved(a.dqkv, a.dy, a.y, a.lse, a.qkv) + _bias_along(a),
-        lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len),
+        "Attention backward", flops=lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len)
     ),
     # Of the whole cache: only the device knows how much of it is filled.
     "attention_cached": Operation(
@@ -197,16 +159,16 @@ OPERATIONS = {
         _head,
         lambda a: _head_matmuls(a) * matmul_flops(len(a.x), a.head.vocab * a.x.shape[1]),
     ),
-    "sum": Operation(CROSS_ENTROPY, lambda a: moved(a.x)),
-    "sum_squares": Operation("AdamW and gradient norm", lambda a: moved(a.g)),
-    "squares": Operation("AdamW and gradient norm", lambda a: moved(a.g)),
-    "add_up": Operation("AdamW and gradient norm", lambda a: moved(a.pieces)),
+    "sum": Operation(CROSS_ENTROPY),
+    "sum_squares": Operation("AdamW and gradient norm"),
+    "squares": Operation("AdamW and gradient norm"),
+    "add_up": Operation("AdamW and gradient norm"),
     "adamw": Operation("AdamW and gradient norm", _adamw),
     "muon_momentum": Operation("Muon", lambda a: 2 * moved(a.m, a.g)),
     "orthogonalise": Operation("Muon", lambda a: 2 * moved(*a.updates), _orthogonalise),
     "muon": Operation("Muon", lambda a: sum(2 * moved(m.p, m.v) + moved(m.u, m.low) for m in a.matrices)),
     "subtract": Operation("AdamW and gradient norm"),
-    "nesterov": Operation("AdamW and gradient norm", _nesterov),
+    "nesterov": Operation("AdamW and gradient norm"),
 }
 # Measured like operations without being any.
 OTHERS = {
@@ -217,7 +179,7 @@ OTHERS = {
 # Operations whose matmuls were measured on their own: the rest of them.
 WITHOUT_MATMULS = {
     "linear_act": Operation("Activation forward", lambda a: moved(a.y, a.pre)),
-    "linear_backward_act": Operation("Activation backward", _through_activation),
+    "linear_backward_act": Operation("Activation backward", lambda a: moved(a.dpre, a.y, a.pre)),
     "linear_cross_entropy": Operation(CROSS_ENTROPY, _cross_entropy),
 }
 

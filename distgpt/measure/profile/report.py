@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from distgpt.comm.agree import named_ranks
+from distgpt.doctor.speed import Peaks
 from distgpt.formatting import count
-from distgpt.measure.peaks import Peaks
-from distgpt.measure.profile.accounting import NOBODY, Account, Lane
 from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
-from distgpt.show.tables import terminal_table
+from distgpt.measure.profile.recorder import NOBODY, Account, Lane
+from distgpt.show.page import terminal_table
 
 MATMUL, MEMORY = "matmul", "memory"  # the peaks that a row is compared with
 WITHOUT_PEAK = (DATA, TRANSFER)  # bound by something else
@@ -158,13 +158,12 @@ def _of_peak(row: dict[str, Any]) -> str:
 
 def _peaks(found: dict[str, Any]) -> str:
     peaks = found["peaks"]
-    reported = found["ranks_told"]
-    alone = named_ranks(reported) if len(reported) < found["ranks"] else ""
-    part = f"The part of {alone}" if alone else "The whole step"
+    told = found["ranks_told"]
+    part = "The whole step" if len(told) == found["ranks"] else f"The part of {named_ranks(told)}"
     speed = f"{part}: {found['gflops']:,.0f} GFLOP/s in matmuls"
     if peaks is None:
         return f"{speed}. Peaks are measured at the end, so an interrupted run has none."
-    each = f"{alone or 'each rank'}, all at once" if found["ranks"] > 1 else "measured here"
+    each = "each rank, all at once" if found["ranks"] > 1 else "measured here"
     above = any(row["peak"] == MATMUL and row["of_peak"] > DISTURBED for row in found["rows"])
     disturbed = "\nA row above its peak means that this machine was busy while the peak was measured."
     by = f"Matmul by {found['matmul']}.\n" if found["matmul"] else ""
@@ -208,8 +207,7 @@ def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
 
 
 def _of_worker(rank: int, thread: int, lane: Lane, begin: float) -> Iterator[Event]:
-    known = lane.known
-    spans = zip(known.names, known.rows.tolist(), lane.begins.tolist(), lane.ends.tolist(), strict=True)
+    spans = zip(lane.names, lane.rows.tolist(), lane.begins.tolist(), lane.ends.tolist(), strict=True)
     for name, row, first, last in spans:
         if row != NOBODY:
             yield _span(rank, thread, name, ORDER[row], begin + first, last - first)

@@ -17,13 +17,12 @@ from distgpt.comm.launched import ignore_further
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.doctor.facts import environment
+from distgpt.doctor.speed import Peaks, measure_peaks
 from distgpt.files import atomic_file, storage_errors
 from distgpt.formatting import count
 from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure.peaks import Peaks, measure_peaks
-from distgpt.measure.profile.accounting import Account, Accountant, no_times
-from distgpt.measure.profile.recorder import Clock, Recorder, Taken
+from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
 from distgpt.model.model import Model
 from distgpt.stages import Stage
@@ -67,13 +66,11 @@ class Profiler:
         self._last: Taken | None = None
         self._zero: Any = None
         self._recorder: Recorder | None = None
-        self._accountant = Accountant(self.clock, 1)
 
     def watch(self, step: Step) -> None:
         """Measure this step's launches from now on, after the warm-up. Collective."""
         launch, kernels = step.launch, step.model.kernels
         self.workers = kernels.threads
-        self._accountant = Accountant(self.clock, self.workers)
         self.clock.settle()
         step.comm.barrier()
         self._zero = self.clock.now()
@@ -94,12 +91,12 @@ class Profiler:
         vars(step)["launch"] = measured  # an attribute of this object, in front of its class's
 
     def _close(self, number: int, taken: Taken) -> None:
-        account = self._accountant.account(taken)
-        self.times += account.times
-        self.seconds.append(account.seconds)
+        found = account(self.clock, self.workers, taken)
+        self.times += found.times
+        self.seconds.append(found.seconds)
         if len(self.traced) < TRACED:
             begin = self.clock.since(taken.begin, self._zero)
-            self.traced.append(replace(account, number=number, begin=begin))
+            self.traced.append(replace(found, number=number, begin=begin))
 
 
 def of_rank(profiler: Profiler, rank: int, peaks: Peaks | None) -> RankProfile:
@@ -149,15 +146,6 @@ class Session:
         self._kernels = model.kernels
         self._peaks: Peaks | None = None
 
-    def measure_peaks(self) -> None:
-        """Measure all ranks at once, as they share memory and more in a step too. Collective.
-
-        Other processes may disturb a measurement: of two, the higher peaks count. The arrays for it count in
-        the memory of the process, so never measure before a run that reports its memory.
-        """
-        found = measure_peaks(self._kernels, meet=self._comm.barrier)
-        self._peaks = self._peaks.or_higher(found) if self._peaks else found
-
     @property
     def steps(self) -> int:
         """The number of steps profiled so far."""
@@ -169,8 +157,9 @@ class Session:
             if self._comm.rank == 0:
                 print_(f"\nnothing to profile: {self._why_nothing()}")
             return
-        if not self.profiler.on_gpu or self._peaks is None:
-            self.measure_peaks()
+        # At the end: the arrays for it count in the memory of the process, which a run reports. All ranks at
+        # once, as they share memory and more in a step too.
+        self._peaks = measure_peaks(self._kernels, meet=self._comm.barrier)
         own = compress(json.dumps([self._profile(), self._events()]).encode())
         ranks = [json.loads(decompress(found)) for found in gather_bytes(self._comm, own)]
         profiles = [profile for profile, _ in ranks]

@@ -43,9 +43,6 @@ class Exchange:
         """Return the names of the methods that wait for other ranks, in the order of a step."""
         return ["sum_gradients"]
 
-    def free(self) -> None:
-        """Give back threads, communicators and memory: it is not used again."""
-
 
 class AfterBackward(Exchange):
     """One reduction of the whole flat buffer; every rank then updates all weights."""
@@ -58,6 +55,3 @@ class AfterBackward(Exchange):
     def sum_gradients(self, step: int) -> None:
         self._reduction.sum(0, self._size, step)
         self._sum_flags()
-
-    def free(self) -> None:
-        self._reduction.free()

@@ -1,23 +1,25 @@
-"""From the settings to the exchange that a step calls."""
+"""From the settings to the exchange that a step calls; `auto` tries several in the first steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
 from distgpt.errors import Say
+from distgpt.formatting import duration
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.muon import Muon
 from distgpt.model.optim import AdamW, Outer
 from distgpt.training.exchange.api import AfterBackward, Exchange
-from distgpt.training.exchange.auto import Auto
 from distgpt.training.exchange.local_steps import LocalSteps, is_local
 from distgpt.training.exchange.overlapped import Overlapped, OverlappedNccl
 from distgpt.training.exchange.reductions import (
@@ -25,7 +27,6 @@ from distgpt.training.exchange.reductions import (
     Allreduce,
     Hierarchical,
     HostWire,
-    OwnedComm,
     ReduceScatterGather,
     Reduction,
 )
@@ -34,6 +35,8 @@ from distgpt.training.exchange.sharded import Sharded, has_shards, own_shard, sh
 
 BY_TRIAL = "auto"
 ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
+WARM_UP = 2  # steps of each that do not count: on a GPU one compiles, and the next one records
+EACH = 3  # steps of each that count, of which the fastest counts: a save may come between two
 
 
 def make_exchange(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange:
@@ -70,11 +73,9 @@ def _overlapped(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     if model.kernels.capabilities.is_async:
         assert comm.nccl
         return OverlappedNccl(size, comm.nccl, _flat(comm, model, t), model.kernels.between, sum_flags)
-    own = comm.dup_sleeping()
-    reduction = fastest_between_nodes(
-        own, model.grads.flat, t.gradient_dtype, partial(_in_a_thread, model, t)
-    )
-    return Overlapped(size, OwnedComm(reduction, own), sum_flags)
+    parts = partial(_in_a_thread, model, t)
+    reduction = fastest_between_nodes(comm.dup_sleeping(), model.grads.flat, t.gradient_dtype, parts)
+    return Overlapped(size, reduction, sum_flags)
 
 
 def _sharded(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
@@ -100,32 +101,86 @@ EXCHANGES: dict[str, Callable[[Comm, Model, TrainConfig], Exchange]] = {
 def _fastest(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange:
     """Return the exchange that tries all candidates, or the only candidate. Collective."""
     k = optimizer.model.kernels
-    names, why = candidates(comm, t, k.capabilities.is_async)
+    names = candidates(comm, t, k.capabilities.is_async)
 
     def make(name: str) -> Exchange:
         return EXCHANGES[name](comm, optimizer.model, replace(t, grad_sync=name))
 
     if len(names) > 1:
         return Auto(comm, names, make, say, wait=lambda: k.to_host(optimizer.norm))
-    say(f"--grad-sync auto: {names[0]}, the only way to try {why}")
+    say(f"--grad-sync auto: {names[0]}, the only way to try here")
     return make(names[0])
 
 
-def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str]:
-    """Return what may be the fastest, by how the ranks lie on nodes; of a single one, why. Collective."""
+class Auto(Exchange):
+    """Uses one of several exchanges, which sum alike up to rounding. All ranks use the same at every step."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        names: Sequence[str],
+        make: Callable[[str], Exchange],
+        say: Say,
+        wait: Callable[[], None],
+    ) -> None:
+        """`wait` returns when all that was queued is done."""
+        self._comm, self._say, self._wait = comm, say, wait
+        self._exchanges = {name: make(name) for name in names}
+        self._to_try = list(names) * (WARM_UP + EACH)
+        self._seconds: dict[str, list[float]] = {name: [] for name in names}
+        self._name, self._begun, self._steps = names[0], 0.0, 0
+        self.name = "auto"
+        self.is_settled = False
+
+    def before_backward(self, step: int) -> None:
+        if not self.is_settled:
+            self._next()
+        self._current.before_backward(step)
+        self.ready = self._current.ready
+
+    def sum_gradients(self, step: int) -> None:
+        self._current.sum_gradients(step)
+
+    @property
+    def _current(self) -> Exchange:
+        return self._exchanges[self._name]
+
+    def _next(self) -> None:
+        """Take the time of the step that has just ended, and another exchange for the next one."""
+        self._wait()
+        now = time.perf_counter()
+        if self._steps > len(self._seconds) * WARM_UP:
+            self._seconds[self._name].append(now - self._begun)
+        if self._steps < len(self._to_try):
+            self._name, self._begun = self._to_try[self._steps], now
+            self._steps += 1
+            return
+        best = {name: min(seconds) for name, seconds in self._seconds.items()}
+        self._name, line = on_root(self._comm, lambda: self._pick_fastest(best))
+        self.name = self._name
+        self._exchanges = {self._name: self._exchanges[self._name]}
+        self.is_settled = True
+        self._say(line)
+
+    def _pick_fastest(self, best: dict[str, float]) -> tuple[str, str]:
+        """Return the name of the fastest by rank 0's clock, and a line that says so."""
+        name = min(best, key=lambda name: best[name])
+        others = ", ".join(f"{other} {duration(seconds)}" for other, seconds in best.items() if other != name)
+        return name, f"--grad-sync {name} is the fastest here: {duration(best[name])} a step ({others})"
+
+
+def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> list[str]:
+    """Return what may be the fastest, by how the ranks lie on nodes. Collective."""
     most, has_threads = comm.allreduce_max(comm.local_size), not comm.allreduce_max(not comm.threads)
-    if t.reproducible_parts:
-        return ["allreduce"], "with --reproducible-parts"
-    if on_gpu and comm.lacks_alltoall:
-        return ["allreduce"], "with --allreduce cuda-aware"
+    if t.reproducible_parts or (on_gpu and comm.lacks_alltoall):
+        return ["allreduce"]
     if on_gpu and comm.nccl:
-        return ["allreduce", "overlapped"], ""
+        return ["allreduce", "overlapped"]
     if on_gpu and t.gradient_dtype != "float32":
-        return ["allreduce"], f"with --gradient-dtype {t.gradient_dtype} and without NCCL"
+        return ["allreduce"]
     if on_gpu or most == comm.size:
-        return ["allreduce", "chunked"], ""
-    others = [*["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
-    return ["allreduce", *others], "" if others else "without MPI_THREAD_MULTIPLE"
+        return ["allreduce", "chunked"]
+    return ["allreduce", *["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
 
 
 def _best_of_a_round(comm: Comm, on_gpu: bool) -> str:
@@ -163,7 +218,7 @@ def fastest_between_nodes(
         is_one_node = comm.size == comm.local_size
         return Allreduce(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)
     node, peers = levels
-    return OwnedComm(Hierarchical(node, flat, parts(node, "float32"), across(peers)), node, peers)
+    return Hierarchical(node, flat, parts(node, "float32"), across(peers))
 
 
 def _parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:

@@ -30,7 +30,6 @@ class Overlapped(AfterBackward):
         self._buckets: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # None: the last one of a step
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
         self._step = 0
-        self._is_over = False
         self.ready = self._ready
 
     def before_backward(self, step: int) -> None:
@@ -61,8 +60,6 @@ class Overlapped(AfterBackward):
         failure: BaseException | None = None
         while True:
             bucket = self._buckets.get()
-            if bucket is None and self._is_over:
-                return
             if bucket is None:
                 self._ended.put(failure)
             elif failure is None:
@@ -70,13 +67,6 @@ class Overlapped(AfterBackward):
                     self._reduction.sum(*bucket, self._step)
                 except BaseException as error:  # raised in the main thread
                     failure = error
-
-    def free(self) -> None:
-        self._is_over = True
-        self._buckets.put(None)
-        if self._thread:
-            self._thread.join()
-        super().free()
 
 
 class OverlappedNccl(AfterBackward):

@@ -25,10 +25,6 @@ class Reduction(Protocol):
     def sum(self, start: int, stop: int, step: int) -> None:
         """Replace these elements by their sum over ranks. `step` seeds random rounding. Collective."""
 
-    def free(self) -> None:
-        """Give back communicators of its own: it is not used again. Collective."""
-        return
-
 
 def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
     """Return where each part of a stretch begins, and where the last one ends.
@@ -173,18 +169,3 @@ class Hierarchical(Reduction):
         self._node.reduce(bounds, step)
         self._across.sum(bounds[rank], bounds[rank + 1], step)
         self._comm.all_gather(self._flat, bounds)
-
-
-class OwnedComm(Reduction):
-    """A reduction with communicators of its own."""
-
-    def __init__(self, reduction: Reduction, *comms: Comm) -> None:
-        self._reduction, self._comms = reduction, comms
-
-    def sum(self, start: int, stop: int, step: int) -> None:
-        self._reduction.sum(start, stop, step)
-
-    def free(self) -> None:
-        self._reduction.free()
-        for comm in self._comms:
-            comm.free()

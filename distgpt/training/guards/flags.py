@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from distgpt.comm.agree import on_root
 from distgpt.interrupts import first_of
 from distgpt.training.run import Run
 from distgpt.training.step import StepResult
@@ -30,3 +31,11 @@ def summed(result: StepResult) -> Flags:
     """Return the flags of all ranks, from a step that was read."""
     *signals, disk = result.flags()
     return Flags(first_of(signals), bool(disk))
+
+
+def check_disk(run: Run, has_lost_disk: bool) -> None:
+    """End the run if rank 0 cannot save any more; retry a save that has failed. Collective."""
+    if has_lost_disk:
+        on_root(run.comm, run.checkpoints.raise_fatal)
+    if run.comm.rank == 0:
+        run.checkpoints.poll()

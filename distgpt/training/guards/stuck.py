@@ -7,9 +7,7 @@ from functools import partial
 from distgpt.comm.launched import leave_at_once
 from distgpt.errors import DistgptError
 from distgpt.interrupts import Interrupted
-from distgpt.saved.run_lock import release
-from distgpt.training.activity import EVALUATING, EXCHANGING
-from distgpt.training.guards.watchdog import Watchdog
+from distgpt.training.guards.watchdog import EVALUATING, EXCHANGING, Watchdog
 from distgpt.training.run import Run
 from distgpt.training.summary import how_to_resume, write_stopped
 
@@ -40,7 +38,7 @@ def _save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
             run.directory.write_metrics()
         ended.add_note(how_to_resume(run))
         write_stopped(run, ended)
-        release(run.directory.running)
+        run.directory.release()
     except Exception as error:
         ended.add_note(f"nothing more was saved: {error}")
     leave_at_once(ended, run.comm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import isqrt, prod
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -257,17 +257,8 @@ def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) ->
 
 
 def divisors(number: int) -> list[int]:
-    found, factor = [1], 2
-    while number > 1:
-        if factor * factor > number:  # what is left is a prime
-            factor = number
-        powers = [1]
-        while number % factor == 0:
-            number //= factor
-            powers.append(powers[-1] * factor)
-        found = [divisor * power for divisor in found for power in powers]
-        factor += 1
-    return sorted(found)
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def choices(kernels: Kernels) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from distgpt.saved.checkpoint import State
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage
-from distgpt.training.activity import EVALUATING, Activity
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange
 from distgpt.training.exchange.local_steps import buffers_saved, is_local
@@ -35,7 +34,7 @@ from distgpt.training.exchange.sharded import own_shard
 from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.guards.deadline import Deadline, TimeLimit
 from distgpt.training.guards.stragglers import Stragglers
-from distgpt.training.guards.watchdog import Stall
+from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
 from distgpt.training.opening.announce import facts, note_surprises
 from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares
 from distgpt.training.opening.compatibility import refuse_unsuited

@@ -16,8 +16,7 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill, read_shortened
 from distgpt.saved.tensors import Tensors
-from distgpt.training.exchange.checkpointing import host_buffer, restore_parts
-from distgpt.training.exchange.replicas import restore_replicas
+from distgpt.training.exchange.checkpointing import host_buffer, restore_parts, restore_replicas
 
 
 def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:

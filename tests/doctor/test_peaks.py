@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from distgpt.doctor import speed
+from distgpt.doctor import speed as peaks
+from distgpt.doctor.speed import measure_peaks
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure import peaks
-from distgpt.measure.peaks import measure_peaks
 
 
 @pytest.mark.timing
