@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,6 +31,7 @@ from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
 from distgpt.jobs import processes
 from distgpt.measure import peaks
+from distgpt.training import sampling
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
 FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
@@ -69,9 +71,6 @@ class HostGpu(FakeCupy):
         self.launches: list[Launch] = []
         self._orders, self._texts = _orders(order), texts or {}
         self._programs: dict[bytes, Program] = {}
-
-    def note(self, name: str, *details: Any) -> None:
-        """Whoever computes much keeps no journal."""
 
     def cubin(self, source: str, defines: tuple[str, ...], arch: str) -> bytes:
         """Compile for the processor; the "machine code" names what was compiled."""
@@ -189,6 +188,7 @@ def install(gpus: int = 1) -> ExitStack:
         (cublaslt, "load", lambda: host_lt(xp)),
         (exchange, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
         (speed, "SIDES", (32,)),
+        (sampling, "sample", partial(sampling.sample, length=8)),  # a text is the slowest part on this device
         (peaks, "MEMORY_BYTES", 1 << 12),
         (peaks, "SECONDS", 0.03),
     ):
