@@ -17,6 +17,7 @@ import random
 import threading
 import time
 import weakref
+from bisect import bisect_left, insort
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -39,7 +40,8 @@ class FakeCupy:
     """The module. Its kernels do nothing, those of `HostGpu` compute."""
 
     def __init__(self, devices=1, free=1000, total=3000, multiprocessors=132, capability=(9, 0)):
-        self.blocks: dict[int, weakref.ref[Any]] = {}  # those in use, by id
+        self.blocks: dict[int, weakref.ref[Any]] = {}  # of memory in use, by id
+        self._spans: list[tuple[int, int]] = []  # their addresses, in order
         self.free_pinned: dict[int, list[Any]] = defaultdict(list)
         self.streams: list[Stream] = []
         self.current: Any = None
@@ -83,7 +85,9 @@ class FakeCupy:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         block = np.full(size + 2 * GUARD + ALIGNMENT, POISON, np.uint8)
         key = id(block)
-        self.blocks[key] = weakref.ref(block, lambda _: self.blocks.pop(key, None))
+        span = (block.ctypes.data, block.ctypes.data + block.size)
+        insort(self._spans, span)
+        self.blocks[key] = weakref.ref(block, lambda _: (self.blocks.pop(key), self._spans.remove(span)))
         start = first_byte(block)
         return block[start : start + size].view(dtype).reshape(shape)
 
@@ -110,8 +114,8 @@ class FakeCupy:
         ctypes.memmove(to, source, size)
 
     def require_own(self, address: int, size: int) -> None:
-        blocks = [block for ref in list(self.blocks.values()) if (block := ref()) is not None]
-        if not any(b.ctypes.data <= address <= b.ctypes.data + b.size - size for b in blocks):
+        before = bisect_left(self._spans, (address + 1,))
+        if not before or address + size > self._spans[before - 1][1]:
             raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
 
     def started(self, function: Function, grid: Any, block: Any, args: Any, shared: int) -> Any:
