@@ -19,7 +19,7 @@ ROWS = 64  # of a block, a warp for each SIDE of them
 
 SHARED_LIMIT = 48 * 1024  # what a block may have without asking
 CACHED_BLOCK = 256
-DELTA_BLOCK, DELTA_LANES = 256, 8  # threads, of which so many work on one head of one row
+DELTA_BLOCK, DELTA_LANES = 256, 8  # threads of a block, and those that share a head of a row
 MOST_PARTS = 4  # of the sums for a bias, for each multiprocessor: of more a pass over the rows is made
 KEYS_PER_PART = 256  # of the cache, at the least: fewer are not worth a block
 
@@ -161,7 +161,7 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """For one head size: each pass's tile with its shared memory, and the macros for `attention.cu`."""
+    """Tile and shared memory of each pass for one head size, and the macros for `attention.cu`."""
 
     forward: tuple[Tile, int]
     backward: tuple[Tile, int]

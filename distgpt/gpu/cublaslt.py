@@ -158,8 +158,8 @@ class CublasLt:
         try:
             for attribute, value in preferences.items():
                 self._set("MatmulPreference", preference, attribute, value)
-            asked = (self.handle, descriptor, a, b, d, d, preference, count, results, byref(found))
-            self._call("cublasLtMatmulAlgoGetHeuristic", *asked)
+            arguments = (self.handle, descriptor, a, b, d, d, preference, count, results, byref(found))
+            self._call("cublasLtMatmulAlgoGetHeuristic", *arguments)
         finally:
             self._call("cublasLtMatmulPreferenceDestroy", preference)
         good = (result for result in results[: found.value] if result.state == Status.SUCCESS)

@@ -274,7 +274,7 @@ def _shape(qkv: Array, seq_len: int, n_head: int) -> Shape:
 # -- the check against our own kernels
 
 DISTANCE = 0.03  # relative, between two ways that both round to bfloat16; a wrong one is off by 1
-# Training on sequences up to so many tokens is as fast without cuDNN on an H100, and nothing is planned.
+# Training on sequences of up to this many tokens is as fast without cuDNN on an H100, and nothing is planned.
 SHORT = 256
 SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
 
@@ -285,7 +285,7 @@ class CheckedAttention:
     """Implements `distgpt.gpu.api.Attention`.
 
     Short sequences are our own's at once. Of a longer shape the first sequence goes through both ways. Where
-    the library refuses, fails or differs, `say` is told so and the shape stays with our own. Work is run once
+    the library refuses, fails or differs, `say` reports it and the shape stays with our own. Work is run once
     before it is recorded, so that nothing is checked while recording.
     """
 

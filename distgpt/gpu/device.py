@@ -61,7 +61,7 @@ class CupyDevice:
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate an array. Not while recording."""
-        self._refuse_while_recording("memory was asked for")
+        self._refuse_while_recording("memory was requested")
         with self.stream:  # CuPy's current one may be another device's by now
             return self.xp.zeros(shape, dtype)
 
@@ -87,7 +87,7 @@ class CupyDevice:
         return self.later(array)().copy()
 
     def later(self, array: Array) -> Callable[[], Any]:
-        """Like `download`, of the array at this point of the stream; calling the result waits."""
+        """Start a download of the array at this point of the stream; calling the result waits for it."""
         mirror = self.mirror(array)
         mirror.fetch()
         return mirror.ready
@@ -255,7 +255,7 @@ class CupyDevice:
 
     def mark(self) -> Mark:
         """Mark this point of the stream, to measure times. Not while recording."""
-        self._refuse_while_recording("a time was asked for")
+        self._refuse_while_recording("a time was requested")
         return Mark(self._cuda, self.stream)
 
     def keep(self, array: Array, work: Work) -> None:

@@ -102,6 +102,7 @@ def test_a_step_by_each_way_to_exchange():
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_real_runs_are_measured_and_more_ranks_predicted(tmp_path):
     words = ["--ranks", "2", "--predict", "4,64,1024", "--network", "1gbit,100us", "--out", tmp_path]
     command = [sys.executable, scaling.__file__, *SMALL.split(), "--threads", 1, "--seconds", 1, *words]

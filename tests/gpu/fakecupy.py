@@ -1,4 +1,4 @@
-"""A stand-in for CuPy: what CupyDevice uses of it, on this machine's memory, with every call written down.
+"""A stand-in for CuPy: what CupyDevice uses of it, on this machine's memory.
 
 Work is queued as on a GPU: a copy, a kernel, a memset happens when somebody waits for an event behind it or
 for the stream, so that a wait that was forgotten shows as wrong numbers; or, on the further streams of a
@@ -17,6 +17,7 @@ import random
 import threading
 import time
 import weakref
+from bisect import bisect_left, insort
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -36,17 +37,11 @@ class CudaError(RuntimeError):
 
 
 class FakeCupy:
-    """The module.
-
-    `kernels` says what kernels do, by name; `milliseconds` what events measure, instead of the clock.
-    """
+    """The module. Its kernels do nothing, those of `HostGpu` compute."""
 
     def __init__(self, devices=1, free=1000, total=3000, multiprocessors=132, capability=(9, 0)):
-        self.journal: list[tuple[Any, ...]] = []
-        self.kernels: dict[str, Any] = {}
-        self.milliseconds: list[float] = []
-        self.allocated = 0  # blocks of memory, so far
-        self.blocks: dict[int, weakref.ref[Any]] = {}  # those in use, by id
+        self.blocks: dict[int, weakref.ref[Any]] = {}  # of memory in use, by id
+        self._spans: list[tuple[int, int]] = []  # their addresses, in order
         self.free_pinned: dict[int, list[Any]] = defaultdict(list)
         self.streams: list[Stream] = []
         self.current: Any = None
@@ -81,15 +76,6 @@ class FakeCupy:
     def get_default_memory_pool(self) -> Any:
         return SimpleNamespace(free_bytes=lambda: self.pool_bytes, total_bytes=lambda: self.pool_bytes)
 
-    def names(self) -> list[str]:
-        return [entry[0] for entry in self.journal]
-
-    def calls(self, name: str) -> list[tuple[Any, ...]]:
-        return [entry[1:] for entry in self.journal if entry[0] == name]
-
-    def note(self, name: str, *details: Any) -> None:
-        self.journal.append((name, *details))
-
     def capturing(self) -> bool:
         return any(stream.captured is not None for stream in self.streams)
 
@@ -99,8 +85,9 @@ class FakeCupy:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         block = np.full(size + 2 * GUARD + ALIGNMENT, POISON, np.uint8)
         key = id(block)
-        self.blocks[key] = weakref.ref(block, lambda _: self.blocks.pop(key, None))
-        self.allocated += 1
+        span = (block.ctypes.data, block.ctypes.data + block.size)
+        insort(self._spans, span)
+        self.blocks[key] = weakref.ref(block, lambda _: (self.blocks.pop(key), self._spans.remove(span)))
         start = first_byte(block)
         return block[start : start + size].view(dtype).reshape(shape)
 
@@ -108,7 +95,6 @@ class FakeCupy:
         if self.capturing():
             raise CudaError("page-locked memory was allocated during a capture")
         rounded = -(-size // 512) * 512
-        self.note("alloc_pinned_memory", size)
         free = self.free_pinned[rounded]
         block = free.pop() if free else self._empty((rounded,), np.uint8)
         pointer = block.view(PinnedMemoryPointer)
@@ -119,8 +105,6 @@ class FakeCupy:
         for event in (start_event, end_event):
             if event.disable_timing or event.position is None or not event.done:
                 raise CudaError("this event has measured nothing")
-        if self.milliseconds:
-            return self.milliseconds.pop(0)
         start, end = (event.stream.done_at[event.position] for event in (start_event, end_event))
         return 1000 * (end - start)
 
@@ -130,14 +114,13 @@ class FakeCupy:
         ctypes.memmove(to, source, size)
 
     def require_own(self, address: int, size: int) -> None:
-        blocks = [block for ref in list(self.blocks.values()) if (block := ref()) is not None]
-        if not any(b.ctypes.data <= address <= b.ctypes.data + b.size - size for b in blocks):
+        before = bisect_left(self._spans, (address + 1,))
+        if not before or address + size > self._spans[before - 1][1]:
             raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
 
     def started(self, function: Function, grid: Any, block: Any, args: Any, shared: int) -> Any:
-        """What a launch will do when its turn comes."""
-        work = self.kernels.get(function.name, lambda *_: None)
-        return lambda: work(*(arg.memory if isinstance(arg, ndarray) else arg for arg in args))
+        """Return what a launch will do when its turn comes."""
+        return lambda: None
 
 
 def first_byte(block: Any) -> int:
@@ -205,22 +188,21 @@ class MemoryPointer:
         return MemoryPointer(self._xp, self.ptr + offset, self._block)
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
-        self._do("memset_async", stream, size, lambda: ctypes.memset(self.ptr, value, size))
+        self._do(stream, lambda: ctypes.memset(self.ptr, value, size))
 
     def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Any = None) -> None:
-        self._do("copy_from_device_async", stream, size, lambda: self._xp.move(self.ptr, src.ptr, size))
+        self._do(stream, lambda: self._xp.move(self.ptr, src.ptr, size))
 
     def copy_from_host_async(self, mem: int, size: int, stream: Any = None) -> None:
-        self._do("copy_from_host_async", stream, size, lambda: self._xp.move(self.ptr, mem, size))
+        self._do(stream, lambda: self._xp.move(self.ptr, mem, size), with_host=True)
 
     def copy_to_host_async(self, mem: int, size: int, stream: Any = None) -> None:
-        self._do("copy_to_host_async", stream, size, lambda: self._xp.move(mem, self.ptr, size))
+        self._do(stream, lambda: self._xp.move(mem, self.ptr, size), with_host=True)
 
-    def _do(self, name: str, stream: Any, size: int, work: Any) -> None:
+    def _do(self, stream: Any, work: Any, with_host: bool = False) -> None:
         stream = stream or self._xp.current
-        if "host" in name and stream.captured is not None:
+        if with_host and stream.captured is not None:
             raise RuntimeError("the current stream is capturing, so transfers are disallowed")
-        self._xp.note(name, self.ptr, size, stream)
         stream.enqueue(work)
 
 
@@ -229,7 +211,6 @@ class Device:
         self._xp, self._index = xp, index
 
     def use(self) -> Device:
-        self._xp.note("Device.use", self._index)
         return self
 
 
@@ -246,7 +227,6 @@ class Stream:
         xp.streams.append(self)
 
     def use(self) -> Stream:
-        self._xp.note("Stream.use", self)
         self._xp.current = self
         return self
 
@@ -260,7 +240,6 @@ class Stream:
     def begin_capture(self) -> None:
         if self.captured is not None:
             raise CudaError("this stream is being captured already")
-        self._xp.note("begin_capture", self)
         self.captured, self.behind = Capture(self), frozenset()
 
     def end_capture(self) -> Graph:
@@ -269,7 +248,6 @@ class Stream:
             raise CudaError("this stream is not being captured")
         if captured.origin is not self:
             raise CudaError("the capture has begun on another stream")
-        self._xp.note("end_capture", self)
         for stream in self._xp.streams:
             if stream.captured is captured:
                 stream.captured = None
@@ -281,7 +259,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self.refuse_captured()
-        self._xp.note("Stream.synchronize", self)
         self.run(self.begun)
 
     def refuse_captured(self) -> None:
@@ -301,7 +278,6 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """What follows waits for what the event has behind it now. One of a capture takes this stream in."""
-        self._xp.note("Stream.wait_event", self)
         if event.captured is not None and event.captured.origin.captured is event.captured:
             if self.captured not in (None, event.captured):
                 raise CudaError("this event was recorded in another capture")
@@ -342,7 +318,6 @@ class Event:
         self.behind: frozenset[int] = frozenset()
 
     def record(self, stream: Stream) -> None:
-        self._xp.note("Event.record", stream)
         self.stream, self.position = stream, stream.begun if stream.captured is None else None
         self.captured, self.behind = stream.captured, stream.behind
 
@@ -351,7 +326,6 @@ class Event:
         return self.stream is None or (self.position is not None and self.stream.finished >= self.position)
 
     def synchronize(self) -> None:
-        self._xp.note("Event.synchronize")
         if self.stream is None:
             return
         if self.position is None:
@@ -388,7 +362,6 @@ class Graph:
 
     def launch(self, stream: Stream) -> None:
         stream.refuse_captured()
-        self._xp.note("Graph.launch", stream)
         for number in self.order():
             stream.enqueue(self._captured.works[number][1])
 
@@ -412,11 +385,9 @@ class Module:
 
     def load(self, cubin: bytes) -> None:
         assert type(cubin) is bytes
-        self._xp.note("Module.load", cubin)
         self.cubin = cubin
 
     def get_function(self, name: str) -> Function:
-        self._xp.note("Module.get_function", name)
         return Function(self._xp, self, name)
 
 
@@ -428,5 +399,4 @@ class Function:
         assert type(grid) is tuple and type(block) is tuple
         if not all(isinstance(arg, ndarray | np.generic) for arg in args):
             raise TypeError(f"Unsupported type in {args}")
-        self._xp.note("Function", self.name, grid, block, args, shared_mem, stream)
         stream.enqueue(self._xp.started(self, grid, block, args, shared_mem))

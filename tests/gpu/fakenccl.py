@@ -1,4 +1,4 @@
-"""A stand-in for CuPy's module of NCCL, with every call written down.
+"""A stand-in for CuPy's module of NCCL.
 
 Alone it computes nothing: the other ranks are others' business. In a `Job` the ranks are threads, each with a
 FakeCupy of its own. A call is done when its stream comes to it and the other ranks have made it too; one that
@@ -45,24 +45,20 @@ class FakeNccl:
         xp: FakeCupy | None = None,
     ) -> None:
         self.identity, self.job, self.xp = identity, job, xp
-        self.journal: list[tuple[Any, ...]] = []
         self.trouble = ""  # what check_async_error raises
         self.NcclCommunicator = partial(NcclCommunicator, self)
         self._communicator: NcclCommunicator | None = None
         self._together: list[tuple[Call, int]] | None = None
 
     def get_unique_id(self) -> bytes:
-        self.journal.append(("get_unique_id",))
         return self.identity
 
     def groupStart(self) -> None:
         assert self._together is None, "a group within a group"
-        self.journal.append(("groupStart",))
         self._together = []
 
     def groupEnd(self) -> None:
         assert self._together is not None
-        self.journal.append(("groupEnd",))
         calls, self._together = self._together, None
         if calls:
             self._begin(calls)
@@ -90,40 +86,32 @@ class NcclCommunicator:
         assert commId == nccl.identity
         self._nccl, self.rank = nccl, rank
         nccl._communicator = self
-        nccl.journal.append(("NcclCommunicator", ndev, rank))
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
-        self._nccl.journal.append(("allReduce", sendbuf, recvbuf, count, datatype, op, stream))
         self._nccl.called(Call("allReduce", (count, datatype, op), sendbuf, recvbuf), stream)
 
     def broadcast(
         self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
     ) -> None:
-        self._nccl.journal.append(("broadcast", sendbuff, recvbuff, count, datatype, root, stream))
         self._nccl.called(Call("broadcast", (count, datatype, root), sendbuff, recvbuff), stream)
 
     def reduce(
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
     ) -> None:
-        self._nccl.journal.append(("reduce", sendbuf, recvbuf, count, datatype, op, root, stream))
         self._nccl.called(Call("reduce", (count, datatype, op, root), sendbuf, recvbuf), stream)
 
     def reduceScatter(
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
     ) -> None:
-        self._nccl.journal.append(("reduceScatter", sendbuf, recvbuf, recvcount, datatype, op, stream))
         self._nccl.called(Call("reduceScatter", (recvcount, datatype, op), sendbuf, recvbuf), stream)
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
-        self._nccl.journal.append(("allGather", sendbuf, recvbuf, count, datatype, stream))
         self._nccl.called(Call("allGather", (count, datatype), sendbuf, recvbuf), stream)
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        self._nccl.journal.append(("send", sendbuf, count, datatype, peer, stream))
         self._nccl.called(Call("send", (peer, count, datatype), source=sendbuf), stream)
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        self._nccl.journal.append(("recv", recvbuf, count, datatype, peer, stream))
         self._nccl.called(Call("recv", (peer, count, datatype), target=recvbuf), stream)
 
     def check_async_error(self) -> None:

@@ -5,6 +5,7 @@ NCCL's stand-in compares what they call, in which order.
 
 import traceback
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from fakenccl import FakeNccl, Job
@@ -66,6 +67,13 @@ def work_of(comm, device, config, say=print):
 def batches():
     tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
     return Batches(tokens, MODEL.seq_len, CONFIG.batch_size, CONFIG.seed)
+
+
+@cache
+def packed(dtype="float32", way="nccl", steps=3):
+    """What two ranks have trained that sum in one call: made once for all tests that compare with it."""
+    config = replace(CONFIG, dtype=dtype)
+    return on_gpus(2, lambda comm, device: trained(comm, device, config, steps), way)
 
 
 def trained(comm, device, config=CONFIG, steps=3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
@@ -75,9 +76,12 @@ def cached(parts: Sequence[str], make: Callable[[Path], object]) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{key}.so"
     if not library.exists():
-        unfinished = library.with_suffix(f".{os.getpid()}")
-        make(unfinished)
-        unfinished.replace(library)
+        with library.with_suffix(".lock").open("w") as lock:  # another worker may be at it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                unfinished = library.with_suffix(f".{os.getpid()}")
+                make(unfinished)
+                unfinished.replace(library)
     return library
 
 

@@ -30,6 +30,7 @@ from distgpt.gpu import cublaslt, device, exchange, probe
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
 from distgpt.jobs import processes
+from distgpt.training import loop, report
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
 FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
@@ -69,9 +70,6 @@ class HostGpu(FakeCupy):
         self.launches: list[Launch] = []
         self._orders, self._texts = _orders(order), texts or {}
         self._programs: dict[bytes, Program] = {}
-
-    def note(self, name: str, *details: Any) -> None:
-        """Whoever computes much keeps no journal."""
 
     def cubin(self, source: str, defines: tuple[str, ...], arch: str) -> bytes:
         """Compile for the processor; the "machine code" names what was compiled."""
@@ -189,6 +187,8 @@ def install(gpus: int = 1) -> ExitStack:
         (cublaslt, "load", lambda: host_lt(xp)),
         (exchange, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
         (speed, "SIDES", (32,)),
+        (loop, "sample", _short_sample),  # a text is the slowest part on this device
+        (report, "sample", _short_sample),
         (peaks, "MEMORY_BYTES", 1 << 12),
         (peaks, "SECONDS", 0.03),
     ):
@@ -196,6 +196,13 @@ def install(gpus: int = 1) -> ExitStack:
     sys.modules["cupy"] = xp
     undo.callback(sys.modules.pop, "cupy")
     return undo
+
+
+_sample = report.sample
+
+
+def _short_sample(model: Any, tokenizer: Any, seed: int, *length: int, **signals: Any) -> str:
+    return str(_sample(model, tokenizer, seed, 8))
 
 
 def _dimensions(name: str, what: str, sizes: tuple[int, ...], most: tuple[int, ...]) -> Any:

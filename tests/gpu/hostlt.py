@@ -154,7 +154,7 @@ class HostLt:
         self._queue = queue or (lambda stream, work: work())
         self.live: dict[int, Any] = {}  # what was made and not destroyed, by address
         self._addresses = itertools.count(0x10000, 16)
-        self.invalid = self.started = self.searches = self.pointed = 0
+        self.invalid = self.started = self.searches = 0
         self.algorithm = self.stream = -1  # the last ones
         self.preference: Any = None  # of the last search
         self.refused = -1  # an epilogue that is not supported
@@ -212,7 +212,6 @@ class HostLt:
         known = OF_MATMUL if isinstance(made, Descriptor) else OF_SEARCH
         _require(attribute in known and size == known[attribute][0])
         made[attribute] = int.from_bytes(ctypes.string_at(buffer, size), "little")
-        self.pointed += known is OF_MATMUL and attribute in (BIAS_AT, AUX_AT)
 
     _MatmulPreferenceSetAttribute = _MatmulDescSetAttribute
 

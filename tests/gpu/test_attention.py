@@ -114,13 +114,12 @@ def distance(got: Any, wanted: Any) -> float:
 
 # n_seq, seq_len, n_head, head
 CASES = {
-    "float64": [(3, 7, 5, 5), (1, 33, 1, 80), (1, 5, 1, 256)],
-    "float32": [(3, 65, 3, 1), (1, 130, 1, 64), (1, 33, 1, 128)],
+    "float64": [(3, 7, 5, 5), (1, 5, 1, 256)],
+    "float32": [(3, 65, 3, 1), (1, 130, 1, 80)],
 }
-BFLOAT16 = [(3, 33, 1, 5), (1, 65, 2, 80)]
+BFLOAT16 = [(3, 33, 1, 5)]
 TENSOR_CORES = [
-    *((2, 7, 3, 16), (1, 64, 1, 16), (1, 33, 1, 48), (2, 65, 2, 64), (1, 130, 1, 64), (1, 65, 1, 80)),
-    (1, 130, 1, 128),
+    *((2, 7, 3, 16), (1, 64, 1, 16), (2, 65, 2, 64), (1, 130, 1, 64), (1, 65, 1, 80), (1, 130, 1, 128)),
     *([(1, 200, 2, head) for head in range(16, 129, 16)] * ON_GPU),
 ]
 
@@ -165,16 +164,15 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
     for name, found in got.items():
         assert distance(found, wanted[name]) < 1e-3, name
     k = kernels("bfloat16")
-    for head in (64, 128):
-        case = Case(1, 65, 1, head, steep=3.0)
-        assert np.abs(case.wanted(k)["lse"]).max() > 25
-        case.check(k, "bfloat16")
-        # Here all weight lies on one position or two. Gradients of scores are differences of nearly equals,
-        # one of which is made of the rounded y, and have no digits left; those of values have all.
-        case = Case(1, 65, 1, head, steep=100.0)
-        got, wanted = case.computed(k), case.wanted(k)
-        assert np.isfinite(got["dq"]).all() and np.isfinite(got["dk"]).all()
-        case.compare({name: got[name] for name in ("y", "lse", "dv")}, wanted, "bfloat16")
+    case = Case(1, 65, 1, 64, steep=3.0)
+    assert np.abs(case.wanted(k)["lse"]).max() > 25
+    case.check(k, "bfloat16")
+    # Here all weight lies on one position or two. Gradients of scores are differences of nearly equals,
+    # one of which is made of the rounded y, and have no digits left; those of values have all.
+    case = Case(1, 65, 1, 64, steep=100.0)
+    got, wanted = case.computed(k), case.wanted(k)
+    assert np.isfinite(got["dq"]).all() and np.isfinite(got["dk"]).all()
+    case.compare({name: got[name] for name in ("y", "lse", "dv")}, wanted, "bfloat16")
 
 
 @needs_the_processor
@@ -194,7 +192,7 @@ def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can()
         (HostDevice, "bfloat16", 64, "attention_mma"),
         (HostDevice, "float32", 64, "attention"),
         (older, "bfloat16", 64, "attention"),
-        *((HostDevice, "bfloat16", head, "attention") for head in (5, 72, 144)),
+        *((HostDevice, "bfloat16", head, "attention") for head in (5, 144)),
     ):
         on = kind()
         Case(1, 2, 1, head).computed(kernels(storage, on))
@@ -222,10 +220,8 @@ def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
     ("storage", "prompt", "n_seq", "n_head", "head", "n_parts"),
     [
         ("float64", 7, 3, 1, 5, 1),
-        ("float64", 17, 1, 1, 256, 2),
         ("float32", 33, 1, 3, 80, 5),
         ("bfloat16", 33, 1, 1, 64, 3),
-        ("bfloat16", 7, 1, 3, 128, 1),
     ],
 )
 def test_attention_with_a_cache_is_the_reference_s(

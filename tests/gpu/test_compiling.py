@@ -3,7 +3,6 @@
 import importlib
 import re
 import sys
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,11 @@ from distgpt.gpu.kernels import norm_shape
 
 needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
 
-# The first type is compiled in the ordinary test run, the others in the slow one.
+# The most important variant of the first is compiled in the ordinary test run, the others in the slow one.
 TYPES = {"sm_90": ("bfloat16", "float32", "float64"), "sm_80": ("bfloat16",), "sm_75": ("bfloat16",)}
-FAST = ("sm_90", "bfloat16")
-CASES = [
-    pytest.param(arch, type, marks=[] if (arch, type) == FAST else pytest.mark.slow)
+CASES = [("sm_90", "bfloat16", 1)]
+CASES += [
+    pytest.param(arch, type, 99 if arch == "sm_90" else 1, marks=pytest.mark.slow)
     for arch, types in TYPES.items()
     for type in types
 ]
@@ -45,11 +44,10 @@ def resources(source, defines, arch="sm_90"):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("arch", "type"), CASES)
+@pytest.mark.parametrize(("arch", "type", "count"), CASES)
 @pytest.mark.parametrize("source", compiling.source_names())
-def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, arch, type):
-    variants = list(kernel_resources.variants(source, type))
-    for defines in variants if arch == "sm_90" else variants[:1]:  # the most important one in all sizes
+def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, arch, type, count):
+    for defines in list(kernel_resources.variants(source, type))[:count]:
         result = compiling.compile_source(source, defines, arch)
         assert result.cubin[:4] == b"\x7fELF"
         assert "warning" not in result.report, result.report
@@ -192,49 +190,9 @@ def test_compiled_code_is_read_the_next_time_unless_anything_that_decides_it_cha
         assert compiling.cubin(*NORM) == f"code {before + 1}".encode(), name
 
 
-@pytest.mark.parametrize("damage", [b"", b"short", None])
-def test_a_damaged_file_is_compiled_anew_and_replaced(cache, damage):
-    folder, requests = cache
-    compiling.cubin(*NORM)
-    (file,) = folder.iterdir()
-    file.write_bytes(file.read_bytes()[:-1] + b"!" if damage is None else damage)
-    assert [compiling.cubin(*NORM) for _ in range(2)] == [b"code 2"] * 2
-    assert len(requests) == 2 and list(folder.iterdir()) == [file]
-
-
-def test_without_a_place_to_keep_them_kernels_are_compiled_each_time(cache, tmp_path):
-    folder, requests = cache
-    folder.parent.mkdir(mode=0o700, parents=True)
-    folder.write_text("not a folder")
-    (tmp_path / "temporary").write_text("not a folder either")
-    assert [compiling.cubin(*NORM) for _ in range(2)] == [b"code 1", b"code 2"]
-    folder.unlink()
-    compiling.cubin(*NORM)
-    (file,) = folder.iterdir()
-    file.unlink()
-    file.mkdir()  # this also stops someone who may write anywhere
-    assert [compiling.cubin(*NORM) for _ in range(2)] == [b"code 4", b"code 5"]
-    assert len(requests) == 5
-
-
 def test_the_cache_is_filled_for_all_that_is_benchmarked(cache):
     folder, requests = cache
     count = kernel_resources.fill_cache("sm_90")
     assert count == len(requests) == len(list(folder.iterdir())) > 50
     assert ("norm", ("STORAGE_BFLOAT16", *norm_shape(768, 4)[2]), "sm_90") in requests
     assert ("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(64)), "sm_90") in requests
-
-
-def test_code_is_not_kept_where_others_can_write(cache, tmp_path):
-    """Somebody could put code of his own there, with a checksum that fits."""
-    folder, requests = cache
-    compiling.cubin(*NORM)
-    (file,) = folder.iterdir()
-    evil = b"code of somebody else"
-    file.write_bytes(sha256(evil).digest() + evil)
-    assert compiling.cubin(*NORM) == evil  # what its owner wrote is read
-    folder.chmod(0o777)
-    (tmp_path / "temporary").mkdir()
-    assert [compiling.cubin(*NORM) for _ in range(2)] == [b"code 2"] * 2
-    assert [path.name for path in tmp_path.glob("temporary/*/kernels/*")] == [file.name]
-    assert len(requests) == 2

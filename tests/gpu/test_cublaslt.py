@@ -244,49 +244,6 @@ def test_pointers_and_rows_decide_which_algorithms_are_fit(bench):
     assert [one.stand_in.preference[of] for of in ALIGNMENTS[:2]] == [256, 4]  # the library's A is our b
 
 
-@pytest.mark.parametrize(("name", "epilogue"), [("bias", "bias"), ("bias", "column_sums"), ("aux", "dgelu")])
-def test_a_badly_aligned_extra_counts_too(bench, name, epilogue):
-    one = bench(takes={WIDEST: 0.1, ROUNDED_PARTS: 0.2})
-    kind = replace(PLAIN, m=64, n=64, k=64, epilogue=epilogue)
-    compute(one.matmuls, kind)
-    assert one.stand_in.algorithm == WIDEST
-    arrays = operands(kind)
-    arrays[name] = put(numbers(arrays[name]), "float32", 1)
-    compute(one.matmuls, kind, arrays=arrays)
-    assert one.stand_in.algorithm == ANY
-
-
-def test_bias_and_aux_follow_the_call_and_are_set_only_when_they_change(bench):
-    one = bench()
-    kind = replace(PLAIN, epilogue="gelu", has_bias=True)
-    first, second = operands(kind), operands(kind)
-    for arrays in (first, second, first):
-        before = one.stand_in.pointed
-        for _ in range(3):
-            arrays["bias"] += 1
-            compute(one.matmuls, kind, arrays=arrays)
-        assert one.stand_in.pointed - before in (2, 4)  # both pointers once more, and once for the plan
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        replace(PLAIN, epilogue="bias"),
-        replace(PLAIN, epilogue="gelu"),
-        replace(PLAIN, epilogue="gelu", has_bias=True),
-        replace(PLAIN, epilogue="column_sums"),
-    ],
-)
-def test_a_forgotten_bias_or_aux_is_never_read_from_where_the_last_one_was(bench, kind):
-    matmuls = bench().matmuls
-    arrays = operands(kind)
-    bare = {name: arrays[name] for name in ("out", "a", "b")}
-    for _ in range(2):
-        with pytest.raises(ValueError, match="do not fit"):
-            matmuls.run(kind, **bare)
-        matmuls.run(kind, **arrays)
-
-
 def test_an_epilogue_that_the_library_does_not_know_is_known_beforehand(bench):
     one = bench()
     one.stand_in.refused, matmuls = Epilogue.DGELU, one.matmuls
@@ -303,13 +260,6 @@ def test_a_product_that_is_impossible_names_its_shape_and_types(bench):
         bench().matmuls.run(kind, **operands(kind))
 
 
-@pytest.mark.parametrize("change", [{"n": 12}, {"accumulate": True}, {"onto": True}])
-def test_aux_needs_rows_of_eights_no_accumulation_and_no_residual(bench, change):
-    matmuls = bench().matmuls
-    for epilogue in ("gelu", "dgelu"):
-        assert not matmuls.can(replace(PLAIN, epilogue=epilogue, **change))
-
-
 def test_tf32_is_used_only_where_it_was_asked_for(bench):
     third, one = np.full((1, 1), np.float32(1 / 3)), np.ones((1, 1))
     results = []
@@ -321,12 +271,6 @@ def test_tf32_is_used_only_where_it_was_asked_for(bench):
     assert results == [third[0, 0], np.float32(1365 / 4096)]  # eleven bits
     compute(bench(tf32=True).matmuls, Matmul(3, 5, 4, False, True, "bfloat16", "float32"))
     compute(bench(tf32=True).matmuls, Matmul(3, 5, 4, False, True, "float64", "float64"))
-
-
-def test_all_work_goes_to_the_one_stream(bench):
-    one = bench()
-    compute(one.matmuls, PLAIN)
-    assert one.stand_in.stream == STREAM
 
 
 def test_hopper_gets_more_workspace():

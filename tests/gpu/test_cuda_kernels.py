@@ -12,7 +12,8 @@ from operations import Case, Wide
 from distgpt.kernels.reference import ReferenceKernels
 
 
-@pytest.fixture(params=["float64", "float32", "bfloat16"])
+# Whole models of every architecture are compared in float32: test_cuda_model.py.
+@pytest.fixture(params=["float64", pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def both(request, cuda_kernels):
     return ReferenceKernels("float64"), cuda_kernels(request.param)
 
@@ -24,9 +25,7 @@ def few_shapes(monkeypatch):
         monkeypatch.setattr(operations, "SHAPES", operations.SHAPES[1:3])
 
 
-@pytest.mark.parametrize(
-    "dtype, channels", [("float64", 1032), ("float32", 1101), ("float32", 4200), ("bfloat16", 8200)]
-)
+@pytest.mark.parametrize("dtype, channels", [("float64", 1032), ("float32", 1101), ("bfloat16", 8200)])
 def test_norms_of_rows_that_a_whole_block_holds(dtype, channels, cuda_kernels):
     both = ReferenceKernels("float64"), cuda_kernels(dtype)
     operations.check_norms(Case(both, (1, 5, channels, 1, 5)), (True, True, True), residual=True)

@@ -31,6 +31,7 @@ from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, fill, load_model, on_host, save_model
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
+EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]
 
 
 def gradients(model, n_seq=3, seq_len=7, recompute="mlp"):
@@ -73,8 +74,8 @@ def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
         assert distance <= slack * TOLERANCE[dtype] * max(np.linalg.norm(expected[part]), 1e-3), name
 
 
-@pytest.mark.parametrize("recompute", ["none", "mlp", "block"])
-@pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("kind", ["gpt2", "modern"])
 def test_what_is_computed_again_changes_nothing(kind, recompute, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels("float64"))
     np.testing.assert_allclose(gradients(model, recompute=recompute), gradients(twin), rtol=0, atol=1e-11)
@@ -97,8 +98,9 @@ SMALL = replace(VARIANTS["modern"], seq_len=8)
 TRAIN = TrainConfig(steps=8, batch_size=4, grad_accum=2, lr=1e-2, warmup=2, clip=0.5)
 
 
-@pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-10), ("float32", 1e-4), ("bfloat16", 1e-2)])
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize(
+    "dtype, tolerance, accum", [("float64", 1e-10, 2), ("float32", 1e-4, 1), ("bfloat16", 1e-2, 2)]
+)
 def test_recorded_steps_train_like_the_cpu(dtype, tolerance, accum, cuda_kernels):
     """Steps that are run, recorded and repeated: rate and tokens change, the launches do not."""
     t = replace(TRAIN, grad_accum=accum)
@@ -121,12 +123,12 @@ def test_a_preset_of_its_full_size_trains_like_the_cpu(dtype, tolerance, cuda_ke
     np.testing.assert_allclose(*losses, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_neither_another_run_nor_graphs_change_a_bit(dtype, cuda_kernels):
     found = []
     for graphs in (True, True, False):
         k = cuda_kernels(dtype, graphs=graphs, deterministic=True)
-        model, _, outcomes = training(k, SMALL, TRAIN)
+        model, _, outcomes = training(k, SMALL, TRAIN, count=4)
         found.append(np.append(outcomes, k.to_host(model.weights.flat)))
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
@@ -141,7 +143,7 @@ def test_a_model_moves_between_stages_as_a_file_and_its_moments_by_the_host(dtyp
     (moved, _), (back, _) = load_model(path, cpu, comm), load_model(path, k, comm)
     np.testing.assert_array_equal(moved.weights.flat, k.to_host(model.weights.flat))
     np.testing.assert_array_equal(k.to_host(back.params.flat), k.to_host(model.params.flat))
-    requests = [Request([1, 2, 3], 8), Request([4], 12, overflow="shift", lookup=3)]
+    requests = [Request([1, 2, 3], 5), Request([4], 12, overflow="shift", lookup=3)]
     tokens = [complete(engine_for(each, None), requests) for each in (model, back, moved)]
     assert tokens[0] == tokens[1]
     assert tokens[0] == tokens[2] or dtype == "bfloat16"
@@ -165,8 +167,7 @@ def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
     np.testing.assert_array_equal(k.to_host(model.weights.flat), before)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
+@pytest.mark.parametrize("kind, dtype", [*EACH_ONCE, ("modern", "bfloat16")])
 def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cuda_kernels):
     """Prompts and single tokens (recorded from the second on), a copy, a draft, windows new and moved."""
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
@@ -187,17 +188,15 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cu
         np.testing.assert_allclose(got, expected, rtol=0, atol=3 * TOLERANCE[dtype] * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
+@pytest.mark.parametrize("kind, dtype", EACH_ONCE)
 def test_the_mean_loss_of_sequences_of_many_lengths_is_the_reference_s(kind, dtype, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
-    sequences = sequences_for(VARIANTS[kind])
+    sequences = sequences_for(VARIANTS[kind], 20)
     expected = one_by_one(twin, sequences)
     assert MeanLoss(model, 40)(sequences) == pytest.approx(expected, rel=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+@pytest.mark.parametrize("kind, dtype", EACH_ONCE)
 def test_spans_cost_what_the_reference_says(kind, dtype, cuda_kernels, monkeypatch):
     for name in ("AT_A_TIME", "AT_A_TIME_QUEUED"):
         monkeypatch.setattr(scoring, name, 40)  # several batches, the last one not full

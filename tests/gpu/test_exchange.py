@@ -1,6 +1,5 @@
 """The ways that arrays on GPUs take between ranks, alone and under a real mpirun."""
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -16,39 +15,18 @@ from distgpt.comm.launched import leave
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import exchange
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.exchange import DeviceComm, HostStaged, Nccl
+from distgpt.gpu.exchange import HostStaged, Nccl
 
 FLOAT = np.dtype(np.float32)
 
 
 class Twice(SerialComm):
-    """One of two ranks: the other has the same numbers to sum, and shares these with all bits turned.
-
-    What goes through it is written down.
-    """
+    """One of two ranks: the other has the same numbers to sum."""
 
     size = local_size = 2
 
-    def __init__(self, journal=None, shared=None):
-        super().__init__()
-        self.journal = [] if journal is None else journal
-        self.shared = [] if shared is None else shared
-
     def sum(self, array):
-        self.journal.append(("sum", array.size))
         array *= 2
-
-    sum_chunked = sum
-
-    def broadcast(self, array):
-        self.journal.append(("broadcast", array.dtype.name, array.size))
-        if array.dtype == np.uint8:
-            np.invert(array, out=array)
-
-    def broadcast_bytes(self, data):
-        if data is not None:
-            self.shared.append(data)
-        return self.shared[-1]
 
 
 @pytest.fixture
@@ -65,36 +43,16 @@ def filled(device, numbers):
 # Through the host
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_sums_come_back_from_the_host(device, dtype, chunked, monkeypatch):
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
-    numbers = np.arange(77, dtype=dtype).reshape(7, 11)
-    array, way = filled(device, numbers), HostStaged(Twice(), device)
-    for factor in (2, 4):
-        way.sum(array, chunked)
-        np.testing.assert_array_equal(device.download(array), factor * numbers)
-
-
-def test_several_arrays_are_summed_in_turn(device):
-    arrays, way = [filled(device, np.full(5, n, FLOAT)) for n in (1, 3)], HostStaged(Twice(), device)
-    for _ in range(2):
-        for array in arrays:
-            way.sum(array, chunked=False)
-            gc.collect()
-    assert [device.download(array).tolist() for array in arrays] == [[4] * 5, [12] * 5]
-
-
-def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first():
-    xp = FakeCupy()
-    device = CupyDevice(0, xp=xp)
+def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first(device, monkeypatch):
     array, way = filled(device, np.ones(25, FLOAT)), HostStaged(Twice(), device)
     others = [filled(device, np.ones(7, FLOAT)) for _ in range(exchange.MOST_KEPT - 1)]
+    mirror, mirrors = device.mirror, []
+    monkeypatch.setattr(device, "mirror", lambda part: (mirrors.append(part), mirror(part))[1])
 
     def made(array):
-        xp.journal.clear()
+        mirrors.clear()
         way.sum(array, chunked=False)
-        return "alloc_pinned_memory" in xp.names()
+        return bool(mirrors)
 
     assert made(array[3:20]) and not made(array[3:20]), "another object each time"
     assert all(made(other) for other in others) and not made(array[3:20])
@@ -103,70 +61,33 @@ def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first():
     np.testing.assert_array_equal(device.download(array)[[0, 3, 20, 24]], [1, 32, 2, 1])
 
 
-def test_all_pieces_are_on_their_way_before_the_first_is_summed_and_leave_as_they_are_done(monkeypatch):
+def test_all_pieces_are_on_their_way_before_the_first_is_summed(device, monkeypatch):
     monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
-    xp = FakeCupy()
-    device = CupyDevice(0, xp=xp)
-    array, way = filled(device, np.ones(25, FLOAT)), HostStaged(Twice(xp.journal), device)
+    begun = []
+
+    class Watching(Twice):
+        def sum(self, array):
+            begun.append((array.size, device.stream.begun - before))
+            super().sum(array)
+
+    array, way = filled(device, np.ones(25, FLOAT)), HostStaged(Watching(), device)
     for _ in range(2):
-        xp.journal.clear()
+        begun.clear()
+        before = device.stream.begun
         way.sum(array, chunked=True)
-        steps = [entry for entry in xp.journal if entry[0] not in ("alloc_pinned_memory", "Event.record")]
-        assert [step[0] for step in steps] == [
-            *["copy_to_host_async"] * 3,
-            *["Event.synchronize", "sum", "copy_from_host_async"] * 3,
-        ]
-        assert [step[1] for step in steps if step[0] == "sum"] == [10, 10, 5]
-    assert "alloc_pinned_memory" not in xp.names()  # the second time
-    other = filled(device, np.ones(25, FLOAT))
-    xp.journal.clear()
-    way.sum(other, chunked=False)
-    assert xp.calls("sum") == [(25,)]
-
-
-def test_arrays_of_any_type_are_broadcast_as_bytes(device, monkeypatch):
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
-    comm = Twice()
-    numbers = np.arange(25, dtype=np.uint16)
-    array = filled(device, numbers)
-    HostStaged(comm, device).broadcast(array)
-    assert comm.journal == [("broadcast", "uint8", 40), ("broadcast", "uint8", 10)]
-    np.testing.assert_array_equal(device.download(array), ~numbers)
+        assert begun == [(10, 3), (10, 4), (5, 5)]  # each goes back as soon as it is summed
+    before = device.stream.begun
+    way.sum(array, chunked=False)
+    assert begun[-1] == (25, 1)
+    np.testing.assert_array_equal(device.download(array), np.full(25, 8))
 
 
 # NCCL
 
 
-@pytest.mark.parametrize("identity", [bytes(range(128)), bytes(range(128, 256))])
-def test_nccls_identity_reaches_every_rank_whatever_its_bytes(identity):
-    nccl, shared = FakeNccl(identity), []
-    for rank in range(2):
-        comm = Twice(shared=shared)
-        comm.rank = rank
-        Nccl(comm, CupyDevice(0, xp=FakeCupy()), nccl)  # whose communicator compares identities
-    assert nccl.journal == [("get_unique_id",), *[("NcclCommunicator", 2, rank) for rank in range(2)]]
-    assert shared == [identity]
-
-
-def test_nccl_gets_the_address_count_type_and_stream():
-    device, nccl = CupyDevice(0, xp=FakeCupy()), FakeNccl()
-    way = Nccl(Twice(), device, nccl)
-    nccl.journal.clear()
-    expected = []
-    for dtype, kind in (("float32", nccl.NCCL_FLOAT32), ("float64", nccl.NCCL_FLOAT64), ("uint16", 9)):
-        array = device.zeros((3, 5), np.dtype(dtype))
-        at = array.data.ptr
-        way.sum(array, chunked=True)
-        expected.append(("allReduce", at, at, 15, kind, nccl.NCCL_SUM, device.stream.ptr))
-        way.broadcast(array)
-        expected.append(("broadcast", at, at, array.nbytes, nccl.NCCL_UINT8, 0, device.stream.ptr))
-    assert nccl.journal == expected
-    assert "Stream.synchronize" not in device.xp.names()
-
-
-def test_what_has_failed_in_nccl_is_asked_for():
+def test_what_has_failed_in_nccl_is_asked_for(device):
     nccl = FakeNccl()
-    way = Nccl(Twice(), CupyDevice(0, xp=FakeCupy()), nccl)
+    way = Nccl(Twice(), device, nccl)
     assert way.trouble() == ""
     nccl.trouble = "unhandled system error"
     assert way.trouble() == "unhandled system error"
@@ -198,28 +119,6 @@ def test_an_error_of_nccls_that_no_other_rank_caused_is_not_blamed_on_one(capsys
         assert "dies" not in said and ("NcclError" in said) == is_ours  # with its traceback
 
 
-# Routing
-
-
-def test_arrays_on_the_host_stay_there_and_those_on_devices_take_their_way():
-    device, comm = CupyDevice(0, xp=FakeCupy()), Twice()
-    taken = []
-    way = SimpleNamespace(
-        sum=lambda array, chunked: taken.append((array, chunked)),
-        broadcast=lambda array: taken.append((array, "broadcast")),
-    )
-    both = DeviceComm(comm, way)
-    here, there = np.ones(3), device.zeros((3,), FLOAT)
-    for array in (here, there):
-        both.sum(array)
-        both.sum_chunked(array)
-        both.broadcast(array)
-    assert comm.journal == [("sum", 3), ("sum", 3), ("broadcast", "float64", 3)]
-    assert taken == [(there, False), (there, True), (there, "broadcast")]
-    assert (both.rank, both.size, both.local_rank, both.local_size) == (0, 2, 0, 2)
-    assert both.allreduce_max(5) == 5 and both.broadcast_bytes(b"x") == b"x"
-
-
 # Choosing
 
 
@@ -237,10 +136,10 @@ def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(monkeyp
         assert exchange.nccl_module() is (nccl if available else None)
 
 
-def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(monkeypatch):
+def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(device, monkeypatch):
     """As launchers arrange it with CUDA_VISIBLE_DEVICES: every rank counts one GPU."""
     monkeypatch.setattr(exchange, "nccl_module", FakeNccl)
-    device, comm = CupyDevice(0, xp=FakeCupy()), Twice()
+    comm = Twice()
     for places, name in ((("own", "other"), "nccl"), (("own", "own"), "host")):
         monkeypatch.setattr(
             exchange,

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, trained, work_of
+from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, packed, trained, work_of
 from threadranks import on_all_ranks
 
 from distgpt.errors import UsageError
 from distgpt.model.model import Architecture
+from distgpt.training.exchange import choose
 from distgpt.training.exchange import overlapped as in_buckets
 from distgpt.training.opening.compatibility import refuse_unable
 
@@ -22,19 +23,18 @@ def same(one, other):
 
 @pytest.mark.parametrize("way, dtype", [("nccl", "bfloat16"), ("host", "float32")])
 def test_sharded_gives_the_bits_of_packed_on_two_ranks(way, dtype):
-    packed = on_gpus(2, lambda comm, device: trained(comm, device, replace(CONFIG, dtype=dtype)), way)
     found = on_gpus(2, lambda comm, device: trained(comm, device, replace(SHARDED, dtype=dtype)), way)
-    assert same(found, packed) and (found[0][0] == found[1][0]).all()
+    assert same(found, packed(dtype, way)) and (found[0][0] == found[1][0]).all()
 
 
 @pytest.mark.slow
 def test_sharded_is_packed_up_to_rounding_over_many_steps_on_four_ranks():
     """With clipping and two micro-batches, and on the processor what it is on a GPU."""
-    packed, sharded = (
+    whole, sharded = (
         on_gpus(4, lambda comm, device, c=config: trained(comm, device, c, 8)) for config in (CONFIG, SHARDED)
     )
     cpu = on_all_ranks(4, lambda comm: trained(comm, None, SHARDED, 8))
-    for others, near in ((packed, 1e-6), (cpu, 1e-4)):
+    for others, near in ((whole, 1e-6), (cpu, 1e-4)):
         for (weights, read), (wanted, known) in zip(sharded, others, strict=True):
             assert (weights == sharded[0][0]).all()
             assert abs(weights - wanted).max() <= near * abs(wanted).max()
@@ -52,11 +52,9 @@ def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
         comm.nccl.on_side_stream = lambda work: (seen.append((comm.rank, work.args)), begun(work))
         return trained(comm, device, config)
 
-    packed = on_gpus(2, lambda comm, device: act(comm, device, CONFIG))
-    assert not seen
     overlapped = replace(CONFIG, grad_sync="overlapped")
     found = on_gpus(2, lambda comm, device: act(comm, device, overlapped), hasty=hasty, graphs=graphs)
-    assert same(found, packed)
+    assert same(found, packed())
     buckets = [(start, stop) for rank, (start, stop, _) in seen if rank == 0]
     assert len(buckets) == 3 * 3 and buckets[:3] * 3 == buckets
     (start, cut), (again, last), (rest, stop) = buckets[:3]
@@ -64,7 +62,7 @@ def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
     assert cut >= 5000 and last - cut >= 5000
 
 
-@pytest.mark.parametrize("hasty, graphs", [(False, True), (True, False)])
+@pytest.mark.parametrize("hasty, graphs", [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
 def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pass(
     hasty, graphs, monkeypatch
 ):
@@ -88,32 +86,33 @@ def test_overlapped_needs_nccl():
     assert on_gpus(2, lambda comm, device: refuse_unable(overlapped, comm, on_gpu=True)) == [None] * 2
 
 
-@pytest.mark.parametrize("way, other", [("nccl", "overlapped"), ("host", "chunked")])
+@pytest.mark.parametrize(
+    "way, other", [("nccl", "overlapped"), pytest.param("host", "chunked", marks=pytest.mark.slow)]
+)
 def test_auto_tries_what_the_way_allows_and_computes_what_packed_does(way, other, monkeypatch):
+    monkeypatch.setattr(choose, "WARM_UP", 1)
+    monkeypatch.setattr(choose, "EACH", 1)
     monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
     said = []
 
-    def act(comm, device, config, steps=12):
+    def act(comm, device, config, steps=6):
         work = work_of(comm, device, config, said.append)
         read = [work.launch(step, batches()).read() for step in range(steps)]
         return work.model.kernels.to_host(work.model.params.flat).copy(), read
 
-    packed, found = (
-        on_gpus(2, lambda comm, device, m=mode: act(comm, device, replace(CONFIG, grad_sync=m)), way)
-        for mode in ("allreduce", "auto")
-    )
-    assert same(found, packed)
+    found = on_gpus(2, lambda comm, device: act(comm, device, replace(CONFIG, grad_sync="auto")), way)
+    assert same(found, packed(way=way, steps=6))
     assert len(set(said)) == 1 and "allreduce" in said[0] and other in said[0]
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "sharded", "overlapped"])
 def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
-    packed = on_gpus(2, lambda comm, device: trained(comm, device))
     config = replace(CONFIG, grad_sync=mode, gradient_dtype="bfloat16")
-    found, again = (on_gpus(2, lambda comm, device: trained(comm, device, config)) for _ in range(2))
-    assert same(found, again) and (found[0][0] == found[1][0]).all()
-    assert (found[0][0] != packed[0][0]).any()
-    losses, known = (np.array(each[0][1])[:, 0] for each in (found, packed))
+    found = on_gpus(2, lambda comm, device: trained(comm, device, config))
+    if mode == "sharded":
+        assert same(found, on_gpus(2, lambda comm, device: trained(comm, device, config)))
+    assert (found[0][0] == found[1][0]).all() and (found[0][0] != packed()[0][0]).any()
+    losses, known = (np.array(each[0][1])[:, 0] for each in (found, packed()))
     assert abs(losses / known - 1).max() < 1e-3
     sent = on_all_ranks(2, lambda comm: trained(comm, None, config))
     np.testing.assert_allclose(found[0][1], sent[0][1], rtol=1e-4)

@@ -13,16 +13,12 @@ import pytest
 from hostbuild import COMPILER
 
 from distgpt.errors import UsageError
-from distgpt.gpu import cublaslt
 from distgpt.gpu.probe import (
     Driver,
     Found,
     Gpu,
     driver,
-    library_path,
-    located,
     missing_for_gpu,
-    packages,
     probe,
     require_gpu,
     useful_for_gpu,
@@ -117,11 +113,6 @@ def test_the_driver_and_its_devices_are_described_as_it_tells_them(tmp_path):
 # Packages and libraries
 
 
-def test_only_packages_that_are_installed_are_found():
-    version = versions(cupy_cuda13x="14.2.0", nvidia_cudnn_frontend="1.32.0", numpy="2.4")
-    assert packages(version) == {"cupy-cuda13x": "14.2.0", "nvidia-cudnn-frontend": "1.32.0"}
-
-
 def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for():
     asked = []
 
@@ -173,7 +164,6 @@ REMOVE = "pip uninstall -y"
 INSTALL_12, INSTALL_13 = "pip install 'distgpt[cuda12x]'", "pip install 'distgpt[cuda13x]'"
 NO_CUPY: dict[str, Any] = {"packages": {}}
 TWO_CUPYS = {"packages": {"cupy-cuda12x": "13.3.0", "cupy-cuda13x": "14.2.0"}}
-CUPY_11 = {"packages": {"cupy-cuda11x": "13.3.0"}}
 HIDDEN = "CUDA_VISIBLE_DEVICES"
 TROUBLES = [
     ({"driver": None}, "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node"),
@@ -183,7 +173,6 @@ TROUBLES = [
     (with_driver(gpus=(), problem="system not ready"), "system not ready", "administrator"),
     (NO_CUPY, "CuPy is not installed", INSTALL_13),
     ({**NO_CUPY, **with_driver((12, 4))}, "CuPy is not installed", INSTALL_12),
-    ({**NO_CUPY, **with_driver(gpus=(V100,))}, "CuPy is not installed", INSTALL_12),
     (
         with_driver((12, 4)),
         "cupy-cuda13x needs CUDA 13, but the driver runs 12.4 at most",
@@ -194,10 +183,8 @@ TROUBLES = [
         "2 CuPy packages are installed at once (cupy-cuda12x, cupy-cuda13x)",
         f"{REMOVE} cupy-cuda12x cupy-cuda13x && {INSTALL_13}",
     ),
-    (CUPY_11, "cupy-cuda11x is built for CUDA 11, too old", f"{REMOVE} cupy-cuda11x && {INSTALL_13}"),
     ({**with_driver((11, 4)), **CUDA12}, "runs CUDA 11.4 at most", "install a newer driver"),
     (without_library("NVRTC"), "NVRTC", "pip install nvidia-cuda-nvrtc"),
-    ({**without_library("NVRTC"), **CUDA12}, "NVRTC", "pip install nvidia-cuda-nvrtc-cu12"),
     (without_library("cuBLASLt"), "cuBLASLt", "pip install nvidia-cublas"),
     ({**without_library("cuBLASLt"), **CUDA12}, "cuBLASLt", "pip install nvidia-cublas-cu12"),
     (
@@ -235,16 +222,6 @@ def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit():
         assert missing_for_gpu(replace(GOOD, **change), dtype) == [], change
 
 
-def test_all_that_is_missing_is_reported_on_one_line():
-    nothing = Found(None, {}, {}, None)
-    with pytest.raises(UsageError) as refused:
-        require_gpu("cuda", found=nothing)
-    said = str(refused.value)
-    assert "\n" not in said
-    assert said.index("libcuda.so.1") < said.index("CuPy")
-    assert "NVRTC" not in said  # the same command brings it
-
-
 def test_what_would_help_is_reported_apart_from_what_is_needed():
     no_frontend = {"packages": {"cupy-cuda13x": "14.2.0"}}
     for change, several, remedies in (
@@ -263,17 +240,6 @@ def test_probing_loads_nothing_heavy():
     script = "import sys; from distgpt.gpu.probe import *; missing_for_gpu(probe()); print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not set(result.stdout.split()) & {"cupy", "numpy", "numba", "mpi4py"}
-
-
-# Libraries of our own in all the places
-
-
-def test_a_library_of_the_system_is_located_and_one_that_is_nowhere_is_not(monkeypatch):
-    assert located(["libc.so.6"]) == "libc.so.6"
-    assert located(["libdistgpt-has-none.so.1"]) is None
-    monkeypatch.setattr(cublaslt, "NAMES", ("libcublasLt.so.0",))
-    assert cublaslt.load() is None
-    assert library_path(("libcublasLt.so.0",)) is None
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -304,12 +270,9 @@ def test_libraries_come_from_wheels_then_the_toolkit_and_never_twice(tmp_path):
 
     wheel, toolkit, elsewhere = (str(tmp_path / folder / "libprobe.so.1") for folder in places.values())
     site, cuda = str(tmp_path / "site"), str(tmp_path / "cuda")
-    assert which() == ["None", "None"]
     assert which(CUDA_HOME=cuda, site=site) == ["0", wheel]
     assert which(CUDA_HOME=cuda) == ["1", toolkit]
-    assert which(CUDA_PATH=cuda) == ["1", toolkit]
     anywhere = str(Path(elsewhere).parent)
-    assert which(LD_LIBRARY_PATH=anywhere) == ["2", "None"]
     assert which(LD_LIBRARY_PATH=anywhere, CUDA_HOME=cuda, site=site) == ["0", wheel]
     loaded = f"ctypes.CDLL({elsewhere!r})"
     assert which(loaded, CUDA_HOME=cuda, site=site) == ["2", wheel]

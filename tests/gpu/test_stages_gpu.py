@@ -96,16 +96,6 @@ def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size
     ]
 
 
-def test_options_reach_the_device(node):
-    node(gpus=1)
-    device = open_stage("cuda", gpu=GpuConfig(deterministic=True, graphs=False)).device
-
-    def work():
-        return None
-
-    assert device.deterministic and device.record(work) is work
-
-
 def test_ranks_share_the_memory_of_a_gpu(node):
     node(gpus=2, local_rank=0, local_size=3)
     stage = open_stage("mpi-cuda")

@@ -15,9 +15,9 @@ BASE = ModelConfig(
 
 VARIANTS = {
     "gpt2": BASE,
-    **{f"{norm}": replace(BASE, norm=norm, bias=False) for norm in NORMS},
-    **{f"{mlp}": replace(BASE, mlp=mlp) for mlp in MLPS},
-    **{f"{positions}": replace(BASE, positions=positions) for positions in POSITIONS},
+    **{norm: replace(BASE, norm=norm, bias=False) for norm in NORMS},
+    **{mlp: replace(BASE, mlp=mlp) for mlp in MLPS if mlp != BASE.mlp},
+    **{kind: replace(BASE, positions=kind) for kind in POSITIONS if kind != BASE.positions},
     "tied": replace(BASE, tied=True),
     "no gain": replace(BASE, norm="rmsnorm", norm_gain=False, bias=False),
     "embed norm": replace(BASE, embed_norm=True),

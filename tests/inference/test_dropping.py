@@ -14,6 +14,7 @@ from distgpt.inference.lanes import Feed
 from distgpt.inference.request import Request
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.matmul.packing import COLUMNS
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.passes import Pass
 
@@ -112,7 +113,7 @@ def test_keys_are_rounded_once():
     def keys():
         """(layers, heads, T, head) of float32."""
         found = lanes._cache.keys[:, 0]
-        shape = *found.shape[:2], -1, 12, 32, 2
+        shape = *found.shape[:2], -1, 12, COLUMNS, 2
         pairs = (found.astype(np.uint32) << 16).view(np.float32).reshape(shape)
         return pairs.transpose(0, 1, 2, 4, 3, 5).reshape(*found.shape[:2], -1, 24)
 

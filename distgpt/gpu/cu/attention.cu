@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_rows(stored* to, const real* tile, long lo
     }
 }
 
-// ---- the two products
+// ---- the two matmuls
 
 // s[r][c] = (row r of `rows`) · (row c of `columns`)
 template <typename T>

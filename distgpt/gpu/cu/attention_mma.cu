@@ -125,7 +125,7 @@ __device__ __forceinline__ int row_of(int i) { return group() + i / 2 * 8; }
 __device__ __forceinline__ int ahead() { return pair() - group(); }
 __device__ constexpr int further(int n, int i) { return n * 8 + i % 2 - i / 2 * 8; }
 
-// Scores between rows and columns that do not see each other; `hidden` is asked of further().
+// Scores between rows and columns that do not see each other; `hidden` comes from further().
 template <int COUNT, typename Hidden>
 __device__ __forceinline__ void hide(Sums<COUNT>& s, Hidden hidden) {
 #pragma unroll
@@ -196,7 +196,7 @@ __device__ __forceinline__ void sum_rows(float* to, const stored* tile, int coun
     __syncthreads();
 }
 
-// ---- the two products
+// ---- the two matmuls
 
 // s ← a · tileᵀ, for 8 · COUNT rows of the tile
 template <int COUNT>
@@ -275,7 +275,7 @@ __device__ __forceinline__ void fetch_keys(stored (&tiles)[2][KEYS * STRIDE], co
     fetch<KEYS>(tiles[1], v, place.qkv_step, place.rows_from(start));
 }
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // older GPUs are never asked to
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // never started on older GPUs
 
 // ---- forward
 

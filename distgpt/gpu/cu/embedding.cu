@@ -32,7 +32,7 @@ __device__ void position_gradient(real* dwpe, const stored* dx, int n, int seq_l
     store_real<W>(dwpe + size_t(t) * c + j, sum);
 }
 
-// The rows by token, equal tokens by row: a radix sort of one byte a round, in three kernels each. A block
+// The rows by token, equal tokens by row: a radix sort of one byte a pass, in three kernels each. A block
 // has a tile of as many rows as a byte has values, and finds by comparing all with all how often each value is
 // there and how often before a row: integers, so that nothing depends on timing.
 constexpr int TILE = 256;

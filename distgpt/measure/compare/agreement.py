@@ -187,11 +187,12 @@ class Comparison:
         largest = farthest.largest or 0.0
         every = "Both" if len(self.measured) == 2 else f"All {len(self.measured)}"
         whole = farthest.judged == farthest.steps
+        steps = "any step" if whole else f"the first {farthest.judged} steps"
+        by = f"by more than {largest:.1e} ({farthest.stage}, step {farthest.step}; tolerance"
+        differs = f"{by} {farthest.tolerance:.0e})" if largest else "in a single bit"
         same = (
-            f"{every} stages compute the same: no loss of"
-            f" {'any step' if whole else f'the first {farthest.judged} steps'} differs from"
-            f" {farthest.reference}'s by more than {largest:.1e} ({farthest.stage}, step {farthest.step};"
-            f" tolerance {farthest.tolerance:.0e})."
+            f"{every} stages compute the same: no loss of {steps} differs from {farthest.reference}'s"
+            f" {differs}."
         )
         later = max((each.largest_later or 0.0 for each in self.differences), default=0.0)
         growth = ": in a long run rounding grows" if later > largest else ""
