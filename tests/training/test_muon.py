@@ -1,0 +1,175 @@
+"""Muon: what it updates and how, on any number of ranks, in whole runs that stop and resume."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import SMALL, in_one_job, losses, needs_mpi, train
+from steps import build_step
+from threadranks import on_all_ranks
+
+from distgpt.comm.serial import SerialComm
+from distgpt.config import ModelConfig, TrainConfig
+from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model.memory import ALIGNED, MATRIX
+from distgpt.model.model import Architecture, Model
+from distgpt.model.muon import Muon, borders, muon_scalars
+from distgpt.model.optim import learning_rate, step_scalars
+from distgpt.training.exchange.choose import optimizer_for
+
+MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32, mlp="swiglu", tied=False)
+CONFIG = TrainConfig(
+    batch_size=24,
+    seed=3,
+    recompute="mlp",
+    matmul="own",
+    optimizer="muon",
+    lr=0.02,
+    embedding_lr=0.1,
+    clip=0.5,
+)
+
+
+def trained(comm, kernels=None, **how):
+    """Weights, moments, and (loss, norm) of some steps."""
+    config = replace(CONFIG, **how)
+    model = Model(MODEL, kernels or CpuKernels("float32"))
+    model.train(comm.size)
+    model.initialise(1)
+    tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
+    batches = Batches(tokens, MODEL.seq_len, config.batch_size, config.seed)
+    optimizer = optimizer_for(model, config, comm)
+    work = build_step(optimizer, comm, config)
+    read = [work.launch(step, batches).read() for step in range(5)]
+    return model.weights, optimizer, np.array(read)
+
+
+def test_matrices_of_layers_are_muon_s_and_everything_else_is_adamw_s():
+    _, optimizer, _ = trained(SerialComm(), ReferenceKernels())
+    for spec in optimizer.model.layout.specs:
+        is_muons = spec.name.startswith("blocks.") and spec.name.endswith((".qkv.w", ".proj.w", ".fc.w"))
+        assert (spec.group == MATRIX) is is_muons, spec.name
+        second = (spec.matrices * max(_one(spec)),) if is_muons else spec.shape
+        assert (optimizer.m[spec.name].shape, optimizer.v[spec.name].shape) == (spec.shape, second), spec.name
+
+
+def _one(spec):
+    return spec.shape[0] // spec.matrices, spec.shape[1]
+
+
+def test_a_matrix_moves_by_the_learning_rate_in_every_direction():
+    """The singular values of the first update are about as large, whatever the gradient's are."""
+    k = ReferenceKernels()
+    model = Model(MODEL, k)
+    model.train()
+    model.initialise(1)
+    optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
+    rng = np.random.default_rng(0)
+    model.grads.flat[:] = rng.standard_normal(model.layout.size)
+    before = {name: array.copy() for name, array in model.weights.items()}
+    optimizer.step(0, 1.0)
+    for spec in model.layout.specs:
+        moved = before[spec.name] - model.weights[spec.name]
+        if spec.group != MATRIX:
+            assert 0 < abs(moved).max() < 0.11, spec.name
+            continue
+        rows, columns = _one(spec)
+        rate = CONFIG.lr * max(1, rows / columns) ** 0.5
+        for part in np.split(moved, spec.matrices):
+            length = np.linalg.norm(part) / rate / min(rows, columns) ** 0.5
+            assert 0.85 < length < 1.15, spec.name
+
+
+def test_decay_acts_where_it_has_the_direction_of_the_update_and_falls_with_the_rate():
+    config = replace(CONFIG, steps=100, warmup=10, schedule="wsd", decay_fraction=0.5, weight_decay=0.2)
+    early, late = (muon_scalars(config, step, 1.0, 1.0) for step in (20, 99))
+    assert early.weight_decay == 0.2 and late.weight_decay == pytest.approx(0.2 * 0.02)
+    assert 0.85 < early.momentum < late.momentum < config.momentum
+
+
+def test_wsd_is_constant_and_then_linear():
+    config = replace(CONFIG, steps=100, warmup=10, schedule="wsd", decay_fraction=0.4, min_lr=0.002)
+    rates = [learning_rate(config, step) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.002 * (step + 1) for step in range(10)])
+    assert rates[10:61] == pytest.approx([0.02] * 51) and rates[80] == pytest.approx(0.011)
+    assert rates[100] == pytest.approx(0.002)
+
+
+def test_groups_have_learning_rates_of_their_own():
+    config = replace(CONFIG, embedding_lr=0.3, head_lr=0.0, vector_lr=0.01, warmup=0, schedule="constant")
+    scale, clip, _, *groups = step_scalars(config, 0, 0.5, 0.25)
+    assert (scale, clip) == (0.5, 2 * config.clip)
+    rates = np.reshape(groups, (-1, 2))[:, 0] * (1 - config.beta1)
+    assert rates == pytest.approx([0.02, 0.3, 0.02, 0.01])
+    plain = step_scalars(replace(config, optimizer="adamw"), 0, 0.5, 0.25)
+    assert plain[4::2] == pytest.approx([1 - rate * config.weight_decay for rate in rates[:3]] + [1.0])
+
+
+def test_borders_cut_no_matrix():
+    layout = Architecture(MODEL).layout
+    matrices = [
+        (layout.offsets[spec.name], layout.offsets[spec.name] + spec.size)
+        for spec in layout.specs
+        if spec.group == MATRIX
+    ]
+    for parts in range(1, 40):
+        bounds = borders(layout, parts, lambda spec: spec.size)
+        assert len(bounds) == parts + 1 and bounds == sorted(bounds)
+        assert bounds[0] == 0 and bounds[-1] == layout.size
+        for bound in bounds:
+            assert bound % ALIGNED == 0 and not any(start < bound < stop for start, stop in matrices)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_work_and_compute_the_same(ranks):
+    weights, optimizer, read = trained(SerialComm())
+    for how in ({}, {"grad_sync": "chunked"}, {"grad_sync": "sharded"}, {"grad_sync": "overlapped"}):
+        found = on_all_ranks(ranks, lambda comm, how=how: trained(comm, **how))
+        for others, part, numbers in found:
+            np.testing.assert_allclose(others.flat, weights.flat, atol=2e-5, err_msg=str(how))
+            np.testing.assert_allclose(numbers, read, rtol=1e-4)
+            np.testing.assert_allclose(part.m.flat, optimizer.m.flat[part.own], atol=2e-6)
+            np.testing.assert_allclose(part.v.flat, optimizer.v.flat[part.v_own], atol=2e-6)
+        for others, *_ in found[1:]:
+            np.testing.assert_array_equal(others.flat, found[0][0].flat)
+
+
+def test_parts_of_the_batch_give_the_same_bits_on_any_number_of_ranks():
+    how = {"reproducible_parts": 4}
+    weights, *_ = trained(SerialComm(), **how, grad_accum=4)
+    for ranks in (2, 4):
+        found = on_all_ranks(ranks, lambda comm, ranks=ranks: trained(comm, **how, grad_accum=4 // ranks))
+        assert all(np.array_equal(others.flat, weights.flat) for others, *_ in found)
+
+
+RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--embedding-lr", "0.1", "--schedule", "constant"]
+RECIPE += ["--save-every", "5"]
+
+
+@needs_mpi
+def test_runs_stop_resume_and_move_between_ranks(tmp_path):
+    whole = train(tmp_path / "whole", "--steps", "10", *RECIPE)
+    words = ["train", *SMALL, *RECIPE, "--stage", "mpi", "--out"]
+    resumed = ["train", "--stage", "mpi", "--threads", "1", "--steps", "10", "--resume", "auto", "--out"]
+    ways = {
+        name: ["--grad-sync", name] if name != "local" else ["--outer-every", "5"]
+        for name in ("allreduce", "sharded", "local")
+    }
+    jobs = []
+    for name, how in ways.items():
+        jobs.append([*words, tmp_path / name, "--steps", "5", *how])
+        jobs.append([*resumed, tmp_path / name])
+        jobs.append([*words, tmp_path / f"{name}-whole", "--steps", "10", *how])
+    jobs.append([*words, tmp_path / "moved", "--steps", "5", "--grad-sync", "sharded"])
+    found = in_one_job(jobs, ranks=2)
+    assert all(ended == ("", {0}) for ended in found), found
+    for name in ways:
+        assert losses(tmp_path / name) == losses(tmp_path / f"{name}-whole"), name
+    moved = train(tmp_path / "moved", "--steps", "10", "--resume", "auto", *RECIPE)
+    for name in ("allreduce", "sharded"):
+        np.testing.assert_allclose(losses(tmp_path / name), losses(whole), rtol=1e-5)
+    np.testing.assert_allclose(losses(moved), losses(whole), rtol=1e-5)
+    one = train(tmp_path / "one", "--steps", "5", *RECIPE)
+    assert losses(train(one, "--steps", "10", "--resume", "auto", *RECIPE)) == losses(whole)
