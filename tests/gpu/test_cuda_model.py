@@ -26,6 +26,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss
 from distgpt.model.model import FLAG_COUNT, Model
+from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, fill, load_model, on_host, save_model
@@ -88,7 +89,7 @@ def training(kernels, config, t, count=8):
     model.initialise(3)
     text = np.random.default_rng(0).zipf(1.5, 400) % config.vocab_size
     batches = Batches(ArrayTokens(text.astype(np.int32)), config.seq_len, t.batch_size, t.seed, True)
-    optimizer = AdamW(model, t)
+    optimizer = OPTIMIZERS[t.optimizer](model, t)
     work = build_step(optimizer, SerialComm(), replace(t, recompute="mlp"))
     outcomes = [work.launch(step, batches).read() for step in range(count)]
     return model, optimizer, np.array(outcomes)
@@ -112,6 +113,16 @@ def test_recorded_steps_train_like_the_cpu(dtype, tolerance, accum, cuda_kernels
     if dtype != "bfloat16":
         weights = model.kernels.to_host(model.weights.flat)
         np.testing.assert_allclose(weights, twin.weights.flat, rtol=0, atol=20 * tolerance)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_muon_trains_like_the_cpu(dtype, tolerance, cuda_kernels):
+    config = replace(SMALL, qk_norm=True, mlp="relu2", init_weights="unit")
+    t = replace(TRAIN, optimizer="muon", lr=0.02, embedding_lr=0.1)
+    losses = (training(k, config, t)[2][:, 0] for k in (cuda_kernels(dtype), CpuKernels("float64", 1)))
+    got, expected = losses
+    assert expected[-1] < 0.9 * expected[0]
+    np.testing.assert_allclose(got, expected, rtol=tolerance)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="large, for a real GPU")

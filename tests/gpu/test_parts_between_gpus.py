@@ -99,12 +99,18 @@ def test_bfloat16_is_rounded_and_summed_as_on_the_processor():
                 assert found.tobytes() == known.tobytes(), (ranks, way)
 
 
-def test_parts_that_are_not_alike_are_refused():
+def test_parts_of_any_length_are_summed_and_gathered():
+    """Those of Muon, which has whole matrices; one of them is empty."""
+    bounds = [0, 32, 32, 40, 41]
+
     def act(comm, device):
         array = device.zeros((80,), np.dtype(np.float32))
-        with pytest.raises(ValueError, match="all but the last one must be alike"):
-            comm.nccl.reduce(array, [0, 32, 48])
-        with pytest.raises(ValueError, match="all but the last one must be alike"):
-            comm.all_gather(array, [0, 32, 48])
+        device.upload(array, np.full(80, comm.rank + 1.0, np.float32))
+        comm.nccl.reduce(array, bounds)
+        own = device.download(array)[bounds[comm.rank] : bounds[comm.rank + 1]].tolist()
+        comm.all_gather(array, bounds)
+        return own, device.download(array).tolist()
 
-    assert on_gpus(2, act) == [None, None]
+    for rank, (own, gathered) in enumerate(on_gpus(4, act)):
+        assert own == [10.0] * (bounds[rank + 1] - bounds[rank])
+        assert gathered == [10.0] * 41 + [rank + 1.0] * 39
