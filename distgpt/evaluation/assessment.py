@@ -78,14 +78,21 @@ class Validation:
         starts = range(0, end - 1, seq_len)
         self.spans = [Span(tokens.read(start, min(start + seq_len + 1, end))) for start in starts]
         self.count = end - 1
+        self._bytes: int | None = None
 
     def measure(self, scorer: Scorer, progress: Progress | None = None) -> HeldOutLoss:
         """Return the loss. Collective."""
         total = float(sums_with_progress(scorer, self.spans, progress).sum())
         return HeldOutLoss(total / self.count, self.count)
 
-    def bytes_predicted(self, tokenizer: Tokenizer) -> int:
-        """The length of the predicted text in UTF-8, without separators between documents."""
+    def bits_per_byte(self, loss: float, tokenizer: Tokenizer) -> float | None:
+        """Return a loss in a unit that other tokenizers share; None where the text has no bytes."""
+        if self._bytes is None:
+            self._bytes = self._bytes_predicted(tokenizer)
+        return loss / math.log(2) * self.count / self._bytes if self._bytes else None
+
+    def _bytes_predicted(self, tokenizer: Tokenizer) -> int:
+        """Return the length of the predicted text in UTF-8, without separators between documents."""
         ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
         first, all_of_it = (
             len(tokenizer.decode(some[some != tokenizer.separator]).encode()) for some in (ids[:1], ids)
@@ -177,27 +184,36 @@ class Assessment:
         comm: Comm,
         validation: Validation | None,
         hellaswag: HellaSwag | None,
+        tokenizer: Tokenizer,
         signals: PendingSignals,
         on_batch: Callable[[], None],
     ) -> None:
-        self.validation, self.hellaswag = validation, hellaswag
+        self.validation, self.hellaswag, self._tokenizer = validation, hellaswag, tokenizer
         self.scorer = Scorer(model, comm, signals, on_batch)
 
     def __bool__(self) -> bool:
         return self.validation is not None or self.hellaswag is not None
 
     def measure(self) -> dict[str, Any]:
-        """Return the fields of a line of metrics.jsonl. Collective."""
+        """Return the fields of a line of metrics.jsonl, which rank 0 has all of. Collective."""
         found: dict[str, Any] = {}
         if self.validation is not None:
             begun = time.perf_counter()
             held = self.validation.measure(self.scorer)
             seconds = time.perf_counter() - begun
             found |= {"val_loss": held.loss, "val_tokens": held.tokens, "val_s": seconds}
+            if (bits := self.bits_per_byte(held.loss)) is not None:
+                found["bits_per_byte"] = bits
         if self.hellaswag is not None:
             accuracy = self.hellaswag.measure(self.scorer)
             found |= {"hellaswag": accuracy.per_token, "hellaswag_examples": accuracy.examples}
         return found
+
+    def bits_per_byte(self, loss: float | None) -> float | None:
+        """Return a validation loss in bits per byte on rank 0, None on others."""
+        if self.validation is None or loss is None or self.scorer.comm.rank:
+            return None
+        return self.validation.bits_per_byte(loss, self._tokenizer)
 
 
 def evaluate(
@@ -235,9 +251,8 @@ def evaluate(
         tokens = corpus.splits["train" if corpus.is_text and not held_out else "val"]
         validation = Validation(tokens, model.config.seq_len, val_tokens)
         held = validation.measure(scorer, progress)
-        length = on_root(comm, lambda: validation.bytes_predicted(tokenizer))
         _refuse_nonfinite(held.loss)
-        bits = held.loss / math.log(2) * held.tokens / length if length else None
+        bits = on_root(comm, lambda: validation.bits_per_byte(held.loss, tokenizer))
         perplexity = held.perplexity if math.isfinite(held.perplexity) else None  # of a loss beyond 700
         found |= {"val": val, "val_tokens": held.tokens, "val_loss": held.loss}
         found |= {"perplexity": perplexity, "bits_per_byte": bits}

@@ -34,6 +34,7 @@ LEFT_FROM, RATE_FROM, BAR_FROM = 13, 32, 42
 TAGS = {
     "loss": "loss/train",
     "val_loss": "loss/validation",
+    "bits_per_byte": "loss/validation_bits_per_byte",
     "hellaswag": "accuracy/hellaswag",
     "lr": "learning_rate",
     "grad_norm": "gradient_norm",
@@ -291,7 +292,8 @@ def measured(metrics: dict[str, Any]) -> str:
     """Describe the results of an evaluation, in one line."""
     words = [f"after step {metrics['step']}:"]
     if "val_loss" in metrics:
-        words.append(f"validation loss {metrics['val_loss']:.4f} over {metrics['val_tokens']:,} tokens")
+        bits = f" ({metrics['bits_per_byte']:.4f} bits per byte)" if "bits_per_byte" in metrics else ""
+        words.append(f"validation loss {metrics['val_loss']:.4f}{bits} over {metrics['val_tokens']:,} tokens")
     if "hellaswag" in metrics:
         words.append(f"HellaSwag {metrics['hellaswag']:.1%} of {metrics['hellaswag_examples']:,}")
     return "  ".join(words)

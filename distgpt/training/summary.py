@@ -73,6 +73,7 @@ def _losses(run: Run) -> dict[str, Any]:
         "loss": _known(run.progress.loss),
         "val_loss": _known(run.progress.val_loss),
         "best_val_loss": _known(best),
+        "best_bits_per_byte": run.assessment.bits_per_byte(_known(best)),
         "best_step": run.progress.best_step,
     }
 

@@ -1,6 +1,7 @@
 """Losses of spans, validation and HellaSwag: against the plain model, and on any number of ranks."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -80,11 +81,13 @@ def test_the_predicted_text_is_as_long_as_it_is_written():
         tokenizer = build_tokenizer(kind, text)
         for window in (1, 2, 3, 7):
             validation = Validation(ArrayTokens(tokenizer.encode(text)), window)
-            assert validation.bytes_predicted(tokenizer) == len(text[1:].encode()), (kind, window)
+            size = validation.count / validation.bits_per_byte(math.log(2), tokenizer)
+            assert size == pytest.approx(len(text[1:].encode())), (kind, window)
     ids = np.array([60, 97, 98, 60, 99], np.uint16)
     tokenizer = build_tokenizer("byte", "")
     tokenizer.separator = 60  # which is no text
-    assert Validation(ArrayTokens(ids), 2).bytes_predicted(tokenizer) == 3
+    assert Validation(ArrayTokens(ids), 2).bits_per_byte(math.log(2), tokenizer) == pytest.approx(4 / 3)
+    assert Validation(ArrayTokens(ids[[0, 3]]), 2).bits_per_byte(1.0, tokenizer) is None
 
 
 # HellaSwag

@@ -51,7 +51,8 @@ def reported(folder, first, last, loss=2.0, sample=None):
         usual = {"lr": 0.5, "grad_norm": 0.25, "tokens": step, "tokens_per_s": 8.0, "step_s": 1.0}
         board.stepped({"step": step, "loss": loss, **usual})
         if step % 4 == 0:
-            board.evaluated({"step": step, "val_loss": loss + 1, "val_tokens": 9, "val_s": 0.1})
+            val = {"val_loss": loss + 1, "bits_per_byte": 1.5, "val_tokens": 9, "val_s": 0.1}
+            board.evaluated({"step": step, **val})
             board.evaluated({"step": step, "hellaswag": 0.25, "hellaswag_examples": 8})
     if sample:
         board.sampled(last, sample)
@@ -62,6 +63,7 @@ def test_every_measure_has_its_curve(tmp_path):
     reported(tmp_path, 1, 8)
     assert curve(tmp_path, "loss/train") == dict.fromkeys(range(1, 9), 2.0)
     assert curve(tmp_path, "loss/validation") == {4: 3.0, 8: 3.0}
+    assert curve(tmp_path, "loss/validation_bits_per_byte") == {4: 1.5, 8: 1.5}
     assert curve(tmp_path, "accuracy/hellaswag") == {4: 0.25, 8: 0.25}
     assert curve(tmp_path, "learning_rate")[1] == 0.5
     assert curve(tmp_path, "gradient_norm")[1] == 0.25

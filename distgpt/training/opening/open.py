@@ -88,7 +88,7 @@ def open_run(
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=_step(optimizer, comm, settings, shares, guards, say),
-        assessment=Assessment(model, comm, validation, hellaswag, guards.signals, on_batch),
+        assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, guards.signals, on_batch),
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
