@@ -109,6 +109,7 @@ class Family(ABC):
         never = {
             "norm without gain": not config.norm_gain,
             "norm after the embedding": config.embed_norm,
+            "norm of queries and keys (qk_norm)": config.qk_norm,
             "output layer without a norm in front": not config.final_norm,
         }
         return missing + [feature for feature, present in never.items() if present]

@@ -186,6 +186,8 @@ def test_what_neither_family_has_is_named(tmp_path):
         (modern | {"mlp": "relu"}, "Llama has no ReLU"),
         ({"norm_gain": False}, "GPT-2 has no norm without gain"),
         ({"embed_norm": True}, "GPT-2 has no norm after the embedding"),
+        ({"mlp": "relu2"}, "GPT-2 has no ReLU²"),
+        (modern | {"qk_norm": True}, "Llama has no norm of queries and keys"),
         ({"final_norm": False}, "GPT-2 has no output layer without a norm in front"),
     ):
         random_model(tmp_path / "ours.safetensors", {**SMALL, **shape})
