@@ -79,7 +79,8 @@ def look(run: Path) -> Seen:
         if (
             path.is_file()
             and not path.name.startswith(".")
-            and path.name != "metrics.jsonl"
+            # Lines are appended to the one. The other is locked as it is, and its text only names the process.
+            and path.name not in ("metrics.jsonl", "running.json")
             and (wrong := torn(path))
         ):
             seen.torn.append(f"{path.name} {wrong}")

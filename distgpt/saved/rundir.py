@@ -101,7 +101,8 @@ class RunDirectory:
             with suppress(OSError):
                 if _is_at(descriptor, path):
                     path.unlink()
-            os.close(descriptor)
+            with suppress(OSError):  # the lock is gone even where closing reports an error
+                os.close(descriptor)
 
     def refuse_second(self) -> str:
         """Raise a UsageError if another process holds the directory; return which one was killed here."""

@@ -49,6 +49,7 @@ ORDER = (
     "Head and cross-entropy",
     CROSS_ENTROPY,
     "AdamW and gradient norm",
+    "Muon",
     WAIT,
     TRANSFER,
     DATA,
@@ -142,6 +143,11 @@ OPERATIONS = {
     ),
     "linear_backward_act": Operation(
         "Matmul with activation backward", flops=lambda a: matmul_flops(len(a.dy), a.w.size)
+    ),
+    # In place, of q and k: two thirds of qkv.
+    "qk_norm": Operation("Norms forward", lambda a: 4 / 3 * moved(a.qkv) + moved(a.rstd)),
+    "qk_norm_backward": Operation(
+        "Norms backward", lambda a: 2 / 3 * (2 * moved(a.dqkv) + moved(a.qkv)) + moved(a.rstd)
     ),
     "rope": Operation("RoPE", lambda a: 2 * moved(a.qkv) * 2 / 3),  # q and k are read and written
     "attention": Operation("Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len)),
