@@ -79,7 +79,7 @@ def look(run: Path) -> Seen:
         if (
             path.is_file()
             and not path.name.startswith(".")
-            # Lines are appended to the one. The other is locked as it is, and its text only names the process.
+            # Lines are appended to the one; the other is the lock itself, and only names the process.
             and path.name not in ("metrics.jsonl", "running.json")
             and (wrong := torn(path))
         ):
