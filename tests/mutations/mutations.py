@@ -42,8 +42,8 @@ _FAULTS = {
         ("old weights answer", "known is None or not np.array_equal(known[0], checksums)", "known is None"),
     ],
     ("model/optim.py", _WIRED): [
-        ("weights never decay", "1 - lr * config.weight_decay", "1.0"),
-        ("decay at the peak rate", "1 - lr * config", "1 - config.lr * config"),
+        ("weights never decay", "1 - rate * config.weight_decay", "1.0"),
+        ("decay at the peak rate", "1 - rate * config", "1 - config.lr * config"),
         ("clip is ignored", "config.clip * (", "0.0 * ("),
         ("eps is ignored", "c.eps)", "1e-8)"),
         ("betas are exchanged", "c.beta1,", "c.beta2,"),
@@ -328,7 +328,7 @@ _FAULTS = {
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
     ],
     ("training/exchange/checkpointing.py", _LOCAL): [
-        ("the velocity is lost", "k.put(buffer.flat, host.flat)", "pass"),
+        ("the velocity is lost", "k.put(buffer.flat, flat)", "pass"),
         ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:"),
         ("weights within a round are a sum", "total /= comm.size", "pass"),
     ],
