@@ -32,7 +32,9 @@ class MuonSteps:
         square, fourth = (
             self._launcher.scratch(name, (side, side), self._storage) for name in ("square", "fourth")
         )
-        self._each("normalise", u.size, x, u, squares)
+        factor = self._launcher.scratch("shrinking", (1,), self._wide)
+        self._launcher.start("muon", "shrinking", 1, WARP, factor, squares)
+        self._each("normalise", u.size, x, u, factor)
         for a, b, c in POLAR:
             self._linears.product(square, x, x, transpose_a=stands, transpose_b=not stands)
             self._linears.product(fourth, square, square)

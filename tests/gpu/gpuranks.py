@@ -56,7 +56,7 @@ def work_of(comm, device, config, say=print):
     else:
         kernels = Bfloat16Kernels() if config.dtype == "bfloat16" else CpuKernels(config.dtype)
     model = Model(MODEL, kernels)
-    model.train(comm.size, own_shard(config, model.layout.size, comm))
+    model.train(comm.size, own_shard(config, model.layout, comm))
     model.initialise(1)
     optimizer = optimizer_for(model, config, comm)
     if optimizer.outer:

@@ -16,7 +16,7 @@ from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.fused.flat import dither
 from distgpt.kernels.low_precision import from_bfloat16
-from distgpt.model.memory import ALIGNED, Layout, Spec
+from distgpt.model.memory import ALIGNED, MATRIX, VECTOR, Layout, Spec
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.exchange import choose, overlapped
@@ -235,26 +235,31 @@ def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
 
 
 def test_shards_cover_everything_and_only_sharded_has_them():
-    for size, ranks in product((1, 4096, 50000), (1, 2, 5)):
-        owned = [own_shard(SHARDED, size, SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)]
+    for size, ranks in product((16, 4096, 50000), (1, 2, 5)):
+        layout = Layout([Spec("w", (size,))])
+        owned = [own_shard(SHARDED, layout, SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)]
         if ranks == 1:
             assert owned == [None]
             continue
-        assert owned == [slice(a, b) for a, b in pairwise(shards(size, ranks))]
+        assert owned == [slice(a, b) for a, b in pairwise(shards(SHARDED, layout, ranks))]
         assert owned[0].start == 0 and owned[-1].stop == size
         assert all(part.start % 4096 == 0 or part.start == size for part in owned)
-    assert own_shard(CONFIG, 50000, SimpleNamespace(rank=0, size=2)) is None
+    assert own_shard(CONFIG, layout, SimpleNamespace(rank=0, size=2)) is None
 
 
 def test_stretches_of_a_part_are_those_of_the_whole():
-    sizes = (("a", 10, True), ("b", 3, True), ("c", 5, False), ("d", 20, True))
-    layout = Layout(Spec(name, (size,), decay) for name, size, decay in sizes)
+    sizes = (("a", 10, MATRIX), ("b", 3, MATRIX), ("c", 5, VECTOR), ("d", 20, MATRIX))
+    layout = Layout(Spec(name, (size,), group) for name, size, group in sizes)
+
+    def decays(spec):
+        return spec.decay
+
     decayed = np.zeros(layout.size, int)
-    for start, stop, decay in layout.stretches():
+    for start, stop, decay in layout.stretches(decays):
         decayed[start:stop] = 1 + decay
     for start, stop in product(range(0, 38, 3), range(0, 39, 4)):
         found = np.zeros(max(0, stop - start), int)
-        for a, b, decay in layout.stretches(slice(start, stop)):
+        for a, b, decay in layout.stretches(decays, slice(start, stop)):
             found[a:b] = 1 + decay
         assert (found == decayed[start:stop]).all()
 
@@ -262,7 +267,7 @@ def test_stretches_of_a_part_are_those_of_the_whole():
 def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
     def gathered(comm, act):
         model = Model(MODEL, CpuKernels("float32"))
-        optimizer = AdamW(model, CONFIG, own_shard(SHARDED, model.layout.size, comm))
+        optimizer = AdamW(model, CONFIG, own_shard(SHARDED, model.layout, comm))
         places = np.arange(model.layout.size, dtype=np.float32)
         optimizer.m.flat[...], optimizer.v.flat[...] = places[optimizer.own], -places[optimizer.own]
         gathering, found = Shards(comm, optimizer), {}

@@ -83,11 +83,11 @@ def trained(comm, dtype, threads, config):
     model.train(comm.size)
     model.initialise(1)
     batches = Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, run.batch_size, run.seed)
-    optimizer = AdamW(model, run, own_shard(run, model.layout.size, comm))
+    optimizer = AdamW(model, run, own_shard(run, model.layout, comm))
     work = build_step(optimizer, comm, run)
     read = [work.launch(step, batches).read() for step in range(6)]
     if optimizer.is_part:  # weights in full precision stay with their owner
-        comm.all_gather(model.weights.flat, shards(model.layout.size, comm.size))
+        comm.all_gather(model.weights.flat, shards(run, model.layout, comm.size))
     return read, model.weights.flat.tobytes()
 
 

@@ -245,7 +245,7 @@ qk_norm_backward(stored* dqkv, const stored* qkv, const real* rstd, int count, i
     stored* dx = dqkv + at;
     real along = 0;
     for (int j = lane; j < size; j += WARP) along += to_real(x[j]) * to_real(dx[j]);
-    along = warp_sum(along) * real(1 / (QK_SCALE * QK_SCALE * size));
+    along = warp_sum(along) / (real(QK_SCALE * QK_SCALE) * size);
     const real factor = real(QK_SCALE) * rstd[unit];
     for (int j = lane; j < size; j += WARP) dx[j] = to_stored(factor * (to_real(dx[j]) - to_real(x[j]) * along));
 }

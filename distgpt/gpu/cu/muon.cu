@@ -28,10 +28,15 @@ extern "C" __global__ void muon_momentum(real* m, real* g, const real* step, int
     g[i] = fresh + c.momentum * moved;
 }
 
-// x ← u / (1.02 ‖u‖), squares[0] = ‖u‖²
-extern "C" __global__ void normalise(stored* x, const real* u, const double* squares, int n) {
+// factor[0] ← 1 / (1.02 ‖u‖), squares[0] = ‖u‖²
+extern "C" __global__ void __launch_bounds__(WARP) shrinking(real* factor, const double* squares) {
+    if (threadIdx.x == 0) factor[0] = real(1 / (1.02 * sqrt(squares[0]) + TINY));
+}
+
+// x ← factor · u
+extern "C" __global__ void normalise(stored* x, const real* u, const real* factor, int n) {
     const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < n) x[i] = to_stored(real(u[i] / (1.02 * sqrt(squares[0]) + TINY)));
+    if (i < n) x[i] = to_stored(u[i] * factor[0]);
 }
 
 // square (n, n) ← a + b · square + c · fourth
@@ -61,7 +66,7 @@ rows_squared(real* v, real* q, const real* u, const real* step, double beta, int
     sum = block_sum(sum);
     if (threadIdx.x || !(scale - scale == 0)) return;
     q[blockIdx.x] = sum / columns;
-    v[blockIdx.x] = real(beta) * v[blockIdx.x] + real(1 - beta) * q[blockIdx.x];
+    v[blockIdx.x] = real(beta) * v[blockIdx.x] + (1 - real(beta)) * q[blockIdx.x];
 }
 
 // The same of columns, a thread for each.
@@ -76,21 +81,21 @@ columns_squared(real* v, real* q, const real* u, const real* step, double beta, 
         sum += x * x;
     }
     q[j] = sum / rows;
-    v[j] = real(beta) * v[j] + real(1 - beta) * q[j];
+    v[j] = real(beta) * v[j] + (1 - real(beta)) * q[j];
 }
 
 // factor[0] ← by how much rows (or columns) divided by √v are too short, all together; in one block
 extern "C" __global__ void __launch_bounds__(1024)
 length_factor(real* factor, const real* v, const real* q, int count) {
-    double before = 0, after = 0;
+    real before = 0, after = 0;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        const double root = sqrt(double(v[i])) + TINY;
+        const real root = sqrt(v[i]) + real(TINY);
         before += q[i];
         after += q[i] / (root * root);
     }
     before = block_sum(before);
     after = block_sum(after);
-    if (threadIdx.x == 0) factor[0] = real(sqrt(before / (after + TINY)));
+    if (threadIdx.x == 0) factor[0] = sqrt(before / (after + real(TINY)));
 }
 
 // p ← p - rate · (u + decay · p where u · p ≥ 0), with u scaled; low ← p, rounded

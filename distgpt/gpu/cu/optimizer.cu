@@ -76,8 +76,8 @@ constexpr int COMMON = sizeof(Common) / sizeof(real);
 extern "C" __global__ void __launch_bounds__(WARP)
 adamw_common(real* common, const double* norm, const double* scalars, int groups, double beta1, double beta2,
              double eps) {
+    if (int(threadIdx.x) < 2 * groups) common[COMMON + threadIdx.x] = real(scalars[3 + threadIdx.x]);
     if (threadIdx.x) return;
-    for (int i = 0; i < 2 * groups; i++) common[COMMON + i] = real(scalars[3 + i]);
     const double length = scalars[0] * sqrt(norm[0]), clip = scalars[1];
     double scale = clip > 0 && length > clip ? scalars[0] * (clip / length) : scalars[0];
     if (!(length - length == 0)) scale = length - length;  // not finite
