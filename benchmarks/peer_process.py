@@ -23,6 +23,7 @@ PEERS = Path(__file__).resolve().parent / "peers"
 # bfloat16 after each update. chunked_head: less memory for a large vocabulary. onednn: linear layers by an
 # operator that PyTorch does not offer.
 SWITCHES = ("keep_freed", "compile", "autotune", "autocast", "chunked_head", "onednn")
+LACKING = ("init_residual", "init_weights", "qk_norm")  # settings of a model that the peer does not have
 EAGER, BEST = "eager", "best"
 
 
@@ -49,10 +50,10 @@ def refuse_without_torch(option: str, python: str) -> None:
 
 
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
-    """Return the architecture as the peer's Shape, which lacks one of our settings."""
-    values = asdict(shape)
-    values.pop("init_residual")
-    return values
+    """Return the architecture as the peer's Shape, which lacks some of our settings."""
+    if shape.qk_norm or shape.mlp == "relu2":
+        raise UsageError("the model in PyTorch has neither qk_norm nor relu2")
+    return {name: value for name, value in asdict(shape).items() if name not in LACKING}
 
 
 def switches(mode: str) -> dict[str, bool]:
