@@ -43,6 +43,8 @@ class Muon(AdamW):
         first, last = model.layout.offsets[matrices[0]], model.layout.end_of(matrices)
         self._bounds = [first, *borders(model.layout, ranks, _work)[1:-1], last]
         self._share = slice(self._bounds[rank], self._bounds[rank + 1])
+        stretches = model.layout.stretches(_is_matrix, self.own)
+        self._momenta = [slice(start, stop) for start, stop, is_matrix in stretches if is_matrix]
         self._muon_scalars = model.kernels.scalars(len(MuonScalars._fields))
         self._prepare = model.kernels.record(self._launch_updates)
 
@@ -70,9 +72,8 @@ class Muon(AdamW):
     def _launch_updates(self) -> None:
         """Compute all momenta, and the updates of this rank's share of the matrices."""
         k, grads = self.model.kernels, self.model.grads.flat[self.own]
-        for start, stop, is_matrix in self.model.layout.stretches(_is_matrix, self.own):
-            if is_matrix:
-                k.muon_momentum(self.m.flat[start:stop], grads[start:stop], self.norm, self._muon_scalars)
+        for here in self._momenta:
+            k.muon_momentum(self.m.flat[here], grads[here], self.norm, self._muon_scalars)
         shared = (
             matrix
             for name, matrices in self._matrices.items()

@@ -16,7 +16,7 @@ from distgpt.model.model import Model
 class AdamW:
     """Owns the two moments of every parameter.
 
-    With `own`, those of this part alone: other ranks have the rest, and `update` changes only this part.
+    With `own`, those of this part alone: other ranks have the rest, and `apply` changes only this part.
     """
 
     def __init__(

@@ -230,3 +230,10 @@ __device__ __forceinline__ void hand_over_columns(real* partial, const Elements<
     name##_packed parameters { name<PACK> arguments; }                       \
     extern "C" __global__ void __launch_bounds__(threads)                    \
     name##_single parameters { name<1> arguments; }
+
+// What gradients are multiplied with: scalars begin with grad_scale and clip. NaN where the norm is not finite.
+__device__ __forceinline__ double clipped_scale(const double* norm, const double* scalars) {
+    const double length = scalars[0] * sqrt(norm[0]), clip = scalars[1];
+    if (!(length - length == 0)) return length - length;
+    return clip > 0 && length > clip ? scalars[0] * (clip / length) : scalars[0];
+}

@@ -12,9 +12,7 @@ struct Step {
 extern "C" __global__ void __launch_bounds__(WARP)
 muon_scalars(real* step, const double* norm, const double* scalars) {
     if (threadIdx.x) return;
-    const double length = scalars[0] * sqrt(norm[0]), clip = scalars[1];
-    double scale = clip > 0 && length > clip ? scalars[0] * (clip / length) : scalars[0];
-    if (!(length - length == 0)) scale = length - length;  // not finite
+    const double scale = clipped_scale(norm, scalars);
     *reinterpret_cast<Step*>(step) = {real(scale), real(scalars[2]), real(scalars[3]), real(scalars[4])};
 }
 

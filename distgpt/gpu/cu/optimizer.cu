@@ -78,9 +78,7 @@ adamw_common(real* common, const double* norm, const double* scalars, int groups
              double eps) {
     if (int(threadIdx.x) < 2 * groups) common[COMMON + threadIdx.x] = real(scalars[3 + threadIdx.x]);
     if (threadIdx.x) return;
-    const double length = scalars[0] * sqrt(norm[0]), clip = scalars[1];
-    double scale = clip > 0 && length > clip ? scalars[0] * (clip / length) : scalars[0];
-    if (!(length - length == 0)) scale = length - length;  // not finite
+    const double scale = clipped_scale(norm, scalars);
     *reinterpret_cast<Common*>(common) = {real(scale),     real(scalars[2]), real(beta1), real(beta2),
                                           real(1 - beta1), real(1 - beta2),  real(eps)};
 }
