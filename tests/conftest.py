@@ -36,8 +36,8 @@ needs_mpi = pytest.mark.skipif(
 )
 
 # A model that trains in about a millisecond a step, with everything that matters in it.
-_MODEL = "--n-layer 2 --n-head 2 --n-embd 16 --seq-len 16 --data story --tokenizer word --threads 1"
-_MODEL += " --norm layernorm --mlp gelu --positions learned --bias"
+_MODEL = "--preset tiny-adamw --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16 --data story"
+_MODEL += " --tokenizer word --threads 1 --norm layernorm --mlp gelu --positions learned --bias"
 SMALL = f"{_MODEL} --batch-size 8 --lr 1e-2 --warmup 2".split()
 
 

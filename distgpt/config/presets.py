@@ -181,7 +181,6 @@ _FAST: dict[str, Any] = {
     "embedding_lr": 0.3,
     "head_lr": 0.008,
     "vector_lr": 0.01,
-    "min_lr": 0.0015,
     "schedule": "wsd",
     "warmup": 40,
     "weight_decay": 0.28,
@@ -200,9 +199,10 @@ _STUDY = {
 
 # Published models and workloads, as differences from the defaults.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Learns a short text in a minute: with the modern layers in half the steps. A shorter warm-up makes
-    # gradients of 17 to 75 on other texts.
-    "tiny": {
+    # Learns a short text in half a minute, by the recipe that learns fastest. Small models take a higher rate.
+    "tiny": {**_FAST, "lr": 0.05},
+    # The same size by AdamW. A shorter warm-up makes gradients of 17 to 75 on other texts.
+    "tiny-adamw": {
         "positions": "rope",
         "norm": "rmsnorm",
         "mlp": "swiglu",

@@ -329,9 +329,10 @@ def test_every_option_reaches_the_run(tmp_path):
         '{"ctx": "lit the", "endings": ["lamp", "keep", "old", "was"], "label": 0}'
     )
     line = [word for name, value in CHOSEN.items() for word in words(name, SETTINGS[name], value)]
+    line = ["--preset", "tiny-adamw", *line]
     result = inside("train", *line, "--threads", "1", "--out", "run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    run, tiny = RunDirectory(tmp_path / "run").saved(), preset("tiny")
+    run, tiny = RunDirectory(tmp_path / "run").saved(), preset("tiny-adamw")
     for name, value in CHOSEN.items():
         half, default = (run.model, tiny.model) if hasattr(run.model, name) else (run.train, tiny.train)
         assert getattr(half, name) == value != getattr(default, name), name
@@ -348,7 +349,7 @@ def test_every_option_reaches_the_run(tmp_path):
 def test_a_warm_up_that_nobody_chose_fits_a_short_run(tmp_path):
     def warmup(toml="", **flags):
         (tmp_path / "c.toml").write_text(toml)
-        return resolve("tiny", tmp_path / "c.toml", flags, None)[1].train.warmup
+        return resolve("tiny-adamw", tmp_path / "c.toml", flags, None)[1].train.warmup
 
     assert (warmup(), warmup(steps=600), warmup(steps=40), warmup(steps=1)) == (120, 120, 8, 0)
     assert warmup(steps=40, warmup=30) == warmup("warmup = 30", steps=40) == 30

@@ -17,7 +17,7 @@ from distgpt.measure.compare.stages import Runner
 
 pytestmark = needs_mpi
 
-_MODEL = "--preset tiny --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16"
+_MODEL = "--preset tiny-adamw --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16"
 MODEL = f"{_MODEL} --batch-size 8 --threads 1".split()
 SHORT = [*MODEL, "--steps", "12", "--stages", "serial,mpi"]
 

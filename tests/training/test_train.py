@@ -84,8 +84,8 @@ def test_without_out_every_run_gets_a_directory_and_resume_finds_the_last(tmp_pa
     for steps, *resume in (("2",), ("3",), ("4", "--resume", "auto")):
         result = inside("train", *SMALL, "--steps", steps, *resume, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-    assert names(tmp_path / "runs") == ["tiny", "tiny-2"]
-    assert list(metrics(tmp_path / "runs" / "tiny-2")) == [1, 2, 3, 4]
+    assert names(tmp_path / "runs") == ["tiny-adamw", "tiny-adamw-2"]
+    assert list(metrics(tmp_path / "runs" / "tiny-adamw-2")) == [1, 2, 3, 4]
 
 
 # Resuming
