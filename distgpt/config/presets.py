@@ -199,7 +199,7 @@ _STUDY = {
 
 # Published models and workloads, as differences from the defaults.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Learns a short text in half a minute, by the recipe that learns fastest. Small models take a higher rate.
+    # Learns a short text within a minute. A model as small as this takes a higher rate than `fast`.
     "tiny": {**_FAST, "lr": 0.05},
     # The same size by AdamW. A shorter warm-up makes gradients of 17 to 75 on other texts.
     "tiny-adamw": {
