@@ -57,11 +57,11 @@ def variants(
     """The macros of each way to compile a source for a storage type."""
     storage = compiling.storage_define(type)
     if source == "attention":
-        yield from ((storage, *attention_shape(head, WIDE[type].itemsize).defines) for head in heads)
+        yield from ((storage, *attention_shape(head, WIDE[type].itemsize, 1).defines) for head in heads)
     elif source == "attention_mma":  # for bfloat16 alone
-        yield from ((storage, *mma_defines(head)) for head in heads if type == "bfloat16")
+        yield from ((storage, *mma_defines(head, 1)) for head in heads if type == "bfloat16")
     elif source == "attention_cached":
-        yield from ((storage, f"HEAD={head}") for head in heads)
+        yield from ((storage, f"HEAD={head}", "GROUP=1") for head in heads)
     elif source == "norm":
         yield from ((storage, *norm_shape(width, WIDE[type].itemsize)[2]) for width in channels)
     else:

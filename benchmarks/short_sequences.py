@@ -121,7 +121,7 @@ def memory_of(config: ModelConfig) -> Memory:
     width, many = config.n_embd, BLOCK * longest(config)
     return Memory(
         s=rows(many, width),
-        qkv=aligned((many, 3 * width), "float32"),
+        qkv=aligned((many, config.qkv_width), "float32"),
         att=aligned((many, width), "float32"),
         a=rows(STRIP, width),
         pre=rows(STRIP, config.hidden),
@@ -155,11 +155,12 @@ def _block(kind, weights, tokens, starts, seq_len, m):
         for top in range(0, rows, STRIP):
             n, s = min(STRIP, rows - top), m.s[top:]
             _norms(n, kind, weights.norms[2 * i], s, m.a)
-            _linear(n, width, 3 * width, m.a, weights.qkv, i, m.qkv[top:], BIAS)
+            _linear(n, width, kind.qkv, m.a, weights.qkv, i, m.qkv[top:], BIAS)
         if weights.cos.shape[1]:
             for row in range(rows):
                 position = row % seq_len
-                rotate(m.qkv[row], weights.cos[position], weights.sin[position], kind.heads, np.float32(1))
+                heads = kind.heads + kind.kv_heads
+                rotate(m.qkv[row], weights.cos[position], weights.sin[position], heads, np.float32(1))
         for first in range(0, len(starts), LANES):
             attend_short(first * seq_len, m.att, None, m.qkv, seq_len, kind.heads, m.own)
         for top in range(0, rows, STRIP):

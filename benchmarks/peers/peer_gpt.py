@@ -17,6 +17,7 @@ class Shape:
 
     n_layer: int
     n_head: int
+    n_kv_head: int
     n_embd: int
     seq_len: int
     vocab_size: int
@@ -28,6 +29,7 @@ class Shape:
     mlp: str
     mlp_width: int
     positions: str
+    rope_base: float
     bias: bool
     tied: bool
     vocab_multiple: int
@@ -53,16 +55,17 @@ def make_norm(shape: Shape) -> nn.Module:
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.n_head = shape.n_head
-        self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
+        kv, self.size = shape.n_kv_head or shape.n_head, shape.n_embd // shape.n_head
+        self.heads = [shape.n_head, kv, kv]
+        self.grouped = {"enable_gqa": True} if kv < shape.n_head else {}
+        self.qkv = nn.Linear(shape.n_embd, sum(self.heads) * self.size, bias=shape.bias)
         self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = heads.unbind(0)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.size)).transpose(1, 2).split(self.heads, 1)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **self.grouped)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -74,7 +77,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
     half = shape.n_embd // shape.n_head // 2
-    angles = torch.outer(torch.arange(shape.seq_len), 10000.0 ** (-torch.arange(half) / half))
+    angles = torch.outer(torch.arange(shape.seq_len), shape.rope_base ** (-torch.arange(half) / half))
     return angles.cos(), angles.sin()
 
 

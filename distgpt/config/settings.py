@@ -44,6 +44,9 @@ class ModelConfig:
     seq_len: int = setting(128, "Tokens per sequence: the context length.", low=1, most=1 << 20)
     n_layer: int = setting(4, "Transformer layers.", low=1, most=1000)
     n_head: int = setting(4, "Attention heads per layer.", low=1)
+    n_kv_head: int = setting(
+        0, "Heads of keys and values, each for n_head / n_kv_head heads of queries. 0: n_head.", low=0
+    )
     n_embd: int = setting(128, "Width of the embedding and of every layer.", low=1, most=1 << 17)
     norm: str = setting("layernorm", "Kind of normalization.", choices=NORMS)
     norm_gain: bool = setting(True, "Scale normalized values by trained weights.")
@@ -56,6 +59,7 @@ class ModelConfig:
         0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
     positions: str = setting("learned", "How the model learns where a token stands.", choices=POSITIONS)
+    rope_base: float = setting(10_000.0, "Base of RoPE's angles: larger for longer contexts.", low=1)
     qk_norm: bool = setting(False, "Normalize queries and keys, head by head.", flag="--qk-norm/--no-qk-norm")
     bias: bool = setting(True, "Give linear layers and layer norms biases.", flag="--bias/--no-bias")
     tied: bool = setting(True, "Share the embedding's weights with the output layer.", flag="--tied/--untied")
@@ -74,6 +78,8 @@ class ModelConfig:
         check(self)
         if self.n_embd % self.n_head:
             raise UsageError(f"n_embd {self.n_embd} cannot be divided among n_head {self.n_head} heads")
+        if self.n_kv_head and self.n_head % self.n_kv_head:
+            raise UsageError(f"n_head {self.n_head} is no multiple of n_kv_head {self.n_kv_head}")
         if self.positions == "rope" and self.head_size % 2:
             raise UsageError(
                 f"positions is rope, which rotates pairs: n_embd / n_head = {self.head_size} is odd"
@@ -82,6 +88,15 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def qkv_width(self) -> int:
+        """Return the width of queries, keys and values side by side."""
+        return (self.n_head + 2 * self.kv_heads) * self.head_size
 
     @property
     def padded_vocab(self) -> int:

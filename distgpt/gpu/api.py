@@ -59,7 +59,7 @@ class Matmul:
 
 
 class Attention(Protocol):
-    """A library's causal attention on packed qkv (B·T, 3·H·head), as `Kernels.attention` has it."""
+    """A library's causal attention on packed qkv, as `Kernels.attention` has it."""
 
     def forward(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int, n_head: int) -> None:
         """Compute y, and lse: B·H·T elements of float32, (B, H, T)."""
@@ -75,4 +75,4 @@ class Attention(Protocol):
         n_head: int,
         sums: bool = False,
     ) -> Wide2d | None:
-        """Compute dqkv. With `sums`, return its sums over parts of the rows (parts, 3C), if cheap."""
+        """Compute dqkv. With `sums`, return its sums over parts of the rows, if cheap."""

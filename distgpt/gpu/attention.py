@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,9 +35,9 @@ class Plan:
     shared: int
 
 
-def mma_defines(head: int) -> tuple[str, ...]:
+def mma_defines(head: int, group: int) -> tuple[str, ...]:
     """The macros to compile attention_mma.cu with."""
-    return f"HEAD={head}", f"ROWS={ROWS}"
+    return f"HEAD={head}", f"GROUP={group}", f"ROWS={ROWS}"
 
 
 class OwnAttention:
@@ -48,7 +48,7 @@ class OwnAttention:
         self._tensor_cores = launcher.device.capability >= TENSOR_CORES
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        plan = self._plan(y, seq_len, n_head, backward=False)
+        plan = self._plan(y, qkv, seq_len, n_head, backward=False)
         self._start(plan, "attention_forward", y, lse, qkv, seq_len, n_head)
 
     def backward(
@@ -62,7 +62,7 @@ class OwnAttention:
         n_head: int,
         sums: bool = False,
     ) -> Array | None:
-        plan, sizes = self._plan(y, seq_len, n_head, backward=True), (seq_len, n_head)
+        plan, sizes = self._plan(y, qkv, seq_len, n_head, backward=True), (seq_len, n_head)
         parts = None
         if sums:
             shape = (math.prod(plan.grid) // n_head, dqkv.shape[1])
@@ -75,19 +75,22 @@ class OwnAttention:
             -(-len(y) * n_head * DELTA_LANES // DELTA_BLOCK),
             DELTA_BLOCK,
             *(delta, dy, y, len(y) * n_head, *sizes),
-            defines=_shape(y, n_head).defines,
+            defines=_shape(y, qkv, n_head).defines,
         )
-        for kernel in ("attention_backward_queries", "attention_backward_keys"):
-            self._start(plan, kernel, dqkv, parts, dy, lse, delta, qkv, *sizes)
+        args, blocks, group = (dqkv, parts, dy, lse, delta, qkv, *sizes), plan.grid[0], _group(y, qkv)
+        self._start(plan, "attention_backward_queries", *args)
+        of_keys = replace(plan, grid=(blocks // group, *plan.grid[1:]))
+        self._start(of_keys, "attention_backward_keys", *args)
         return parts
 
-    def _plan(self, y: Array, seq_len: int, n_head: int, backward: bool) -> Plan:
+    def _plan(self, y: Array, qkv: Array, seq_len: int, n_head: int, backward: bool) -> Plan:
         heads, head = len(y) // seq_len * n_head, y.shape[1] // n_head
         is_bfloat16 = TYPE_OF[np.dtype(y.dtype)] == "bfloat16"
         if self._tensor_cores and is_bfloat16 and head % SIDE == 0 and head <= LARGEST_HEAD:
             blocks = heads * -(-seq_len // ROWS)
-            return Plan("attention_mma", mma_defines(head), (blocks,), ROWS // SIDE * WARP, 0)
-        shape = _shape(y, n_head)
+            defines = mma_defines(head, _group(y, qkv))
+            return Plan("attention_mma", defines, (blocks,), ROWS // SIDE * WARP, 0)
+        shape = _shape(y, qkv, n_head)
         tile, shared = shape.backward if backward else shape.forward
         grid = heads, -(-seq_len // tile.rows)
         return Plan("attention", shape.defines, grid, max(WARP, tile.height * tile.lanes), shared)
@@ -98,8 +101,9 @@ class OwnAttention:
         )
 
     def cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
-        _, n_seq, n_head, t_max, head = cache.shape
-        grid, defines = (n_seq * n_head, len(qkv) // n_seq), (f"HEAD={head}",)
+        _, n_seq, _, t_max, head = cache.shape
+        n_head, group = y.shape[1] // head, _group(y, qkv)
+        grid, defines = (n_seq * n_head, len(qkv) // n_seq), (f"HEAD={head}", f"GROUP={group}")
         n_parts = cached_parts(grid[0] * grid[1], t_max, self._launcher.device.multiprocessors)
         parts = None
         if n_parts > 1:
@@ -120,9 +124,15 @@ class OwnAttention:
             )
 
 
-def _shape(y: Array, n_head: int) -> AttentionShape:
+def _shape(y: Array, qkv: Array, n_head: int) -> AttentionShape:
     wide = WIDE[TYPE_OF[np.dtype(y.dtype)]]
-    return attention_shape(y.shape[1] // n_head, wide.itemsize)
+    return attention_shape(y.shape[1] // n_head, wide.itemsize, _group(y, qkv))
+
+
+def _group(y: Array, qkv: Array) -> int:
+    """Return how many heads of q share a head of k and v."""
+    width = int(y.shape[1])
+    return 2 * width // (int(qkv.shape[1]) - width)
 
 
 # -- how attention.cu cuts its work into tiles: macros, grids and shared memory
@@ -168,12 +178,13 @@ class AttentionShape:
     defines: tuple[str, ...]
 
 
-def attention_shape(head: int, real_bytes: int) -> AttentionShape:
+def attention_shape(head: int, real_bytes: int, group: int) -> AttentionShape:
     """The first tiles that fit, for heads of 1 to 256 elements, computed in 4 or 8 bytes each."""
     forward = _first_that_fits(head, real_bytes, backward=False)
     backward = _first_that_fits(head, real_bytes, backward=True)
     macros = (*_macros("FORWARD", *forward), *_macros("BACKWARD", *backward))
-    return AttentionShape(forward, backward, (f"HEAD={head}", f"DELTA_LANES={DELTA_LANES}", *macros))
+    sizes = f"HEAD={head}", f"GROUP={group}", f"DELTA_LANES={DELTA_LANES}"
+    return AttentionShape(forward, backward, (*sizes, *macros))
 
 
 def cached_parts(rows_and_heads: int, t_max: int, multiprocessors: int) -> int:

@@ -43,11 +43,12 @@ class CudnnRefusal(DistgptError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """B sequences of T tokens with H heads of size D, packed as (B·T, 3·H·D) and (B·T, H·D)."""
+    """B sequences of T tokens with H heads of size D, packed as (B·T, (H + 2K)·D) and (B·T, H·D)."""
 
     n_seq: int
     seq_len: int
     n_head: int
+    n_kv_head: int
     head: int
 
     @property
@@ -55,8 +56,24 @@ class Shape:
         return [self.n_seq, self.n_head, self.seq_len, self.head]
 
     @property
+    def parts(self) -> list[list[int]]:
+        """Return the sizes of q, k and v."""
+        kv = [self.n_seq, self.n_kv_head, self.seq_len, self.head]
+        return [self.sizes, kv, kv]
+
+    @property
+    def starts(self) -> list[int]:
+        """Return the columns at which q, k and v begin."""
+        return [0, self.channels, self.channels + self.n_kv_head * self.head]
+
+    @property
     def channels(self) -> int:
         return self.n_head * self.head
+
+    @property
+    def packed(self) -> int:
+        """Return the columns of q, k and v together."""
+        return (self.n_head + 2 * self.n_kv_head) * self.head
 
     @property
     def stats(self) -> dict[str, list[int]]:
@@ -143,9 +160,9 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
         name="attention_backward",
         **_causal(shape),
     )
-    for gradient, uid in zip(gradients, (DQ, DK, DV), strict=True):
-        gradient.set_output(True).set_uid(uid).set_dim(shape.sizes)
-        gradient.set_stride(shape.strides(3 * shape.channels))
+    for gradient, uid, sizes in zip(gradients, (DQ, DK, DV), shape.parts, strict=True):
+        gradient.set_output(True).set_uid(uid).set_dim(sizes)
+        gradient.set_stride(shape.strides(shape.packed))
     return graph
 
 
@@ -162,7 +179,7 @@ class CudnnAttention:
         self._plans: dict[tuple[Shape, bool], _Plan] = {}
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        shape = _shape(qkv, seq_len, n_head)
+        shape = _shape(y, qkv, seq_len, n_head)
         tensors = {Y: address(y), STATS: address(lse), **self._parts((Q, K, V), qkv, shape)}
         self._execute(shape, False, tensors)
 
@@ -178,15 +195,14 @@ class CudnnAttention:
         sums: bool = False,
     ) -> None:
         """Compute dqkv; cuDNN has no sums."""
-        shape = _shape(qkv, seq_len, n_head)
+        shape = _shape(y, qkv, seq_len, n_head)
         tensors = {Y: address(y), STATS: address(lse), DY: address(dy)}
         tensors |= self._parts((Q, K, V), qkv, shape) | self._parts((DQ, DK, DV), dqkv, shape)
         self._execute(shape, True, tensors)
 
     def _parts(self, uids: tuple[int, int, int], packed: Array, shape: Shape) -> dict[int, int]:
         """Return the addresses of the three parts of a packed array, side by side in its first row."""
-        start, part_bytes = address(packed), 2 * shape.channels
-        return {uid: start + i * part_bytes for i, uid in enumerate(uids)}
+        return {uid: address(packed) + 2 * start for uid, start in zip(uids, shape.starts, strict=True)}
 
     def _execute(self, shape: Shape, backward: bool, tensors: dict[int, int]) -> None:
         plan = self._plan(shape, backward)
@@ -249,11 +265,11 @@ def _graph(name: str, handle: Any) -> Any:
 
 
 def _packed(graph: Any, shape: Shape) -> list[Any]:
-    """Make q, k and v, which differ only in their address."""
-    strides, stored = shape.strides(3 * shape.channels), frontend().data_type.BFLOAT16
+    """Make q, k and v."""
+    strides, stored = shape.strides(shape.packed), frontend().data_type.BFLOAT16
     return [
-        graph.tensor(dim=shape.sizes, stride=strides, data_type=stored, name=name, uid=uid)
-        for name, uid in (("q", Q), ("k", K), ("v", V))
+        graph.tensor(dim=sizes, stride=strides, data_type=stored, name=name, uid=uid)
+        for name, uid, sizes in zip("qkv", (Q, K, V), shape.parts, strict=True)
     ]
 
 
@@ -266,9 +282,10 @@ def _causal(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _shape(qkv: Array, seq_len: int, n_head: int) -> Shape:
-    rows, width = qkv.shape
-    return Shape(rows // seq_len, seq_len, n_head, width // (3 * n_head))
+def _shape(y: Array, qkv: Array, seq_len: int, n_head: int) -> Shape:
+    rows, width = y.shape
+    head = width // n_head
+    return Shape(rows // seq_len, seq_len, n_head, (qkv.shape[1] - width) // (2 * head), head)
 
 
 # -- the check against our own kernels

@@ -241,20 +241,18 @@ class CudaKernels:
     # -- attention
 
     def rope(
-        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
+        self, qkv: Array, angles: Angles, heads: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        n, half = len(qkv), angles.cos.shape[1]
-        args = (qkv, *angles, start, n, seq_len, n_head, half, int(inverse))
-        self._launcher.each("elementwise", "rope", half, n * 2 * n_head * half, *args)
+        (n, row), half = qkv.shape, angles.cos.shape[1]
+        args = (qkv, *angles, start, n, seq_len, heads, row, half, int(inverse))
+        self._launcher.each("elementwise", "rope", half, n * heads * half, *args)
 
-    def qk_norm(self, qkv: Array, rstd: Array, eps: float) -> None:
-        size = 2 * qkv.shape[1] // (3 * rstd.shape[1])
-        args = (qkv, rstd, float(eps), rstd.size, rstd.shape[1], size)
+    def qk_norm(self, qkv: Array, rstd: Array, head: int, eps: float) -> None:
+        args = (qkv, rstd, float(eps), rstd.size, rstd.shape[1], head, qkv.shape[1])
         self._launcher.start("elementwise", "qk_norm", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
 
-    def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array) -> None:
-        size = 2 * qkv.shape[1] // (3 * rstd.shape[1])
-        args = (dqkv, qkv, rstd, rstd.size, rstd.shape[1], size)
+    def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array, head: int) -> None:
+        args = (dqkv, qkv, rstd, rstd.size, rstd.shape[1], head, qkv.shape[1])
         self._launcher.start("elementwise", "qk_norm_backward", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:

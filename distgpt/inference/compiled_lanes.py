@@ -102,7 +102,7 @@ def _rows(config: ModelConfig, count: int, dtype: str) -> decode.Rows:
     width, hidden = config.n_embd, config.hidden
     return decode.Rows(
         s=factor_rows(count, width, "float32"),
-        qkv=factor_rows(count, 3 * width, "float32"),
+        qkv=factor_rows(count, config.qkv_width, "float32"),
         att=factor_rows(count, width, "float32"),
         pre=factor_rows(count, hidden, "float32"),
         gates=factor_rows(count, hidden, "float32"),

@@ -137,7 +137,7 @@ def drop_first(cache: Array, turn: Angles | None, count: int, kept: int) -> None
 
 def _shape(config: ModelConfig) -> tuple[int, ...]:
     """Return the shape of a lane's keys and values."""
-    return config.n_layer, 2, 1, config.n_head, config.seq_len, config.head_size
+    return config.n_layer, 2, 1, config.kv_heads, config.seq_len, config.head_size
 
 
 def lane_bytes(model: Model) -> int:

@@ -337,20 +337,24 @@ class Kernels(Protocol):
         `sums_bias_gradients`; elsewhere it is None.
         """
 
-    # -- attention, causal: qkv (N, 3C) holds q, k, v side by side, each H heads wide
+    # -- attention, causal: qkv (N, (H + 2K)·head) holds q, k, v side by side, of H, K and K heads. K divides
+    # H: each head of k and v meets H / K heads of q, the first the first ones, and so on.
 
     def rope(
-        self, qkv: Floats2d, angles: Angles, n_head: int, seq_len: int, start: Ints1d | None, inverse: bool
+        self, qkv: Floats2d, angles: Angles, heads: int, seq_len: int, start: Ints1d | None, inverse: bool
     ) -> None:
-        """Rotate q and k of row n by the angles of position start + n mod T, in place.
+        """Rotate q and k of row n, H + K `heads`, by the angles of position start + n mod T, in place.
 
         Element i of a head is paired with element i + head/2. `inverse`, the gradient, rotates back.
         """
 
-    def qk_norm(self, qkv: Floats2d, rstd: Wide2d, eps: float) -> None:
-        """Each head of q and k, x ← QK_SCALE · rstd · x, in place; rstd ← 1 / √(mean(x²) + eps), (N, 2H)"""
+    def qk_norm(self, qkv: Floats2d, rstd: Wide2d, head: int, eps: float) -> None:
+        """Each head of q and k, x ← QK_SCALE · rstd · x, in place; rstd ← 1 / √(mean(x²) + eps), (N, H + K).
 
-    def qk_norm_backward(self, dqkv: Floats2d, qkv: Floats2d, rstd: Wide2d) -> None:
+        `head`: elements of a head.
+        """
+
+    def qk_norm_backward(self, dqkv: Floats2d, qkv: Floats2d, rstd: Wide2d, head: int) -> None:
         """dx ← QK_SCALE · rstd · (dx - x̂ · mean(dx · x̂)) in each head of q and k; qkv has QK_SCALE · x̂."""
 
     def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
@@ -371,13 +375,14 @@ class Kernels(Protocol):
     ) -> None:
         """dqkv ← the gradient with respect to qkv; db ← Σ dqkv, where the backend `sums_bias_gradients`.
 
-        dv = pᵀ dy; ds = p · (dy vᵀ - rowsum(dy · y)) / √head; dq = ds k; dk = dsᵀ q
+        dv = Σ pᵀ dy; ds = p · (dy vᵀ - rowsum(dy · y)) / √head; dq = ds k; dk = Σ dsᵀ q.
+        Σ is over the heads of q that meet a head of k and v.
         """
 
     def attention_cached(self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d) -> None:
         """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
 
-        cache (2, B, H, T_max, head); qkv (B·new, 3C); y (B·new, C).
+        cache (2, B, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, C).
         """
 
     # -- head and loss

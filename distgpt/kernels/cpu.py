@@ -147,16 +147,16 @@ class CpuKernels(OnHost):
     # -- attention
 
     def rope(
-        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
+        self, qkv: Array, angles: Angles, heads: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
         cos, sin = (table[positions(seq_len, start)] for table in angles)
-        self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, n_head, inverse)
+        self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, heads, inverse)
 
-    def qk_norm(self, qkv: Array, rstd: Array, eps: float) -> None:
-        self._pool.ranges(len(qkv), ROWS, attention.qk_norm, qkv, rstd, eps)
+    def qk_norm(self, qkv: Array, rstd: Array, head: int, eps: float) -> None:
+        self._pool.ranges(len(qkv), ROWS, attention.qk_norm, qkv, rstd, head, eps)
 
-    def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array) -> None:
-        self._pool.ranges(len(qkv), ROWS, attention.qk_norm_backward, dqkv, qkv, rstd)
+    def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array, head: int) -> None:
+        self._pool.ranges(len(qkv), ROWS, attention.qk_norm_backward, dqkv, qkv, rstd, head)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         n_head, n_seq = lse.shape[1], len(y) // seq_len
@@ -182,8 +182,8 @@ class CpuKernels(OnHost):
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
     ) -> None:
         assert db is None
-        n_head = lse.shape[1]
-        size = y.shape[1] // n_head
+        size = y.shape[1] // lse.shape[1]
+        kv_heads = (qkv.shape[1] - y.shape[1]) // (2 * size)
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(
@@ -191,11 +191,11 @@ class CpuKernels(OnHost):
             )
             attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch)
 
-        self._pool.ranges(len(y) // seq_len * n_head, 1, some)
+        self._pool.ranges(len(y) // seq_len * kv_heads, 1, some)
 
     def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
         first = int(start[0])
-        _, n_seq, n_head, length, size = cache.shape
+        _, n_seq, kv_heads, length, size = cache.shape
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(
@@ -204,7 +204,7 @@ class CpuKernels(OnHost):
             attention.attention_cached(i, j, y, cache, qkv, first, scratch)
 
         read = 2 * (first + len(y) // n_seq) * size
-        self._pool.ranges(n_seq * n_head, max(1, WORTHWHILE // read), some)
+        self._pool.ranges(n_seq * kv_heads, max(1, WORTHWHILE // read), some)
 
     # -- head and loss
 

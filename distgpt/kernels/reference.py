@@ -229,29 +229,31 @@ class ReferenceKernels(OnHost):
     # -- attention
 
     def rope(
-        self, qkv: Floats2d, angles: Angles, n_head: int, seq_len: int, start: Ints1d | None, inverse: bool
+        self, qkv: Floats2d, angles: Angles, heads: int, seq_len: int, start: Ints1d | None, inverse: bool
     ) -> None:
-        pairs = qkv.reshape(-1, seq_len, 3 * n_head, 2, angles.cos.shape[1])[:, :, : 2 * n_head]
+        half = angles.cos.shape[1]
+        pairs = qkv.reshape(-1, seq_len, qkv.shape[1] // (2 * half), 2, half)[:, :, :heads]
         c, s = (table[_positions(seq_len, start)][:, None] for table in angles)
         s = -s if inverse else s
         left, right = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
         pairs[..., 0, :] = left * c - right * s
         pairs[..., 1, :] = left * s + right * c
 
-    def qk_norm(self, qkv: Floats2d, rstd: Wide2d, eps: float) -> None:
-        x = _queries_and_keys(qkv, rstd)
+    def qk_norm(self, qkv: Floats2d, rstd: Wide2d, head: int, eps: float) -> None:
+        x = _queries_and_keys(qkv, rstd, head)
         rstd[...] = 1 / np.sqrt((x**2).mean(2) + eps)
         x *= QK_SCALE * rstd[..., None]
 
-    def qk_norm_backward(self, dqkv: Floats2d, qkv: Floats2d, rstd: Wide2d) -> None:
-        dx, xhat = _queries_and_keys(dqkv, rstd), _queries_and_keys(qkv, rstd) / QK_SCALE
+    def qk_norm_backward(self, dqkv: Floats2d, qkv: Floats2d, rstd: Wide2d, head: int) -> None:
+        dx, xhat = _queries_and_keys(dqkv, rstd, head), _queries_and_keys(qkv, rstd, head) / QK_SCALE
         dx[...] = QK_SCALE * rstd[..., None] * (dx - xhat * (dx * xhat).mean(2, keepdims=True))
 
     def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
-        q, k, v = _heads(qkv, seq_len, lse.shape[1])
-        scores = self._causal_scores(q, k, 0)
+        out = _heads_of(y, seq_len, lse.shape[1])
+        q, k, v = _heads(qkv, out)
+        scores = self._causal_scores(q, _for_each(q, k), 0)
         log_sum = self._log_sum_exp(scores)
-        _heads_of(y, seq_len, lse.shape[1])[...] = np.exp(scores - log_sum) @ v
+        out[...] = np.exp(scores - log_sum) @ _for_each(q, v)
         lse.reshape(-1, seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
 
     def attention_backward(
@@ -265,29 +267,29 @@ class ReferenceKernels(OnHost):
         db: Bias = None,
     ) -> None:
         n_head = lse.shape[1]
-        q, k, v = _heads(qkv, seq_len, n_head)
-        dq, dk, dv = _heads(dqkv, seq_len, n_head)
         out, dout = _heads_of(y, seq_len, n_head), _heads_of(dy, seq_len, n_head)
+        (q, k, v), (dq, dk, dv) = _heads(qkv, out), _heads(dqkv, out)
+        k, v = _for_each(q, k), _for_each(q, v)
         log_sum = lse.reshape(-1, seq_len, n_head).swapaxes(1, 2)[..., None]
         p = np.exp(self._causal_scores(q, k, 0) - log_sum)
         dp = dout @ v.swapaxes(2, 3)
         ds = p * (dp - (dout * out).sum(3, keepdims=True)) / math.sqrt(q.shape[3])
         dq[...] = ds @ k
-        dk[...] = ds.swapaxes(2, 3) @ q
-        dv[...] = p.swapaxes(2, 3) @ dout
+        dk[...] = _summed(ds.swapaxes(2, 3) @ q, dk)
+        dv[...] = _summed(p.swapaxes(2, 3) @ dout, dv)
         if db is not None:
             _put(db.db, dqkv.sum(0), db.accumulate)
 
     def attention_cached(self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d) -> None:
-        _, n_seq, n_head, _, _ = cache.shape
+        _, n_seq, _, _, size = cache.shape
         new, first = qkv.shape[0] // n_seq, int(start[0])
-        q, k, v = _heads(qkv, new, n_head)
+        out = _heads_of(y, new, y.shape[1] // size)
+        q, k, v = _heads(qkv, out)
         cache[0, :, :, first : first + new] = k
         cache[1, :, :, first : first + new] = v
         keys, values = cache[:, :, :, : first + new]
-        scores = self._causal_scores(q, keys, first)
-        p = np.exp(scores - self._log_sum_exp(scores))
-        _heads_of(y, new, n_head)[...] = p @ values
+        scores = self._causal_scores(q, _for_each(q, keys), first)
+        out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
 
     def _causal_scores(self, q: Array, k: Array, start: int) -> Array:
         scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
@@ -435,11 +437,9 @@ def _put(out: Array, value: Array, accumulate: bool) -> None:
         out[...] = value
 
 
-def _queries_and_keys(qkv: Array, rstd: Array) -> Array:
-    """View (N, 3C) as (N, 2H, head): without v."""
-    heads = rstd.shape[1]
-    size = 2 * qkv.shape[1] // (3 * heads)
-    return qkv.reshape(len(qkv), -1, size)[:, :heads]
+def _queries_and_keys(qkv: Array, rstd: Array, head: int) -> Array:
+    """View (N, (H + 2K)·head) as (N, H + K, head): without v."""
+    return qkv.reshape(len(qkv), -1, head)[:, : rstd.shape[1]]
 
 
 def _heads_of(x: Array, seq_len: int, n_head: int) -> Array:
@@ -447,8 +447,19 @@ def _heads_of(x: Array, seq_len: int, n_head: int) -> Array:
     return x.reshape(-1, seq_len, n_head, x.shape[1] // n_head).swapaxes(1, 2)
 
 
-def _heads(qkv: Array, seq_len: int, n_head: int) -> tuple[Array, Array, Array]:
-    """View (N, 3C) as q, k, v, each (B, H, T, head)."""
-    together = qkv.reshape(-1, seq_len, 3, n_head, qkv.shape[1] // (3 * n_head))
-    q, k, v = (together[:, :, i].swapaxes(1, 2) for i in range(3))
-    return q, k, v
+def _heads(qkv: Array, out: Array) -> list[Array]:
+    """View (N, (H + 2K)·head) as q (B, H, T, head), which is `out`'s shape, and k, v (B, K, T, head)."""
+    _, n_head, seq_len, size = out.shape
+    together = qkv.reshape(-1, seq_len, qkv.shape[1] // size, size).swapaxes(1, 2)
+    return np.split(together, [n_head, (n_head + together.shape[1]) // 2], axis=1)
+
+
+def _for_each(q: Array, x: Array) -> Array:
+    """Repeat the heads of x, k or v, for each head of q that meets them."""
+    return np.repeat(x, q.shape[1] // x.shape[1], axis=1)
+
+
+def _summed(x: Array, dx: Array) -> Array:
+    """Sum over the heads of q that meet a head of k or v; dx has the shape of these."""
+    n_seq, heads, seq_len, size = dx.shape
+    return x.reshape(n_seq, heads, -1, seq_len, size).sum(2)

@@ -55,14 +55,20 @@ class Linear(Part):
     """y = x wᵀ + b"""
 
     def __init__(
-        self, name: str, inputs: int, outputs: int, bias: bool, group: str = MATRIX, matrices: int = 1
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        group: str = MATRIX,
+        heights: tuple[int, ...] = (),
     ) -> None:
         super().__init__(name)
-        self.shape, self.bias, self.group, self.matrices = (outputs, inputs), bias, group, matrices
+        self.shape, self.bias, self.group, self.heights = (outputs, inputs), bias, group, heights
         self.sums_along = False  # True if the operation that computes dy also sums the gradient of the bias
 
     def specs(self) -> list[Spec]:
-        weight = Spec(f"{self.name}.w", self.shape, self.group, self.matrices)
+        weight = Spec(f"{self.name}.w", self.shape, self.group, self.heights)
         return [weight, Spec(f"{self.name}.b", self.shape[:1])] if self.bias else [weight]
 
     def forward(self, y: Floats2d, x: Floats2d, onto: Floats2d | None = None) -> None:
@@ -154,11 +160,12 @@ class NoPositions(LearnedPositions):
 class Rope(NoPositions):
     """Rotary positions: q and k rotate by angles that grow with the position, so attention sees distances."""
 
-    base, rotates = 10_000.0, True
+    rotates = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.n_head, self.half = config.n_head, config.head_size // 2
+        self.heads, self.half = config.n_head + config.kv_heads, config.head_size // 2
+        self.base = config.rope_base
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.k = kernels
@@ -169,7 +176,7 @@ class Rope(NoPositions):
         kernels.put(self.angles.sin, np.sin(angles))
 
     def rotate(self, qkv: Floats2d, seq_len: int, start: Ints1d | None, inverse: bool) -> None:
-        self.k.rope(qkv, self.angles, self.n_head, seq_len, start, inverse)
+        self.k.rope(qkv, self.angles, self.heads, seq_len, start, inverse)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -183,7 +190,7 @@ class LayerActivations:
 
     s1: Floats2d  # (N, C), the input: the residual stream
     h1: Floats2d  # norm1(s1)
-    qkv: Floats2d  # (N, 3C)
+    qkv: Floats2d  # (N, (H + 2K)·head)
     att: Floats2d  # attention's output
     s2: Floats2d  # s1 + projected att
     h2: Floats2d  # norm2(s2)
@@ -192,7 +199,7 @@ class LayerActivations:
     stats1: Stats
     stats2: Stats
     lse: Wide2d  # (N, H)
-    qk_rstd: Wide2d | None = None  # (N, 2H), of normalised queries and keys
+    qk_rstd: Wide2d | None = None  # (N, H + K), of normalised queries and keys
 
 
 @dataclass(slots=True)
@@ -228,13 +235,14 @@ class Block:
     def __init__(self, config: ModelConfig, index: int, positions: LearnedPositions) -> None:
         name, width, bias = f"blocks.{index}", config.n_embd, config.bias
         self.act, self.positions = config.mlp, positions
-        self.qk_norm, self.eps = config.qk_norm, config.norm_eps
+        self.qk_norm, self.head, self.eps = config.qk_norm, config.head_size, config.norm_eps
         self.norm1 = NORMS[config.norm](f"{name}.norm1", config)
-        self.qkv = Linear(f"{name}.attn.qkv", width, 3 * width, bias, matrices=3)
+        kv = config.kv_heads * config.head_size
+        self.qkv = Linear(f"{name}.attn.qkv", width, width + 2 * kv, bias, heights=(width, kv, kv))
         self.out = Linear(f"{name}.attn.proj", width, width, bias)
         self.norm2 = NORMS[config.norm](f"{name}.norm2", config)
-        sides = SIDES[config.mlp]
-        self.fc = Linear(f"{name}.mlp.fc", width, sides * config.hidden, bias, matrices=sides)
+        sides = (config.hidden,) * SIDES[config.mlp]
+        self.fc = Linear(f"{name}.mlp.fc", width, sum(sides), bias, heights=sides)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
         # In the order in which the backward pass finishes their gradients.
         self.parts: list[Part] = [self.proj, self.fc, self.norm2, self.out, self.qkv, self.norm1]
@@ -243,14 +251,16 @@ class Block:
     def activations(config: ModelConfig) -> dict[str, int]:
         """Return the widths of LayerActivations that are of `dtype`."""
         c, pre = config.n_embd, SIDES[config.mlp] * config.hidden
-        return {"s1": c, "h1": c, "qkv": 3 * c, "att": c, "s2": c, "h2": c, "pre": pre, "act": config.hidden}
+        streams = dict.fromkeys(("s1", "h1", "att", "s2", "h2"), c)
+        return {**streams, "qkv": config.qkv_width, "pre": pre, "act": config.hidden}
 
     @staticmethod
     def statistics(config: ModelConfig, kernels: Kernels, n: int) -> dict[str, Stats | Wide2d]:
         """Make the memory of LayerActivations that is of the wide type, for n rows."""
         stats = NORMS[config.norm].stats
         lse = kernels.wide_zeros(n, config.n_head)
-        rstd = {"qk_rstd": kernels.wide_zeros(n, 2 * config.n_head)} if config.qk_norm else {}
+        heads = config.n_head + config.kv_heads
+        rstd = {"qk_rstd": kernels.wide_zeros(n, heads)} if config.qk_norm else {}
         return {"stats1": stats(kernels, n), "stats2": stats(kernels, n), "lse": lse, **rstd}
 
     @staticmethod
@@ -258,7 +268,7 @@ class Block:
         """Return the widths of Scratch that are of `dtype`."""
         widths = dict.fromkeys(("dh1", "dh2", "din", "dmid", "dout"), config.n_embd)
         pre = SIDES[config.mlp] * config.hidden
-        return widths | {"dact": config.hidden, "dpre": pre, "dqkv": 3 * config.n_embd}
+        return widths | {"dact": config.hidden, "dpre": pre, "dqkv": config.qkv_width}
 
     def bind(self, kernels: Kernels) -> None:
         self.k = kernels
@@ -279,7 +289,7 @@ class Block:
         """Rotate and normalise queries and keys. The order does not matter: a rotation keeps the length."""
         self.positions.rotate(acts.qkv, seq_len, start, inverse=False)
         if self.qk_norm:
-            self.k.qk_norm(acts.qkv, acts.qk_rstd, self.eps)
+            self.k.qk_norm(acts.qkv, acts.qk_rstd, self.head, self.eps)
 
     def before_attention(self, acts: LayerActivations, x: Floats2d, r: Floats2d | None) -> None:
         """Compute up to qkv. x + r is this layer's input; r is None where x is that already."""
@@ -324,7 +334,7 @@ class Block:
         db = self.qkv.bias_along(accumulate)
         self.k.attention_backward(tmp.dqkv, tmp.dh1, acts.att, acts.lse, acts.qkv, seq_len, db)
         if self.qk_norm:
-            self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd)
+            self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.head)
         self.positions.rotate(tmp.dqkv, seq_len, None, inverse=True)
         self.qkv.backward(tmp.dh1, tmp.dqkv)
         self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)

@@ -25,12 +25,12 @@ MATRIX, EMBEDDING, HEAD, VECTOR = GROUPS = ("matrix", "embedding", "head", "vect
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One named tensor, of one of GROUPS. A tensor of matrices one below the other has several `matrices`."""
+    """One named tensor, of one of GROUPS. `heights`: the rows of its matrices, where it holds several."""
 
     name: str
     shape: tuple[int, ...]
     group: str = VECTOR
-    matrices: int = 1
+    heights: tuple[int, ...] = ()
 
     @property
     def decay(self) -> bool:
@@ -40,6 +40,12 @@ class Spec:
     @property
     def size(self) -> int:
         return prod(self.shape)
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Return the shapes of the matrices, one below the other."""
+        rows, columns = self.shape
+        return [(height, columns) for height in self.heights or (rows,)]
 
 
 def is_quantised(spec: Spec) -> bool:

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class Muon(AdamW):
     @staticmethod
     def second_moments(layout: Layout) -> Layout:
         return Layout(
-            Spec(spec.name, (spec.matrices * max(_shape(spec)),), MATRIX) if _is_matrix(spec) else spec
+            Spec(spec.name, (sum(map(max, spec.matrices)),), MATRIX) if _is_matrix(spec) else spec
             for spec in layout.specs
         )
 
@@ -97,18 +98,18 @@ class Muon(AdamW):
         for spec in filter(_is_matrix, model.layout.specs):
             if not own.start <= offsets[spec.name] < own.stop:
                 continue
-            shape, second = _shape(spec), self.v.layout.offsets[spec.name] - self.v_own.start
-            for i in range(spec.matrices):
-                start = offsets[spec.name] - own.start + i * shape[0] * shape[1]
-                here = slice(start, start + shape[0] * shape[1])
-                v = self.v.flat[second + i * max(shape) : second + (i + 1) * max(shape)]
+            start = offsets[spec.name] - own.start
+            second = self.v.layout.offsets[spec.name] - self.v_own.start
+            for shape in spec.matrices:
+                here = slice(start, start + prod(shape))
                 matrix = MuonMatrix(
                     p[here].reshape(shape),
                     None if low is None else low[here].reshape(shape),
-                    v,
+                    self.v.flat[second : second + max(shape)],
                     u[here].reshape(shape),
                 )
                 found.setdefault(spec.name, []).append(matrix)
+                start, second = here.stop, second + max(shape)
         return found
 
 
@@ -151,11 +152,6 @@ def _is_matrix(spec: Spec) -> bool:
     return spec.group == MATRIX
 
 
-def _shape(spec: Spec) -> tuple[int, int]:
-    """Return the shape of each of a tensor's matrices."""
-    return spec.shape[0] // spec.matrices, spec.shape[1]
-
-
 def _work(spec: Spec) -> float:
     """Return how much there is to compute to orthogonalise a tensor's matrices."""
-    return spec.size * min(_shape(spec)) if _is_matrix(spec) else 0.0
+    return sum(prod(shape) * min(shape) for shape in spec.matrices) if _is_matrix(spec) else 0.0

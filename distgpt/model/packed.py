@@ -73,7 +73,7 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
             parts: tuple[Array, ...] = tuple(each.w[i] for each in layers)
             found[f"blocks.{i}.{name}.w"] = Packed(parts, (rows,) * len(parts), k)
 
-    layer("attn.qkv", 3 * c, c, packed.qkv)
+    layer("attn.qkv", config.qkv_width, c, packed.qkv)
     layer("attn.proj", c, c, packed.out)
     layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.mlp == "swiglu" else []))
     layer("mlp.proj", c, hidden, packed.proj)

@@ -110,7 +110,7 @@ class Pass:
     def hidden(self, tokens: Ints1d, caches: Array | None = None, start: Ints1d | None = None) -> Floats2d:
         """Compute the last hidden states (N, C) of tokens (N,): everything before the output layer.
 
-        With `caches` (layers, 2, B, H, T_max, head) the tokens follow `start` others whose k and v are there.
+        With `caches` (layers, 2, B, K, T_max, head) the tokens follow `start` others whose k and v are there.
         """
         self.k.each(lambda i: self._forward_slab(i, tokens, caches, start), len(self.slabs))
         return self.ends.all.hidden
@@ -340,18 +340,18 @@ def trace(model: Model, tokens: Array, n_seq: int, seq_len: int) -> Trace:
         return np.array(k.to_host(array)).reshape(n_seq, seq_len, *inner)
 
     read = [layer.all.s1 for layer in work.layers]
-    heads = (3, config.n_head, config.head_size)
     return Trace(
         tuple(host(x, config.n_embd) for x in (*read, last)),
-        tuple(_attention(host(layer.all.qkv, *heads)) for layer in work.layers),
+        tuple(_attention(host(layer.all.qkv, -1, config.head_size), config.n_head) for layer in work.layers),
         host(scores, config.padded_vocab)[..., : config.vocab_size],
     )
 
 
-def _attention(qkv: NDArray[Any]) -> NDArray[Any]:
-    """softmax(q kᵀ / √head, causal) (B, H, T, T) of qkv (B, T, 3, H, head), positions included."""
-    wide = qkv.astype(np.promote_types(qkv.dtype, np.float32))
-    q, k = (np.moveaxis(wide[:, :, i], 1, 2) for i in (0, 1))
+def _attention(qkv: NDArray[Any], n_head: int) -> NDArray[Any]:
+    """softmax(q kᵀ / √head, causal) (B, H, T, T) of qkv (B, T, H + 2K, head), positions included."""
+    wide = np.moveaxis(qkv.astype(np.promote_types(qkv.dtype, np.float32)), 1, 2)
+    q, k, _ = np.split(wide, [n_head, (n_head + wide.shape[1]) // 2], axis=1)
+    k = np.repeat(k, n_head // k.shape[1], axis=1)
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=wide.dtype)
     scores[..., np.triu(np.ones(scores.shape[-2:], bool), 1)] = -np.inf
     p = np.exp(scores - scores.max(-1, keepdims=True))

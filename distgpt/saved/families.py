@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from distgpt.checked import checked
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError, UsageError
-from distgpt.model.layers import Rope
 
 HEAD = "lm_head.weight"  # the same name in every family, without a prefix
 # Values of our settings, as people call them.
@@ -89,6 +88,7 @@ class Family(ABC):
     buffers: re.Pattern[str]  # stored by some versions, though not parameters
     keys: Mapping[str, tuple[str, float]]  # our setting → their name for it, and their default
     parts: Mapping[str, tuple[Any, ...]]  # our setting → the values that this family knows
+    groups_queries = False  # where several heads of q share one of k and v
 
     @abstractmethod
     def config_from(self, settings: Settings) -> ModelConfig:
@@ -110,6 +110,7 @@ class Family(ABC):
             "norm without gain": not config.norm_gain,
             "norm after the embedding": config.embed_norm,
             "norm of queries and keys (qk_norm)": config.qk_norm,
+            "queries in groups (n_kv_head)": config.kv_heads < config.n_head and not self.groups_queries,
             "output layer without a norm in front": not config.final_norm,
         }
         return missing + [feature for feature, present in never.items() if present]
@@ -214,6 +215,7 @@ class Llama(Family):
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     prefix = "model."
+    groups_queries = True
     buffers = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     keys: Mapping[str, tuple[str, float]] = {
         "vocab_size": ("vocab_size", 32000),
@@ -222,6 +224,8 @@ class Llama(Family):
         "mlp_width": ("intermediate_size", 11008),
         "n_layer": ("num_hidden_layers", 32),
         "n_head": ("num_attention_heads", 32),
+        "n_kv_head": ("num_key_value_heads", 0),
+        "rope_base": ("rope_theta", 10_000.0),
         "norm_eps": ("rms_norm_eps", 1e-6),
     }
     parts: Mapping[str, tuple[Any, ...]] = {
@@ -234,22 +238,23 @@ class Llama(Family):
     def config_from(self, settings: Settings) -> ModelConfig:
         values = self.values_from(settings)
         heads, hidden = values["n_head"], values.pop("mlp_width")
+        if values["n_kv_head"] == heads:
+            values["n_kv_head"] = 0
         head_size = values["n_embd"] // max(heads, 1)
-        same_heads = f"distgpt has as many heads for k and v as for q, {heads}"
-        settings.demand("num_key_value_heads", heads, same_heads)
         settings.demand("head_dim", head_size, "distgpt divides the width among the heads")
         settings.demand("attention_bias", False, "distgpt's biases are everywhere or nowhere")
         settings.demand("mlp_bias", False, "distgpt's biases are everywhere or nowhere")
         settings.choice("hidden_act", "silu", {"silu": "swiglu"}, "distgpt's SwiGLU has silu")
-        self._refuse_other_angles(settings)
+        values["rope_base"] = self._base_of_angles(settings, values["rope_base"])
         values |= {setting: known for setting, (known,) in self.parts.items()}
         config = ModelConfig(**values, tied=settings.get("tie_word_embeddings", False))
-        if hidden < 1:
-            raise DataError(f"{settings.source}: intermediate_size is {hidden}: it must be at least 1")
+        for key in ("intermediate_size", "num_key_value_heads"):
+            if (count := settings.get(key, 1)) < 1:
+                raise DataError(f"{settings.source}: {key} is {count}: it must be at least 1")
         return config if hidden == config.hidden else replace(config, mlp_width=hidden)
 
     @staticmethod
-    def _refuse_other_angles(settings: Settings) -> None:
+    def _base_of_angles(settings: Settings, older: float) -> float:
         """Older versions keep the base beside what scales the angles, newer ones both in one object."""
         newer = settings.values.get("rope_parameters") or {}
         if not isinstance(newer, dict):
@@ -258,24 +263,24 @@ class Llama(Family):
         within = Settings(newer, f"{settings.source}: rope_parameters")
         within.demand("rope_type", "default", "distgpt's RoPE is not scaled")
         within.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
-        for found in (settings, within):
-            if (base := found.get("rope_theta", float(Rope.base))) != Rope.base:
-                raise DataError(f"{found.source}: rope_theta is {base:g}: distgpt's RoPE has {Rope.base:g}")
+        base = within.get("rope_theta", older)
+        if settings.values.get("rope_theta") is not None and base != older:
+            raise DataError(f"{settings.source}: rope_theta is {older:g} and, in rope_parameters, {base:g}")
+        return base
 
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
         return {
             "intermediate_size": config.hidden,
-            "num_key_value_heads": config.n_head,
+            "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_size,
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "rope_theta": Rope.base,
-            "rope_parameters": {"rope_type": "default", "rope_theta": Rope.base},
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
         }
 
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
-        C, H = config.n_embd, config.hidden
+        C, H, KV = config.n_embd, config.hidden, config.kv_heads * config.head_size
         mappings = [
             TensorMapping("embed_tokens.weight", (config.vocab_size, C), "wte"),
             TensorMapping("norm.weight", (C,), "final_norm.w"),
@@ -285,8 +290,8 @@ class Llama(Family):
                 ("input_layernorm", (C,), "norm1", 0),
                 ("post_attention_layernorm", (C,), "norm2", 0),
                 ("self_attn.q_proj", (C, C), "attn.qkv", 0),
-                ("self_attn.k_proj", (C, C), "attn.qkv", C),
-                ("self_attn.v_proj", (C, C), "attn.qkv", 2 * C),
+                ("self_attn.k_proj", (KV, C), "attn.qkv", C),
+                ("self_attn.v_proj", (KV, C), "attn.qkv", C + KV),
                 ("self_attn.o_proj", (C, C), "attn.proj", 0),
                 ("mlp.gate_proj", (H, C), "mlp.fc", 0),
                 ("mlp.up_proj", (H, C), "mlp.fc", H),

@@ -102,8 +102,11 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "biases" if config.bias else "no biases",
         "tied output layer" if config.tied else "output layer of its own",
     ]
+    heads = count(config.n_head, "head")
+    if config.kv_heads < config.n_head:
+        heads += f" ({config.kv_heads} of keys and values)"
     shape = (
-        f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, width {config.n_embd:,}, "
+        f"{count(config.n_layer, 'layer')}, {heads}, width {config.n_embd:,}, "
         f"context {config.seq_len:,}, vocabulary {config.vocab_size:,}"
     )
     counted = parameters(Architecture(config))

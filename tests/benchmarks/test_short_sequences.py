@@ -40,10 +40,13 @@ def loud(config, kernels):
 
 
 def test_any_architecture_and_any_lengths():
-    for threads, kind in ((1, "gpt2"), (2, "one head, one layer"), (1, "microgpt"), (2, "modern")):
-        config = wide(VARIANTS[kind])
-        if kind == "one head, one layer":
-            config = replace(config, n_layer=1, n_head=1)
+    for threads, kind, changes in (
+        (1, "gpt2", {}),
+        (2, "one head, one layer", {"n_layer": 1, "n_head": 1}),
+        (1, "microgpt", {}),
+        (2, "modern", {"n_kv_head": 1}),
+    ):
+        config = wide(VARIANTS[kind], **changes)
         reference = loud(config, ReferenceKernels("float64"))
         model = loud(config, CpuKernels("float32", threads))
         assert short_sequences(model) is not None, kind

@@ -203,6 +203,9 @@ def test_impossible_values_are_refused_with_a_hint():
         ({"min_lr": 1.0}, "above lr"),
         ({"n_head": 5}, "divided"),
         ({"positions": "rope", "n_head": 128}, "odd"),
+        ({"n_kv_head": 3}, "n_head 4 is no multiple of n_kv_head 3"),
+        ({"n_kv_head": 8}, "no multiple"),
+        ({"rope_base": float("inf")}, "finite"),
         ({"batch_size": 6, "grad_accum": 4}, "batch_size 6 cannot be split into grad_accum 4"),
     ):
         with pytest.raises(UsageError, match=hint) as caught:
@@ -221,6 +224,8 @@ def test_impossible_values_are_refused_with_a_hint():
 # Of these settings: why a value is refused, the last one that is allowed, and the first that is not.
 LIMITS = (
     ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
+    ("rope_base", "at least 1", 1.0, 0.999),
+    ("n_kv_head", "at least 0", 0, -1),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
     ("spike_zscore bad_steps_allowed recheck_every reproducible_parts outer_every", "at least 0", 0, -1),
@@ -305,8 +310,9 @@ CHOSEN = {
     "batch_size": 6, "seq_len": 12, "grad_accum": 3, "lr": 0.02, "min_lr": 0.01, "schedule": "linear",
     "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "matmul": "own",
     "vocab_size": 70,
-    "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
-    "qk_norm": True, "bias": True, "tied": False, "init_weights": "unit", "optimizer": "muon",
+    "n_layer": 1, "n_head": 3, "n_kv_head": 1, "n_embd": 12, "norm": "layernorm", "mlp": "relu",
+    "positions": "none", "rope_base": 500.0, "qk_norm": True, "bias": True, "tied": False,
+    "init_weights": "unit", "optimizer": "muon",
     "embedding_lr": 0.1, "head_lr": 0.1, "vector_lr": 0.1, "decay_fraction": 0.5, "momentum": 0.9,
     "grad_sync": "chunked", "gradient_dtype": "bfloat16",
     "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5, "balance": "auto",

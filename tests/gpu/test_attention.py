@@ -62,11 +62,13 @@ class Case:
     seq_len: int
     n_head: int
     head: int
+    group: int = 1
     steep: float = 1.0
 
     def inputs(self, k: CudaKernels) -> tuple[Any, Any]:
         n, c = self.n_seq * self.seq_len, self.n_head * self.head
-        return random(k, n, 3 * c, seed=self.seq_len, scale=self.steep), random(k, n, c, seed=2)
+        qkv = random(k, n, c + 2 * c // self.group, seed=self.seq_len, scale=self.steep)
+        return qkv, random(k, n, c, seed=2)
 
     def wanted(self, k: CudaKernels) -> dict[str, Any]:
         qkv, dy = (values(k, array) for array in self.inputs(k))
@@ -74,7 +76,7 @@ class Case:
         REFERENCE.attention(y, lse, qkv, self.seq_len)
         db = np.arange(qkv.shape[1], dtype=float)
         REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len, BiasGradient(db, True))
-        return _named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv, db)
+        return self._named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv, db)
 
     def computed(self, k: CudaKernels, back: CudaKernels | None = None) -> dict[str, Any]:
         """By the kernels; the gradient by those of another device, if that is given."""
@@ -89,7 +91,7 @@ class Case:
         k = back or k
         db = stored(k, np.arange(qkv.shape[1]), wide=True)
         k.attention_backward(*arrays, self.seq_len, BiasGradient(db, True))
-        return _named(*ahead, values(k, arrays[0]), values(k, db))
+        return self._named(*ahead, values(k, arrays[0]), values(k, db))
 
     def check(self, k: CudaKernels, storage: str, back: CudaKernels | None = None) -> None:
         self.compare(self.computed(k, back), self.wanted(k), storage)
@@ -99,10 +101,10 @@ class Case:
             tolerance = 1e-5 if name == "lse" and storage == "bfloat16" else TOLERANCE[storage]
             assert distance(found, wanted[name]) < tolerance, (self, storage, name)
 
-
-def _named(y: Any, lse: Any, dqkv: Any, db: Any) -> dict[str, Any]:
-    parts = (y, lse, *np.split(dqkv, 3, axis=1), db - np.arange(len(db)))
-    return dict(zip(("y", "lse", "dq", "dk", "dv", "db"), parts, strict=True))
+    def _named(self, y: Any, lse: Any, dqkv: Any, db: Any) -> dict[str, Any]:
+        c = self.n_head * self.head
+        parts = (y, lse, *np.split(dqkv, [c, c + c // self.group], axis=1), db - np.arange(len(db)))
+        return dict(zip(("y", "lse", "dq", "dk", "dv", "db"), parts, strict=True))
 
 
 def distance(got: Any, wanted: Any) -> float:
@@ -112,14 +114,15 @@ def distance(got: Any, wanted: Any) -> float:
     return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-300))
 
 
-# n_seq, seq_len, n_head, head
+# n_seq, seq_len, n_head, head, heads of q for one of k and v
 CASES = {
-    "float64": [(3, 7, 5, 5), (1, 5, 1, 256)],
-    "float32": [(3, 65, 3, 1), (1, 130, 1, 80)],
+    "float64": [(3, 7, 5, 5), (1, 5, 1, 256), (2, 37, 6, 5, 3)],
+    "float32": [(3, 65, 3, 1), (1, 130, 1, 80), (2, 65, 3, 12, 3)],
 }
-BFLOAT16 = [(3, 33, 1, 5)]
+BFLOAT16 = [(3, 33, 1, 5), (2, 33, 4, 5, 2)]
 TENSOR_CORES = [
     *((2, 7, 3, 16), (1, 64, 1, 16), (2, 65, 2, 64), (1, 130, 1, 64), (1, 65, 1, 80), (1, 130, 1, 128)),
+    *((2, 7, 6, 16, 3), (2, 130, 2, 64, 2), (1, 65, 4, 80, 2)),
     *([(1, 200, 2, head) for head in range(16, 129, 16)] * ON_GPU),
 ]
 
@@ -178,7 +181,7 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
 @needs_the_processor
 @pytest.mark.parametrize(
     ("storage", "sizes"),
-    [("float32", (1, 65, 2, 16)), ("bfloat16", (1, 65, 2, 64))],
+    [("float32", (1, 65, 2, 16, 2)), ("bfloat16", (1, 65, 2, 64, 2))],
 )
 def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes) -> None:
     ahead, *others = (Case(*sizes).computed(kernels(storage, HostDevice(order=order))) for order in ORDERS)
@@ -208,7 +211,7 @@ def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can()
 def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
     for real_bytes in (4, 8):
         for head in range(1, 257):
-            shape = attention_shape(head, real_bytes)
+            shape = attention_shape(head, real_bytes, 1)
             for tile, shared in (shape.forward, shape.backward):
                 assert tile in TILES and 0 < shared <= SHARED_LIMIT, (head, real_bytes)
 
@@ -217,24 +220,33 @@ def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "prompt", "n_seq", "n_head", "head", "n_parts"),
+    ("storage", "prompt", "n_seq", "n_head", "kv_heads", "head", "n_parts"),
     [
-        ("float64", 7, 3, 1, 5, 1),
-        ("float32", 33, 1, 3, 80, 5),
-        ("bfloat16", 33, 1, 1, 64, 3),
+        ("float64", 7, 3, 1, 1, 5, 1),
+        ("float64", 7, 3, 6, 2, 5, 1),
+        ("float32", 33, 1, 3, 3, 80, 5),
+        ("float32", 33, 2, 3, 1, 12, 2),
+        ("bfloat16", 33, 1, 2, 1, 64, 3),
     ],
 )
 def test_attention_with_a_cache_is_the_reference_s(
-    storage: str, prompt: int, n_seq: int, n_head: int, head: int, n_parts: int, monkeypatch: Any
+    storage: str,
+    prompt: int,
+    n_seq: int,
+    n_head: int,
+    kv_heads: int,
+    head: int,
+    n_parts: int,
+    monkeypatch: Any,
 ) -> None:
     """A prompt and three steps; then the cache."""
     monkeypatch.setattr(attention, "cached_parts", lambda *_: n_parts)
     k, steps, c = kernels(storage), 3, n_head * head
-    shape = (2, n_seq, n_head, prompt + steps + 2, head)
+    shape = (2, n_seq, kv_heads, prompt + steps + 2, head)
     cache, cache64 = poisoned(k, *shape), np.full(shape, np.nan)
     position = 0
     for new in (prompt, *[1] * steps):
-        qkv, y = random(k, n_seq * new, 3 * c, seed=position), poisoned(k, n_seq * new, c)
+        qkv, y = random(k, n_seq * new, c + 2 * kv_heads * head, seed=position), poisoned(k, n_seq * new, c)
         y64, start = np.empty(y.shape), np.array([position], np.int32)
         k.attention_cached(y, cache, qkv, k.integers(start))
         REFERENCE.attention_cached(y64, cache64, values(k, qkv), start)

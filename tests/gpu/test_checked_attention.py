@@ -11,7 +11,7 @@ from distgpt.gpu.kernels import CudaKernels
 
 pytestmark = needs_device
 
-B, T, H, D = 3, 5, 2, 16
+B, T, H, K, D = 3, 5, 4, 2, 16
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def run(library, times=2):
     kernels = poisoning(CudaKernels(device(), None, "bfloat16"))
     said, draw = [], np.random.default_rng(3).standard_normal
     checked = CheckedAttention(device(), library, OwnAttention(kernels._launcher), said.append)
-    qkv, dy = kernels.zeros(B * T, 3 * H * D), kernels.zeros(B * T, H * D)
+    qkv, dy = kernels.zeros(B * T, (H + 2 * K) * D), kernels.zeros(B * T, H * D)
     y, dqkv, lse = kernels.zeros(*dy.shape), kernels.zeros(*qkv.shape), kernels.wide_zeros(B * T, H)
     for array in (qkv, dy):
         kernels.put(array, draw(array.shape))

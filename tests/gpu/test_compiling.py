@@ -83,7 +83,7 @@ def test_two_rows_of_scores_fit_a_multiprocessor():
 def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multiprocessor():
     heads = range(SIDE, LARGEST_HEAD + 1, SIDE)
     for arch, head in (("sm_80", 64), ("sm_80", 128), *(("sm_90", head) for head in heads)):
-        used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head)), arch)
+        used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, 1)), arch)
         assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
         for kernel, takes in used.items():
             where = (arch, head, kernel, takes)
@@ -195,4 +195,4 @@ def test_the_cache_is_filled_for_all_that_is_benchmarked(cache):
     count = kernel_resources.fill_cache("sm_90")
     assert count == len(requests) == len(list(folder.iterdir())) > 50
     assert ("norm", ("STORAGE_BFLOAT16", *norm_shape(768, 4)[2]), "sm_90") in requests
-    assert ("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(64)), "sm_90") in requests
+    assert ("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(64, 1)), "sm_90") in requests

@@ -59,7 +59,7 @@ def alike(config, kernels):
     "kind, dtype",
     [
         *((kind, "float32") for kind in VARIANTS),
-        *product(("gpt2", "modern", "microgpt"), ("float64", "bfloat16")),
+        *product(("gpt2", "modern", "microgpt", "grouped queries"), ("float64", "bfloat16")),
     ],
 )
 def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
@@ -117,7 +117,7 @@ def test_recorded_steps_train_like_the_cpu(dtype, tolerance, accum, cuda_kernels
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_muon_trains_like_the_cpu(dtype, tolerance, cuda_kernels):
-    config = replace(SMALL, qk_norm=True, mlp="relu2", init_weights="unit")
+    config = replace(SMALL, n_kv_head=1, qk_norm=True, mlp="relu2", init_weights="unit")
     t = replace(TRAIN, optimizer="muon", lr=0.02, embedding_lr=0.1)
     losses = (training(k, config, t)[2][:, 0] for k in (cuda_kernels(dtype), CpuKernels("float64", 1)))
     got, expected = losses

@@ -28,8 +28,9 @@ from distgpt.gpu.cudnn_attention import (
 
 cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 
-B, T, H, D = 3, 7, 5, 16
+B, T, H, D = 3, 7, 6, 16
 C = H * D
+GROUPS = (1, 3)  # heads of q that share k and v
 STREAM = 1234
 WORKSPACE = {"attention": 256, "attention_backward": 4096}
 HOPPER = (9, 0)
@@ -103,9 +104,10 @@ def forward_and_backward(journal, a=None, seq_len=T):
     library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, seq_len, H)
 
 
-def arrays(n_seq=B, head=D):
+def arrays(n_seq=B, head=D, group=1):
     c = H * head
-    widths = {"qkv": 3 * c, "dqkv": 3 * c, "y": c, "dy": c, "lse": H}
+    packed = c + 2 * c // group
+    widths = {"qkv": packed, "dqkv": packed, "y": c, "dy": c, "lse": H}
     found = {name: np.zeros((n_seq * T, width), np.uint16) for name, width in widths.items()}
     return SimpleNamespace(**{**found, "lse": found["lse"].astype(np.float32)})
 
@@ -121,13 +123,17 @@ def seen_by(tensor, memory):
     return np.lib.stride_tricks.as_strided(memory, tensor["dim"], strides)
 
 
-def test_both_graphs_are_valid_and_have_the_tensors_given_to_them_each_head_where_it_lies():
-    shape = Shape(B, T, H, D)
-    packed, plain, stats = np.arange(B * T * 3 * C), np.arange(B * T * C), np.arange(B * H * T)
-    parts = packed.reshape(B, T, 3, H, D).transpose(2, 0, 3, 1, 4)
+@pytest.mark.parametrize("group", GROUPS)
+def test_both_graphs_are_valid_and_have_the_tensors_given_to_them_each_head_where_it_lies(group):
+    kv = H // group
+    shape = Shape(B, T, H, kv, D)
+    packed, plain, stats = np.arange(B * T * (H + 2 * kv) * D), np.arange(B * T * C), np.arange(B * H * T)
+    parts = np.split(packed.reshape(B, T, -1, D).transpose(0, 2, 1, 3), [H, H + kv], axis=1)
     heads = plain.reshape(B, T, H, D).transpose(0, 2, 1, 3)
     expected = {
-        uid: (packed[i * C :], parts[i]) for three in ((Q, K, V), (DQ, DK, DV)) for i, uid in enumerate(three)
+        uid: (packed[start:], part)
+        for three in ((Q, K, V), (DQ, DK, DV))
+        for uid, start, part in zip(three, (0, C, C + kv * D), parts, strict=True)
     }
     expected |= dict.fromkeys((Y, DY), (plain, heads)) | {STATS: (stats, stats.reshape(B, H, T, 1))}
     for graph, uids in (
@@ -146,7 +152,7 @@ def test_both_graphs_are_valid_and_have_the_tensors_given_to_them_each_head_wher
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention_is_causal_scaled_and_deterministic_if_asked(deterministic):
-    shape = Shape(B, T, H, D)
+    shape = Shape(B, T, H, H, D)
     (ahead,), (back,) = forward_graph(shape, None).nodes, backward_graph(shape, None, deterministic).nodes
     for node in (ahead, back):
         assert node.params["attn_scale"] == pytest.approx(1 / math.sqrt(D))
@@ -159,12 +165,14 @@ def test_attention_is_causal_scaled_and_deterministic_if_asked(deterministic):
     assert wiring == expected
 
 
-def test_execution_is_given_the_address_of_each_part(journal):
-    a, library = arrays(), attention(journal)
+@pytest.mark.parametrize("group", GROUPS)
+def test_execution_is_given_the_address_of_each_part(journal, group):
+    a, library = arrays(group=group), attention(journal)
     library.forward(a.y, a.lse, a.qkv, T, H)
     library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, T, H)
-    parts = {uid: a.qkv[0, i * C :].ctypes.data for i, uid in enumerate((Q, K, V))}
-    gradients = {uid: a.dqkv[0, i * C :].ctypes.data for i, uid in enumerate((DQ, DK, DV))}
+    starts = (0, C, C + C // group)
+    parts = {uid: a.qkv[0, i:].ctypes.data for i, uid in zip(starts, (Q, K, V), strict=True)}
+    gradients = {uid: a.dqkv[0, i:].ctypes.data for i, uid in zip(starts, (DQ, DK, DV), strict=True)}
     common = {Y: a.y.ctypes.data, STATS: a.lse.ctypes.data, **parts}
     (_, ahead, _, handle), (_, back, _, again) = journal.executed
     assert ahead == common

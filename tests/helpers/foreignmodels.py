@@ -28,6 +28,8 @@ SHAPES = {
     "relu": shape(258, 9, 1, 2, 12, mlp="relu"),
     "eps": shape(257, 9, 1, 2, 12, norm_eps=1e-3),
     "llama": shape(77, 13, 2, 3, 18, **MODERN),
+    "llama, grouped": shape(77, 13, 2, 6, 36, n_kv_head=2, rope_base=500.0, **MODERN),
+    "llama, one key": shape(77, 13, 1, 3, 18, n_kv_head=1, rope_base=2e6, **MODERN),
     "llama, odd": shape(259, 9, 1, 5, 10, mlp_width=7, tied=False, norm_eps=1e-3, **MODERN),
 }
 SMALL = SHAPES["odd"]

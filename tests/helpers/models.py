@@ -26,6 +26,10 @@ VARIANTS = {
     ),
     "modern": replace(BASE, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=True),
     "normalised queries": replace(BASE, positions="rope", qk_norm=True, init_weights="unit"),
+    "grouped queries": replace(
+        BASE, n_head=6, n_kv_head=2, n_embd=36, positions="rope", rope_base=50.0, qk_norm=True
+    ),
+    "one key for all": replace(BASE, n_kv_head=1, mlp="swiglu"),
     "one head, one layer": replace(BASE, n_layer=1, n_head=1),
 }
 
@@ -61,15 +65,16 @@ def plain_logits(c, params, tokens):
     def turned(x):
         half = x.shape[1] // 2
         z = (x[:, :half] + 1j * x[:, half:]) * np.exp(
-            1j * np.arange(len(x))[:, None] * 10_000.0 ** (-np.arange(half) / half)
+            1j * np.arange(len(x))[:, None] * c.rope_base ** (-np.arange(half) / half)
         )
         return np.concatenate([z.real, z.imag], 1)
 
     def attention(name, x):
         heads = []
-        for q, k, v in zip(
-            *(np.split(part, c.n_head, 1) for part in np.split(linear(name, x), 3, 1)), strict=True
-        ):
+        every = np.split(linear(name, x), c.qkv_width // c.head_size, 1)
+        for h, q in enumerate(every[: c.n_head]):
+            group = h // (c.n_head // c.kv_heads)
+            k, v = every[c.n_head + group], every[c.n_head + c.kv_heads + group]
             q, k = (turned(q), turned(k)) if c.positions == "rope" else (q, k)
             if c.qk_norm:
                 q, k = (1.2 * x / np.sqrt((x**2).mean(1, keepdims=True) + c.norm_eps) for x in (q, k))

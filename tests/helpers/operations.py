@@ -232,14 +232,21 @@ def bias_gradients(case, width):
     ]
 
 
+def grouped(both, *variants):
+    """Cases with every number of heads of k and v that divides that of q, and the width of qkv."""
+    for case, *chosen in cases(both, (1, 2, 3, 4, 5), *variants):
+        if case.h % (kv := chosen.pop(0)) == 0:
+            yield (case, kv, (case.h + 2 * kv) * (case.c // case.h), *chosen)
+
+
 def test_rope(both):
-    for case, inverse in cases(both, BOTH):
+    for case, kv, wide, inverse in grouped(both, BOTH):
         half = case.c // case.h // 2
         angle = case.random(case.t + 2, half)
         angles = Angles(Wide(np.cos(angle)), Wide(np.sin(angle)))
-        qkv = case.random(case.n, 3 * case.h * 2 * half)
+        qkv = case.random(case.n, wide)
         for start in (None, np.array([2], np.int32)):
-            case.check("rope", [qkv], angles, case.h, case.t, start, inverse)
+            case.check("rope", [qkv], angles, case.h + kv, case.t, start, inverse)
 
 
 def test_attention(both):
@@ -248,25 +255,25 @@ def test_attention(both):
         k.attention(y, lse, qkv, case.t)
         k.attention_backward(dqkv, dy, y, lse, qkv, case.t, into(db, accumulate))
 
-    for case in cases(both):
-        qkv, dy = case.random(case.n, 3 * case.c), case.random(case.n, case.c)
-        for db, accumulate in bias_gradients(case, 3 * case.c):
+    for case, _, wide in grouped(both):
+        qkv, dy = case.random(case.n, wide), case.random(case.n, case.c)
+        for db, accumulate in bias_gradients(case, wide):
             case.check(work, [dy.shape, qkv.shape, db], dy, qkv, case, accumulate, strict=2.0)
 
 
 def test_qk_norm(both):
-    for case in cases(both):
-        heads, wide = (case.n, 2 * case.h), (case.n, 3 * case.c)
-        case.check("qk_norm", [case.random(*wide), Wide(heads)], 1e-5)
-        inputs = [case.random(*wide), Wide(case.random(*heads))]
-        case.check("qk_norm_backward", [case.random(*wide)], *inputs)
+    for case, kv, wide in grouped(both):
+        heads, size = (case.n, case.h + kv), case.c // case.h
+        case.check("qk_norm", [case.random(case.n, wide), Wide(heads)], size, 1e-5)
+        inputs = [case.random(case.n, wide), Wide(case.random(*heads)), size]
+        case.check("qk_norm_backward", [case.random(case.n, wide)], *inputs)
 
 
 def test_attention_cached(both):
-    for case, new in cases(both, [1, 4]):
+    for case, kv, wide, new in grouped(both, [1, 4, 5]):
         start = np.array([5], np.int32)
-        cache = case.random(2, case.b, case.h, 5 + new + 3, case.c // case.h)
-        outs, qkv = [(case.b * new, case.c), cache], case.random(case.b * new, 3 * case.c)
+        cache = case.random(2, case.b, kv, 5 + new + 3, case.c // case.h)
+        outs, qkv = [(case.b * new, case.c), cache], case.random(case.b * new, wide)
         case.check("attention_cached", outs, qkv, start)
 
 

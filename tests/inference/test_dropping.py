@@ -55,7 +55,7 @@ def moved(prompt, count, length):
 
 @pytest.mark.parametrize("lookup", [0, 5])
 @pytest.mark.parametrize("made, dtype", [(UncompiledLanes, "float64"), (compiled_lanes, "float32")])
-@pytest.mark.parametrize("kind", ["modern", "none"])
+@pytest.mark.parametrize("kind", ["grouped queries", "none"])
 def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dtype, lookup):
     for length in (1, 3, 8):
         one = build(replace(VARIANTS[kind], seq_len=length), CpuKernels(dtype, 2))
@@ -84,7 +84,7 @@ def test_it_computes_nothing_anew():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["llama", "bare"])
+@pytest.mark.parametrize("variant", ["one key", "bare"])
 def test_compiled_lanes_move_as_the_reference_does(variant, kind):
     """By any number of positions, whatever else the memory holds; other lanes stay as they are."""
     model = test_compiled_lanes.build(variant, ReferenceKernels("float64"))

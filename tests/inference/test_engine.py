@@ -1,6 +1,7 @@
 """The engine: tokens against the plain forward pass, whoever shares the batch; stop strings; lanes shared."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def window(tokens, overflow, length, begun):
 
 @pytest.mark.parametrize(
     "kind, overflow",
-    [("gpt2", "slide"), ("gpt2", "shift"), ("gpt2", "stop"), ("modern", "slide"), ("modern", "stop")],
+    [*product(["gpt2"], ["slide", "shift", "stop"]), ("modern", "slide"), ("grouped queries", "stop")],
 )  # what `shift` is for the others: test_dropping.py
 def test_greedy_takes_the_likeliest_token_each_time_past_the_context(kind, overflow):
     one = model(kind)
@@ -84,7 +85,7 @@ def varied_requests(count):
 
 
 @pytest.mark.parametrize(
-    "made, kind", [(UncompiledLanes, "modern"), (compiled_lanes, "modern"), (compiled_lanes, "gpt2")]
+    "made, kind", [(UncompiledLanes, "modern"), (compiled_lanes, "grouped queries"), (compiled_lanes, "gpt2")]
 )
 def test_what_a_request_becomes_does_not_depend_on_the_others(kind, made):
     """In float32, to the bit of the log-probabilities: alone, among 12, in few lanes, and joining late."""

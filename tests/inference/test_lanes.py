@@ -82,5 +82,5 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
 
 
 def test_a_rehearsal_fits_any_context():
-    for seq_len in (1, 2, 9):
-        rehearse(build(replace(VARIANTS["gpt2"], seq_len=seq_len), CpuKernels("float32", 1)))
+    for kind, seq_len in (("gpt2", 1), ("gpt2", 2), ("grouped queries", 9)):
+        rehearse(build(replace(VARIANTS[kind], seq_len=seq_len), CpuKernels("float32", 1)))

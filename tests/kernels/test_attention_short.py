@@ -12,9 +12,9 @@ HEADS = 3
 CLOSE = 2e-6  # absolute, of values near 1
 
 
-def inputs(n_seq, seq_len, size, seed=0):
+def inputs(n_seq, seq_len, size, seed=0, kv_heads=HEADS):
     random = np.random.default_rng(seed)
-    return random.standard_normal((n_seq * seq_len, 3 * HEADS * size)).astype(np.float32)
+    return random.standard_normal((n_seq * seq_len, (HEADS + 2 * kv_heads) * size)).astype(np.float32)
 
 
 def attention(kernels, qkv, seq_len, size, guard=0):
@@ -37,7 +37,7 @@ def test_every_length_up_to_where_tiles_take_over():
             n_seq, threads = ((LANES, 1), (2 * LANES + 3, 1), (4 * LANES + 5, 2))[seq_len % 3]
             kernels = CpuKernels("float32", threads)
             used += attention_short.fits(n_seq // threads, seq_len, size, kernels.dtype)
-            qkv = inputs(n_seq, seq_len, size, seed=seq_len)
+            qkv = inputs(n_seq, seq_len, size, seed=seq_len, kv_heads=(HEADS, 1)[seq_len % 2])
             found = attention(kernels, qkv, seq_len, size, guard=20)
             for one, other in zip(found, exact(qkv, seq_len, size), strict=True):
                 np.testing.assert_allclose(one, other, atol=CLOSE, err_msg=f"{seq_len} {size} {n_seq}")

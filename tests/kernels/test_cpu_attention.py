@@ -55,22 +55,22 @@ def check(found, expected, dtype, what):
     assert distance < CLOSE[dtype], (what, distance)
 
 
-def inputs(dtype, n_seq, seq_len, n_head, size, seed=0):
+def inputs(dtype, n_seq, seq_len, n_head, size, seed=0, kv_heads=None):
     random = np.random.default_rng(seed)
-    rows, width = n_seq * seq_len, n_head * size
-    return (stored(random.standard_normal((rows, columns)), dtype) for columns in (3 * width, width))
+    heads, rows = n_head + 2 * (kv_heads or n_head), n_seq * seq_len
+    return (stored(random.standard_normal((rows, count * size)), dtype) for count in (heads, n_head))
 
 
 def shapes():
     """Every length with a usual size, every size with lengths that end a tile early or late."""
-    yield from ((seq_len, 64) for seq_len in LENGTHS)
-    yield from ((seq_len, size) for size in SIZES for seq_len in (5, 2 * ROWS + 3, 57))
+    yield from ((seq_len, 64, 3, 3) for seq_len in LENGTHS)
+    yield from ((seq_len, size, 3, 3) for size in SIZES for seq_len in (5, 2 * ROWS + 3, 57))
+    yield from ((seq_len, size, 6, kv) for seq_len, size in ((7, 33), (4 * ROWS + 1, 16)) for kv in (1, 2))
 
 
 def test_every_length_and_size_of_head(dtype):
-    for seq_len, size in shapes():
-        n_seq, n_head = 2, 3
-        qkv, dy = inputs(dtype, n_seq, seq_len, n_head, size, seed=seq_len)
+    for seq_len, size, n_head, kv_heads in shapes():
+        qkv, dy = inputs(dtype, 2, seq_len, n_head, size, seed=seq_len, kv_heads=kv_heads)
         y, lse, dqkv = both_passes(kernels(dtype), qkv, dy, n_head, seq_len)
         outs = (wide(dy) * 0, np.zeros(lse.shape), wide(qkv) * 0)
         exact = ReferenceKernels("float64")
@@ -79,9 +79,9 @@ def test_every_length_and_size_of_head(dtype):
         check(lse, outs[1], "float32" if dtype == "bfloat16" else dtype, ("lse", seq_len, size))
         # Of the rounded y, which is what both are given.
         exact.attention_backward(outs[2], wide(dy), wide(y), outs[1], wide(qkv), seq_len)
-        width = n_head * size
+        ends = np.cumsum([0, n_head * size, kv_heads * size, kv_heads * size])
         for part, name in enumerate(("dq", "dk", "dv")):
-            columns = slice(part * width, (part + 1) * width)
+            columns = slice(*ends[part : part + 2])
             if seq_len == 1 and part < 2:  # a softmax over one key has no gradient
                 assert np.abs(wide(dqkv[:, columns])).max() < 10 * size * CLOSE[dtype]
             else:
@@ -152,25 +152,26 @@ def test_nan_passes_through_and_stays_in_its_head(dtype):
 
 
 def test_results_do_not_depend_on_threads_or_timing(dtype):
-    qkv, dy = inputs(dtype, 3, 75, 3, 24)
-    first = both_passes(kernels(dtype, 1), qkv, dy, 3, 75)
-    for threads in (1, 2, 2, 2, 3):
-        for one, other in zip(first, both_passes(kernels(dtype, threads), qkv, dy, 3, 75), strict=True):
-            assert one.tobytes() == other.tobytes(), threads
+    for kv_heads in (4, 2):
+        qkv, dy = inputs(dtype, 3, 75, 4, 24, kv_heads=kv_heads)
+        first = both_passes(kernels(dtype, 1), qkv, dy, 4, 75)
+        for threads in (1, 2, 2, 2, 3):
+            for one, other in zip(first, both_passes(kernels(dtype, threads), qkv, dy, 4, 75), strict=True):
+                assert one.tobytes() == other.tobytes(), threads
 
 
 CACHED = [(0, 1), (0, 3), (0, 9), (0, 70), (5, 1), (63, 1), (64, 1), (100, 2), (37, 5), (130, ROWS + 1)]
 
 
 def test_a_cache_of_any_length(dtype):
-    n_seq, n_head, length = 2, 3, 170
+    n_seq, n_head, length = 2, 6, 170
     k, exact = kernels(dtype), ReferenceKernels("float64")
     random = np.random.default_rng(4)
-    for (start, new), size in product(CACHED, (3, 20, 64)):
-        cache = random.standard_normal((2, n_seq, n_head, length, size))
+    for (start, new), (size, kv_heads) in product(CACHED, ((3, 6), (20, 1), (64, 2))):
+        cache = random.standard_normal((2, n_seq, kv_heads, length, size))
         cache[:, :, :, start:] = np.nan  # what is not yet there must not be read
         cache = stored(cache, dtype)
-        qkv, y = inputs(dtype, n_seq, new, n_head, size)
+        qkv, y = inputs(dtype, n_seq, new, n_head, size, kv_heads=kv_heads)
         k.put(y, np.full(y.shape, np.nan))
         expected, exact_cache = np.zeros(y.shape), wide(cache)
         exact.attention_cached(expected, exact_cache, wide(qkv), np.array([start]))

@@ -46,9 +46,14 @@ def test_parameters_are_those_of_the_published_models():
 def test_operations_are_those_of_the_matmuls():
     """Written out for a model whose sizes are all different primes, or nearly."""
     sizes = {"n_layer": 3, "n_head": 1, "n_embd": 22, "mlp_width": 31, "seq_len": 7, "vocab_size": 53}
-    for sides, changes in ((1, {}), (2, MODERN), (1, {"positions": "none", "vocab_multiple": 1})):
+    for sides, qkv, changes in (
+        (1, 66, {}),
+        (2, 66, MODERN),
+        (1, 66, {"positions": "none", "vocab_multiple": 1}),
+        (1, 44, {"n_head": 2, "n_kv_head": 1, "positions": "none"}),
+    ):
         found = operations(Architecture(preset("tiny", sizes, {"mlp": "gelu"}, changes).model))
-        assert found.layers == 3 * 2 * (22 * 66 + 22 * 22 + 22 * sides * 31 + 31 * 22), changes
+        assert found.layers == 3 * 2 * (22 * qkv + 22 * 22 + 22 * sides * 31 + 31 * 22), changes
         assert found.head == 2 * 53 * 22, changes
         seen = [t + 1 for t in range(7)]  # by each position
         assert found.attention * 7 == 3 * sum(2 * 2 * 22 * count for count in seen), changes

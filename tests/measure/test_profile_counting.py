@@ -8,7 +8,7 @@ import pytest
 from profiling import job, profiled, times
 from threadranks import on_all_ranks
 
-from distgpt.kernels.api import AdamState, Affine, Head, Kernels, Stats
+from distgpt.kernels.api import AdamState, Affine, Angles, Head, Kernels, Stats
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken, account
@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_arrays():
         ("embed_backward", (0, 96 + 24 + 2 * 96 + 2 * 48), w, w, x, ids, 3),
         ("attention", (2 * 24 * 4, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), 3),
         ("linear_cross_entropy", (384, 48 + 4 * 48 + 416), ids, None, None, x, head, ids, 1.0, False),
-        ("rope", (0, 2 * 4 * 48), k.zeros(6, 12), None, 2, 3, None, False),
+        ("rope", (0, 2 * 4 * 48), k.zeros(6, 12), Angles(k.zeros(3, 1), None), 4, 3, None, False),
         ("adamw", (0, 4 * 700 + 200), AdamState(p, low, p, p, p, None), None, None, None),
         ("transfer", (0, 400), p),
         ("wait", (0, 0), p),

@@ -14,7 +14,12 @@ BARE = replace(CONFIG, final_norm=False, embed_norm=True)
 TOKENS = np.random.default_rng(0).integers(0, 13, (4, 7))
 
 
-@pytest.fixture(params=[CONFIG, MODERN, BARE], ids=["gpt2", "modern", "no final norm"])
+GROUPED = replace(CONFIG, n_kv_head=1)
+
+
+@pytest.fixture(
+    params=[CONFIG, MODERN, BARE, GROUPED], ids=["gpt2", "modern", "no final norm", "grouped queries"]
+)
 def model(request):
     return distgpt.init(request.param, seed=3, dtype="float64")
 
@@ -44,12 +49,12 @@ def test_attention_is_what_the_next_layer_was_made_of(model):
     centred = x - x.mean(-1, keepdims=True) if model.config.norm == "layernorm" else x
     y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + model.config.norm_eps)
     y = y * p["blocks.0.norm1.w"] + p.get("blocks.0.norm1.b", 0)
-    qkv = (y @ p["blocks.0.attn.qkv.w"].T + p.get("blocks.0.attn.qkv.b", 0)).reshape(4, 7, 3, 3, 8)
+    qkv = (y @ p["blocks.0.attn.qkv.w"].T + p.get("blocks.0.attn.qkv.b", 0)).reshape(4, 7, -1, 8)
+    q, k, v = np.split(qkv.swapaxes(1, 2), [3, 3 + model.config.kv_heads], axis=1)
     if model.config.positions == "learned":
-        q, k = qkv[:, :, 0].swapaxes(1, 2), qkv[:, :, 1].swapaxes(1, 2)
         scores = np.exp(q @ k.swapaxes(2, 3) / np.sqrt(8)) * np.tri(7)
         np.testing.assert_allclose(weights, scores / scores.sum(-1, keepdims=True), atol=1e-12)
-    mixed = (weights @ qkv[:, :, 2].swapaxes(1, 2)).swapaxes(1, 2).reshape(4, 7, 24)
+    mixed = (weights @ v).swapaxes(1, 2).reshape(4, 7, 24)
     s = x + mixed @ p["blocks.0.attn.proj.w"].T + p.get("blocks.0.attn.proj.b", 0)
     centred = s - s.mean(-1, keepdims=True) if model.config.norm == "layernorm" else s
     y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + model.config.norm_eps)

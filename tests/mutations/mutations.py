@@ -172,9 +172,10 @@ _FAULTS = {
         ("a key gets a gradient from the query before it", "start + i + 1 : end", "start + i + 2 : end"),
         (
             "a key forgets what earlier queries gave",
-            "max(begin, start), start < begin",
-            "max(begin, start), False",
+            "max(begin, start), onto or start < begin",
+            "max(begin, start), onto",
         ),
+        ("a key forgets the other heads of its group", "onto or start < begin", "start < begin"),
     ],
     ("kernels/matmul/blocked.py", "kernels/test_matmul.py -k odd_shapes"): [
         (

@@ -187,6 +187,7 @@ def test_what_neither_family_has_is_named(tmp_path):
         ({"norm_gain": False}, "GPT-2 has no norm without gain"),
         ({"embed_norm": True}, "GPT-2 has no norm after the embedding"),
         ({"mlp": "relu2"}, "GPT-2 has no ReLU²"),
+        ({"n_kv_head": 1}, r"GPT-2 has no queries in groups \(n_kv_head\)"),
         (modern | {"qk_norm": True}, "Llama has no norm of queries and keys"),
         ({"final_norm": False}, "GPT-2 has no output layer without a norm in front"),
     ):

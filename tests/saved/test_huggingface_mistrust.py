@@ -51,16 +51,21 @@ GPT2_REFUSALS = [
     ({"bias": False}, "is not zero, but its configuration has no bias"),
 ]
 LLAMA_REFUSALS = [
-    ({"num_key_value_heads": 1}, "as many heads for k and v as for q, 3"),
-    ({"num_attention_heads": 0}, "num_key_value_heads is 3"),
+    ({"num_key_value_heads": 2}, "num_attention_heads 3 is no multiple of num_key_value_heads 2"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads is 0: it must be at least 1"),
+    ({"num_key_value_heads": -1}, "num_key_value_heads is -1"),
+    ({"num_key_value_heads": 1}, r"k_proj.weight is \(18, 18\), not \(6, 18\)"),
+    ({"num_attention_heads": 0}, "head_dim is 6"),
     ({"head_dim": 12}, "divides the width among the heads"),
     ({"attention_bias": True}, "biases are everywhere or nowhere"),
     ({"hidden_act": "gelu"}, "SwiGLU has silu"),
     ({"rope_scaling": {"factor": 8.0}}, "RoPE is not scaled"),
     ({"rope_parameters": {"rope_type": "llama3"}}, "RoPE is not scaled"),
-    ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000"),
+    ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000 and, in rope_parameters, 500000"),
+    ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4': it must be a number"),
     ({"rope_parameters": [1]}, "not an object"),
-    ({"rope_theta": 5e5}, "rope_theta is 500000"),
+    ({"rope_theta": 5e5}, "rope_theta is 500000 and, in rope_parameters, 10000"),
+    ({"rope_theta": 0, "rope_parameters": {}}, "rope_theta is 0"),
     ({"intermediate_size": 0}, "intermediate_size is 0"),
 ]
 

@@ -38,6 +38,10 @@ THEIRS = {
     "gpt2 in bfloat16": ({**OLD, "dtype": "bfloat16"}, "1GB"),
     "gpt2 in float16": ({**OLD, "dtype": "float16", "activation_function": "gelu_pytorch_tanh"}, "8KB"),
     "llama": (NEW, "1GB"),
+    "llama in groups": (
+        {**NEW, "num_attention_heads": 6, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 5e5}},
+        "1GB",
+    ),
     "llama in parts": ({**NEW, "tie_word_embeddings": True}, "8KB"),
 }
 
@@ -105,7 +109,7 @@ def test_greedy_tokens_are_theirs_alone_or_side_by_side_with_lookup_or_without(t
     """Random models of odd sizes, and the trained one."""
     random, jobs, found = np.random.default_rng(0), [], []
     prompts = [random.integers(0, V, size).tolist() for size in (1, 2, 5, 7, 11)]
-    for name in ("gpt2", "gpt2 untied", "llama in parts"):
+    for name in ("gpt2", "gpt2 untied", "llama in parts", "llama in groups"):
         directory = str(tmp_path / name)
         transformers(["make", directory, *reversed(THEIRS[name])])
         import_model(directory, tmp_path / f"{name}.safetensors", None)

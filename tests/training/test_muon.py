@@ -19,7 +19,9 @@ from distgpt.model.muon import Muon, borders, muon_scalars
 from distgpt.model.optim import learning_rate, step_scalars
 from distgpt.training.exchange.choose import optimizer_for
 
-MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32, mlp="swiglu", tied=False)
+MODEL = ModelConfig(
+    vocab_size=64, seq_len=8, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, mlp="swiglu", tied=False
+)
 CONFIG = TrainConfig(
     batch_size=24,
     seed=3,
@@ -51,12 +53,15 @@ def test_matrices_of_layers_are_muon_s_and_everything_else_is_adamw_s():
     for spec in optimizer.model.layout.specs:
         is_muons = spec.name.startswith("blocks.") and spec.name.endswith((".qkv.w", ".proj.w", ".fc.w"))
         assert (spec.group == MATRIX) is is_muons, spec.name
-        second = (spec.matrices * max(_one(spec)),) if is_muons else spec.shape
+        second = (sum(max(shape) for shape in _parts(spec)),) if is_muons else spec.shape
         assert (optimizer.m[spec.name].shape, optimizer.v[spec.name].shape) == (spec.shape, second), spec.name
 
 
-def _one(spec):
-    return spec.shape[0] // spec.matrices, spec.shape[1]
+def _parts(spec):
+    """The shapes of the matrices: q, k and v are apart, so are swiglu's two."""
+    rows, columns = spec.shape
+    heights = {"qkv": (32, 16, 16), "fc": (rows // 2, rows // 2)}.get(spec.name.split(".")[-2], (rows,))
+    return [(height, columns) for height in heights]
 
 
 def test_a_matrix_moves_by_the_learning_rate_in_every_direction():
@@ -75,9 +80,9 @@ def test_a_matrix_moves_by_the_learning_rate_in_every_direction():
         if spec.group != MATRIX:
             assert 0 < abs(moved).max() < 0.11, spec.name
             continue
-        rows, columns = _one(spec)
-        rate = CONFIG.lr * max(1, rows / columns) ** 0.5
-        for part in np.split(moved, spec.matrices):
+        for rows, columns in _parts(spec):
+            part, moved = moved[:rows], moved[rows:]
+            rate = CONFIG.lr * max(1, rows / columns) ** 0.5
             length = np.linalg.norm(part) / rate / min(rows, columns) ** 0.5
             assert 0.85 < length < 1.15, spec.name
 
@@ -145,7 +150,7 @@ def test_parts_of_the_batch_give_the_same_bits_on_any_number_of_ranks():
 
 
 RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--embedding-lr", "0.1", "--schedule", "constant"]
-RECIPE += ["--save-every", "5"]
+RECIPE += ["--save-every", "5", "--n-head", "4", "--n-kv-head", "2", "--positions", "rope"]
 
 
 @needs_mpi

@@ -2,10 +2,12 @@
 // A block owns the rows of one tile (queries, or keys for their gradients) of one head of one sequence and
 // goes through tiles of columns (keys, or queries). Scores live in registers, the factors of matmuls in shared
 // memory. No atomics: every element has one owner and sums have one order, so results repeat bit by bit.
-// `attention_shape` in attention.py gives the tiles, their shared memory and HEAD as macros. Grids:
-//   attention_forward, attention_backward_queries, attention_backward_keys   (sequences · heads, tiles)
-//   attention_delta                                                          DELTA_LANES for each row and head
-// qkv is (rows, 3 · heads · HEAD); lse, delta are (sequences, heads, T) of real.
+// `attention_shape` in attention.py gives the tiles, their shared memory, HEAD and GROUP, the heads of q that
+// share a head of k and v, as macros. Grids:
+//   attention_forward, attention_backward_queries   (sequences · heads, tiles)
+//   attention_backward_keys                         (sequences · heads / GROUP, tiles)
+//   attention_delta                                 DELTA_LANES for each row and head
+// qkv is (rows, (heads + 2 heads / GROUP) · HEAD); lse, delta are (sequences, heads, T) of real.
 #include "common.cuh"
 
 constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // elements moved at once from and to memory
@@ -154,24 +156,27 @@ __device__ __forceinline__ void store_sums(stored* to, long long step, int count
     store_rows<T::ROWS, T::THREADS>(to, tile, step, count);
 }
 
-// Where one head of one sequence lies, from blockIdx.x.
+// Where a head of q of one sequence lies, and the head of k and v that it shares with others of its GROUP.
 struct Place {
     int sequence;
-    long long head, first_row, qkv_step, y_step;
+    long long head, head_of_all, first_row, qkv_step, y_step;
 
-    __device__ Place(int seq_len, int n_head)
-        : sequence(blockIdx.x / n_head), head(blockIdx.x % n_head), first_row(sequence * (long long)seq_len),
-          qkv_step(3LL * n_head * HEAD), y_step((long long)n_head * HEAD) {}
+    // `unit`: of all heads of q
+    __device__ Place(unsigned unit, int seq_len, int n_head)
+        : sequence(unit / n_head), head(unit % n_head), head_of_all(unit),
+          first_row(sequence * (long long)seq_len), qkv_step((n_head + 2LL * (n_head / GROUP)) * HEAD),
+          y_step((long long)n_head * HEAD) {}
 
     // part 0, 1, 2: q, k, v
-    __device__ long long in_qkv(int part, int t) const {
-        return (first_row + t) * qkv_step + part * y_step + head * HEAD;
+    __device__ long long column(int part) const {
+        return part == 0 ? head * HEAD : y_step + (part - 1) * (y_step / GROUP) + head / GROUP * HEAD;
     }
+    __device__ long long in_qkv(int part, int t) const { return (first_row + t) * qkv_step + column(part); }
     __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
-    // Of dqkv's sums over the rows of each tile, (sequences · tiles, 3 · heads · HEAD)
+    // Of dqkv's sums over the rows of each tile, (sequences · tiles, columns of qkv)
     __device__ real* in_sums(real* sums, int part) const {
         const long long row = (long long)sequence * gridDim.y + blockIdx.y;
-        return sums ? sums + row * qkv_step + part * y_step + head * HEAD : nullptr;
+        return sums ? sums + row * qkv_step + column(part) : nullptr;
     }
 };
 
@@ -184,7 +189,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
     real* q = reinterpret_cast<real*>(dynamic_shared);
     real* k = q + T::ROWS * STRIDE;
     real *v = k + T::COLUMNS * STRIDE, *weights = v + T::COLUMNS * STRIDE;
-    const Place place(seq_len, n_head);
+    const Place place(blockIdx.x, seq_len, n_head);
     const int first = (gridDim.y - 1 - blockIdx.y) * T::ROWS;  // the longest work starts first
     const int rows = min(T::ROWS, seq_len - first);
     const real scale = 1 / sqrt(real(HEAD));
@@ -273,7 +278,7 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
     real* dout = q + T::ROWS * STRIDE;
     real* k = dout + T::ROWS * STRIDE;
     real *v = k + T::COLUMNS * STRIDE, *weights = v + T::COLUMNS * STRIDE;
-    const Place place(seq_len, n_head);
+    const Place place(blockIdx.x, seq_len, n_head);
     const int first = (gridDim.y - 1 - blockIdx.y) * T::ROWS;
     const int rows = min(T::ROWS, seq_len - first);
     const real scale = 1 / sqrt(real(HEAD));
@@ -325,7 +330,7 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
     real* q = v + T::ROWS * STRIDE;
     real* dout = q + T::COLUMNS * STRIDE;
     real *p_weights = dout + T::COLUMNS * STRIDE, *ds_weights = p_weights + T::WEIGHT_REALS;
-    const Place place(seq_len, n_head);
+    const Place place(blockIdx.x * GROUP, seq_len, n_head);
     const int first = blockIdx.y * T::ROWS;
     const int rows = min(T::ROWS, seq_len - first);
     const real scale = 1 / sqrt(real(HEAD));
@@ -334,32 +339,36 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
     load_rows<T::ROWS, T::THREADS>(v, qkv + place.in_qkv(2, first), place.qkv_step, rows);
     Sums<T> dk = {}, dv = {};
 
-    for (int start = first / T::COLUMNS * T::COLUMNS; start < seq_len; start += T::COLUMNS) {
-        const int columns = min(T::COLUMNS, seq_len - start);
-        __syncthreads();
-        load_rows<T::COLUMNS, T::THREADS>(q, qkv + place.in_qkv(0, start), place.qkv_step, columns);
-        load_rows<T::COLUMNS, T::THREADS>(dout, dy + place.in_y(start), place.y_step, columns);
-        __syncthreads();
-        real s[T::R][T::C], dp[T::R][T::C];
-        dots<T>(s, k, q);
-        dots<T>(dp, v, dout);
+#pragma unroll 1
+    for (int member = 0; member < GROUP; member++) {
+        const Place of(blockIdx.x * GROUP + member, seq_len, n_head);
+        for (int start = first / T::COLUMNS * T::COLUMNS; start < seq_len; start += T::COLUMNS) {
+            const int columns = min(T::COLUMNS, seq_len - start);
+            __syncthreads();
+            load_rows<T::COLUMNS, T::THREADS>(q, qkv + of.in_qkv(0, start), of.qkv_step, columns);
+            load_rows<T::COLUMNS, T::THREADS>(dout, dy + of.in_y(start), of.y_step, columns);
+            __syncthreads();
+            real s[T::R][T::C], dp[T::R][T::C];
+            dots<T>(s, k, q);
+            dots<T>(dp, v, dout);
 #pragma unroll
-        for (int c = 0; c < T::C; c++) {
-            const bool inside = T::column(c) < columns;
-            const long long at = (long long)blockIdx.x * seq_len + start + T::column(c);
-            const real log_sum = inside ? lse[at] : real(0), mean = inside ? delta[at] : real(0);
+            for (int c = 0; c < T::C; c++) {
+                const bool inside = T::column(c) < columns;
+                const long long at = of.head_of_all * seq_len + start + T::column(c);
+                const real log_sum = inside ? lse[at] : real(0), mean = inside ? delta[at] : real(0);
 #pragma unroll
-            for (int r = 0; r < T::R; r++) {
-                const bool seen = inside && first + T::row(r) <= start + T::column(c);
-                s[r][c] = seen ? exp(s[r][c] * scale - log_sum) : real(0);
-                dp[r][c] = s[r][c] * (dp[r][c] - mean);
+                for (int r = 0; r < T::R; r++) {
+                    const bool seen = inside && first + T::row(r) <= start + T::column(c);
+                    s[r][c] = seen ? exp(s[r][c] * scale - log_sum) : real(0);
+                    dp[r][c] = s[r][c] * (dp[r][c] - mean);
+                }
             }
+            put_weights<T>(p_weights, s);
+            put_weights<T>(ds_weights, dp);
+            __syncthreads();
+            add_weighted<T>(dv, p_weights, dout);
+            add_weighted<T>(dk, ds_weights, q);
         }
-        put_weights<T>(p_weights, s);
-        put_weights<T>(ds_weights, dp);
-        __syncthreads();
-        add_weighted<T>(dv, p_weights, dout);
-        add_weighted<T>(dk, ds_weights, q);
     }
 #pragma unroll
     for (int r = 0; r < T::R; r++) dk.scale_row(r, scale);

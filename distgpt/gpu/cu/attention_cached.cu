@@ -3,12 +3,14 @@
 // Grid (sequences · heads, new rows, parts), block WARPS · 32 threads. The keys a row sees are cut into as
 // many parts as the grid has; with more than one, attention_cached_join (sequences · heads, new rows) of one
 // warp puts them together. Where the new rows stand in the cache is read on the device, so that a recorded
-// launch can be repeated at every position. HEAD is a macro; no more than t_max positions may be filled.
+// launch can be repeated at every position. HEAD and GROUP, the heads of q that share a head of k and v, are
+// macros; no more than t_max positions may be filled.
 #include "common.cuh"
 
 constexpr int W = HEAD % PACK == 0 ? PACK : 1;
 constexpr int PIECES = HEAD / W;  // of at most 256 elements: a thread for each
 constexpr int WARPS = 8;
+constexpr int TOGETHER = GROUP + 2;  // heads of q, k and v that meet
 constexpr real LOWEST = real(-1e30);  // below every score; exp of a difference to it is 0 or 1
 
 __device__ constexpr int lanes_for(int pieces) {
@@ -48,32 +50,34 @@ __device__ __forceinline__ void load_pieces(Elements<W> (&x)[EACH], const stored
 }
 
 // y ← softmax(q kᵀ / √HEAD, causal) v for new rows at *start, *start + 1, …; cache ← their keys and values.
-// y (sequences · rows, heads · HEAD), cache (2, sequences, heads, t_max, HEAD), qkv (sequences · rows, 3 …).
+// y (sequences · rows, heads · HEAD), cache (2, sequences, heads / GROUP, t_max, HEAD),
+// qkv (sequences · rows, (heads + 2 heads / GROUP) · HEAD).
 // With several parts y stays as it is, and parts (sequences · heads, rows, parts, HEAD + 2) is filled.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
 attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const int* start, int n_head,
                  int t_max) {
     const int row = blockIdx.y, new_rows = gridDim.y, part = blockIdx.z, n_parts = gridDim.z;
     const int seq = blockIdx.x / n_head, head = blockIdx.x % n_head, begin = *start, last = begin + row;
-    const long long channels = (long long)n_head * HEAD;
-    const stored* new_q = qkv + (long long)seq * new_rows * 3 * channels + head * HEAD;
-    stored* keys = cache + (long long)blockIdx.x * t_max * HEAD;
-    stored* values = keys + (long long)gridDim.x * t_max * HEAD;
+    const long long channels = (long long)n_head * HEAD, kv_channels = channels / GROUP;
+    const stored* new_q = qkv + (long long)seq * new_rows * TOGETHER * kv_channels + head * HEAD;
+    const long long aside = channels + (head / GROUP - head) * HEAD;  // of k, from q
+    stored* keys = cache + (long long)(blockIdx.x / GROUP) * t_max * HEAD;
+    stored* values = keys + (long long)(gridDim.x / GROUP) * t_max * HEAD;
     const int per_part = (last + n_parts) / n_parts;  // last + 1 keys, rounded up
     const int from = part * per_part, to = min(from + per_part, last + 1);
     const real scale = 1 / sqrt(real(HEAD));
 
     Elements<W> q[EACH];
-    load_pieces(q, new_q + row * 3 * channels);
+    load_pieces(q, new_q + row * TOGETHER * kv_channels);
     Partial mine;
 #pragma unroll 2
     for (int first = from; first < to; first += KEYS) {  // all lanes stay together for the shuffles
         const int t = first + threadIdx.x / LANES;
         Elements<W> k[EACH] = {}, v[EACH] = {};
         if (t < to) {
-            const stored* new_k = new_q + (t - begin) * 3 * channels + channels;
+            const stored* new_k = new_q + (t - begin) * TOGETHER * kv_channels + aside;
             load_pieces(k, t < begin ? keys + (long long)t * HEAD : new_k);
-            load_pieces(v, t < begin ? values + (long long)t * HEAD : new_k + channels);
+            load_pieces(v, t < begin ? values + (long long)t * HEAD : new_k + kv_channels);
         }
         real score = 0;
 #pragma unroll
@@ -130,11 +134,11 @@ attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const
         }
     }
     if (n_parts > 1 && threadIdx.x == 0) out[HEAD] = highest, out[HEAD + 1] = total;
-    if (part == 0 && threadIdx.x < PIECES) {
-        const stored* new_k = new_q + (row * 3 + 1) * channels + threadIdx.x * W;
+    if (part == 0 && head % GROUP == 0 && threadIdx.x < PIECES) {
+        const stored* new_k = new_q + row * TOGETHER * kv_channels + aside + threadIdx.x * W;
         const long long at = (long long)last * HEAD + threadIdx.x * W;
         store<W>(keys + at, load<W>(new_k));
-        store<W>(values + at, load<W>(new_k + channels));
+        store<W>(values + at, load<W>(new_k + kv_channels));
     }
 }
 

@@ -6,9 +6,9 @@
 // come to shared memory, the next ones while the last ones are used. Weights are rounded
 // to bfloat16, sums are float. No atomics: results repeat bit by bit.
 //
-// Blocks: sequences · heads · tiles, the tiles of a head side by side, so that they find its rows in the
-// cache, and of them those with the longest work first. The arrays are those of attention.cu, whose delta
-// serves too.
+// Blocks: sequences · heads (of k and v for their gradients) · tiles, the tiles of a head side by side, so that
+// they find its rows in the cache, and of them those with the longest work first. The arrays are those of
+// attention.cu, whose delta serves too.
 #include "common.cuh"
 
 // ---- tensor cores and what feeds them, for compute capability 8.0 and later: a warp's product of bfloat16
@@ -238,28 +238,30 @@ __device__ __forceinline__ void add_weighted(Sums<2 * STEPS>& sums, const Sums<C
 // ---- where a block and a warp work
 
 struct Place {
-    int tile, tiles, seq_len, head_of_all, head, qkv_step, y_step;
+    int tile, tiles, seq_len, head_of_all, head, qkv_step, y_step, kv_step;
     long long first_row;
 
-    __device__ Place(int length, int n_head)
-        : tiles((length + ROWS - 1) / ROWS), seq_len(length), qkv_step(3 * n_head * HEAD),
-          y_step(n_head * HEAD) {
+    // Of a head of q; if blocks are of k and v, of one that meets theirs.
+    __device__ Place(int length, int n_head, bool of_keys = false, int member = 0)
+        : tiles((length + ROWS - 1) / ROWS), seq_len(length), qkv_step((n_head + 2 * (n_head / GROUP)) * HEAD),
+          y_step(n_head * HEAD), kv_step(n_head / GROUP * HEAD) {
         tile = blockIdx.x % tiles;
-        head_of_all = blockIdx.x / tiles;
+        head_of_all = blockIdx.x / tiles * (of_keys ? GROUP : 1) + member;
         head = head_of_all % n_head;
         first_row = head_of_all / n_head * (long long)seq_len;
     }
 
     // part 0, 1, 2: q, k, v
-    __device__ long long in_qkv(int part, int t) const {
-        return (first_row + t) * qkv_step + part * y_step + head * HEAD;
+    __device__ int column(int part) const {
+        return part == 0 ? head * HEAD : y_step + (part - 1) * kv_step + head / GROUP * HEAD;
     }
+    __device__ long long in_qkv(int part, int t) const { return (first_row + t) * qkv_step + column(part); }
     __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
     __device__ long long in_lse(int t) const { return (long long)head_of_all * seq_len + t; }
-    // Of dqkv's sums over the rows of each tile, (sequences · tiles, 3 · heads · HEAD)
+    // Of dqkv's sums over the rows of each tile, (sequences · tiles, columns of qkv)
     __device__ float* in_sums(float* sums, int part) const {
         const int sequence = head_of_all / (y_step / HEAD);
-        return sums + ((long long)sequence * tiles + tile) * qkv_step + part * y_step + head * HEAD;
+        return sums + ((long long)sequence * tiles + tile) * qkv_step + column(part);
     }
     __device__ int rows_from(int t) const { return seq_len - t; }
 };
@@ -270,7 +272,7 @@ __device__ __forceinline__ int warp_row() { return threadIdx.x / WARP * SIDE; }
 // The tiles of k and v from key `start` on
 __device__ __forceinline__ void fetch_keys(stored (&tiles)[2][KEYS * STRIDE], const stored* qkv,
                                            const Place& place, int start) {
-    const stored *k = qkv + place.in_qkv(1, start), *v = k + place.y_step;
+    const stored *k = qkv + place.in_qkv(1, start), *v = k + place.kv_step;
     fetch<KEYS>(tiles[0], k, place.qkv_step, place.rows_from(start));
     fetch<KEYS>(tiles[1], v, place.qkv_step, place.rows_from(start));
 }
@@ -417,50 +419,57 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
     static_assert(4 * QUERIES >= ROWS, "room for results");
     __shared__ __align__(16) stored tiles[2][2][QUERIES * STRIDE];  // q and dy, now and next
     __shared__ __align__(16) float statistics[2][2][QUERIES];       // lse and delta
-    const Place place(seq_len, n_head);
+    const Place place(seq_len, n_head, true);
     const int first = place.tile * ROWS, own = first + warp_row();
     const int rows = place.rows_from(own), from = own < seq_len ? own : first;
     const float root = sqrtf(float(HEAD)), scale = LOG2_E / root;
     const int column = threadIdx.x % QUERIES, which = threadIdx.x / QUERIES;
-    const real* statistic = (which ? delta : lse) + place.in_lse(column);
-    const auto fetch_queries = [&](int stage, int start) {
-        const int count = place.rows_from(start);
-        fetch<QUERIES>(tiles[stage][0], qkv + place.in_qkv(0, start), place.qkv_step, count);
-        fetch<QUERIES>(tiles[stage][1], dy + place.in_y(start), place.y_step, count);
+    const auto fetch_queries = [&](const Place& of, int stage, int start) {
+        const int count = of.rows_from(start);
+        fetch<QUERIES>(tiles[stage][0], qkv + of.in_qkv(0, start), of.qkv_step, count);
+        fetch<QUERIES>(tiles[stage][1], dy + of.in_y(start), of.y_step, count);
         if (which < 2)
-            start_copy<4>(shared_address(&statistics[stage][which][column]), statistic + start,
-                          column < count);
+            start_copy<4>(shared_address(&statistics[stage][which][column]),
+                          (which ? delta : lse) + of.in_lse(column) + start, column < count);
     };
 
-    fetch_queries(0, first);
+    fetch_queries(place, 0, first);
     Factor<STEPS> k, v;
     load_rows(k, qkv + place.in_qkv(1, from), place.qkv_step, rows);
     load_rows(v, qkv + place.in_qkv(2, from), place.qkv_step, rows);
     Sums<2 * STEPS> dk = {}, dv = {};
-    for (int start = first, stage = 0; start < seq_len; start += QUERIES, stage ^= 1) {
-        wait_for_copies();
-        __syncthreads();
-        if (start + QUERIES < seq_len) fetch_queries(stage ^ 1, start + QUERIES);
-        if (rows <= 0) continue;
 #pragma unroll 1
-        for (int part = 0; part < QUERIES; part += QUERY_PART) {
-            if (start + part + QUERY_PART <= own) continue;
-            const stored *q = tiles[stage][0] + part * STRIDE, *dout = tiles[stage][1] + part * STRIDE;
-            Sums<QUERY_PART / 8> s, dp;
-            dots(s, k, q);
-            dots(dp, v, dout);
-            if (start + part < own + SIDE)
-                hide(s, [&](int right) { return right < own - start - part - ahead(); });
+    for (int member = 0; member < GROUP; member++) {
+        const Place of(seq_len, n_head, true, member);
+        if (member > 0) {
+            __syncthreads();  // nobody reads the tiles of the last one any more
+            fetch_queries(of, 0, first);
+        }
+        for (int start = first, stage = 0; start < seq_len; start += QUERIES, stage ^= 1) {
+            wait_for_copies();
+            __syncthreads();
+            if (start + QUERIES < seq_len) fetch_queries(of, stage ^ 1, start + QUERIES);
+            if (rows <= 0) continue;
+#pragma unroll 1
+            for (int part = 0; part < QUERIES; part += QUERY_PART) {
+                if (start + part + QUERY_PART <= own) continue;
+                const stored *q = tiles[stage][0] + part * STRIDE, *dout = tiles[stage][1] + part * STRIDE;
+                Sums<QUERY_PART / 8> s, dp;
+                dots(s, k, q);
+                dots(dp, v, dout);
+                if (start + part < own + SIDE)
+                    hide(s, [&](int right) { return right < own - start - part - ahead(); });
 #pragma unroll
-            for (int n = 0; n < QUERY_PART / 8; n++)
+                for (int n = 0; n < QUERY_PART / 8; n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int at = part + n * 8 + pair() + i % 2;
-                    s.at[n][i] = exp2_fast(fmaf(s.at[n][i], scale, -statistics[stage][0][at] * LOG2_E));
-                    dp.at[n][i] = s.at[n][i] * (dp.at[n][i] - statistics[stage][1][at]);
-                }
-            add_weighted(dv, s, dout);
-            add_weighted(dk, dp, q);
+                    for (int i = 0; i < 4; i++) {
+                        const int at = part + n * 8 + pair() + i % 2;
+                        s.at[n][i] = exp2_fast(fmaf(s.at[n][i], scale, -statistics[stage][0][at] * LOG2_E));
+                        dp.at[n][i] = s.at[n][i] * (dp.at[n][i] - statistics[stage][1][at]);
+                    }
+                add_weighted(dv, s, dout);
+                add_weighted(dk, dp, q);
+            }
         }
     }
     __syncthreads();

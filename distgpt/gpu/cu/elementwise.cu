@@ -190,17 +190,18 @@ KERNEL(add_bias, (stored * y, const stored* b, int count, int c), (y, b, count, 
 
 // ---- rotary positions, in place on the q and k parts of qkv: element i of a head is paired with i + head/2
 
-// A thread turns W pairs. qkv (n, 3 · n_head · 2 half), cos and sin (≥ start + seq_len, half)
+// A thread turns W pairs of q and k, `heads` heads of 2 half elements at the start of each row of qkv
+// (n, row_size). cos and sin (≥ start + seq_len, half)
 template <int W>
 __device__ void rope(stored* qkv, const real* cos, const real* sin, const int* start, int n, int seq_len,
-                     int n_head, int half, int inverse) {
+                     int heads, int row_size, int half, int inverse) {
     const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
-    const int pieces = half / W, per_row = 2 * n_head * pieces;
+    const int pieces = half / W, per_row = heads * pieces;
     if (index >= unsigned(n) * per_row) return;
     const int row = int(index / per_row), rest = int(index % per_row);
     const int head = rest / pieces, j = rest % pieces * W;
     const int position = (start ? *start : 0) + row % seq_len;
-    stored* left = qkv + size_t(row) * 6 * n_head * half + size_t(head) * 2 * half + j;
+    stored* left = qkv + size_t(row) * row_size + size_t(head) * 2 * half + j;
     stored* right = left + half;
     const Elements<W> c = load_real<W>(cos + size_t(position) * half + j);
     const Elements<W> s = load_real<W>(sin + size_t(position) * half + j);
@@ -217,18 +218,19 @@ __device__ void rope(stored* qkv, const real* cos, const real* sin, const int* s
 }
 
 KERNEL(rope,
-       (stored * qkv, const real* cos, const real* sin, const int* start, int n, int seq_len, int n_head,
-        int half, int inverse),
-       (qkv, cos, sin, start, n, seq_len, n_head, half, inverse))
+       (stored * qkv, const real* cos, const real* sin, const int* start, int n, int seq_len, int heads,
+        int row_size, int half, int inverse),
+       (qkv, cos, sin, start, n, seq_len, heads, row_size, half, inverse))
 
 // ---- norms of the heads of q and k, in place; a warp for each of `count` heads, `heads` of them in a row of qkv
 
 constexpr double QK_SCALE = 1.2;  // as in kernels/api.py
 
-extern "C" __global__ void qk_norm(stored* qkv, real* rstd, double eps, int count, int heads, int size) {
+extern "C" __global__ void
+qk_norm(stored* qkv, real* rstd, double eps, int count, int heads, int size, int row_size) {
     const int unit = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (unit >= count) return;
-    stored* x = qkv + size_t(unit / heads) * (heads / 2 * 3) * size + size_t(unit % heads) * size;
+    stored* x = qkv + size_t(unit / heads) * row_size + size_t(unit % heads) * size;
     real sum = 0;
     for (int j = lane; j < size; j += WARP) sum += to_real(x[j]) * to_real(x[j]);
     const real inverse = 1 / sqrt(warp_sum(sum) / size + real(eps)), factor = real(QK_SCALE) * inverse;
@@ -237,10 +239,11 @@ extern "C" __global__ void qk_norm(stored* qkv, real* rstd, double eps, int coun
 }
 
 extern "C" __global__ void
-qk_norm_backward(stored* dqkv, const stored* qkv, const real* rstd, int count, int heads, int size) {
+qk_norm_backward(stored* dqkv, const stored* qkv, const real* rstd, int count, int heads, int size,
+                 int row_size) {
     const int unit = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (unit >= count) return;
-    const size_t at = size_t(unit / heads) * (heads / 2 * 3) * size + size_t(unit % heads) * size;
+    const size_t at = size_t(unit / heads) * row_size + size_t(unit % heads) * size;
     const stored* x = qkv + at;
     stored* dx = dqkv + at;
     real along = 0;

@@ -22,7 +22,7 @@ from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned
 
 
 class Cache(NamedTuple):
-    """(layers, lanes, heads, panels, elements of a panel) of float32, or of bfloat16 as uint16."""
+    """(layers, lanes, heads of k and v, panels, elements of a panel) of float32, or of bfloat16 as uint16."""
 
     keys: Array
     values: Array
@@ -46,7 +46,7 @@ def cache_shapes(config: ModelConfig, lanes: int, dtype: str) -> tuple[tuple[int
     """Return the shapes of keys and values, in whole panels of positions or channels."""
     pair = 2 if dtype == "uint16" else 1
     length, size = config.seq_len, config.head_size
-    first = config.n_layer, lanes, config.n_head
+    first = config.n_layer, lanes, config.kv_heads
     keys = -(-length // COLUMNS), -(-size // pair) * pair * COLUMNS
     values = -(-size // COLUMNS), -(-length // pair) * pair * COLUMNS
     return (*first, *keys), (*first, *values)
@@ -64,40 +64,43 @@ def thread_scratch(config: ModelConfig, dtype: str) -> ThreadScratch:
 
 @inline
 def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
-    """A thread's heads of all feeds, one after the other: y ← attention in layer i to all of the lane.
+    """A thread's heads of k and v, with those of q that meet them, of all feeds, one after the other.
 
-    If `only_scored`, only the last rows of each feed attend; all rows give keys and values.
+    y ← attention in layer i to all of the lane. If `only_scored`, only the last rows of each feed attend; all
+    rows give keys and values.
     """
     thread, n_threads = threads
-    heads, width = kind.heads, kind.width
-    units, size = feeds.shape[0] * heads, width // heads
+    heads, width, size = kind.kv_heads, kind.width, kind.width // kind.heads
+    units, span = feeds.shape[0] * heads, width // heads
     for unit in range(units * thread // n_threads, units * (thread + 1) // n_threads):
         feed, head = feeds[unit // heads], unit % heads
         row, count, lane, before = feed[0], feed[1], feed[2], feed[3]
         keys, values = cache.keys[i, lane, head], cache.values[i, lane, head]
-        new, column = qkv[row : row + count], head * size
-        for j in range(count):
-            _rotate(new[j], weights.cos, weights.sin, before + j, width, head, size)
-            if kind.qk_norm:
-                for start in (column, width + column):
-                    normalise_head(new[j, start : start + size], np.float32(kind.eps))
-        append_keys_and_values(new, width + column, 2 * width + column, size, keys, values, before)
-        for top in range(count - feed[4] if only_scored else 0, count, ROWS):
-            n = min(ROWS, count - top)
-            _attend(n, before + top + 1, new[top:], column, size, keys, values, y[row + top :], own)
+        new, key = qkv[row : row + count], width + head * size
+        _prepare(new, key, key + size, size, before, kind, weights)
+        append_keys_and_values(new, key, key + heads * size, size, keys, values, before)
+        _prepare(new, head * span, (head + 1) * span, size, before, kind, weights)
+        for column in range(head * span, (head + 1) * span, size):
+            for top in range(count - feed[4] if only_scored else 0, count, ROWS):
+                n = min(ROWS, count - top)
+                _attend(n, before + top + 1, new[top:], column, size, keys, values, y[row + top :], own)
 
 
 @inline
-def _rotate(row, cos, sin, place, width, head, size):
-    half = cos.shape[1]
-    if half:
-        c, s = cos[place], sin[place]
-        for start in range(head * size, 2 * width, width):  # in q and in k
-            left, right = row[start : start + half], row[start + half : start + size]
-            for j in range(half):
-                a, b = left[j], right[j]
-                left[j] = a * c[j] - b * s[j]
-                right[j] = a * s[j] + b * c[j]
+def _prepare(rows, first, last, size, before, kind, weights):
+    """Rotate and normalise the heads of q or k in these columns, of rows at the places from `before` on."""
+    half = weights.cos.shape[1]
+    for i in range(rows.shape[0]):
+        for start in range(first, last, size):
+            if half:
+                c, s = weights.cos[before + i], weights.sin[before + i]
+                left, right = rows[i, start : start + half], rows[i, start + half : start + size]
+                for j in range(half):
+                    a, b = left[j], right[j]
+                    left[j] = a * c[j] - b * s[j]
+                    right[j] = a * s[j] + b * c[j]
+            if kind.qk_norm:
+                normalise_head(rows[i, start : start + size], np.float32(kind.eps))
 
 
 @inline

@@ -35,6 +35,8 @@ class Kind(NamedTuple):
 
     width: int
     heads: int
+    kv_heads: int
+    qkv: int  # the width of queries, keys and values side by side
     hidden: int
     vocab: int
     centred: bool  # layer norm, not RMS norm
@@ -81,6 +83,8 @@ def kind_of(config: ModelConfig) -> Kind:
     return Kind(
         config.n_embd,
         config.n_head,
+        config.kv_heads,
+        config.qkv_width,
         config.hidden,
         config.vocab_size,
         config.norm == "layernorm",
@@ -110,7 +114,7 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
             arrivals = _wait_for_all(counter, arrivals, n_threads)
         _normed(first, last, kind, weights.norms[2 * i], s, rows)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, width, 3 * width, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         ends = i + 1 == layers  # rows that are not scored only need keys and values there
         attend(threads, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)

@@ -61,7 +61,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
     none = Layer(fc.w[:, :0], fc.bias[:, :0])
     head = _packed([_rows(params["wte" if config.tied else "head.w"], 0, vocab)])[0]
     return Weights(
-        qkv=layer("attn.qkv", 0, 3 * c),
+        qkv=layer("attn.qkv", 0, config.qkv_width),
         out=layer("attn.proj", 0, c),
         gates=layer("mlp.fc", config.hidden, 2 * config.hidden) if gated else none,
         fc=fc,

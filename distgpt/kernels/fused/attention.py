@@ -1,8 +1,8 @@
 """Causal attention without the T × T matrix: tiles of queries against all keys so far; rotary positions.
 
-A unit of work is one head of one sequence. q and dy are read in place, what they are multiplied with is
-packed once per unit. Probabilities are rounded to the type of qkv for the matmuls, sums are wide. `s` is the
-worker's scratch memory.
+A unit of work is one head of q of one sequence; backward and with a cache, one head of k and v and all heads
+of q that meet it. q and dy are read in place, what they are multiplied with is packed once. Probabilities are
+rounded to the type of qkv for the matmuls, sums are wide. `s` is the worker's scratch memory.
 """
 
 from __future__ import annotations
@@ -106,12 +106,15 @@ def _row(seq_len: int) -> int:
 @jit
 def attention(first, last, y, lse, qkv, seq_len, s):
     width, n_head = y.shape[1], lse.shape[1]
-    size = width // n_head
+    size, kv_width = width // n_head, (qkv.shape[1] - width) // 2
+    group = width // kv_width  # heads of q that share k and v
     for unit in range(first, last):
         row, head = unit // n_head * seq_len, unit % n_head
         column = head * size
-        pack_head_transposed(s.keys, qkv, row, seq_len, width + column, size)
-        pack_head(s.values, qkv, row, seq_len, 2 * width + column, size)
+        if unit == first or head % group == 0:
+            key = width + head // group * size
+            pack_head_transposed(s.keys, qkv, row, seq_len, key, size)
+            pack_head(s.values, qkv, row, seq_len, key + kv_width, size)
         for begin in range(0, seq_len, ROWS):
             n = min(ROWS, seq_len - begin)
             _attend(n, begin + 1, y, lse, head, qkv, row + begin, column, size, s)
@@ -151,21 +154,24 @@ def _padded(row, stop):
 def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s):
     width, n_head = y.shape[1], lse.shape[1]
     size, arrays = width // n_head, (dqkv, dy, y, lse, qkv)
+    kv_width = (qkv.shape[1] - width) // 2
+    kv_heads, group = kv_width // size, width // kv_width
     for unit in range(first, last):
-        row, head = unit // n_head * seq_len, unit % n_head
-        q = head * size  # the column of the head in q; those in k and v follow
-        k, v = q + width, q + 2 * width
+        row, kv_head = unit // kv_heads * seq_len, unit % kv_heads
+        k = width + kv_head * size  # the column of the head in k
+        v = k + kv_width
         pack_head_transposed(s.keys, qkv, row, seq_len, k, size)
         pack_head_transposed(s.values, qkv, row, seq_len, v, size)
         pack_head(s.plain_keys, qkv, row, seq_len, k, size)
-        pack_head(s.queries, qkv, row, seq_len, q, size)
-        pack_head(s.grads, dy, row, seq_len, q, size)
-        for begin in range(0, seq_len, BLOCK):
-            end = min(begin + BLOCK, seq_len)
-            for start in range(begin, end, ROWS):
-                n = min(ROWS, end - start)
-                _query_gradients(n, start, start - begin, arrays, row, head, size, s)
-            _key_gradients(begin, end, s)
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            pack_head(s.queries, qkv, row, seq_len, head * size, size)
+            pack_head(s.grads, dy, row, seq_len, head * size, size)
+            for begin in range(0, seq_len, BLOCK):
+                end = min(begin + BLOCK, seq_len)
+                for start in range(begin, end, ROWS):
+                    n = min(ROWS, end - start)
+                    _query_gradients(n, start, start - begin, arrays, row, head, size, s)
+                _key_gradients(begin, end, head > kv_head * group, s)
         _write(dqkv, row, seq_len, k, size, s.dkeys)
         _write(dqkv, row, seq_len, v, size, s.dvalues)
 
@@ -211,11 +217,12 @@ def _softmax_backward(p, g, scale, delta, lse):
 
 
 @inline
-def _key_gradients(begin, end, s):
-    """Add what queries begin … end give: dv += pᵀ dy; dk += dsᵀ q. Keys from `begin` on have no sum yet."""
+def _key_gradients(begin, end, onto, s):
+    """Add what queries begin … end give: dv += pᵀ dy; dk += dsᵀ q. Unless `onto` sums of another head, keys
+    from `begin` on have none yet."""
     two = pair(s.pairs)
     for start in range(0, end, ROWS):
-        n, query, again = min(ROWS, end - start), max(begin, start), start < begin
+        n, query, again = min(ROWS, end - start), max(begin, start), onto or start < begin
         line, k = (query - begin) // two, end - query
         p, ds = s.pairs[line:, start * two :], s.dpairs[line:, start * two :]
         for panel in range(s.grads.shape[0]):
@@ -235,23 +242,24 @@ def _write(out, row, seq_len, column, size, x):
 @jit
 def attention_cached(first, last, y, cache, qkv, start, s):
     """New rows of each sequence, from position `start` on, against all keys up to their own."""
-    width, n_seq, n_head, size = y.shape[1], cache.shape[1], cache.shape[2], cache.shape[4]
-    new = y.shape[0] // n_seq
+    width, n_seq, kv_heads, size = y.shape[1], cache.shape[1], cache.shape[2], cache.shape[4]
+    new, kv_width = y.shape[0] // n_seq, kv_heads * size
     for unit in range(first, last):
-        seq, head = unit // n_head, unit % n_head
-        keys, values, column = cache[0, seq, head], cache[1, seq, head], head * size
+        seq, kv_head = unit // kv_heads, unit % kv_heads
+        keys, values, span = cache[0, seq, kv_head], cache[1, seq, kv_head], width // kv_heads
         for i in range(new):
-            row, key, value = qkv[seq * new + i, column:], keys[start + i], values[start + i]
+            row, key, value = qkv[seq * new + i, width + kv_head * size :], keys[start + i], values[start + i]
             for j in range(size):
-                key[j], value[j] = row[width + j], row[2 * width + j]
-        if new <= FEW:
-            for i in range(new):
-                q, out = qkv[seq * new + i, column : column + size], y[seq * new + i, column : column + size]
-                _attend_one(q, keys[: start + i + 1], values[: start + i + 1], out, s)
-        else:
+                key[j], value[j] = row[j], row[kv_width + j]
+        if new > FEW:
             pack_head_transposed(s.keys, keys, 0, start + new, 0, size)
             pack_head(s.values, values, 0, start + new, 0, size)
-            for begin in range(0, new, ROWS):
+        for column in range(kv_head * span, (kv_head + 1) * span, size):  # of the heads of q
+            stop = column + size
+            for i in range(new if new <= FEW else 0):
+                q, out = qkv[seq * new + i, column:stop], y[seq * new + i, column:stop]
+                _attend_one(q, keys[: start + i + 1], values[: start + i + 1], out, s)
+            for begin in range(0, new if new > FEW else 0, ROWS):
                 n = min(ROWS, new - begin)
                 _attend(n, start + begin + 1, y, None, 0, qkv, seq * new + begin, column, size, s)
 
@@ -283,21 +291,19 @@ def _dot(a, b):
 
 
 @jit
-def rope(first, last, qkv, cos, sin, n_head, inverse):
+def rope(first, last, qkv, cos, sin, heads, inverse):
     """Rows first … last, in place on the q and k parts of qkv."""
     seq_len = cos.shape[0]
     sign = number(qkv, -1) if inverse else number(qkv, 1)
     for i in range(first, last):
-        rotate(qkv[i], cos[i % seq_len], sin[i % seq_len], n_head, sign)
+        rotate(qkv[i], cos[i % seq_len], sin[i % seq_len], heads, sign)
 
 
 @jit
-def qk_norm(first, last, qkv, rstd, eps):
+def qk_norm(first, last, qkv, rstd, size, eps):
     """Rows first … last of `Kernels.qk_norm`."""
-    heads = rstd.shape[1]
-    size = 2 * qkv.shape[1] // (3 * heads)
     for i in range(first, last):
-        for head in range(heads):
+        for head in range(rstd.shape[1]):
             x = qkv[i, size * head : size * (head + 1)]
             rstd[i, head] = normalise_head(x, number(qkv, eps))
 
@@ -316,13 +322,11 @@ def normalise_head(x, eps):
 
 
 @jit
-def qk_norm_backward(first, last, dqkv, qkv, rstd):
+def qk_norm_backward(first, last, dqkv, qkv, rstd, size):
     """Rows first … last of `Kernels.qk_norm_backward`."""
-    heads = rstd.shape[1]
-    size = 2 * qkv.shape[1] // (3 * heads)
     share = number(qkv, 1 / (QK_SCALE * QK_SCALE * size))
     for i in range(first, last):
-        for head in range(heads):
+        for head in range(rstd.shape[1]):
             x, dx = qkv[i, size * head : size * (head + 1)], dqkv[i, size * head : size * (head + 1)]
             along, factor = number(qkv, 0), number(qkv, QK_SCALE) * rstd[i, head]
             for j in range(size):
@@ -333,9 +337,9 @@ def qk_norm_backward(first, last, dqkv, qkv, rstd):
 
 
 @inline
-def rotate(row, c, s, n_head, sign):
+def rotate(row, c, s, heads, sign):
     half = c.shape[0]
-    for head in range(2 * n_head):
+    for head in range(heads):
         left = row[2 * half * head : 2 * half * head + half]
         right = row[2 * half * head + half : 2 * half * (head + 1)]
         for j in range(half):

@@ -59,7 +59,8 @@ def attention(first, last, y, lse, qkv, seq_len, s):
 def attend_short(row, y, lse, qkv, seq_len, n_head, s):
     """Compute LANES sequences, the first of which begins at a row; `lse` may be None."""
     width = y.shape[1]
-    size = width // n_head
+    size, kv_width = width // n_head, (qkv.shape[1] - width) // 2
+    group = width // kv_width  # heads of q that share k and v
     scale = np.float32(1 / math.sqrt(size))
     apart, line = seq_len * qkv.strides[0], 4 * LANES
     for head in range(n_head):
@@ -67,8 +68,10 @@ def attend_short(row, y, lse, qkv, seq_len, n_head, s):
         for t in range(seq_len):
             of = qkv[row + t]
             transpose(of[column:], apart, s.q[t], line, size // LANES)
-            transpose(of[width + column :], apart, s.k[t], line, size // LANES)
-            transpose(of[2 * width + column :], apart, s.v[t], line, size // LANES)
+            if head % group == 0:
+                key = width + head // group * size
+                transpose(of[key:], apart, s.k[t], line, size // LANES)
+                transpose(of[key + kv_width :], apart, s.v[t], line, size // LANES)
         q, k, v, out = s.q.ctypes, s.k.ctypes, s.v.ctypes, s.out.ctypes
         _attend(seq_len, size, q, k, v, out, s.scores.ctypes, s.lse.ctypes, scale)
         for t in range(seq_len):

@@ -73,6 +73,11 @@ def _every_array(a: Any) -> float:
     return moved(*vars(a).values())
 
 
+def _heads(a: Any, count: int, size: int) -> float:
+    """Return the bytes of some heads in every row of qkv."""
+    return float(len(a.qkv) * count * size * a.qkv.itemsize)
+
+
 def _embed(a: Any) -> float:
     gathered = float(a.x.size * a.wte.itemsize)
     return moved(a.x, a.tokens) + gathered * (1 if a.wpe is None else 2)
@@ -144,12 +149,12 @@ OPERATIONS = {
     "linear_backward_act": Operation(
         "Matmul with activation backward", flops=lambda a: matmul_flops(len(a.dy), a.w.size)
     ),
-    # In place, of q and k: two thirds of qkv.
-    "qk_norm": Operation("Norms forward", lambda a: 4 / 3 * moved(a.qkv) + moved(a.rstd)),
+    # In place, of the heads of q and k.
+    "qk_norm": Operation("Norms forward", lambda a: 2 * _heads(a, a.rstd.shape[1], a.head) + moved(a.rstd)),
     "qk_norm_backward": Operation(
-        "Norms backward", lambda a: 2 / 3 * (2 * moved(a.dqkv) + moved(a.qkv)) + moved(a.rstd)
+        "Norms backward", lambda a: 3 * _heads(a, a.rstd.shape[1], a.head) + moved(a.rstd)
     ),
-    "rope": Operation("RoPE", lambda a: 2 * moved(a.qkv) * 2 / 3),  # q and k are read and written
+    "rope": Operation("RoPE", lambda a: 2 * _heads(a, a.heads, 2 * a.angles.cos.shape[1])),
     "attention": Operation("Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len)),
     "attention_backward": Operation(
         "Attention backward", flops=lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len)
@@ -158,7 +163,7 @@ OPERATIONS = {
     "attention_cached": Operation(
         "Attention forward",
         lambda a: moved(a.y, a.qkv, a.cache),
-        lambda a: matmul_flops(len(a.y) // a.cache.shape[1], a.cache.size),
+        lambda a: matmul_flops(len(a.y), 2 * a.cache.shape[3] * a.y.shape[1]),
     ),
     "linear_cross_entropy": Operation(
         "Head and cross-entropy",
