@@ -23,7 +23,12 @@ PEERS = Path(__file__).resolve().parent / "peers"
 # bfloat16 after each update. chunked_head: less memory for a large vocabulary. onednn: linear layers by an
 # operator that PyTorch does not offer.
 SWITCHES = ("keep_freed", "compile", "autotune", "autocast", "chunked_head", "onednn")
-LACKING = ("init_residual", "init_weights", "qk_norm")  # settings of a model that the peer does not have
+LACKING = (
+    "init_residual",
+    "init_weights",
+    "qk_norm",
+    "value_embeddings",
+)  # settings of a model that the peer does not have
 EAGER, BEST = "eager", "best"
 
 
@@ -51,8 +56,8 @@ def refuse_without_torch(option: str, python: str) -> None:
 
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
     """Return the architecture as the peer's Shape, which lacks some of our settings."""
-    if shape.qk_norm or shape.mlp == "relu2":
-        raise UsageError("the model in PyTorch has neither qk_norm nor relu2")
+    if shape.qk_norm or shape.value_embeddings or shape.mlp == "relu2":
+        raise UsageError("the model in PyTorch has neither qk_norm nor value embeddings nor relu2")
     return {name: value for name, value in asdict(shape).items() if name not in LACKING}
 
 

@@ -61,6 +61,11 @@ class ModelConfig:
     positions: str = setting("learned", "How the model learns where a token stands.", choices=POSITIONS)
     rope_base: float = setting(10_000.0, "Base of RoPE's angles: larger for longer contexts.", low=1)
     qk_norm: bool = setting(False, "Normalize queries and keys, head by head.", flag="--qk-norm/--no-qk-norm")
+    value_embeddings: bool = setting(
+        False,
+        "Add a vector of each token, trained for it, to the values in every other layer.",
+        flag="--value-embeddings/--no-value-embeddings",
+    )
     bias: bool = setting(True, "Give linear layers and layer norms biases.", flag="--bias/--no-bias")
     tied: bool = setting(True, "Share the embedding's weights with the output layer.", flag="--tied/--untied")
     vocab_multiple: int = setting(64, "Pad the embedding's rows to a multiple of this.", low=1, most=1 << 20)

@@ -142,18 +142,25 @@ class CudaKernels:
         self._launcher.each("embedding", "embed", c, n * c, x, tokens, wte, wpe, start, n, seq_len, c)
 
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
-        n, c = dx.shape
+        (n, width), c = dx.shape, dwte.shape[1]
         if dwpe is not None:
             count = seq_len * c
             self._launcher.each("embedding", "position_gradient", c, count, dwpe, dx, n, seq_len, c)
         order = self._sorted_rows(tokens, len(dwte))
         chunks = -(-n // CHUNK)
         partial = self._launcher.scratch("tokens", (chunks, 2, c), self.wide)
-        within, w = self._launcher.variant("token_gradient", c, dwte, partial, dx)
-        across, _ = self._launcher.variant("token_gradient_across", c, dwte, partial, dx)
+        within, w = self._launcher.variant("token_gradient", gcd(c, width), dwte, partial, dx)
+        across, _ = self._launcher.variant("token_gradient_across", gcd(c, width), dwte, partial, dx)
         block = min(256, -(-c // (w * WARP)) * WARP)
-        self._launcher.start("embedding", within, chunks, block, dwte, partial, order, tokens, dx, n, c)
+        self._launcher.start(
+            "embedding", within, chunks, block, dwte, partial, order, tokens, dx, n, width, c
+        )
         self._launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
+
+    def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
+        (n, width), c = x.shape, w.shape[1]
+        of = x, tokens, w, n, width, c
+        self._launcher.each("embedding", "add_embedding", gcd(c, width), n * c, *of)
 
     def _sorted_rows(self, tokens: Array, words: int) -> Array:
         """Sort the rows by their tokens: a stable radix sort, one byte of the token a pass."""

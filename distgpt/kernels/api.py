@@ -270,7 +270,13 @@ class Kernels(Protocol):
     def embed_backward(
         self, dwte: Wide2d, dwpe: Wide2d | None, dx: Floats2d, tokens: Ints1d, seq_len: int
     ) -> None:
-        """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n]. Always accumulates."""
+        """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n]. Always accumulates.
+
+        Where dx is wider than dwte, its last columns count.
+        """
+
+    def add_embedding(self, x: Floats2d, tokens: Ints1d, w: Floats2d) -> None:
+        """The last columns of x[n] += w[tokens[n]]. x (N, ≥ C), tokens (N,), w (V, C)"""
 
     # -- norms: layer norm, or RMS norm where stats.mean is None
 

@@ -79,8 +79,11 @@ class CpuKernels(OnHost):
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
-        columns = dx.shape[1]
+        columns = dwte.shape[1]
         self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, dwte, dwpe, dx, tokens, seq_len)
+
+    def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
+        self._pool.ranges(len(x), ROWS, rowwise.add_embedding, x, tokens, w)
 
     # -- norms
 

@@ -58,10 +58,18 @@ class Int8Kernels(CpuKernels):
         if not isinstance(wte, Packed):
             super().embed(x, tokens, wte, wpe, seq_len, start)
             return
-        rows = np.empty((len(tokens), wte.k), np.float32)
-        self._pool.ranges(len(tokens), ROWS, factors.unpack_rows, rows, wte.parts[0], tokens)
         added = None if wpe is None else wpe[positions(seq_len, start)]
+        rows = self._rows(wte, tokens)
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, np.arange(len(tokens)), rows, added)
+
+    def add_embedding(self, x: Array, tokens: Array, w: Any) -> None:
+        super().add_embedding(x, np.arange(len(tokens)), self._rows(w, tokens))
+
+    def _rows(self, w: Packed, tokens: Array) -> Array:
+        """Return a matrix's rows for these tokens."""
+        rows = np.empty((len(tokens), w.k), np.float32)
+        self._pool.ranges(len(tokens), ROWS, factors.unpack_rows, rows, w.parts[0], tokens)
+        return rows
 
     def _unpadded(self, w: Any, vocab: int) -> Any:
         """Return a packed one as it is: only as many columns are computed as the scores have."""

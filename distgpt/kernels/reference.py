@@ -125,9 +125,12 @@ class ReferenceKernels(OnHost):
     def embed_backward(
         self, dwte: Wide2d, dwpe: Wide2d | None, dx: Floats2d, tokens: Ints1d, seq_len: int
     ) -> None:
-        np.add.at(dwte, tokens, dx)
+        np.add.at(dwte, tokens, dx[:, -dwte.shape[1] :])
         if dwpe is not None:
             dwpe[:seq_len] += dx.reshape(-1, seq_len, dx.shape[1]).sum(0)
+
+    def add_embedding(self, x: Floats2d, tokens: Ints1d, w: Floats2d) -> None:
+        x[:, -w.shape[1] :] += w[tokens]
 
     # -- norms
 

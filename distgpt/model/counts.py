@@ -11,6 +11,7 @@ from distgpt.model.model import Architecture
 # In the order of a forward pass; a tensor is of the first kind whose sign its name has.
 KINDS = {
     "embedding": "wte",
+    "value embeddings": ".values.",
     "positions": "wpe",
     "attention": ".attn.",
     "MLP": ".mlp.",
@@ -68,10 +69,12 @@ def parameters(model: Architecture) -> Parameters:
     for spec in model.layout.specs:
         kinds[next(kind for kind, sign in KINDS.items() if sign in spec.name)] += spec.size
     each = (config.padded_vocab - config.vocab_size) * config.n_embd
-    padded = ["embedding"] if config.tied else ["embedding", "output layer"]
-    for kind in padded:
-        kinds[kind] -= each
-    return Parameters({kind: size for kind, size in kinds.items() if size}, each * len(padded))
+    padding = {"embedding": each, "output layer": 0 if config.tied else each}
+    values = [block.values for block in model.blocks if block.values]
+    padding["value embeddings"] = sum(each * part.shape[1] // config.n_embd for part in values)
+    for kind, size in padding.items():
+        kinds[kind] -= size
+    return Parameters({kind: size for kind, size in kinds.items() if size}, sum(padding.values()))
 
 
 def operations(model: Architecture) -> Operations:

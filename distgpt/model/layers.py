@@ -85,6 +85,25 @@ class Linear(Part):
         self.k.linear_backward_weights(dwb, dy, x, accumulate, sums)
 
 
+class ValueEmbedding(Part):
+    """A trained vector of each token, which is added to the values of its layer."""
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        super().__init__(name)
+        self.shape = (config.padded_vocab, config.kv_heads * config.head_size)
+
+    def specs(self) -> list[Spec]:
+        return [Spec(f"{self.name}.w", self.shape, EMBEDDING)]
+
+    def forward(self, qkv: Floats2d, tokens: Ints1d) -> None:
+        self.k.add_embedding(qkv, tokens, self.wb.w)
+
+    def weights(self, dqkv: Floats2d, tokens: Ints1d, accumulate: bool) -> None:
+        if not accumulate:
+            self.k.zero(self.dwb.w)
+        self.k.embed_backward(self.dwb.w, None, dqkv, tokens, 1)
+
+
 class LayerNorm(Part):
     """y = (s - mean) / std · w + b, with the residual sum s = x + r in front."""
 
@@ -244,6 +263,8 @@ class Block:
         sides = (config.hidden,) * SIDES[config.mlp]
         self.fc = Linear(f"{name}.mlp.fc", width, sum(sides), bias, heights=sides)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
+        has_values = config.value_embeddings and index % 2 == (config.n_layer - 1) % 2
+        self.values = ValueEmbedding(f"{name}.values", config) if has_values else None
         # In the order in which the backward pass finishes their gradients.
         self.parts: list[Part] = [self.proj, self.fc, self.norm2, self.out, self.qkv, self.norm1]
 
@@ -291,10 +312,14 @@ class Block:
         if self.qk_norm:
             self.k.qk_norm(acts.qkv, acts.qk_rstd, self.head, self.eps)
 
-    def before_attention(self, acts: LayerActivations, x: Floats2d, r: Floats2d | None) -> None:
+    def before_attention(
+        self, acts: LayerActivations, x: Floats2d, r: Floats2d | None, tokens: Ints1d
+    ) -> None:
         """Compute up to qkv. x + r is this layer's input; r is None where x is that already."""
         self.norm1.forward(acts.h1, acts.s1, acts.stats1, x, r)
         self.qkv.forward(acts.qkv, acts.h1)
+        if self.values is not None:
+            self.values.forward(acts.qkv, tokens)
 
     def after_attention(self, acts: LayerActivations, tmp: Scratch) -> None:
         """Compute up to the activation; `project` is the rest of the forward pass."""
@@ -340,7 +365,13 @@ class Block:
         self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)
 
     def weights(
-        self, acts: LayerActivations, tmp: Scratch, dout: Floats2d, out_sums: Wide2d | None, accumulate: bool
+        self,
+        acts: LayerActivations,
+        tmp: Scratch,
+        dout: Floats2d,
+        out_sums: Wide2d | None,
+        tokens: Ints1d,
+        accumulate: bool,
     ) -> None:
         """Compute the gradients of all parameters. out_sums: those of the norm that computed dout."""
         self.proj.weights(dout, acts.act, accumulate, out_sums)
@@ -348,6 +379,8 @@ class Block:
         self.norm2.weights(tmp.mid_sums, tmp.dh2, acts.s2, acts.stats2, accumulate)
         self.out.weights(tmp.dmid, acts.att, accumulate, tmp.mid_sums)
         self.qkv.weights(tmp.dqkv, acts.h1, accumulate)
+        if self.values is not None:
+            self.values.weights(tmp.dqkv, tokens, accumulate)
         self.norm1.weights(tmp.in_sums, tmp.dh1, acts.s1, acts.stats1, accumulate)
 
 
@@ -366,6 +399,8 @@ def initial_std(spec: Spec, config: ModelConfig) -> float:
     if config.init_weights == "gpt2":
         scaled = into_residual and config.init_residual
         return config.init_std / math.sqrt(2 * config.n_layer) if scaled else config.init_std
+    if spec.name.endswith("values.w"):
+        return 1 / math.sqrt(config.n_embd)
     if spec.group != MATRIX:
         return HEAD_STD if spec.group == HEAD else EMBEDDING_STD
     if into_residual:

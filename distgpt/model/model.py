@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
-from distgpt.model.memory import EMBEDDING, HEAD, FlatBuffer, FlatPart, Layout, Spec
+from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, FlatBuffer, FlatPart, Layout, Spec
 
 FLAG_COUNT = 7  # values appended to the gradient buffer: the loss, and six flags of a training step
 
@@ -43,7 +43,8 @@ class Architecture:
         """Return all parts that have parameters, in the order in which their gradients are finished."""
         outer = [self._head, self.final_norm]
         inner = [part for block in reversed(self.blocks) for part in block.parts]
-        return [part for part in (*outer, *inner, self.embed_norm) if part is not None]
+        values = [block.values for block in reversed(self.blocks)]  # behind the matrices, which ranks share
+        return [part for part in (*outer, *inner, *values, self.embed_norm) if part is not None]
 
     def _specs(self) -> list[Spec]:
         specs = [spec for part in self.parts() for spec in part.specs()]
@@ -151,7 +152,7 @@ class Model(Architecture):
                 stream = np.random.Generator(np.random.Philox(key=key))
                 std = np.float32(initial_std(spec, self.config))
                 values = stream.standard_normal(spec.shape, np.float32) * std
-                if spec.name in ("wte", "head.w"):
+                if spec.group in (EMBEDDING, HEAD) and spec.name != LEARNED:
                     values[self.config.vocab_size :] = 0
             else:
                 values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)

@@ -151,9 +151,9 @@ class Pass:
             model.final_norm.weights(out_sums, tmp.dh1, ends.s, ends.stats, accumulate)
         under_way: list[Block] = []  # whose weight gradients may not be done
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
-            self.k.each(partial(self._backward_slab, block, layer, accumulate), len(self.slabs))
+            self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))
             self._join(under_way, ready)
-            self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, accumulate))
+            self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, tokens, accumulate))
             under_way.append(block)
             if not self._overlaps:
                 self._join(under_way, ready)
@@ -228,15 +228,15 @@ class Pass:
         model, ends, tmp = self.model, self.ends.slabs[slab], self.tmp.slabs[slab]
         x, r = self.layers[0].slabs[slab].s1, None
         first = x if model.embed_norm is None else ends.embedded
-        wte, wpe = model.params["wte"], model.positions.wpe
-        self.k.embed(first, tokens[self.slabs[slab]], wte, wpe, self.seq_len, start)
+        wte, wpe, own = model.params["wte"], model.positions.wpe, tokens[self.slabs[slab]]
+        self.k.embed(first, own, wte, wpe, self.seq_len, start)
         if model.embed_norm is not None:
             model.embed_norm.forward(x, first, ends.embed_stats, first, None)
         last = ends.hidden if model.final_norm is None else ends.s
         inputs = [*(each.slabs[slab].s1 for each in self.layers), last]
         for i, (block, layer) in enumerate(zip(model.blocks, self.layers, strict=True)):
             acts = layer.slabs[slab]
-            block.before_attention(acts, x, r)
+            block.before_attention(acts, x, r, own)
             if caches is None:
                 block.attend(acts, self.seq_len)
             else:
@@ -264,11 +264,11 @@ class Pass:
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
     def _backward_slab(
-        self, block: Block, layer: Rows[LayerActivations], accumulate: bool, slab: int
+        self, block: Block, layer: Rows[LayerActivations], tokens: Ints1d, accumulate: bool, slab: int
     ) -> None:
         acts, tmp = layer.slabs[slab], self.tmp.slabs[slab]
         if self._recompute == "block":
-            block.before_attention(acts, acts.s1, None)
+            block.before_attention(acts, acts.s1, None, tokens[self.slabs[slab]])
             block.attend(acts, self.seq_len)
             block.after_attention(acts, tmp)
         block.backward(acts, tmp, self.seq_len, self._again, accumulate)

@@ -110,6 +110,7 @@ class Family(ABC):
             "norm without gain": not config.norm_gain,
             "norm after the embedding": config.embed_norm,
             "norm of queries and keys (qk_norm)": config.qk_norm,
+            "value embeddings": config.value_embeddings,
             "queries in groups (n_kv_head)": config.kv_heads < config.n_head and not self.groups_queries,
             "output layer without a norm in front": not config.final_norm,
         }

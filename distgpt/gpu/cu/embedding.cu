@@ -17,6 +17,18 @@ __device__ void embed(stored* x, const int* tokens, const stored* wte, const sto
     store<W>(x + size_t(row) * c + j, sum);
 }
 
+// The last c columns of x[row], of `width` columns, += w[tokens[row]]
+template <int W>
+__device__ void add_embedding(stored* x, const int* tokens, const stored* w, int n, int width, int c) {
+    const unsigned pieces = c / W, index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= n * pieces) return;
+    const int row = int(index / pieces), j = int(index % pieces) * W;
+    stored* to = x + size_t(row) * width + width - c + j;
+    Elements<W> sum = load<W>(to);
+    sum += load<W>(w + size_t(tokens[row]) * c + j);
+    store<W>(to, sum);
+}
+
 // dwpe[t] += Σ over sequences of dx[sequence · seq_len + t]
 template <int W>
 __device__ void position_gradient(real* dwpe, const stored* dx, int n, int seq_len, int c) {
@@ -118,11 +130,12 @@ __device__ __forceinline__ int token_at(const int* tokens, const int* order, int
     return i < 0 || i >= n ? -1 : tokens[order[i]];
 }
 
-// dwte[token] += Σ dx over its rows, as far as they lie in one chunk. What a token has at the start of a chunk
+// dwte[token] += Σ dx over its rows, as far as they lie in one chunk; of dx, of `width` columns, the last c. What a token has at the start of a chunk
 // that began earlier goes to partial[chunk][0], what continues behind its end to partial[chunk][1].
 template <int W>
 __device__ void token_gradient(real* dwte, real* partial, const int* order, const int* tokens,
-                               const stored* dx, int n, int c) {
+                               const stored* dx, int n, int width, int c) {
+    dx += width - c;
     const int chunk = blockIdx.x, first = chunk * CHUNK, last = min(n, first + CHUNK);
     for (int j = (blockIdx.y * blockDim.x + threadIdx.x) * W; j < c; j += gridDim.y * blockDim.x * W) {
         for (int i = first; i < last;) {
@@ -132,7 +145,7 @@ __device__ void token_gradient(real* dwte, real* partial, const int* order, cons
 #pragma unroll
             for (int k = 0; k < W; k++) sum.at[k] = 0;
             for (; i < last && tokens[order[i]] == token; i++) {
-                const Elements<W> v = load<W>(dx + size_t(order[i]) * c + j);
+                const Elements<W> v = load<W>(dx + size_t(order[i]) * width + j);
                 sum += v;
             }
             const bool goes_on = i == last && token_at(tokens, order, n, i) == token;
@@ -180,11 +193,14 @@ KERNEL(embed,
        (stored * x, const int* tokens, const stored* wte, const stored* wpe, const int* start, int n,
         int seq_len, int c),
        (x, tokens, wte, wpe, start, n, seq_len, c))
+KERNEL(add_embedding, (stored * x, const int* tokens, const stored* w, int n, int width, int c),
+       (x, tokens, w, n, width, c))
 KERNEL(position_gradient, (real * dwpe, const stored* dx, int n, int seq_len, int c),
        (dwpe, dx, n, seq_len, c))
 KERNEL(token_gradient,
-       (real * dwte, real* partial, const int* order, const int* tokens, const stored* dx, int n, int c),
-       (dwte, partial, order, tokens, dx, n, c))
+       (real * dwte, real* partial, const int* order, const int* tokens, const stored* dx, int n, int width,
+        int c),
+       (dwte, partial, order, tokens, dx, n, width, c))
 KERNEL(token_gradient_across,
        (real * dwte, const real* partial, const int* order, const int* tokens, int n, int c),
        (dwte, partial, order, tokens, n, c))

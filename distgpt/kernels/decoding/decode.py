@@ -115,6 +115,8 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
         _normed(first, last, kind, weights.norms[2 * i], s, rows)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:
+            _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         ends = i + 1 == layers  # rows that are not scored only need keys and values there
         attend(threads, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
@@ -222,6 +224,16 @@ def _columns(threads, n, k, columns, a, w, c, bias, flags):
                     panel, there = w[column // COLUMNS], min(COLUMNS, columns - column)
                     out, added = c[top:, column:], bias[column:]
                     multiply(bottom - top, low, high, a[top:], panel, out, there, added, how)
+
+
+@inline
+def _add_values(threads, kind, values, tokens, qkv):
+    """A thread's columns of v += the value embedding of each token."""
+    begin, end = _own_columns(threads, kind.qkv)
+    before = kind.qkv - kind.kv_heads * (kind.width // kind.heads)
+    for row in range(tokens.shape[0]):
+        for column in range(max(begin, before), end):
+            qkv[row, column] += element(values, tokens[row], column - before)
 
 
 @inline

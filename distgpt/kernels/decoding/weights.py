@@ -38,6 +38,7 @@ class Weights(NamedTuple):
     norms: Array  # (2 layers + 2, 2, C): gain and bias of each; those of embedding and head come last
     head: Array  # (panels, elements of a panel)
     embedding: Array  # the same; the head's own memory if they are tied
+    values: Array  # value embeddings of those layers that have some, like Layer.w
     places: Array  # (T, C), or (1, C) of 0
     cos: Array  # (T, head / 2), or (1, 0)
     sin: Array
@@ -59,6 +60,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
 
     fc = layer("mlp.fc", 0, config.hidden)
     none = Layer(fc.w[:, :0], fc.bias[:, :0])
+    values = [params[f"{each}.values.w"] for each in block if f"{each}.values.w" in params]
     head = _packed([_rows(params["wte" if config.tied else "head.w"], 0, vocab)])[0]
     return Weights(
         qkv=layer("attn.qkv", 0, config.qkv_width),
@@ -69,6 +71,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
         norms=_norms(config, params, block),
         head=head,
         embedding=head if config.tied else _packed([_rows(params["wte"], 0, vocab)])[0],
+        values=_packed([_rows(w, 0, vocab) for w in values]) if values else head[None][:0],
         places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
         cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
         sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,

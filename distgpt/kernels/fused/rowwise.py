@@ -26,11 +26,21 @@ def embed(first, last, x, tokens, wte, wpe):
 @jit
 def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len):
     """Columns first … last: every worker goes through all rows in order, so sums do not depend on timing."""
+    begin = dx.shape[1] - dwte.shape[1]
     for i in range(dx.shape[0]):
-        dxi = dx[i, first:last]
+        dxi = dx[i, begin + first : begin + last]
         add_to(dwte[tokens[i], first:last], dxi)
         if dwpe is not None:
             add_to(dwpe[i % seq_len, first:last], dxi)
+
+
+@jit
+def add_embedding(first, last, x, tokens, w):
+    begin = x.shape[1] - w.shape[1]
+    for i in range(first, last):
+        xi, row = x[i, begin:], w[tokens[i]]
+        for j in range(row.shape[0]):
+            put(xi, j, get(xi, j) + get(row, j))
 
 
 @inline

@@ -134,6 +134,7 @@ OPERATIONS = {
     "zero": Operation("Embedding backward"),
     "add": Operation("Norms forward"),
     "embed": Operation("Embedding forward", _embed),
+    "add_embedding": Operation("Embedding forward", lambda a: moved(a.tokens) + 3 * len(a.x) * moved(a.w[0])),
     "embed_backward": Operation("Embedding backward", _embed_backward),
     "add_norm": Operation(
         "Norms forward", lambda a: moved(a.y, a.stats, a.x, a.r, a.wb) + (0 if a.r is None else moved(a.s))
