@@ -14,7 +14,7 @@ from pathlib import Path
 from distgpt.comm.cores import usable_cores
 from distgpt.data.prepare.documents import find_inputs
 from distgpt.data.prepare.preparing import FROM_INPUTS, Request, prepare
-from distgpt.data.prepare.progress import list_inputs
+from distgpt.data.prepare.progress import list_inputs, refuse_unfinished
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.data.tokenizers.naming import Tokenizer, fingerprint
 from distgpt.errors import DataError, Say, escape
@@ -28,6 +28,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
 
     Its name tells what it was made from: where the texts lie, their sizes and times, and the settings.
     """
+    refuse_unfinished(path)
     texts = [str(path.resolve()), *list_inputs(find_inputs((path,)))]
 
     def request(tokenizer: str | Tokenizer) -> Request:
