@@ -129,7 +129,7 @@ class TrainConfig:
     )
     pack: bool = setting(
         False,
-        "Begin each sequence with a document, and fill it by best fit, so that few are cut.",
+        "Begin each sequence with a document, and fill it by best fit. What does not fit is left out.",
         flag="--pack/--no-pack",
     )
     init: str = setting(

@@ -202,6 +202,14 @@ def test_a_packed_run_evaluates_by_exact_bytes_and_resumes_to_the_bit(documents)
     assert "tokenizing" not in trained(documents, "other", "--steps", "1")
     assert losses(documents / "runs" / "other")[0] != losses(run)[0]
     lines_of = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    result = inside("train", "--resume", half, "--val", documents / "d.jsonl", "--steps", "5", "--lr", "1e-9")
+    assert result.returncode == 0 and "d.jsonl is the training text" in result.stdout
+    ended = json.loads((half / "summary.json").read_text())
+    assert ended["best_step"] == 5  # losses on another text are not compared with those so far
+    (documents / "d.jsonl").rename(documents / "moved.jsonl")
+    refused(
+        inside("train", "--resume", half, "--data", documents / "moved.jsonl"), 65, "d.jsonl", "--val says"
+    )
     evaluated = [line for line in lines_of if "val_loss" in line]
     text_bytes = len("The naïve lamp.The sea.".encode())
     for line in evaluated:

@@ -56,12 +56,11 @@ def note_surprises(
     tokens, window = len(corpus.train), config.model.seq_len + 1
     if tokens < window:
         say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
+    if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
+        say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
     if isinstance(batches, PackedBatches):
-        cut_off, rows = batches.plan.cut_off / tokens, len(batches.plan)
-        say(
-            f"--pack: {count(rows, 'sequence')} of whole documents; {cut_off:.1%} of the tokens, ends of"
-            " documents that do not fit, are never read"
-        )
+        rows, cut_off = count(len(batches.plan), "sequence"), batches.plan.cut_off / tokens
+        say(f"--pack: {rows}; {cut_off:.1%} of the tokens, ends of documents that do not fit, are left out")
     if t.warmup > t.steps > 0:
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     if plan.resumed and not plan.is_of_same_text(batches.fingerprint):

@@ -206,7 +206,7 @@ def _saved_best(
 ) -> tuple[float, int | None]:
     """Return the lowest validation loss so far and its step, if both can be trusted. Collective."""
     path, tokens = plan.checkpoint, validation.count if validation else 0
-    if path is None or not plan.is_of_same_text(batches.fingerprint):
+    if path is None or not plan.is_of_same_text(batches.fingerprint) or "val" in plan.changes:
         return math.inf, None
     loss, step = on_root(comm, lambda: _intact_best(plan, path, tokens, say))
     return loss, step
