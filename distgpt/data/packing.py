@@ -1,7 +1,7 @@
 """Rows that begin with a document: documents are put together by best fit, so that few of them are cut.
 
-A row has room for T + 1 tokens. It takes the longest document that fits, again and again; where none does,
-the shortest one fills it and loses its end, and so does the first one of a row if all are too long. All
+A row has room for T + 1 tokens, and a longer document is cut into parts of that size and a rest. A row takes the
+longest part that fits, again and again; where none does, the shortest one fills it and loses its end. All
 documents of the corpus can be chosen. So the rows of an epoch are the same every time, and only their order
 is drawn. The last row is filled up with the beginning of the corpus.
 """
@@ -21,7 +21,7 @@ from distgpt.kernels.api import Array
 
 AT_ONCE = 1 << 22  # tokens that are searched together
 
-Row = list[tuple[int, int]]  # of each piece its document's length, and how many of its tokens are taken
+Row = list[tuple[int, int]]  # of each piece its part's length, and how many of its tokens are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,10 @@ class PackedBatches(Batches):
 
     def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, separator: int) -> None:
         super().__init__(tokens, seq_len, batch_size, seed, shift=False)
-        self.plan = pack(document_starts(tokens, separator), len(tokens), seq_len + 1)
+        room = seq_len + 1
+        self.plan = pack(
+            part_starts(document_starts(tokens, separator), len(tokens), room), len(tokens), room
+        )
         self.windows_per_epoch = len(self.plan)
 
     def _starts(self, step: int, rows: slice) -> Array:
@@ -70,15 +73,22 @@ def document_starts(tokens: Tokens, separator: int) -> Array:
     return starts[1:] if starts[1] == 0 else starts
 
 
+def part_starts(starts: Array, tokens: int, room: int) -> Array:
+    """Return where parts of documents begin, of which none is longer than a row."""
+    counts = -(-np.diff(starts, append=tokens) // room)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts, counts) + room * (np.arange(counts.sum()) - before)
+
+
 def pack(starts: Array, tokens: int, room: int) -> Plan:
-    """Return the plan for documents that begin at these places of a corpus of this many tokens.
+    """Return the plan for parts that begin at these places of a corpus of this many tokens.
 
     Rows depend on lengths alone, and come in runs of equal ones. So a row is chosen once for the whole run:
     the work grows with the number of lengths, not of documents.
     """
     lengths = np.diff(starts, append=tokens)
     order = np.argsort(lengths, kind="stable")
-    sizes, first = np.unique(np.minimum(lengths[order], room + 1), return_index=True)  # room + 1: too long
+    sizes, first = np.unique(lengths[order], return_index=True)
     left = dict(zip(sizes.tolist(), np.diff(first, append=len(order)).tolist(), strict=True))
     taken = dict(zip(sizes.tolist(), first.tolist(), strict=True))  # of `order`: the next one of a length
     chosen, taken_of, per_row = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.zeros(1, np.int64)]
@@ -101,7 +111,7 @@ def pack(starts: Array, tokens: int, room: int) -> Plan:
 
 
 def _runs(left: dict[int, int], room: int) -> Iterator[tuple[Row, int]]:
-    """Return each different row, and how many of it follow each other. `left`: documents by length."""
+    """Return each different row, and how many of it follow each other. `left`: parts by length."""
     sizes = sorted(left)
     while sizes:
         row: Row = []
@@ -123,7 +133,7 @@ def _runs(left: dict[int, int], room: int) -> Iterator[tuple[Row, int]]:
 
 
 def _documents(row: Row, repeats: int, taken: dict[int, int]) -> Array:
-    """Return which documents of each length these rows take, piece by piece; `taken` moves past them."""
+    """Return which parts of each length these rows take, piece by piece; `taken` moves past them."""
     used = Counter(size for size, _ in row)
     so_far: defaultdict[int, int] = defaultdict(int)
     found = np.empty((repeats, len(row)), np.int64)

@@ -5,7 +5,7 @@ import pytest
 
 from distgpt.data import packing
 from distgpt.data.batches import ArrayTokens
-from distgpt.data.packing import PackedBatches, document_starts, pack
+from distgpt.data.packing import PackedBatches, document_starts, pack, part_starts
 from distgpt.errors import DataError
 
 SEPARATOR = 0
@@ -75,15 +75,22 @@ def filled(batches, step, rows, seq_len):
     return x, y
 
 
-def test_each_row_begins_with_a_document_and_an_epoch_holds_every_row_once():
+def test_long_documents_are_cut_into_rows_and_a_rest():
+    starts = np.array([0, 4, 21, 55], np.int64)
+    assert part_starts(starts, 60, 17).tolist() == [0, 4, 21, 38, 55]
+    assert part_starts(starts, 73, 17).tolist() == [0, 4, 21, 38, 55, 72]
+
+
+def test_each_row_begins_with_a_part_of_a_document_and_an_epoch_holds_every_row_once():
     lengths, seq_len, batch_size = some_lengths(3), 16, 6
-    ids, _ = corpus(lengths)
+    ids, starts = corpus(lengths)
     batches = PackedBatches(ArrayTokens(ids), seq_len, batch_size, 5, SEPARATOR)
     per_epoch = batches.windows_per_epoch
     steps = -(-2 * per_epoch // batch_size)
     got = [filled(batches, step, slice(0, batch_size), seq_len) for step in range(steps)]
     x, y = (np.concatenate(parts)[: 2 * per_epoch] for parts in zip(*got, strict=True))
-    assert (x[:, 0] == SEPARATOR).all() and (x[:, 1:] == y[:, :-1]).all()
+    parts = ids[part_starts(starts, len(ids), seq_len + 1)]
+    assert np.isin(x[:, 0], parts).all() and (x[:, 1:] == y[:, :-1]).all()
     first, second = np.split(np.column_stack([x, y[:, -1]]), [per_epoch])
     assert sorted(first.tolist()) == sorted(second.tolist()) and first.tolist() != second.tolist()
     own = first[first > 0]  # no token but separators is in two rows, except those that fill the last one
