@@ -285,7 +285,7 @@ def test_texts_that_cannot_be_used(here, tmp_path):
 # What a configuration refuses: tests/config/test_config.py.
 REFUSED = (
     (["--data", b"bad\xff"], 2, ["data", "not valid UTF-8"]),
-    (["--data", "."], 65, ["directory"]),
+    (["--data", "."], 65, ["holds no file"]),
     (["--tokenizer", "text"], 65, ["not a saved tokenizer"]),
     (["--vocab-size", "20"], 2, ["vocab_size is 20", "tokens"]),
     (["--config", "nowhere"], 2, ["nowhere"]),

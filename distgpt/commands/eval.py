@@ -15,7 +15,7 @@ from distgpt.stages import open_stage
 @click.command(name="eval")
 @stage_options
 @click.option("--weights", type=PATH, required=True, help="The model's weights file.")
-@click.option("--val", help="A text, or a folder of token shards whose validation part is read.")
+@click.option("--val", help="What --data of train takes; of token shards the part for validation.")
 @click.option("--hellaswag", type=PATH, help="The benchmark's file, JSON lines.")
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
 @click.option("--tokens", "old_tokens", type=click.IntRange(0), hidden=True)  # the former name

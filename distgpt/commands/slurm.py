@@ -132,7 +132,7 @@ def _refuse_missing(run: RunConfig) -> None:
     from distgpt.data.loading import refuse_missing
 
     t = run.train
-    refuse_missing(t.data, t.tokenizer)
+    refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
     if t.hellaswag and not Path(t.hellaswag).is_file():
         raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
 
@@ -153,7 +153,7 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     out: Path | None = asked["out"]
     flags = set_by_user({key: asked[key] for key in OPTIONS})
     if out and (saved := RunDirectory(out).saved()):
-        moved: dict[str, Any] = {key: flags[key] for key in ("data", "hellaswag") if key in flags}
+        moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own
     name, run = configure(SerialComm(), asked["preset"], asked["config"], flags)
     refuse_uneven(run.train.batch_size, ranks, run.train.grad_accum or 1)

@@ -34,15 +34,16 @@ def tokenizer() -> None:
     "--field", default="text", show_default=True, help="Where lines of JSON and tables have the text."
 )
 @max_document
-def train(**options: Any) -> None:
+def train(inputs: tuple[str, ...], **options: Any) -> None:
     """Learn a vocabulary from texts, and save it for the --tokenizer of other commands.
 
     INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
     such files, or the name of a bundled text.
     """
+    from distgpt.data.loading import resolve_data
     from distgpt.data.prepare.learn import learn_file
 
-    print_lines(learn_file(**options))
+    print_lines(learn_file([*map(resolve_data, inputs)], **options))
 
 
 @tokenizer.command()

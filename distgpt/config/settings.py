@@ -127,7 +127,8 @@ class TrainConfig:
 
     data: str = setting(
         "corpus",
-        "Train on a bundled text (story, corpus, names), a text file, or a folder of token shards.",
+        "Train on a bundled text (story, corpus, names), a text file, a folder of token shards, or documents:"
+        " a folder of texts, .jsonl, .parquet, .gz.",
         changeable=True,  # the content under one name is compared
     )
     tokenizer: str = setting(
@@ -145,6 +146,11 @@ class TrainConfig:
         True,
         "Cut the text at other places in every epoch, or always at the same.",
         flag="--shift-windows/--fixed-windows",
+    )
+    pack: bool = setting(
+        False,
+        "Begin each sequence with a document, and fill it by best fit. What does not fit is left out.",
+        flag="--pack/--no-pack",
     )
     init: str = setting(
         "",
@@ -279,9 +285,10 @@ class TrainConfig:
     keep: int = setting(3, "Keep the newest N checkpoints.", low=1, changeable=True)
     sample_every: int = setting(0, "Write a sample of text every N steps. 0: never.", low=0, changeable=True)
     eval_every: int = setting(0, "Evaluate every N steps. 0: only at the end.", low=0, changeable=True)
+    val: str = setting("", "Validate on this text, of the kinds that --data takes.", changeable=True)
     val_fraction: float = setting(
         0.0,
-        "Hold out this fraction of a text, its first part, for validation. Shards have their own.",
+        "Hold out this fraction for validation: a text's first part, or documents. Shards have their own.",
         low=0,
         below=1,
     )

@@ -88,12 +88,16 @@ class Batches:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _starts(self, step: int, rows: slice) -> Array:
+        window, key = self._order(step, rows)
+        shift = _mix(key) % self._seq_len * self._shift
+        return ((window * self._seq_len + shift) % len(self._tokens)).astype(np.int64)
+
+    def _order(self, step: int, rows: slice) -> tuple[Array, Array]:
+        """Return the window of each row, and the key of its epoch, all uint64 (n,)."""
         sequence = self._rows[rows] + np.uint64((step + self.skipped) * len(self._rows))
         epoch, place = np.divmod(sequence, np.uint64(self.windows_per_epoch))
         key = seeded_hashes(self._seed, epoch)
-        window = shuffled(place, key, self.windows_per_epoch)
-        shift = _mix(key) % self._seq_len * self._shift
-        return ((window * self._seq_len + shift) % len(self._tokens)).astype(np.int64)
+        return shuffled(place, key, self.windows_per_epoch), key
 
 
 def shuffled(place: Array, key: Array, count: int) -> Array:

@@ -1,10 +1,13 @@
-"""From `--data` to tokens on every rank: a text that rank 0 reads and shares, or shards that all map."""
+"""From `--data` and `--val` to tokens on every rank: a text that rank 0 reads and shares, or shards of all.
+
+Shards are given, or made of texts of other kinds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +18,7 @@ from distgpt.comm.api import Comm
 from distgpt.config import nearest
 from distgpt.data.batches import ArrayTokens, Tokens
 from distgpt.data.hub import PREFIX
+from distgpt.data.prepare.documents import find_inputs, is_plain
 from distgpt.data.shards import (
     Manifest,
     ShardTokens,
@@ -23,6 +27,7 @@ from distgpt.data.shards import (
     shards_tokenizer,
     verify_shards,
 )
+from distgpt.data.tokenized import tokenized
 from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,
     KINDS,
@@ -33,7 +38,7 @@ from distgpt.data.tokenizers.naming import (
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.errors import DataError, DistgptError
+from distgpt.errors import DataError, DistgptError, Say
 from distgpt.files import open_regular
 from distgpt.formatting import count
 
@@ -68,25 +73,18 @@ def resolve_data(name: str) -> Path:
     return Path(name)
 
 
-def refuse_missing(data: str, tokenizer: str) -> None:
+def refuse_missing(texts: Iterable[str], tokenizer: str) -> None:
     """Refuse files for training that are missing, and shards or a tokenizer that cannot be read.
 
     Texts are not read, and tokenizers of a hub not downloaded.
     """
-    path = _text_or_shards(data)
-    if is_shards(path):
-        shards_tokenizer(path, read_manifest(path))
+    for path in map(resolve_data, texts):
+        if is_shards(path):
+            shards_tokenizer(path, read_manifest(path))
+        elif not is_plain(path):
+            find_inputs((path,))
     if tokenizer not in (AUTO, *KINDS, "gpt2") and not tokenizer.startswith(PREFIX):
         load_tokenizer(tokenizer)
-
-
-def _text_or_shards(data: str) -> Path:
-    path = resolve_data(data)
-    if path.is_dir() and not is_shards(path):
-        raise DataError(
-            f"{path} is a directory without a manifest.json: distgpt data prepare makes shards of texts"
-        )
-    return path
 
 
 def read_text(path: Path, stream: BinaryIO | None = None) -> str:
@@ -99,7 +97,7 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
             text = file.read(LONGEST_PROMPT if stream else -1).decode("utf-8")
     except UnicodeDecodeError as error:
         if error.object.startswith(GZIP):
-            raise DataError(f"{path} is compressed, which only distgpt data prepare unpacks") from None
+            raise DataError(f"{path} is compressed: unpack it first") from None
         raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {_reason(error)}") from None
@@ -115,15 +113,20 @@ def _reason(error: OSError | ValueError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
-    """A request to load data. `existing` is the tokenizer of a model that there is already."""
+    """A request to load data. `existing` is the tokenizer of a model that there is already.
+
+    `val_fraction` holds out the first part of a text, or some of several documents; shards have their own.
+    """
 
     data: str
     tokenizer: str = AUTO
     seq_len: int = 1
-    val_fraction: float = 0.0  # of a text, its first part; shards are divided already
+    val_fraction: float = 0.0
     verify: bool = True  # read the shards before anything else
-    splits: tuple[str, ...] = ("train", "val")  # of shards
+    splits: tuple[str, ...] = ("train", "val")  # of shards; all that there is if none of these
     existing: Tokenizer | None = None
+    val: str = ""  # a held-out text, instead of a part of `data`
+    kept: Path = Path("runs/tokenized")  # here lie texts of other kinds, tokenized
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ class Corpus:
 
     tokenizer: Tokenizer
     splits: dict[str, Tokens]
-    is_text: bool
+    separator: int | None = None  # the token before each document, if there is one
 
     @property
     def train(self) -> Tokens:
@@ -142,12 +145,45 @@ class Corpus:
     def val(self) -> Tokens | None:
         return self.splits.get("val")
 
+    @property
+    def held_out(self) -> Tokens:
+        """Return what there is for validation: a part, or all where no part is."""
+        return self.splits.get("val") or self.splits["train"]
 
-def load_corpus(comm: Comm, request: DataRequest, say: Callable[[str], None] = lambda text: None) -> Corpus:
+
+def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) -> Corpus:
     """Load the same corpus on every rank. What any rank finds wrong is raised on all of them. Collective."""
-    if on_root(comm, lambda: is_shards(resolve_data(request.data))):
-        return _load_shards(comm, request, say)
-    return _load_text(comm, request)
+    if not request.val:
+        return _load(comm, request, say)
+    corpus = _load(comm, replace(request, splits=("train",)), say)
+    others = replace(request, data=request.val, tokenizer=AUTO, existing=corpus.tokenizer, splits=("val",))
+    held_out = _load(comm, others, say).held_out
+    return replace(corpus, splits={"train": corpus.train, "val": held_out})
+
+
+def _load(comm: Comm, request: DataRequest, say: Say) -> Corpus:
+    folder = on_root(comm, lambda: _folder_of_shards(request, say))
+    return _load_shards(comm, Path(folder), request, say) if folder else _load_text(comm, request)
+
+
+def _folder_of_shards(request: DataRequest, say: Say) -> str:
+    """Return where the shards of the data lie, which may have to be made; "" for a plain text."""
+    path = resolve_data(request.data)
+    if is_shards(path):
+        return str(path)
+    if is_plain(path):
+        return ""
+    return str(tokenized(path, _tokenizer(request), request.val_fraction, request.kept, say))
+
+
+def _tokenizer(request: DataRequest) -> str | Tokenizer:
+    """Return the model's tokenizer, or else the name of one."""
+    if request.existing is not None and not _has_name(request.existing, request.tokenizer):
+        raise DataError(
+            f"the model's tokenizer is {request.existing.describe()}, not {request.tokenizer!r};"
+            f" --tokenizer {AUTO} takes it"
+        )
+    return request.existing or ("byte" if request.tokenizer == AUTO else request.tokenizer)
 
 
 def _load_text(comm: Comm, request: DataRequest) -> Corpus:
@@ -155,7 +191,7 @@ def _load_text(comm: Comm, request: DataRequest) -> Corpus:
     of_root: list[Ids] = []
 
     def read() -> dict[str, Any]:
-        path = _text_or_shards(request.data)
+        path = resolve_data(request.data)
         tokenizer, ids = _tokenize(path, request)
         held_out = round(len(ids) * request.val_fraction)
         if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):
@@ -176,42 +212,39 @@ def _load_text(comm: Comm, request: DataRequest) -> Corpus:
     splits: dict[str, Tokens] = {"train": ArrayTokens(train)}
     if len(val):
         splits["val"] = ArrayTokens(val)
-    return Corpus(tokenizer, splits, is_text=True)
+    return Corpus(tokenizer, splits)
 
 
 def _tokenize(path: Path, request: DataRequest) -> tuple[Tokenizer, Ids]:
-    text = read_text(path)
-    if request.existing is not None and not _has_name(request.existing, request.tokenizer):
-        raise DataError(
-            f"the model's tokenizer is {request.existing.describe()}, not {request.tokenizer!r};"
-            f" --tokenizer {AUTO} takes it"
-        )
-    choice = "byte" if request.tokenizer == AUTO else request.tokenizer
-    tokenizer = request.existing or build_tokenizer(choice, text)
+    text, choice = read_text(path), _tokenizer(request)
+    tokenizer = choice if isinstance(choice, Tokenizer) else build_tokenizer(choice, text)
     try:
         return tokenizer, tokenizer.encode(text)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
 
 
-def _load_shards(comm: Comm, request: DataRequest, say: Callable[[str], None]) -> Corpus:
+def _load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Corpus:
     """Rank 0 says what there must be; the ranks of each node open it there, and share the verifying."""
 
     def describe() -> list[str]:
-        folder = resolve_data(request.data)
         manifest = read_manifest(folder)
         tokenizer = shards_tokenizer(folder, manifest)
         _refuse_other_tokenizer(tokenizer, request, folder)
-        return [str(folder), manifest.to_json(), tokenizer.to_json()]
+        return [manifest.to_json(), tokenizer.to_json()]
 
-    path, text, tokenizer = on_root(comm, describe)
-    folder, manifest = Path(path), Manifest.from_json(text, "rank 0's manifest")
-    shards = [shard for shard in manifest.shards if shard.split in request.splits]
+    text, saved = on_root(comm, describe)
+    manifest = Manifest.from_json(text, "rank 0's manifest")
+    tokenizer = tokenizer_from_json(saved, str(folder))
+    wanted = [shard for shard in manifest.shards if shard.split in request.splits]
+    shards = wanted or list(manifest.shards)
     if request.verify and comm.rank == 0:
         say(f"verifying {sum(shard.tokens for shard in shards):,} tokens in {count(len(shards), 'shard')}")
     splits: dict[str, Tokens] = {}
 
     def problem() -> str:
+        if not folder.is_dir():
+            return f"{folder} is not there on this node: all nodes must share the disk it lies on"
         try:
             for split in dict.fromkeys(shard.split for shard in shards):
                 splits[split] = ShardTokens(folder, manifest, split)
@@ -224,9 +257,10 @@ def _load_shards(comm: Comm, request: DataRequest, say: Callable[[str], None]) -
         return ""
 
     refuse_anywhere(comm, problem(), DataError)
-    if request.splits[0] not in splits:
-        raise shared(DataError(f"{folder} holds no shards of split {request.splits[0]!r}"))
-    return Corpus(tokenizer_from_json(tokenizer, str(folder)), splits, is_text=False)
+    if "train" in request.splits and "train" not in splits:
+        raise shared(DataError(f"{folder} holds no shards of split 'train'"))
+    is_separated = manifest.separator == (tokenizer.separator,)
+    return Corpus(tokenizer, splits, tokenizer.separator if is_separated else None)
 
 
 def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: Path) -> None:

@@ -22,7 +22,9 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Tokens
 from distgpt.data.loading import DataRequest, load_corpus, read_text, resolve_data
+from distgpt.data.shards import is_shards, read_manifest
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
+from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.errors import DataError, DistgptError, NonFiniteError, escape, one_line
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import PendingSignals
@@ -94,6 +96,9 @@ class Validation:
     def _bytes_predicted(self, tokenizer: Tokenizer) -> int:
         """Return the length of the predicted text in UTF-8, without separators between documents."""
         ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
+        if isinstance(tokenizer, BytesDecoder):  # whose ids may hold parts of characters
+            predicted = ids[1:]
+            return sum(len(tokenizer.pieces[i]) for i in predicted[predicted != tokenizer.separator].tolist())
         first, all_of_it = (
             len(tokenizer.decode(some[some != tokenizer.separator]).encode()) for some in (ids[:1], ids)
         )
@@ -229,8 +234,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
 
-    `val` is a text, or a folder of shards whose validation part is read: its first `val_tokens`, or all if 0.
-    Of the text that the model was trained on, only the part that was held out is read.
+    `val` is what --data can be, of shards the part for validation: its first `val_tokens`, or all if 0. Of
+    the text that the model was trained on, only the part that was held out is read.
     """
     comm = stage.comm
     chosen = dtype_of(weights, dtype, comm, stage.device is not None)
@@ -245,11 +250,9 @@ def evaluate(
         held_out = on_root(comm, lambda: _held_out(val, description.run.train))
         if held_out is not None:
             stage.notes.add(_of_training(val, held_out))
-        corpus = load_corpus(
-            comm, DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
-        )
-        tokens = corpus.splits["train" if corpus.is_text and not held_out else "val"]
-        validation = Validation(tokens, model.config.seq_len, val_tokens)
+        wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
+        corpus = load_corpus(comm, wanted, stage.notes.add)
+        validation = Validation(corpus.held_out, model.config.seq_len, val_tokens)
         held = validation.measure(scorer, progress)
         _refuse_nonfinite(held.loss)
         bits = on_root(comm, lambda: validation.bits_per_byte(held.loss, tokenizer))
@@ -270,8 +273,11 @@ def _held_out(val: str, t: TrainConfig) -> float | None:
     path, trained_on = resolve_data(val), Path(t.data)
     with suppress(DistgptError, OSError):  # the text of training may be gone
         trained_on = resolve_data(t.data)
-    is_same = trained_on.exists() and trained_on.samefile(path) and not path.is_dir()
-    return t.val_fraction if is_same else None
+    if not trained_on.exists() or not trained_on.samefile(path):
+        return None
+    if is_shards(path):
+        return None if read_manifest(path).of("val") else 0.0
+    return t.val_fraction
 
 
 def _of_training(val: str, held_out: float) -> str:

@@ -10,9 +10,11 @@ from typing import Any, cast
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.data.loading import AUTO, BUNDLED_TEXTS, read_text, resolve_data
+from distgpt.data.prepare.documents import FIELD, documents, is_plain
+from distgpt.data.prepare.learn import learn_entries
 from distgpt.data.shards import Manifest, is_shards, read_manifest
 from distgpt.data.tokenizers.bpe import GPT2_SIZE
-from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
+from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.errors import Say, UsageError
 from distgpt.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.kernels.api import Kernels
@@ -131,7 +133,7 @@ def _tokenizer_size(kind: str, text: Path) -> int:
     if kind == "gpt2":
         return GPT2_SIZE
     if kind in ("char", "word"):
-        return build_tokenizer(kind, read_text(text)).size
+        return learn_entries(kind, [read_text(text)] if is_plain(text) else documents((text,), FIELD)).size
     return load_tokenizer("byte" if kind == AUTO else kind).size
 
 
@@ -174,7 +176,7 @@ def _settled(run: RunConfig, site: Site, ranks: int) -> tuple[TrainConfig, str]:
 
 def _assessed(run: RunConfig, shards: Manifest | None) -> bool:
     t = run.train
-    return bool(t.eval_every or t.val_fraction or t.hellaswag or (shards and shards.of("val")))
+    return bool(t.eval_every or t.val or t.val_fraction or t.hellaswag or (shards and shards.of("val")))
 
 
 def _each(t: TrainConfig, ranks: int) -> int:

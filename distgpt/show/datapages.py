@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distgpt.data.prepare.preparing import Request, Watcher, prepare
-from distgpt.data.prepare.progress import is_unfinished
+from distgpt.data.prepare.progress import refuse_unfinished
 from distgpt.data.shards import (
     MANIFEST,
     SPLITS,
@@ -23,7 +23,6 @@ from distgpt.data.shards import (
 )
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, command_line, escape, print_lines
-from distgpt.files import storage_errors
 from distgpt.formatting import count, size
 from distgpt.show.page import terminal_table
 from distgpt.show.progress import ByteProgress
@@ -120,10 +119,7 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
 def _manifest_in(folder: Path) -> Manifest:
     if is_shards(folder):
         return read_manifest(folder)
-    with storage_errors("read", folder):
-        unfinished = folder.is_dir() and is_unfinished(folder)
-    if unfinished:
-        raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare resumes")
+    refuse_unfinished(folder)
     raise DataError(f"{folder} is not a folder of shards: it has no {MANIFEST}")
 
 

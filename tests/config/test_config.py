@@ -97,7 +97,8 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
     }
     assert {
         *("data", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
-        *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
+        *("eval_every", "val", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync"),
+        "recompute",
         *("embedding_lr", "head_lr", "vector_lr", "decay_fraction"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
@@ -329,6 +330,8 @@ def test_every_option_reaches_the_run(tmp_path):
         "batch_tokens",
         "init",
         "reproducible_parts",
+        "pack",
+        "val",
     }  # which go with others only
     (tmp_path / "text").write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
     (tmp_path / "examples").write_text(

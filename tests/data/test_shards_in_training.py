@@ -121,7 +121,11 @@ def test_tokens_of_another_tokenizer_and_other_folders_are_refused(shards, tmp_p
     for asked in (["--init", weights], ["--tokenizer", "gpt2"], ["--tokenizer", "word"]):
         refused(inside("train", "--data", shards, *asked, "--out", tmp_path / "x"), 65, "byte")
     refused(inside("eval", "--weights", weights, "--val", shards), 65, "byte")
-    refused(inside("train", "--data", tmp_path, "--out", tmp_path / "run"), 65, "data prepare")
+    refused(
+        inside("train", "--data", tmp_path / "chars" / "checkpoints", "--out", tmp_path / "run"),
+        65,
+        "holds no file that ends in",
+    )
 
 
 def test_another_corpus_does_not_continue_a_run(copy, tmp_path):

@@ -227,6 +227,8 @@ TARGETS = {
         [
             f"data prepare {{}}/a.jsonl {{}}/b.jsonl.gz {{}}/c.txt {CUT} --out {{}}/o",
             "tokenizer train {}/a.jsonl {}/c.txt --kind char --out {}/t.json",
+            "train --n-layer 1 --n-head 1 --n-embd 16 --seq-len 16 --batch-size 2 --steps 1 --threads 1 "
+            "--data {}/a.jsonl --val {}/b.jsonl.gz --out {}/run --progress plain",
         ],
     ),
     "tables": Target(

@@ -111,7 +111,8 @@ def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
     words = ["train", *SMALL, "--data", tmp_path / "text.txt", "--steps", "1", "--out", saved]
     assert inside(*words).returncode == 0
     wrong = (
-        (65, ["--data", "empty"], "without a manifest.json"),
+        (65, ["--data", "empty"], "holds no file"),
+        (65, ["--val", "gone.jsonl"], "gone.jsonl"),
         (2, ["--tokenizer", "nowhere.json"], "nowhere.json"),
         (65, ["--hellaswag", "nowhere.jsonl"], "nowhere.jsonl"),
         (74, ["--init", "nowhere.safetensors"], "nowhere.safetensors"),

@@ -114,6 +114,17 @@ _FAULTS = {
     ("data/batches.py", "data/test_batches.py"): [
         ("all ranks see the same rows", "* size + rank)", "* size)"),
     ],
+    ("data/packing.py", "data/test_packing.py"): [
+        (
+            "the longest is cut",
+            "max(0, bisect_right(sizes, missing) - 1)",
+            "bisect_right(sizes, missing) - 1",
+        ),
+        ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times"),
+    ],
+    ("data/loading.py", "data/test_tokenized.py"): [
+        ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", ""),
+    ],
     ("data/batches.py", _WIRED): [
         ("targets are the inputs", "window[1:]", "window[:-1]"),
     ],

@@ -28,6 +28,7 @@ from distgpt.errors import DataError, StorageError, UsageError, escape, first_li
 from distgpt.files import open_regular, storage_errors
 from distgpt.formatting import size as size_in_words
 
+FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
 # What is taken from folders; a file given by name is a text unless its ending says otherwise.
 ENDINGS = {".txt": TEXT, ".md": TEXT, ".txt.gz": TEXT, ".jsonl": LINES, ".jsonl.gz": LINES, ".parquet": ROWS}
@@ -56,6 +57,12 @@ class Input:
     @property
     def compressed(self) -> bool:
         return self.path.name.lower().endswith(".gz")
+
+
+def is_plain(path: Path) -> bool:
+    """Return if this is one text, as it lies there: no folder, lines of JSON or table, and not compressed."""
+    kind = _by_ending({**NO_INPUTS, **ENDINGS}, path.name) or TEXT
+    return kind == TEXT and not path.name.lower().endswith(".gz") and not path.is_dir()
 
 
 def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from distgpt.data.loading import resolve_data
-from distgpt.data.prepare.documents import MAX_DOCUMENT, documents
+from distgpt.data.prepare.documents import FIELD, MAX_DOCUMENT, documents
 from distgpt.data.tokenizers import bpe
 from distgpt.data.tokenizers.plain import Tokenizer, collect
 from distgpt.errors import DataError, UsageError
@@ -22,13 +21,13 @@ _LONG = re.compile(rf"\S{{{LONGEST_PIECE}}}|\s{{{LONGEST_PIECE}}}")
 
 
 def learn_file(
-    inputs: Iterable[str],
+    inputs: Sequence[Path],
     out: Path,
     kind: str = "bpe",
     vocab_size: int | None = None,
     min_frequency: int | None = None,
     separator: str | None = None,
-    field: str = "text",
+    field: str = FIELD,
     max_document: int = MAX_DOCUMENT,
 ) -> str:
     """Learn a tokenizer from these texts and save it in a new file; returns what to tell people about it.
@@ -46,7 +45,7 @@ def learn_file(
         raise UsageError(f"{out} exists already; give another name, or remove it first")
     if not out.parent.is_dir():
         raise UsageError(f"{out} cannot be written: there is no directory {out.parent}")
-    texts = documents([resolve_data(name) for name in inputs], field, max_document)
+    texts = documents(inputs, field, max_document)
     learned: Tokenizer
     if vocab_size is not None:
         learned = learn_bpe(texts, vocab_size, min_frequency or 2, separator or "last")

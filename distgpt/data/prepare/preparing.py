@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from distgpt.data.prepare.documents import (
+    FIELD,
     MAX_DOCUMENT,
     Input,
     Offset,
@@ -58,6 +59,7 @@ from distgpt.kernels.api import Array
 T = TypeVar("T")
 R = TypeVar("R")
 AUTO, NONE = "auto", "none"
+FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary comes from the inputs
 ESCAPES = {"\\n": "\n", "\\t": "\t"}  # which are hard to type in a shell
 AHEAD = 3  # items per worker that are under way
 LARGEST_QUEUE = 1 << 26  # bytes under way, beyond which no more items are read
@@ -154,19 +156,20 @@ _Spans = tuple[int, Array, Array, Array]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`val_shards`, if given, counts whole shards for validation, instead of a fraction of the tokens.
+    """`tokenizer` is one, or its name; for char and word it is made from the inputs.
 
+    `val_shards`, if given, counts whole shards for validation, instead of a fraction of the tokens.
     Without a `seed` the documents stay in the order in which they are read.
     """
 
     inputs: tuple[Path | Input, ...]
-    tokenizer: str
+    tokenizer: str | Tokenizer
     out: Path
     shard_tokens: int = 100_000_000
     val_fraction: float = 0.05
     val_shards: int | None = None
     separator: str = "auto"
-    field: str = "text"
+    field: str = FIELD
     seed: int | None = 0
     max_document: int = MAX_DOCUMENT
     workers: int = 1
@@ -176,6 +179,12 @@ class Request:
             raise UsageError(f"--shard-tokens is {self.shard_tokens}: it must be at least {LEAST}")
         if not 0 <= self.val_fraction < 1:
             raise UsageError(f"--val-fraction is {self.val_fraction}: it must lie in [0, 1)")
+
+    def known_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, unless it has to be made from the inputs."""
+        if isinstance(self.tokenizer, Tokenizer):
+            return self.tokenizer
+        return None if self.tokenizer in FROM_INPUTS else load_tokenizer(self.tokenizer)
 
     def settings(self, tokenizer: Tokenizer | None) -> Settings:
         """Return what the shards depend on, besides the inputs."""
@@ -419,13 +428,10 @@ def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array
     return starts + done, np.minimum(lengths - done, AT_ONCE), np.where(number, 0, lead)
 
 
-FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary comes from the inputs
-
-
 def prepare(request: Request, watcher: Watcher) -> Manifest:
     """Write the shards, or what is missing of them."""
     inputs = find_inputs(request.inputs)
-    tokenizer = None if request.tokenizer in FROM_INPUTS else load_tokenizer(request.tokenizer)
+    tokenizer = request.known_tokenizer()
     fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
     with reserved(request.out):
         progress = load_progress(request.out, fresh)
@@ -438,9 +444,8 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
                 tokenizer = read_tokenizer(request.out)
             elif tokenizer is None:
                 watcher.noted(f"collecting the {request.tokenizer} vocabulary")
-                tokenizer = learn_entries(
-                    request.tokenizer, documents(request.inputs, request.field, request.max_document)
-                )
+                texts = documents(request.inputs, request.field, request.max_document)
+                tokenizer = learn_entries(str(request.tokenizer), texts)
             with atomic_file(request.out / TOKENIZER) as file:
                 file.write(tokenizer.to_json().encode())
             separator = find_separator(request.separator, tokenizer)

@@ -144,6 +144,14 @@ def is_unfinished(folder: Path) -> bool:
     return isinstance(found, dict) and found.get("format") == FORMAT
 
 
+def refuse_unfinished(folder: Path) -> None:
+    """Raise a DataError if the shards in a folder are not finished."""
+    with storage_errors("read", folder):
+        unfinished = folder.is_dir() and is_unfinished(folder)
+    if unfinished:
+        raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare resumes")
+
+
 def _parse(path: Path) -> Progress:
     """Read the saved progress: its hash is checked, and its types, since a hash can be made to fit."""
     found = parse_object(read_small(path), path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from distgpt.config import RunConfig
 from distgpt.data.batches import Batches
-from distgpt.data.loading import Corpus
+from distgpt.data.loading import Corpus, resolve_data
+from distgpt.data.packing import PackedBatches
+from distgpt.data.shards import is_shards
 from distgpt.errors import Say, escape
 from distgpt.evaluation.assessment import Validation
 from distgpt.formatting import count
@@ -55,13 +56,16 @@ def note_surprises(
     tokens, window = len(corpus.train), config.model.seq_len + 1
     if tokens < window:
         say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
+    if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
+        say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
+    if isinstance(batches, PackedBatches):
+        rows, cut_off = count(len(batches.plan), "sequence"), batches.plan.cut_off / tokens
+        say(f"--pack: {rows}; {cut_off:.1%} of the tokens, ends of documents that do not fit, are left out")
     if t.warmup > t.steps > 0:
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
-    if corpus.is_text and Path(t.data).suffix == ".jsonl":
-        say(f"{escape(t.data)} is read as it is: distgpt data prepare takes the texts out of its lines")
     if plan.resumed and not plan.is_of_same_text(batches.fingerprint):
         say(f"{escape(t.data)} is another text than so far, and is read from here on")
-    if t.val_fraction and not corpus.is_text:
+    if t.val_fraction and is_shards(resolve_data(t.data)):
         say("--val-fraction has no effect: shards have a part of their own for validation")
     if t.eval_every and not is_evaluated:
-        say("nothing is held out, so nothing is evaluated: see --val-fraction and --hellaswag")
+        say("nothing is held out, so nothing is evaluated: see --val, --val-fraction and --hellaswag")

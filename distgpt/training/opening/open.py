@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
+from distgpt.data.packing import PackedBatches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
 from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
@@ -46,6 +47,11 @@ from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
 from distgpt.training.step import Step, even_shares
 
+NO_DOCUMENTS = (
+    "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
+    " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
+)
+
 
 def open_run(
     plan: Plan, stage: Stage, listener: Listener, end: float | None = None, stall: Stall | None = None
@@ -63,7 +69,7 @@ def open_run(
     is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
 
-    model, batches, progress = _model(config, kernels, comm), _batches(config, corpus), Progress()
+    model, batches, progress = _model(config, kernels, comm), _batches(comm, config, corpus), Progress()
     optimizer = optimizer_for(model, config.train, comm)
     _load_state(plan, comm, model, optimizer, batches, progress)
     progress.best_loss, progress.best_step = _saved_best(plan, comm, batches, validation, say)
@@ -112,10 +118,10 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None and origin.rounded:
         on_root(comm, lambda: origin.refuse_training(t.init))
-    run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
+    run, corpus = _load_corpus(comm, run, t.tokenizer, origin, Path("runs"), say)
     kernels = stage.kernels(t.dtype, t.matmul_backend)
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
-    model, batches = _model(run, kernels, comm), _batches(run, corpus)
+    model, batches = _model(run, kernels, comm), _batches(comm, run, corpus)
     optimizer = optimizer_for(model, t, comm)
     begin_anew(comm, model, optimizer, t)
     stage.notes.report_to(say)
@@ -127,20 +133,29 @@ def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, He
     """Return the run with its vocabulary size, its texts, and HellaSwag. Collective."""
     t = plan.run.train
     tokenizer = AUTO if plan.checkpoint else t.tokenizer  # a resumed run has its own
-    run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, say)
+    run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, plan.directory.path.parent, say)
     if not t.hellaswag:
         return run, corpus, None
     return run, corpus, load_hellaswag(comm, Path(t.hellaswag), corpus.tokenizer, run.model.seq_len)
 
 
 def _load_corpus(
-    comm: Comm, run: RunConfig, tokenizer: str, origin: Description | None, say: Say
+    comm: Comm, run: RunConfig, tokenizer: str, origin: Description | None, runs: Path, say: Say
 ) -> tuple[RunConfig, Corpus]:
-    """Load the texts. A model that is trained further keeps its tokenizer and its vocabulary size."""
+    """Load the texts. A model that is trained further keeps its tokenizer and its vocabulary size.
+
+    What has to be tokenized once lies among the `runs`, for others on the same texts.
+    """
     t = run.train
-    existing = origin.tokenizer if origin else None
     wanted = DataRequest(
-        t.data, tokenizer, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing
+        t.data,
+        tokenizer,
+        run.model.seq_len,
+        t.val_fraction,
+        t.verify_data,
+        existing=origin.tokenizer if origin else None,
+        val=t.val,
+        kept=runs / "tokenized",
     )
     corpus = load_corpus(comm, wanted, say)
     size = on_root(comm, lambda: _vocab_size(run, origin, corpus.tokenizer))
@@ -160,9 +175,17 @@ def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
     return model
 
 
-def _batches(run: RunConfig, corpus: Corpus) -> Batches:
-    t = run.train
-    return Batches(corpus.train, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
+def _batches(comm: Comm, run: RunConfig, corpus: Corpus) -> Batches:
+    """Return the batches. Collective."""
+    t, length = run.train, run.model.seq_len
+    if t.pack:
+        if corpus.separator is None:
+            raise shared(UsageError(NO_DOCUMENTS))
+        separator = corpus.separator
+        return on_every_rank(
+            comm, lambda: PackedBatches(corpus.train, length, t.batch_size, t.seed, separator)
+        )
+    return Batches(corpus.train, length, t.batch_size, t.seed, t.shift_windows)
 
 
 def _load_state(
@@ -183,7 +206,7 @@ def _saved_best(
 ) -> tuple[float, int | None]:
     """Return the lowest validation loss so far and its step, if both can be trusted. Collective."""
     path, tokens = plan.checkpoint, validation.count if validation else 0
-    if path is None or not plan.is_of_same_text(batches.fingerprint):
+    if path is None or not plan.is_of_same_text(batches.fingerprint) or "val" in plan.changes:
         return math.inf, None
     loss, step = on_root(comm, lambda: _intact_best(plan, path, tokens, say))
     return loss, step

@@ -132,7 +132,7 @@ def _decide(
     refuse_unsuited(run.train, ranks, on_gpu=False)
     directory, checkpoint = found.directory, found.checkpoint
     if checkpoint:
-        _refuse_moved(run.train.data)
+        _refuse_moved(run.train)
     directory.refuse_undecodable()
     if dead := directory.refuse_second():
         say(f"{dead} has left this run without an end: taking over")
@@ -167,12 +167,13 @@ def _refuse_conflicts(
         raise UsageError(f"{found.checkpoint} is at step {step}, past the {steps} asked for")
 
 
-def _refuse_moved(data: str) -> None:
+def _refuse_moved(t: TrainConfig) -> None:
     """Refuse to resume a run whose text is gone, or cannot be found from here."""
-    try:
-        resolve_data(data)
-    except DataError as error:
-        raise DataError(f"{error}: --data says where the text of this run is now") from None
+    for option, text in {"--data": t.data, "--val": t.val or t.data}.items():
+        try:
+            resolve_data(text)
+        except DataError as error:
+            raise DataError(f"{error}: {option} says where the text of this run is now") from None
 
 
 def _resolved(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> tuple[str, RunConfig]:

@@ -1,0 +1,73 @@
+"""Folders, tables, lines of JSON and compressed texts: tokenized once, into shards that lie beside the runs.
+
+Not in the directory of one run: other runs on the same texts find them, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from distgpt.comm.cores import usable_cores
+from distgpt.data.prepare.documents import find_inputs
+from distgpt.data.prepare.preparing import FROM_INPUTS, Request, prepare
+from distgpt.data.prepare.progress import list_inputs, refuse_unfinished
+from distgpt.data.shards import is_shards, read_manifest
+from distgpt.data.tokenizers.naming import Tokenizer, fingerprint
+from distgpt.errors import DataError, Say, escape
+from distgpt.formatting import size
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept: Path, say: Say) -> Path:
+    """Return the folder of the shards of these texts, below `kept`; tokenize what is missing.
+
+    Its name tells what it was made from: where the texts lie, their sizes and times, and the settings.
+    """
+    refuse_unfinished(path)
+    texts = [str(path.resolve()), *list_inputs(find_inputs((path,)))]
+
+    def request(tokenizer: str | Tokenizer) -> Request:
+        made = Request((path,), tokenizer, Path(), val_fraction=val_fraction, workers=len(usable_cores()))
+        content = json.dumps([texts, made.settings(made.known_tokenizer())])
+        key = hashlib.sha256(content.encode()).hexdigest()[:12]
+        return replace(made, out=kept / f"{path.resolve().name[:40]}-{key}")
+
+    wanted = request(tokenizer)
+    if isinstance(tokenizer, Tokenizer) and tokenizer.kind in FROM_INPUTS:  # maybe of a run that made it
+        first = request(tokenizer.kind)
+        if is_shards(first.out) and read_manifest(first.out).tokenizer == fingerprint(tokenizer):
+            wanted = first
+    if not is_shards(wanted.out):
+        try:
+            manifest = prepare(wanted, _Watcher(say))
+        except DataError as error:
+            raise DataError(f"{error} (distgpt data prepare has options for such files)") from None
+        if manifest.replaced:
+            say(f"{escape(str(path))}: {manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
+    if val_fraction and not read_manifest(wanted.out).of("val"):
+        raise DataError(f"{path}: --val-fraction {val_fraction} of it is not even 2 tokens")
+    return wanted.out
+
+
+class _Watcher:
+    """Shows the progress in lines."""
+
+    def __init__(self, say: Say) -> None:
+        self._say, self._total, self._last = say, 1, 0.0
+
+    def began(self, total_bytes: int, of: str, label: str = "") -> None:
+        self._total, self._last = max(1, total_bytes), time.monotonic()
+        self._say(f"{label or 'tokenizing'} {size(total_bytes)} ({of})")
+
+    def advanced(self, consumed: int, tokens: int) -> None:
+        if time.monotonic() - self._last > SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            self._say(f"{consumed / self._total:.0%}, {tokens:,} tokens")
+
+    def noted(self, text: str) -> None:
+        self._say(text)
