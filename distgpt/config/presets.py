@@ -173,6 +173,7 @@ _FAST: dict[str, Any] = {
     "mlp": "relu2",
     "positions": "rope",
     "qk_norm": True,
+    "value_embeddings": True,
     "bias": False,
     "tied": False,
     "init_weights": "unit",

@@ -1,9 +1,9 @@
 """Rows that begin with a document: documents are put together by best fit, so that few of them are cut.
 
-A row has room for T + 1 tokens, and a longer document is cut into parts of that size and a rest. A row takes the
-longest part that fits, again and again; where none does, the shortest one fills it and loses its end. All
-documents of the corpus can be chosen. So the rows of an epoch are the same every time, and only their order
-is drawn. The last row is filled up with the beginning of the corpus.
+A row has room for T + 1 tokens, and a longer document is cut into parts of that size and a rest. A row
+takes the longest part that fits, again and again; where none does, the shortest one fills it and loses its
+end. All documents of the corpus can be chosen. So the rows of an epoch are the same every time, and only
+their order is drawn. The last row is filled up with the beginning of the corpus.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class PackedBatches(Batches):
     def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, separator: int) -> None:
         super().__init__(tokens, seq_len, batch_size, seed, shift=False)
         room = seq_len + 1
-        self.plan = pack(
-            part_starts(document_starts(tokens, separator), len(tokens), room), len(tokens), room
-        )
+        parts = part_starts(document_starts(tokens, separator), len(tokens), room)
+        self.plan = pack(parts, len(tokens), room)
         self.windows_per_epoch = len(self.plan)
 
     def _starts(self, step: int, rows: slice) -> Array:

@@ -117,7 +117,9 @@ def test_recorded_steps_train_like_the_cpu(dtype, tolerance, accum, cuda_kernels
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_muon_trains_like_the_cpu(dtype, tolerance, cuda_kernels):
-    config = replace(SMALL, n_kv_head=1, qk_norm=True, mlp="relu2", init_weights="unit")
+    config = replace(
+        SMALL, n_kv_head=1, qk_norm=True, value_embeddings=True, mlp="relu2", init_weights="unit"
+    )
     t = replace(TRAIN, optimizer="muon", lr=0.02, embedding_lr=0.1)
     losses = (training(k, config, t)[2][:, 0] for k in (cuda_kernels(dtype), CpuKernels("float64", 1)))
     got, expected = losses

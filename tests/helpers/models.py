@@ -30,6 +30,9 @@ VARIANTS = {
         BASE, n_head=6, n_kv_head=2, n_embd=36, positions="rope", rope_base=50.0, qk_norm=True
     ),
     "one key for all": replace(BASE, n_kv_head=1, mlp="swiglu"),
+    "value embeddings": replace(
+        BASE, n_layer=3, value_embeddings=True, positions="rope", init_weights="unit"
+    ),
     "one head, one layer": replace(BASE, n_layer=1, n_head=1),
 }
 
@@ -70,8 +73,11 @@ def plain_logits(c, params, tokens):
         return np.concatenate([z.real, z.imag], 1)
 
     def attention(name, x):
-        heads = []
-        every = np.split(linear(name, x), c.qkv_width // c.head_size, 1)
+        heads, qkv = [], linear(f"{name}.attn.qkv", x)
+        if f"{name}.values.w" in p:
+            added = p[f"{name}.values.w"][tokens]
+            qkv[:, -added.shape[1] :] += added
+        every = np.split(qkv, c.qkv_width // c.head_size, 1)
         for h, q in enumerate(every[: c.n_head]):
             group = h // (c.n_head // c.kv_heads)
             k, v = every[c.n_head + group], every[c.n_head + c.kv_heads + group]
@@ -97,7 +103,7 @@ def plain_logits(c, params, tokens):
     x = norm("embed_norm", x) if c.embed_norm else x
     for i in range(c.n_layer):
         name = f"blocks.{i}"
-        x = x + linear(f"{name}.attn.proj", attention(f"{name}.attn.qkv", norm(f"{name}.norm1", x)))
+        x = x + linear(f"{name}.attn.proj", attention(name, norm(f"{name}.norm1", x)))
         x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
     x = norm("final_norm", x) if c.final_norm else x
     return x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T

@@ -139,6 +139,15 @@ def test_embed_backward(both):
         case.check("embed_backward", outs, dx, tokens, case.t)
 
 
+def test_add_embedding(both):
+    for case in cases(both):
+        tokens, w = case.ints(case.v, case.n), case.random(case.v, case.c)
+        x = case.random(case.n, 3 * case.c + case.h)
+        case.check("add_embedding", [x], tokens, w)
+        outs = [Wide(case.random(case.v, case.c)), None]
+        case.check("embed_backward", outs, x, tokens, case.t)
+
+
 def norm_parts(case, mean, gain, bias):
     stats = Stats(Wide(case.random(case.n)) if mean else None, Wide(np.abs(case.random(case.n)) + 0.1))
     return stats, Affine(case.random(case.c) if gain else None, case.random(case.c) if bias else None)

@@ -21,7 +21,8 @@ VARIANTS = {
     "odd": {"n_embd": 66, "n_head": 3, "mlp_width": 101, "vocab_size": 129, "embed_norm": True},
     "bare": {"norm_gain": False, "bias": False, "final_norm": False, "positions": "none", "mlp": "relu"},
     "rms": {"norm": "rmsnorm", "mlp": "swiglu", "n_embd": 70, "n_head": 5, "norm_gain": False, "tied": False},
-    "fast": {"norm": "rmsnorm", "norm_gain": False, "mlp": "relu2", "positions": "rope", "qk_norm": True},
+    "fast": {"norm": "rmsnorm", "norm_gain": False, "mlp": "relu2", "positions": "rope", "qk_norm": True}
+    | {"value_embeddings": True, "n_layer": 3, "n_head": 4, "n_kv_head": 2},
     "grouped": {"n_embd": 66, "n_head": 6, "n_kv_head": 2},
     "one key": {"n_head": 4, "n_kv_head": 1, "positions": "rope", "rope_base": 50.0, "qk_norm": True},
     "wide": {"n_embd": 32, "n_head": 1, "mlp_width": 1100, "positions": "rope", "embed_norm": True},

@@ -189,6 +189,7 @@ def test_what_neither_family_has_is_named(tmp_path):
         ({"mlp": "relu2"}, "GPT-2 has no ReLU²"),
         ({"n_kv_head": 1}, r"GPT-2 has no queries in groups \(n_kv_head\)"),
         (modern | {"qk_norm": True}, "Llama has no norm of queries and keys"),
+        (modern | {"value_embeddings": True}, "Llama has no value embeddings"),
         ({"final_norm": False}, "GPT-2 has no output layer without a norm in front"),
     ):
         random_model(tmp_path / "ours.safetensors", {**SMALL, **shape})

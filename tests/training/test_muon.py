@@ -20,7 +20,15 @@ from distgpt.model.optim import learning_rate, step_scalars
 from distgpt.training.exchange.choose import optimizer_for
 
 MODEL = ModelConfig(
-    vocab_size=64, seq_len=8, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, mlp="swiglu", tied=False
+    vocab_size=64,
+    seq_len=8,
+    n_layer=3,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=32,
+    mlp="swiglu",
+    tied=False,
+    value_embeddings=True,
 )
 CONFIG = TrainConfig(
     batch_size=24,
