@@ -131,6 +131,14 @@ class TrainConfig:
         "Train the model of this weights file further, instead of random weights.",
     )
     steps: int = setting(600, "Train for this many optimizer steps.", low=1, changeable=True)
+    train_minutes: float = setting(
+        0.0,
+        "End the run after this many minutes, by which the learning rate falls too, instead of after --steps."
+        " What it took before it resumed counts. 0: off.",
+        low=0,
+        most=1e7,
+        changeable=True,
+    )
     batch_size: int = setting(16, "Sequences per optimizer step, on all ranks together.", low=1, most=1 << 32)
     grad_accum: int = setting(
         0,

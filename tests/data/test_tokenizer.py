@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.data.prepare.learn import learn_bpe
 from distgpt.data.tokenizers.bpe import symbols
+from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,
     KINDS,

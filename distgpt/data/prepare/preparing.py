@@ -27,7 +27,6 @@ from distgpt.data.prepare.documents import (
     parts,
     pieces,
 )
-from distgpt.data.prepare.learn import learn_entries
 from distgpt.data.prepare.progress import (
     PROGRESS,
     Counts,
@@ -49,6 +48,7 @@ from distgpt.data.shards import (
     read_tokenizer,
     shard_name,
 )
+from distgpt.data.tokenizers.learn import learn_entries
 from distgpt.data.tokenizers.naming import Ids, Tokenizer, fingerprint, id_dtype, load_tokenizer
 from distgpt.errors import DataError, DistgptError, UsageError
 from distgpt.files import atomic_file, storage_errors

@@ -12,7 +12,7 @@ import numpy as np
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.data.batches import Batches
+from distgpt.data.batches import Batches, Tokens
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
@@ -28,6 +28,7 @@ from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage
 from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.clock import Clock
 from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange
 from distgpt.training.exchange.local_steps import buffers_saved, is_local
 from distgpt.training.exchange.sharded import own_shard
@@ -52,8 +53,7 @@ def open_run(
 ) -> Run:
     """Return a run with its weights loaded. All is checked before anything is written. Collective.
 
-    The model is built more than once: with kernels that only count its memory (`fit_to_memory`), then as it
-    is, and as a miniature that compiles the loops (`compile_once_per_node`).
+    The model is built to count its memory (`fit_to_memory`), as it is, and in small to compile the loops.
     `end` is a moment of time.monotonic() by which the run has to be gone; `stall`: when it counts as stuck.
     """
     comm, say = stage.comm, listener.noted
@@ -63,7 +63,7 @@ def open_run(
     is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
 
-    model, batches, progress = _model(config, kernels, comm), _batches(config, corpus), Progress()
+    model, batches, progress = _model(config, kernels, comm), _batches(config, corpus.train), Progress()
     optimizer = optimizer_for(model, config.train, comm)
     _load_state(plan, comm, model, optimizer, batches, progress)
     progress.best_loss, progress.best_step = _saved_best(plan, comm, batches, validation, say)
@@ -92,6 +92,7 @@ def open_run(
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
+        clock=Clock(settings, guards.pace, stage.begun, plan.state.seconds, kernels.capabilities.is_async),
         identity=_identity(settings, comm, batches, shares, hosts),
         checkpoints=checkpoints,
         report=Report(comm.rank, config, plan.directory, listener, checkpoints),
@@ -113,9 +114,15 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     if origin is not None and origin.rounded:
         on_root(comm, lambda: origin.refuse_training(t.init))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
+    return make_steps(run, stage, corpus.train, say)
+
+
+def make_steps(run: RunConfig, stage: Stage, tokens: Tokens, say: Say) -> tuple[Step, Batches]:
+    """Return the steps of a run over these tokens, with first weights. Collective."""
+    comm, t = stage.comm, run.train
     kernels = stage.kernels(t.dtype, t.matmul_backend)
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
-    model, batches = _model(run, kernels, comm), _batches(run, corpus)
+    model, batches = _model(run, kernels, comm), _batches(run, tokens)
     optimizer = optimizer_for(model, t, comm)
     begin_anew(comm, model, optimizer, t)
     stage.notes.report_to(say)
@@ -160,9 +167,9 @@ def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
     return model
 
 
-def _batches(run: RunConfig, corpus: Corpus) -> Batches:
+def _batches(run: RunConfig, tokens: Tokens) -> Batches:
     t = run.train
-    return Batches(corpus.train, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
+    return Batches(tokens, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
 
 
 def _load_state(
