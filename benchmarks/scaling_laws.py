@@ -9,6 +9,7 @@ distgpt/config/dial.py. Then it fits
 
 with N the parameters of the layers' matrices, and D the tokens, prints what belongs into
 distgpt/config/dial.py, and draws it. Runs that are there are not repeated, and count too: a larger grid adds.
+Sizes as few as these do not tell E and a apart, so a is given.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from record import distgpt, metrics, save
 from distgpt.config.dial import Text, matrices, recipe
 from distgpt.data.shards import ShardTokens, read_manifest
 
-EXPONENTS = np.arange(0.05, 0.81, 0.005)
+EXPONENTS = np.arange(0.05, 0.81, 0.005)  # of the tokens, to try
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="shards with a part for validation")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--tokens", type=float, nargs="+", default=[0.2, 0.4, 0.8], help="in millions")
-    parser.add_argument("--least", type=float, default=0.7, help="E: bits per byte that no model falls below")
+    parser.add_argument("--exponent", type=float, default=0.3, help="a, of the parameters")
     parser.add_argument("--val-tokens", type=int, default=1 << 16)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=Path("build/scaling_laws"))
@@ -44,7 +45,7 @@ def main() -> None:
     known = {tuple(map(int, name.removeprefix("depth").split("-"))) for name in there}
     asked = {(depth, round(1e6 * tokens)) for depth in args.depths for tokens in args.tokens}
     points = [point(args, *each) for each in sorted(known | asked, key=lambda each: each[::-1])]
-    law = fit(points, args.least)
+    law = fit(points, args.exponent)
     for each in points:
         each["fitted"] = float(predicted(law, each["parameters"], each["tokens"]))
         print("depth {depth}, {tokens:,} tokens: {bits_per_byte:.3f}, by the law {fitted:.3f}".format(**each))
@@ -77,20 +78,18 @@ def point(args: argparse.Namespace, depth: int, tokens: int) -> dict[str, Any]:
     return found
 
 
-def fit(points: list[dict[str, Any]], least: float) -> dict[str, float]:
-    """Return the law of the least squared relative error: exponents by trying, A and B by least squares."""
+def fit(points: list[dict[str, Any]], a: float) -> dict[str, float]:
+    """Return the law of the least squared relative error: b by trying, E, A and B by least squares."""
     keys = ("parameters", "tokens", "bits_per_byte")
     n, d, loss = (np.array([p[key] for p in points], float) for key in keys)
 
-    def attempt(a: float, b: float) -> tuple[float, dict[str, float]]:
-        x = np.stack([n**-a, d**-b], axis=1) / loss[:, None]
-        (scale_n, scale_d), *_ = np.linalg.lstsq(x, 1 - least / loss, rcond=None)
-        error = np.sum((x @ [scale_n, scale_d] - (1 - least / loss)) ** 2)
-        law = {"E": least, "A": float(scale_n), "a": float(a), "B": float(scale_d), "b": float(b)}
-        return (float(error) if min(scale_n, scale_d) > 0 else np.inf), law
+    def attempt(b: float) -> tuple[float, dict[str, float]]:
+        x = np.stack([np.ones_like(n), n**-a, d**-b], axis=1) / loss[:, None]
+        found, *_ = np.linalg.lstsq(x, np.ones_like(n), rcond=None)
+        law = dict(zip(("E", "A", "B"), map(float, found), strict=True)) | {"a": a, "b": float(b)}
+        return float(np.sum((x @ found - 1) ** 2)) if min(found) > 0 else np.inf, law
 
-    tried = itertools.starmap(attempt, itertools.product(EXPONENTS, EXPONENTS))
-    return min(tried, key=lambda each: each[0])[1]
+    return min(map(attempt, EXPONENTS), key=lambda each: each[0])[1]
 
 
 def predicted(law: dict[str, float], n: Any, d: Any) -> Any:

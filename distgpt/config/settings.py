@@ -112,8 +112,8 @@ class TrainConfig:
     )
     tokenizer: str = setting(
         "auto",
-        "Cut text into tokens by this: byte, char, word, gpt2, hub:ORG/NAME, or a path. auto: the tokenizer"
-        " of --init or of the shards, else byte.",
+        "Cut text into tokens by this: byte, char, word, bpe:N (N entries, learned from the text), gpt2,"
+        " hub:ORG/NAME, or a path. auto: the tokenizer of --init or of the shards, else byte.",
     )
     verify_data: bool = setting(
         True,
