@@ -24,14 +24,16 @@ class Clock:
         begun: float,
         spent: float = 0.0,
         queued: bool = False,
+        closing: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`begun`: the moment from which this process counts; `spent`: the seconds of those before it.
 
-        `queued`: a step may be under way when the next one is launched.
+        `queued`: a step may be under way when the next one is launched. `closing`: the time after the last
+        step that counts too, in steps.
         """
         self._total, self._pace, self._now = 60 * t.train_minutes, pace, now
-        self._begun = begun - spent
+        self._begun, self._closing = begun - spent, closing
         self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `ahead` says
         self._round = t.outer_every if is_local(t, pace.ranks) else 1
         self.share = min(1.0, spent / self._total) if self._total else None
@@ -50,7 +52,8 @@ class Clock:
             return 0.0
         usual = self._pace.usual()
         end = self._now() - self._begun + self._ahead * usual
-        return 1.0 if end + usual > self._total else end / self._total
+        total = max(self._total / 2, self._total - self._closing * usual)
+        return 1.0 if end + usual > total else end / total
 
     def hear(self, share: float, launched: int) -> None:
         """Go by what rank 0 has sent. The next step is the last one once the time is over."""

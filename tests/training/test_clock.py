@@ -19,10 +19,10 @@ SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
 T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)
 
 
-def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False):
+def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
     """Take steps of this many seconds by a clock that they alone move. Return (share, step) of each."""
     now, progress, found = [100.0], Progress(), []
-    clock = Clock(t, Pace(t, ranks, progress), 100.0, spent, queued, now=lambda: now[0])
+    clock = Clock(t, Pace(t, ranks, progress), 100.0, spent, queued, closing, now=lambda: now[0])
     sent = []
     while progress.step + len(sent) != clock.last and len(found) < 1000:
         found.append(clock.share)
@@ -51,6 +51,11 @@ def test_a_run_that_resumes_has_what_is_left():
 def test_steps_in_a_queue_are_expected():
     shares, seconds, _ = run_of(T, queued=True)
     assert shares[-1] == 1 and 48 <= seconds <= 64
+
+
+def test_there_is_time_left_for_what_follows_the_last_step():
+    shares, seconds, _ = run_of(T, closing=3.0)
+    assert shares[-1] == 1 and 40 <= seconds <= 48
 
 
 def test_local_steps_end_with_a_round():

@@ -47,6 +47,8 @@ from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
 from distgpt.training.step import Step, even_shares
 
+EVALUATION = 0.5  # of the time that a token takes in a step
+
 
 def open_run(
     plan: Plan, stage: Stage, listener: Listener, end: float | None = None, stall: Stall | None = None
@@ -92,7 +94,7 @@ def open_run(
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
-        clock=Clock(settings, guards.pace, stage.begun, plan.state.seconds, kernels.capabilities.is_async),
+        clock=_clock(plan, stage, guards.pace, model, validation),
         identity=_identity(settings, comm, batches, shares, hosts),
         checkpoints=checkpoints,
         report=Report(comm.rank, config, plan.directory, listener, checkpoints),
@@ -309,6 +311,14 @@ def _guards(
         deadline=Deadline(limit, signals, pace, checkpoints, saves=2 if settings.save == "async" else 1),
         stall=stall,
     )
+
+
+def _clock(plan: Plan, stage: Stage, pace: Pace, model: Model, validation: Validation | None) -> Clock:
+    """Return the run's clock, which leaves time for the evaluation after the last step."""
+    per_step = pace.config.batch_size * model.config.seq_len
+    closing = EVALUATION * (validation.count if validation else 0) / per_step
+    is_async = model.kernels.capabilities.is_async
+    return Clock(pace.config, pace, stage.begun, plan.state.seconds, is_async, closing)
 
 
 def _identity(
