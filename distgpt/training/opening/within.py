@@ -41,7 +41,7 @@ def with_clock(
 ) -> dict[str, Any]:
     """Return the flags with what --within stands for: the clock, and for a new run a depth too. Collective.
 
-    A preset that is given stays, and so does a depth.
+    A preset or a model that is given stays, and so does a depth.
     """
     if WITHIN not in flags:
         return dict(flags)
@@ -50,7 +50,8 @@ def with_clock(
 
     def is_open() -> bool:
         given = merged(toml, flags)
-        return not preset and "preset" not in given and begins_anew(preset, toml, flags, out, resume)
+        stays = preset or given.keys() & {"preset", "init"}
+        return not stays and begins_anew(preset, toml, flags, out, resume)
 
     if not on_root(stage.comm, is_open):
         return flags
