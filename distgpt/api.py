@@ -28,6 +28,7 @@ from distgpt.stages import open_stage
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import make_plan
+from distgpt.training.opening.within import with_clock
 
 
 def load(
@@ -87,13 +88,15 @@ def train(
     on_note: Callable[[str], object] | None = None,
     **settings: Any,
 ) -> Trained:
-    """Train a model as `distgpt train` does; `settings` are its options, as in `n_layer=6, data="my.txt"`.
+    """Train a model as `distgpt train` does; `settings` are its options, as in `n_layer=6, data="my.txt"`
+    or `depth=6` or `within="30m"`.
 
     The functions are called on rank 0 while training: with the metrics of each step and each evaluation, and
     with what there is to note. An exception in one ends the run.
     """
     ready, told = open_stage(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
+    settings = with_clock(ready, preset, toml, settings, directory, resume, told.noted)
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
     try:
         run = open_run(plan, ready, told)

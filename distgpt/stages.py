@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import platform
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class Stage:
     sharing: int = 1  # ranks on this rank's GPU
     gpu: GpuConfig = field(default_factory=GpuConfig)
     notes: Notes = field(default_factory=Notes)
+    begun: float = field(default_factory=time.monotonic)
 
     def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
         """Refuses a dtype that some rank can't compute in. `matmul` is for CPU stages. Collective."""

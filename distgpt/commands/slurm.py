@@ -151,11 +151,11 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     if asked["resume"] not in (None, "auto"):
         raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
     out: Path | None = asked["out"]
-    flags = set_by_user({key: asked[key] for key in OPTIONS})
+    flags = set_by_user({key: asked[key] for key in (*OPTIONS, "depth", "within")})
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own
-    name, run = configure(SerialComm(), asked["preset"], asked["config"], flags)
+    name, run = configure(SerialComm(), asked["preset"], asked["config"], flags, ranks)
     refuse_uneven(run.train.batch_size, ranks, run.train.grad_accum or 1)
     return out or place_for(Path("runs"), name, resuming=False), run
 

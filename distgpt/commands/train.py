@@ -21,6 +21,7 @@ from distgpt.commands.options import (
     without_graphs,
 )
 from distgpt.config import GpuConfig
+from distgpt.config.dial import DEEPEST
 from distgpt.errors import command_line, escape, escape_model_text
 from distgpt.stages import open_stage
 from distgpt.training.guards.deadline import ending
@@ -35,6 +36,18 @@ from distgpt.training.guards.deadline import ending
     "--resume",
     metavar="auto|PATH",
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
+)
+@click.option(
+    "--depth",
+    type=click.IntRange(1, DEEPEST),
+    help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
+    " follow from that and from the text.",
+)
+@click.option(
+    "--within",
+    metavar="TIME",
+    help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
+    " --depth and let the learning rate follow the clock.",
 )
 @click.option(
     "--time-limit",
@@ -95,12 +108,14 @@ def train(
     from distgpt.training.loop import train as train_run
     from distgpt.training.opening.open import open_run
     from distgpt.training.opening.plan import make_plan
+    from distgpt.training.opening.within import with_clock
     from distgpt.training.summary import how_to_resume
 
     shown = listeners(ready.comm, progress, tensorboard)
     plan = run = session = None
     try:
-        plan = make_plan(ready.comm, preset, config, set_by_user(flags), out, resume, shown.noted)
+        chosen = with_clock(ready, preset, config, set_by_user(flags), out, resume, shown.noted)
+        plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
         run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
         session = _profiled(run) if profile else None
         train_run(run)

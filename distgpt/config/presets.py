@@ -314,22 +314,25 @@ def resolve(
     toml: Path | None,
     flags: Mapping[str, Any],
     model_in: Callable[[str], ModelConfig],
+    dial: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: {},
 ) -> tuple[str, RunConfig]:
     """Return the run's name and its configuration. A TOML file may name a preset too; a flag overrides it.
 
-    `model_in` reads the architecture from the weights file that `init` names.
+    `model_in` reads the architecture from the weights file that `init` names. What `dial` makes of the
+    settings in file and flags lies between these and the preset.
     """
     from_file = _read(toml) if toml else {}
     named = from_file.pop("preset", None)
     chosen = preset_name or named or DEFAULT_PRESET
     init = {**from_file, **flags}.get("init")
     initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
-    run = preset(str(chosen), initial | PRETRAINED if initial else {}, from_file, flags)
+    dialled = dial({**from_file, **flags})
+    run = preset(str(chosen), initial | PRETRAINED if initial else {}, dialled, from_file, flags)
     for key, value in initial.items():
         asked = getattr(run.model, key)
         if asked != value and not (key == "seq_len" and _fits(run.model, value)):
             raise UsageError(f"{init} holds a model whose {key} is {value!r}; {asked!r} is asked for")
-    return run_name(preset_name, toml), _with_fitting_warmup(run, from_file, flags)
+    return run_name(preset_name, toml), _with_fitting_warmup(run, dialled, from_file, flags)
 
 
 def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, Any]) -> RunConfig:
@@ -342,6 +345,11 @@ def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, Any]) -> RunConfi
 def _fits(model: ModelConfig, trained: int) -> bool:
     """Return whether the model can take weights that were trained on another context length."""
     return model.positions != "learned" or model.seq_len < trained
+
+
+def merged(toml: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what file and flags say, "preset" included."""
+    return {**renamed(_read(toml) if toml else {}), **flags}
 
 
 def run_name(preset_name: str | None, toml: Path | None) -> str:

@@ -133,8 +133,8 @@ class TrainConfig:
     )
     tokenizer: str = setting(
         "auto",
-        "Cut text into tokens by this: byte, char, word, gpt2, hub:ORG/NAME, or a path. auto: the tokenizer"
-        " of --init or of the shards, else byte.",
+        "Cut text into tokens by this: byte, char, word, bpe:N (N entries, learned from the text), gpt2,"
+        " hub:ORG/NAME, or a path. auto: the tokenizer of --init or of the shards, else byte.",
     )
     verify_data: bool = setting(
         True,
@@ -157,6 +157,14 @@ class TrainConfig:
         "Train the model of this weights file further, instead of random weights.",
     )
     steps: int = setting(600, "Train for this many optimizer steps.", low=1, changeable=True)
+    train_minutes: float = setting(
+        0.0,
+        "End the run after this many minutes, by which the learning rate falls too, instead of after --steps."
+        " What it took before it resumed counts. 0: off.",
+        low=0,
+        most=1e7,
+        changeable=True,
+    )
     batch_size: int = setting(16, "Sequences per optimizer step, on all ranks together.", low=1, most=1 << 32)
     grad_accum: int = setting(
         0,

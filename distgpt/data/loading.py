@@ -35,6 +35,7 @@ from distgpt.data.tokenizers.naming import (
     Tokenizer,
     build_tokenizer,
     fingerprint,
+    learned_size,
     load_tokenizer,
     tokenizer_from_json,
 )
@@ -83,7 +84,8 @@ def refuse_missing(texts: Iterable[str], tokenizer: str) -> None:
             shards_tokenizer(path, read_manifest(path))
         elif not is_plain(path):
             find_inputs((path,))
-    if tokenizer not in (AUTO, *KINDS, "gpt2") and not tokenizer.startswith(PREFIX):
+    needs_no_file = tokenizer in (AUTO, *KINDS, "gpt2") or learned_size(tokenizer)
+    if not needs_no_file and not tokenizer.startswith(PREFIX):
         load_tokenizer(tokenizer)
 
 
@@ -282,4 +284,6 @@ def _has_name(tokenizer: Tokenizer, name: str) -> bool:
         return fingerprint(tokenizer) == GPT2_FINGERPRINT
     if name in KINDS:
         return tokenizer.kind == name
+    if size := learned_size(name):
+        return tokenizer.kind == "bpe" and tokenizer.size <= size
     return fingerprint(load_tokenizer(name)) == fingerprint(tokenizer)

@@ -9,12 +9,9 @@ from typing import Any, cast
 
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.data.loading import AUTO, BUNDLED_TEXTS, read_text, resolve_data
-from distgpt.data.prepare.documents import FIELD, documents, is_plain
-from distgpt.data.prepare.learn import learn_entries
+from distgpt.data.loading import AUTO, BUNDLED_TEXTS, resolve_data
 from distgpt.data.shards import Manifest, is_shards, read_manifest
-from distgpt.data.tokenizers.bpe import GPT2_SIZE
-from distgpt.data.tokenizers.naming import load_tokenizer
+from distgpt.data.tokenized import vocabulary_size
 from distgpt.errors import Say, UsageError
 from distgpt.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.kernels.api import Kernels
@@ -124,17 +121,9 @@ def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     """Return the run with the tokenizer's vocabulary, if it has no size of its own."""
     if run.model.vocab_size:
         return run
-    size = shards.vocab_size if shards else _tokenizer_size(run.train.tokenizer, resolve_data(run.train.data))
+    name, text = run.train.tokenizer, resolve_data(run.train.data)
+    size = shards.vocab_size if shards else vocabulary_size("byte" if name == AUTO else name, text)
     return replace(run, model=replace(run.model, vocab_size=size))
-
-
-def _tokenizer_size(kind: str, text: Path) -> int:
-    """Read the text only if the vocabulary is made of it."""
-    if kind == "gpt2":
-        return GPT2_SIZE
-    if kind in ("char", "word"):
-        return learn_entries(kind, [read_text(text)] if is_plain(text) else documents((text,), FIELD)).size
-    return load_tokenizer("byte" if kind == AUTO else kind).size
 
 
 def _site(question: Question, shards: Manifest | None) -> Site:

@@ -17,7 +17,7 @@ from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
 from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, FlatBuffer, FlatPart, Layout, Spec
 
-FLAG_COUNT = 7  # values appended to the gradient buffer: the loss, and six flags of a training step
+FLAG_COUNT = 8  # values appended to the gradient buffer: the loss, and seven flags of a training step
 
 
 def flag_count(ranks: int) -> int:

@@ -18,7 +18,7 @@ from distgpt.config import TrainConfig
 from distgpt.kernels.api import MuonMatrix, MuonScalars
 from distgpt.model.memory import ALIGNED, MATRIX, Layout, Spec
 from distgpt.model.model import Model
-from distgpt.model.optim import AdamW, Outer, clip_scale, learning_rate
+from distgpt.model.optim import AdamW, Outer, clip_scale
 
 FIRST_MOMENTUM, MOMENTUM_WARMUP = 0.85, 300  # momentum rises from this within so many steps
 
@@ -64,9 +64,9 @@ class Muon(AdamW):
     def update_bounds(self) -> Sequence[int]:
         return self._bounds if len(self._bounds) > 2 else ()
 
-    def prepare(self, step: int, grad_scale: float, norm_scale: float) -> None:
-        super().prepare(step, grad_scale, norm_scale)
-        values = muon_scalars(self.config, step, grad_scale, norm_scale)
+    def prepare(self, step: int, lr: float, grad_scale: float, norm_scale: float) -> None:
+        super().prepare(step, lr, grad_scale, norm_scale)
+        values = muon_scalars(self.config, step, lr, grad_scale, norm_scale)
         self.model.kernels.put(self._muon_scalars, np.array(values))
         self._prepare()
 
@@ -116,16 +116,18 @@ class Muon(AdamW):
 OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
 
 
-def muon_scalars(config: TrainConfig, step: int, grad_scale: float, norm_scale: float) -> MuonScalars:
+def muon_scalars(
+    config: TrainConfig, step: int, lr: float, grad_scale: float, norm_scale: float
+) -> MuonScalars:
     """Return the hyperparameters of a step."""
-    risen, now = min(1.0, step / MOMENTUM_WARMUP), learning_rate(config, step)
+    risen = min(1.0, step / MOMENTUM_WARMUP)
     first = min(FIRST_MOMENTUM, config.momentum)
     return MuonScalars(
         grad_scale,
         clip=clip_scale(config, grad_scale, norm_scale),
         momentum=first + (config.momentum - first) * risen,
-        learning_rate=now,
-        weight_decay=config.weight_decay * now / config.lr,
+        learning_rate=lr,
+        weight_decay=config.weight_decay * lr / config.lr,
     )
 
 

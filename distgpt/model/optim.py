@@ -58,18 +58,19 @@ class AdamW:
 
     def step(self, step: int, grad_scale: float) -> float:
         """Compute the norm and update the parameters; return the learning rate used."""
+        lr = learning_rate(self.config, step)
         self.compute_norm()
-        self.prepare(step, grad_scale, grad_scale)
+        self.prepare(step, lr, grad_scale, grad_scale)
         self.apply()
-        return learning_rate(self.config, step)
+        return lr
 
     def compute_norm(self) -> None:
         """norm ← Σ g²"""
         self._record_norm()
 
-    def prepare(self, step: int, grad_scale: float, norm_scale: float) -> None:
+    def prepare(self, step: int, lr: float, grad_scale: float, norm_scale: float) -> None:
         """Begin an update with grad_scale · gradients, clipped as if their norm were norm_scale · √norm."""
-        values = step_scalars(self.config, step, grad_scale, norm_scale)
+        values = step_scalars(self.config, step, lr, grad_scale, norm_scale)
         self.model.kernels.put(self._scalars, np.array(values))
 
     def apply(self) -> None:
@@ -125,7 +126,9 @@ class Outer:
         self.in_sync = True
 
 
-def step_scalars(config: TrainConfig, step: int, grad_scale: float, norm_scale: float) -> list[float]:
+def step_scalars(
+    config: TrainConfig, step: int, lr: float, grad_scale: float, norm_scale: float
+) -> list[float]:
     """Return the hyperparameters of a step of AdamW, as `Kernels.adamw` reads them.
 
     A step size carries the bias correction of the first moment.
@@ -135,11 +138,11 @@ def step_scalars(config: TrainConfig, step: int, grad_scale: float, norm_scale: 
         clip=clip_scale(config, grad_scale, norm_scale),
         inv_sqrt_bias_correction=(1 - config.beta2 ** (step + 1)) ** -0.5,
     )
-    now, correction = learning_rate(config, step), 1 - config.beta1 ** (step + 1)
+    correction = 1 - config.beta1 ** (step + 1)
     own = {EMBEDDING: config.embedding_lr, HEAD: config.head_lr, VECTOR: config.vector_lr}
     values = list(scalars)
     for group in GROUPS:
-        rate = own[group] * (now / config.lr) if own.get(group) else now
+        rate = own[group] * (lr / config.lr) if own.get(group) else lr
         decays = group != VECTOR and config.optimizer == "adamw"
         values += [rate / correction, 1 - rate * config.weight_decay if decays else 1.0]
     return values
@@ -150,18 +153,27 @@ def clip_scale(config: TrainConfig, grad_scale: float, norm_scale: float) -> flo
     return config.clip * (grad_scale / norm_scale)
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule down to min_lr."""
+def learning_rate(config: TrainConfig, step: int, share: float | None = None) -> float:
+    """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule down to min_lr.
+
+    The schedule follows the steps, or the `share` of the run's time that is over, from 0 to 1.
+    """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.schedule == "constant":
         return config.lr
-    begin = config.warmup
-    if config.schedule == "wsd":
-        begin = max(begin, round(config.steps * (1 - config.decay_fraction)))
-    progress = min(1.0, max(0, step - begin) / max(1, config.steps - begin))
+    progress = min(1.0, max(0.0, _fallen(config, step, share)))
     left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def _fallen(config: TrainConfig, step: int, share: float | None) -> float:
+    """Return how far the schedule has come on its way down: not above 0 before it, at least 1 after it."""
+    constant = 1 - config.decay_fraction if config.schedule == "wsd" else 0.0
+    if share is not None:
+        return (share - constant) / max(1e-9, 1 - constant)
+    begin = max(config.warmup, round(config.steps * constant))
+    return (step - begin) / max(1, config.steps - begin)
 
 
 def place_in(other: Layout, layout: Layout, place: int) -> int:

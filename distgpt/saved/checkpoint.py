@@ -272,6 +272,7 @@ class Best:
 
 
 _Shares = Annotated[list[Positive], Must("not be empty", bool)]
+_Seconds = Annotated[float, Must("be a duration", lambda seconds: 0 <= seconds < math.inf)]
 _Recent = Annotated[
     tuple[tuple[float, float], ...], Must("be short", lambda steps: len(steps) <= MOST_RECENT)
 ]
@@ -293,6 +294,7 @@ class State:
     skipped: Count = 0  # batches that are not seen again, since a bad step was undone
     bad_steps: Count = 0
     recent: _Recent = ()  # loss and gradient norm of the last good steps
+    seconds: _Seconds = 0.0  # of a run that ends by the clock
 
     def to_json(self) -> dict[str, Any]:
         found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}

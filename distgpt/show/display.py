@@ -111,14 +111,25 @@ class Lines(Plain):
         super().__init__(Output(), SECONDS_BETWEEN_LINES)
         self._pace = Pace()
         self._steps = 0
+        self._end: float | None = None  # a moment of time.monotonic()
 
     def started(self, facts: dict[str, Any]) -> None:
         self._steps = facts["steps"]
+        if (left := facts.get("seconds_left")) is not None:
+            self._end = time.monotonic() + left
         self.say(summary(facts))
 
-    def stepped(self, metrics: dict[str, Any]) -> None:
+    def _add(self, metrics: dict[str, Any]) -> int:
+        """Return the step. Where the clock ends the run, the steps left are guessed anew."""
         self._pace.add(metrics)
-        step = metrics["step"]
+        step: int = metrics["step"]
+        if self._end:
+            left = max(0.0, self._end - time.monotonic())
+            self._steps = step + int(left / self._pace.seconds)
+        return step
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        step = self._add(metrics)
         if not self.is_due() and step not in (1, self._steps):
             return
         width = len(str(self._steps))
@@ -162,9 +173,11 @@ class Live(Lines):
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         self.stream.flush()
-        self._pace.add(metrics)
+        self._add(metrics)
         shown: Any = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._pace.rate:,.0f}"}
-        self._progress.update(self._progress.task_ids[0], completed=metrics["step"], **shown)
+        self._progress.update(
+            self._progress.task_ids[0], completed=metrics["step"], total=self._steps, **shown
+        )
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))

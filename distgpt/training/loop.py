@@ -53,13 +53,16 @@ def take_steps(run: Run) -> None:
     schedule = Schedule(t, run.comm, bool(run.assessment), progress.step)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
     in_flight = InFlight(depth)
-    for number in range(progress.step, t.steps):
-        in_flight.add(run.step.launch(number, run.batches, partial(flags.outgoing, run)))
-        due = schedule.after(number + 1)
+    number = progress.step
+    while number != run.clock.last:
+        is_last = number + 1 == run.clock.last
+        in_flight.add(run.step.launch(number, run.batches, partial(flags.outgoing, run), run.clock.share))
+        number += 1
+        due = schedule.after(number, is_last)
         stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
         if stop:
             stop = settle(run, in_flight, leave=0) or stop
-            if progress.step < t.steps:
+            if not is_last:
                 save_and_stop(run, Interrupted(stop, shared=True), evaluation_pending=due.evaluate)
         if due:
             do(run, due)
@@ -80,8 +83,10 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
         run.guards.activity.step = run.progress.step
         late = run.guards.stragglers.add(done.result.seconds())
-        run.report.step(run.progress.step, done, late | ({"skipped": 1} if rejected else {}))
+        is_last = run.progress.step == run.clock.last
+        run.report.step(run.progress.step, done, late | ({"skipped": 1} if rejected else {}), is_last)
         found = flags.summed(done.result)
+        run.clock.hear(found.share, launched=run.progress.step + len(in_flight))
         check_disk(run, found.has_lost_disk)
         run.guards.deadline.look_ahead()
         stop = found.stop or stop
@@ -119,7 +124,7 @@ def evaluate(run: Run) -> bool:
 def save(run: Run, is_best: bool, checkpoint: bool) -> None:
     """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
     run.guards.activity.enter(SAVING)
-    if checkpoint and run.progress.step == run.settings.steps:
+    if checkpoint and run.progress.step == run.clock.last:
         run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state(), is_best))
     elif is_best or checkpoint:
         run.checkpoints.begin(run.state(), is_best, checkpoint)

@@ -36,9 +36,9 @@ class Report:
         self._is_silent, self._run, self._directory = rank > 0, run, directory
         self._listener, self._checkpoints = listener, checkpoints
 
-    def step(self, step: int, done: Finished, more: dict[str, float]) -> None:
+    def step(self, step: int, done: Finished, more: dict[str, float], is_last: bool) -> None:
         t = self._run.train
-        if self._is_silent or (step % t.log_every and step != t.steps):
+        if self._is_silent or (step % t.log_every and not is_last):
             return
         per_step = t.batch_size * self._run.model.seq_len
         metrics = {

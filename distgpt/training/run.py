@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distgpt.comm.api import Comm
@@ -17,6 +17,7 @@ from distgpt.saved.checkpoint import State
 from distgpt.saved.rundir import RunDirectory
 from distgpt.stages import Stage
 from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.clock import Clock
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.guards.deadline import Deadline
@@ -56,6 +57,7 @@ class Run:
     directory: RunDirectory
     start: Path | None  # the checkpoint from which this process began
     progress: Progress
+    clock: Clock
     identity: State  # what a checkpoint says of this run at any step; the rest comes from `progress`
     checkpoints: Checkpoints
     report: Report
@@ -72,7 +74,8 @@ class Run:
     def state(self) -> State:
         """Return what a checkpoint says now, beside weights and moments."""
         validation = self.assessment.validation
-        return self.progress.save(self.identity, validation.count if validation else 0)
+        identity = replace(self.identity, seconds=self.clock.seconds())
+        return self.progress.save(identity, validation.count if validation else 0)
 
     def load(self, state: State) -> None:
         """Continue from what a checkpoint says beside weights and moments."""

@@ -32,9 +32,9 @@ class Schedule:
         self._t, self._ranks, self._is_evaluated = t, comm.size, is_evaluated
         self._timer = SaveTimer(comm, 0 if t.save_every else t.save_minutes, step)
 
-    def after(self, step: int) -> Due:
+    def after(self, step: int, is_last: bool) -> Due:
         """Return what is due after this many steps. Collective."""
-        due = due_after(self._t, step, self._ranks, self._is_evaluated)
+        due = due_after(self._t, step, self._ranks, self._is_evaluated, is_last)
         if ends_round(self._t, step, self._ranks) and self._timer.is_due(step):
             due = replace(due, save=True)
         return due
@@ -44,11 +44,11 @@ class Schedule:
         self._timer.saved()
 
 
-def due_after(t: TrainConfig, step: int, ranks: int, is_evaluated: bool) -> Due:
+def due_after(t: TrainConfig, step: int, ranks: int, is_evaluated: bool, is_last: bool) -> Due:
     """Return what the settings ask for; what is due within a round of local steps waits for its end."""
     if not ends_round(t, step, ranks):
         return Due()
-    before, is_last = round_before(t, step, ranks), step == t.steps
+    before = round_before(t, step, ranks)
 
     def is_due(every: int) -> bool:
         return bool(every) and step // every > before // every

@@ -111,10 +111,13 @@ class Step:
         self._launched, self._had_flags = 0, False
         self._exchanged_at: float | None = None
 
-    def launch(self, number: int, batches: Batches, flags: Flags = no_flags) -> StepResult:
+    def launch(
+        self, number: int, batches: Batches, flags: Flags = no_flags, share: float | None = None
+    ) -> StepResult:
         """Do step `number`, counted from 0, or put it into the backend's queue. Collective.
 
         `flags` is called just before the exchange. Its numbers are summed over the ranks, with the gradients.
+        `share` of the run's time is over, where the learning rate follows the clock.
         """
         self._share_tuning()
         self._exchanged_at = self._exchanged_at or time.perf_counter()
@@ -135,7 +138,7 @@ class Step:
         self.exchange.sum_gradients(number)
         self._exchanged_at = time.perf_counter()
         with self.at_rest:
-            return self._update(number)
+            return self._update(number, learning_rate(self.config, number, share))
 
     def waits(self) -> list[tuple[Any, str, Array]]:
         """Return the methods that wait for other ranks, each with what it sums or sends."""
@@ -176,7 +179,7 @@ class Step:
     def _gradients(self, accumulate: bool) -> None:
         self._pass.loss_and_gradients(self._tokens, self._targets, self._weight, accumulate, self._ready)
 
-    def _update(self, number: int) -> StepResult:
+    def _update(self, number: int, lr: float) -> StepResult:
         """Update the weights, unless the summed gradients are bad."""
         c, k, grads = self.config, self.model.kernels, self.model.grads
         self.activity.enter(UPDATING)
@@ -185,12 +188,12 @@ class Step:
         local = is_local(c, self.comm.size)  # then norm² is the mean of those of the ranks
         grad_scale, norm_scale = (1.0, math.sqrt(mean)) if local else (mean, mean)
         self.exchange.compute_norm(self.optimizer)
-        lr, numbers, squares = learning_rate(c, number), k.later(grads.flags), k.later(self.optimizer.norm)
+        numbers, squares = k.later(grads.flags), k.later(self.optimizer.norm)
         result = StepResult(lr, mean, norm_scale, cache(numbers), cache(squares))
         if self._accept:
             result.rejected = self._accept(*result.read())
         if not result.rejected:
-            self.optimizer.prepare(number, grad_scale, norm_scale)
+            self.optimizer.prepare(number, lr, grad_scale, norm_scale)
             self.share_updates()
             self.optimizer.apply()
         if self.optimizer.is_part or local:

@@ -98,8 +98,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
     assert {
         *("data", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync"),
-        "recompute",
-        *("embedding_lr", "head_lr", "vector_lr", "decay_fraction"),
+        *("recompute", "embedding_lr", "head_lr", "vector_lr", "decay_fraction", "train_minutes"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
         *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
@@ -231,7 +230,8 @@ LIMITS = (
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
     ("spike_zscore bad_steps_allowed recheck_every reproducible_parts outer_every", "at least 0", 0, -1),
     ("reproducible_parts", "at most 1048576", 1 << 20, 1 << 21),
-    ("embedding_lr head_lr vector_lr decay_fraction", "at least 0", 0.0, -0.001),
+    ("embedding_lr head_lr vector_lr decay_fraction train_minutes", "at least 0", 0.0, -0.001),
+    ("train_minutes", "at most", 1e7, 1e8),
     ("decay_fraction", "at most 1", 1.0, 1.001),
     ("val_fraction beta1 beta2 momentum outer_momentum", "at least 0", 0.0, -0.001),
     ("val_fraction beta1 beta2 momentum outer_momentum", "below 1", 0.999, 1.0),
@@ -332,6 +332,7 @@ def test_every_option_reaches_the_run(tmp_path):
         "reproducible_parts",
         "pack",
         "val",
+        "train_minutes",
     }  # which go with others only
     (tmp_path / "text").write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
     (tmp_path / "examples").write_text(

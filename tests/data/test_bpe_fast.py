@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tokenizing import GPT2, STORY, gpt2, needs_gpt2
 
-from distgpt.data.prepare.learn import learn_bpe
 from distgpt.data.tokenizers import bpe
 from distgpt.data.tokenizers import bpe_fast as fast_bpe
+from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 
 NASTY = [

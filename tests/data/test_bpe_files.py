@@ -9,7 +9,7 @@ from conftest import inside, refused
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizing import GPT2, STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.data.prepare.learn import learn_bpe
+from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, build_tokenizer, fingerprint, load_tokenizer
 from distgpt.errors import DataError, UsageError
 

@@ -18,8 +18,8 @@ from tokenizing import gpt2, needs_gpt2
 
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare.documents import NO_INPUTS, Offset, documents, find_inputs, parts, pieces
-from distgpt.data.prepare.learn import learn_bpe
 from distgpt.data.prepare.preparing import AHEAD, in_order
+from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.errors import DataError, StorageError, UsageError
 
 ALPHABET = (

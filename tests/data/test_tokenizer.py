@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.data.prepare.learn import learn_bpe
 from distgpt.data.tokenizers.bpe import symbols
+from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,
     KINDS,
@@ -177,7 +177,10 @@ def test_they_say_what_they_are_and_equal_ones_have_equal_fingerprints():
 
 
 def test_names_that_are_no_tokenizer_are_refused(tmp_path):
-    binary, near = tmp_path / "binary", r"did you mean 'char'\?.*PATH, byte, char, gpt2, hub:ORG/NAME, word"
+    binary, near = (
+        tmp_path / "binary",
+        r"did you mean 'char'\?.*PATH, bpe:N, byte, char, gpt2, hub:ORG/NAME, word",
+    )
     binary.write_bytes(b"\xff\xfe\x00")
     for make, name, error, message in (
         (load_tokenizer, "char", UsageError, "takes its vocabulary from a text"),

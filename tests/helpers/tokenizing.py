@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distgpt.data.loading import read_text, resolve_data
-from distgpt.data.prepare.learn import learn_bpe
+from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.data.tokenizers.naming import (
     load_tokenizer,
 )

@@ -75,6 +75,10 @@ _FAULTS = {
     ("training/checkpoints.py", "training/test_saving.py"): [
         ("a copy is not taken", "groups = self._copy.taken(live) if self._copy else", "groups ="),
     ],
+    ("training/clock.py", "training/test_clock.py"): [
+        ("the time before a stop is forgotten", "begun - spent", "begun"),
+        ("the last step ends too late", "end + usual > total", "end > total + usual"),
+    ],
     ("training/loop.py", "training/test_signals.py"): [
         (
             "a signal does not save",

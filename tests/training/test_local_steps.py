@@ -246,13 +246,13 @@ def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
 
 def test_what_is_due_within_a_round_waits_for_its_end():
     t = replace(CONFIG, save_every=3, eval_every=5, sample_every=0, verify_every=8, steps=11)
-    due = {step: due_after(t, step, 2, True) for step in range(1, 12)}
+    due = {step: due_after(t, step, 2, True, is_last=step == 11) for step in range(1, 12)}
     assert {step: what for step, what in due.items() if what} == {
         4: Due(save=True),
         8: Due(save=True, evaluate=True, compare=True),
         11: Due(save=True, evaluate=True),
     }
-    assert due_after(t, 3, 1, True) == Due(save=True) and not due_after(t, 4, 1, True)
+    assert due_after(t, 3, 1, True, False) == Due(save=True) and not due_after(t, 4, 1, True, False)
 
 
 def test_what_needs_the_same_weights_everywhere_is_refused():

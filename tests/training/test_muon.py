@@ -97,7 +97,7 @@ def test_a_matrix_moves_by_the_learning_rate_in_every_direction():
 
 def test_decay_acts_where_it_has_the_direction_of_the_update_and_falls_with_the_rate():
     config = replace(CONFIG, steps=100, warmup=10, schedule="wsd", decay_fraction=0.5, weight_decay=0.2)
-    early, late = (muon_scalars(config, step, 1.0, 1.0) for step in (20, 99))
+    early, late = (muon_scalars(config, step, learning_rate(config, step), 1.0, 1.0) for step in (20, 99))
     assert early.weight_decay == 0.2 and late.weight_decay == pytest.approx(0.2 * 0.02)
     assert 0.85 < early.momentum < late.momentum < config.momentum
 
@@ -112,11 +112,11 @@ def test_wsd_is_constant_and_then_linear():
 
 def test_groups_have_learning_rates_of_their_own():
     config = replace(CONFIG, embedding_lr=0.3, head_lr=0.0, vector_lr=0.01, warmup=0, schedule="constant")
-    scale, clip, _, *groups = step_scalars(config, 0, 0.5, 0.25)
+    scale, clip, _, *groups = step_scalars(config, 0, config.lr, 0.5, 0.25)
     assert (scale, clip) == (0.5, 2 * config.clip)
     rates = np.reshape(groups, (-1, 2))[:, 0] * (1 - config.beta1)
     assert rates == pytest.approx([0.02, 0.3, 0.02, 0.01])
-    plain = step_scalars(replace(config, optimizer="adamw"), 0, 0.5, 0.25)
+    plain = step_scalars(replace(config, optimizer="adamw"), 0, config.lr, 0.5, 0.25)
     assert plain[4::2] == pytest.approx([1 - rate * config.weight_decay for rate in rates[:3]] + [1.0])
 
 

@@ -28,7 +28,6 @@ from distgpt.data.prepare.documents import (
     parts,
     pieces,
 )
-from distgpt.data.prepare.learn import learn_entries
 from distgpt.data.prepare.progress import (
     PROGRESS,
     Counts,
@@ -50,7 +49,15 @@ from distgpt.data.shards import (
     read_tokenizer,
     shard_name,
 )
-from distgpt.data.tokenizers.naming import Ids, Tokenizer, fingerprint, id_dtype, load_tokenizer
+from distgpt.data.tokenizers.learn import learn_bpe, learn_entries
+from distgpt.data.tokenizers.naming import (
+    Ids,
+    Tokenizer,
+    fingerprint,
+    id_dtype,
+    learned_size,
+    load_tokenizer,
+)
 from distgpt.errors import DataError, DistgptError, UsageError
 from distgpt.files import atomic_file, storage_errors
 from distgpt.formatting import count
@@ -59,7 +66,7 @@ from distgpt.kernels.api import Array
 T = TypeVar("T")
 R = TypeVar("R")
 AUTO, NONE = "auto", "none"
-FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary comes from the inputs
+FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary comes from the inputs, as that of bpe:N does
 ESCAPES = {"\\n": "\n", "\\t": "\t"}  # which are hard to type in a shell
 AHEAD = 3  # items per worker that are under way
 LARGEST_QUEUE = 1 << 26  # bytes under way, beyond which no more items are read
@@ -144,6 +151,7 @@ def find_separator(choice: str, tokenizer: Tokenizer) -> Separator:
 
 
 LEAST = 2  # tokens: one to see, one to predict
+LEAST_PAIRS = 2  # of a BPE: how often two tokens follow each other that become one
 EVERY, EACH = 1 << 24, 1 << 18  # tokens from one note of the progress to the next; more for each file
 PARTS = 16  # of validation: a longer document gives a share of its own tokens
 LEAST_SHARE = 64  # tokens that make sense on their own
@@ -156,7 +164,7 @@ _Spans = tuple[int, Array, Array, Array]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`tokenizer` is one, or its name; for char and word it is made from the inputs.
+    """`tokenizer` is one, or its name; for char, word and bpe:N it is made from the inputs.
 
     `val_shards`, if given, counts whole shards for validation, instead of a fraction of the tokens.
     Without a `seed` the documents stay in the order in which they are read.
@@ -184,7 +192,14 @@ class Request:
         """Return the tokenizer, unless it has to be made from the inputs."""
         if isinstance(self.tokenizer, Tokenizer):
             return self.tokenizer
-        return None if self.tokenizer in FROM_INPUTS else load_tokenizer(self.tokenizer)
+        is_made = self.tokenizer in FROM_INPUTS or learned_size(self.tokenizer)
+        return None if is_made else load_tokenizer(self.tokenizer)
+
+    def made_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer made from the inputs."""
+        name, texts = str(self.tokenizer), documents(self.inputs, self.field, self.max_document)
+        size = learned_size(name)
+        return learn_bpe(texts, size, LEAST_PAIRS, "last") if size else learn_entries(name, texts)
 
     def settings(self, tokenizer: Tokenizer | None) -> Settings:
         """Return what the shards depend on, besides the inputs."""
@@ -444,8 +459,7 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
                 tokenizer = read_tokenizer(request.out)
             elif tokenizer is None:
                 watcher.noted(f"collecting the {request.tokenizer} vocabulary")
-                texts = documents(request.inputs, request.field, request.max_document)
-                tokenizer = learn_entries(str(request.tokenizer), texts)
+                tokenizer = request.made_tokenizer()
             with atomic_file(request.out / TOKENIZER) as file:
                 file.write(tokenizer.to_json().encode())
             separator = find_separator(request.separator, tokenizer)

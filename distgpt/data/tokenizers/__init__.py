@@ -1,4 +1,4 @@
-"""Tokenizers: byte, char, word and byte-level BPE, by name or from files.
+"""Tokenizers: byte, char, word and byte-level BPE, by name, from files, or learned from texts.
 
-Not here: learning a vocabulary from texts (data/prepare/learn.py), downloads (data/hub.py).
+Not here: reading the files to learn from (data/prepare/learn.py), downloads (data/hub.py).
 """

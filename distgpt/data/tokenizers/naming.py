@@ -15,6 +15,7 @@ from distgpt.data.tokenizers.bpe import (
     from_foreign,
     unreadable,
 )
+from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.data.tokenizers.plain import (
     FORMAT,
     VERSION,
@@ -43,11 +44,13 @@ __all__ = [
     "describe",
     "fingerprint",
     "id_dtype",
+    "learned_size",
     "load_tokenizer",
     "tokenizer_from_json",
 ]
 
 KINDS = ("byte", "char", "word")  # what can be built from any text
+LEARNED = "bpe:"  # and the entries of a BPE to learn
 SAVED_KINDS = (*KINDS, "bpe")
 GPT2 = "openai-community/gpt2"
 SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
@@ -58,20 +61,28 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
     if name in ("char", "word"):
         encoded(text, "utf-8")
         return collect(name, [text])
+    if size := learned_size(name):
+        return learn_bpe([text], size, 2, "none")
     return load_tokenizer(name)
+
+
+def learned_size(name: str) -> int:
+    """Return the N of "bpe:N", a BPE of N entries to be learned from the text; 0 for other names."""
+    size = name.removeprefix(LEARNED)
+    return int(size) if name.startswith(LEARNED) and size.isdecimal() and len(size) < 10 else 0
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer that needs no text: "byte", "gpt2", "hub:ORG/NAME", or the path of a file or directory."""
     if name == "byte":
         return ByteTokenizer()
-    if name in KINDS:
+    if name in KINDS or learned_size(name):
         raise UsageError(f"a tokenizer of kind {name!r} takes its vocabulary from a text")
     if name == "gpt2" or name.startswith(hub.PREFIX):
         return _from_hub(GPT2 if name == "gpt2" else name.removeprefix(hub.PREFIX))
     path = _find(name)
     if path is None:
-        names = (*KINDS, "gpt2", "hub:ORG/NAME", "PATH")
+        names = (*KINDS, "bpe:N", "gpt2", "hub:ORG/NAME", "PATH")
         raise UsageError(f"the tokenizer {name!r} is no kind and no file{nearest(name, names)}")
     document = _read_json(path)
     if isinstance(document, dict) and document.get("format") != FORMAT:

@@ -75,14 +75,16 @@ class Profiler:
         step.comm.barrier()
         self._zero = self.clock.now()
 
-        def measured(number: int, batches: Batches, flags: Flags = no_flags) -> StepResult | Watched:
+        def measured(
+            number: int, batches: Batches, flags: Flags = no_flags, share: float | None = None
+        ) -> StepResult | Watched:
             if self.skipped < self.warm_up or not step.exchange.is_settled:
                 self.skipped += 1
-                return launch(number, batches, flags)
+                return launch(number, batches, flags, share)
             if self._recorder is None:
                 self._recorder = Recorder(self.clock, kernels, step.comm, batches, step.waits())
             with self._recorder.step() as taken:
-                outcome = launch(number, batches, flags)
+                outcome = launch(number, batches, flags, share)
             if self._last is not None:  # a GPU's wait in between belongs to the earlier step
                 self._last.end = taken.begin
             self._last = taken

@@ -1,4 +1,4 @@
-"""Flags that the ranks add up along with their gradients: which signals came, and whether saving has failed.
+"""Flags that the ranks add up along with their gradients: signals, whether saving has failed, rank 0's clock.
 
 So all ranks know of them after the same step, without a message of their own.
 """
@@ -20,17 +20,19 @@ class Flags:
 
     stop: signal.Signals | None  # the signal that counts most
     has_lost_disk: bool  # rank 0 cannot save any more, and must end the run
+    share: float  # of the run's time that will be over at the end of the next step
 
 
-def outgoing(run: Run) -> list[int]:
+def outgoing(run: Run) -> list[float]:
     """Return this rank's flags."""
-    return [*run.guards.signals.counts(), int(run.checkpoints.fatal_error is not None)]
+    share = run.clock.ahead() if run.comm.rank == 0 else 0.0
+    return [*run.guards.signals.counts(), int(run.checkpoints.fatal_error is not None), share]
 
 
 def summed(result: StepResult) -> Flags:
     """Return the flags of all ranks, from a step that was read."""
-    *signals, disk = result.flags()
-    return Flags(first_of(signals), bool(disk))
+    *signals, disk, share = result.flags()
+    return Flags(first_of(signals), bool(disk), float(share))
 
 
 def check_disk(run: Run, has_lost_disk: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from distgpt.config import RunConfig
@@ -38,8 +39,15 @@ def facts(
         "held_out_tokens": validation.count if validation else 0,
         "first_step": progress.step,
         "steps": config.train.steps,
+        "seconds_left": _seconds_left(plan, stage),
         "directory": str(plan.directory.path),
     }
+
+
+def _seconds_left(plan: Plan, stage: Stage) -> float | None:
+    """Return the seconds until the end of a run that ends by the clock."""
+    total = 60 * plan.run.train.train_minutes
+    return stage.begun + total - plan.state.seconds - time.monotonic() if total else None
 
 
 def note_surprises(
@@ -49,7 +57,10 @@ def note_surprises(
     t = config.train
     if plan.changes:
         say(f"changed from step {plan.step} on: {described(plan.changes)}")
-    if plan.resumed and plan.step == t.steps:
+    if plan.resumed and t.train_minutes:
+        if plan.state.seconds >= 60 * t.train_minutes:
+            say(f"its {t.train_minutes:g} minutes are over: more are asked for with --train-minutes")
+    elif plan.resumed and plan.step == t.steps:
         say(f"all {t.steps:,} steps are done: more are asked for with --steps")
     if t.init and not plan.resumed:
         say(f"{escape(t.init)} is trained further, with a peak learning rate of {t.lr:g} (--lr)")

@@ -12,7 +12,7 @@ import numpy as np
 from distgpt.comm.agree import on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.data.batches import Batches
+from distgpt.data.batches import Batches, Tokens
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.packing import PackedBatches
 from distgpt.data.tokenizers.naming import Tokenizer
@@ -29,6 +29,7 @@ from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage
 from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.clock import Clock
 from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange
 from distgpt.training.exchange.local_steps import buffers_saved, is_local
 from distgpt.training.exchange.sharded import own_shard
@@ -47,6 +48,7 @@ from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
 from distgpt.training.step import Step, even_shares
 
+EVALUATION = 0.5  # of the time that a token takes in a step
 NO_DOCUMENTS = (
     "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
     " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
@@ -58,8 +60,7 @@ def open_run(
 ) -> Run:
     """Return a run with its weights loaded. All is checked before anything is written. Collective.
 
-    The model is built more than once: with kernels that only count its memory (`fit_to_memory`), then as it
-    is, and as a miniature that compiles the loops (`compile_once_per_node`).
+    The model is built to count its memory (`fit_to_memory`), as it is, and in small to compile the loops.
     `end` is a moment of time.monotonic() by which the run has to be gone; `stall`: when it counts as stuck.
     """
     comm, say = stage.comm, listener.noted
@@ -69,7 +70,8 @@ def open_run(
     is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
 
-    model, batches, progress = _model(config, kernels, comm), _batches(comm, config, corpus), Progress()
+    model, progress = _model(config, kernels, comm), Progress()
+    batches = _batches(comm, config, corpus.train, corpus.separator)
     optimizer = optimizer_for(model, config.train, comm)
     _load_state(plan, comm, model, optimizer, batches, progress)
     progress.best_loss, progress.best_step = _saved_best(plan, comm, batches, validation, say)
@@ -98,6 +100,7 @@ def open_run(
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
+        clock=_clock(plan, stage, guards.pace, model, validation),
         identity=_identity(settings, comm, batches, shares, hosts),
         checkpoints=checkpoints,
         report=Report(comm.rank, config, plan.directory, listener, checkpoints),
@@ -119,9 +122,17 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     if origin is not None and origin.rounded:
         on_root(comm, lambda: origin.refuse_training(t.init))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, Path("runs"), say)
+    return make_steps(run, stage, corpus.train, say, corpus.separator)
+
+
+def make_steps(
+    run: RunConfig, stage: Stage, tokens: Tokens, say: Say, separator: int | None = None
+) -> tuple[Step, Batches]:
+    """Return the steps of a run over these tokens, with first weights. Collective."""
+    comm, t = stage.comm, run.train
     kernels = stage.kernels(t.dtype, t.matmul_backend)
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
-    model, batches = _model(run, kernels, comm), _batches(comm, run, corpus)
+    model, batches = _model(run, kernels, comm), _batches(comm, run, tokens, separator)
     optimizer = optimizer_for(model, t, comm)
     begin_anew(comm, model, optimizer, t)
     stage.notes.report_to(say)
@@ -175,17 +186,14 @@ def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
     return model
 
 
-def _batches(comm: Comm, run: RunConfig, corpus: Corpus) -> Batches:
+def _batches(comm: Comm, run: RunConfig, tokens: Tokens, separator: int | None) -> Batches:
     """Return the batches. Collective."""
     t, length = run.train, run.model.seq_len
-    if t.pack:
-        if corpus.separator is None:
-            raise shared(UsageError(NO_DOCUMENTS))
-        separator = corpus.separator
-        return on_every_rank(
-            comm, lambda: PackedBatches(corpus.train, length, t.batch_size, t.seed, separator)
-        )
-    return Batches(corpus.train, length, t.batch_size, t.seed, t.shift_windows)
+    if not t.pack:
+        return Batches(tokens, length, t.batch_size, t.seed, t.shift_windows)
+    if separator is None:
+        raise shared(UsageError(NO_DOCUMENTS))
+    return on_every_rank(comm, lambda: PackedBatches(tokens, length, t.batch_size, t.seed, separator))
 
 
 def _load_state(
@@ -325,6 +333,14 @@ def _guards(
         deadline=Deadline(limit, signals, pace, checkpoints, saves=2 if settings.save == "async" else 1),
         stall=stall,
     )
+
+
+def _clock(plan: Plan, stage: Stage, pace: Pace, model: Model, validation: Validation | None) -> Clock:
+    """Return the run's clock, which leaves time for the evaluation after the last step."""
+    per_step = pace.config.batch_size * model.config.seq_len
+    closing = EVALUATION * (validation.count if validation else 0) / per_step
+    is_async = model.kernels.capabilities.is_async
+    return Clock(pace.config, pace, stage.begun, plan.state.seconds, is_async, closing)
 
 
 def _identity(

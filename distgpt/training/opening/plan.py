@@ -23,10 +23,12 @@ from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.rundir import RunDirectory, differing, find_weights, place_for
 from distgpt.training.exchange.reproducible import usual_parts
 from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.dial import DEPTH, DIALLED, TOKENS, WITHIN, Dial
 
 DETERMINISTIC = (
     "deterministic"  # a flag of CPU stages: reproducible_parts, if no source of settings names them
 )
+NO_SETTINGS = (DETERMINISTIC, DEPTH, WITHIN, TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,17 @@ class Plan:
 
 
 def configure(
-    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any]
+    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any], ranks: int = 0
 ) -> tuple[str, RunConfig]:
-    """Return a run's name and configuration as rank 0 resolves them. Collective."""
+    """Return a run's name and configuration as rank 0 resolves them. Collective.
 
-    flags, deterministic = _plain(flags)
+    `ranks`: of the run, if not those of `comm`.
+    """
+
+    flags, deterministic, dial = _plain(flags, ranks or comm.size)
 
     def decide() -> list[str]:
-        name, run = _resolved(preset, toml, flags)
+        name, run = _resolved(preset, toml, flags, dial)
         return [name, (_with_parts(run) if deterministic else run).to_toml()]
 
     name, text = on_root(comm, decide)
@@ -121,14 +126,17 @@ def _decide(
     say: Say,
 ) -> dict[str, Any]:
     """Return what rank 0 broadcasts: a plan as JSON."""
-    flags, deterministic = _plain(flags)
+    name = _name(preset, toml, flags)
+    flags, deterministic, dial = _plain(flags, ranks)
     if resume is None:
-        name, run = _resolved(preset, toml, flags)
+        run = _resolved(preset, toml, flags, dial)[1]
         found = Resumption(RunDirectory(out or place_for(Path("runs"), name, resuming=False)))
     else:
-        found = find_run(resume, out, run_name(preset, toml), say)
-        run = _resumed(found, preset, toml, flags)
+        found = find_run(resume, out, name, say)
+        run = _resumed(found, preset, toml, flags, dial)
     run = _with_parts(run) if deterministic else run
+    if dial and not found.settings:
+        say(dial.described(run))
     refuse_unsuited(run.train, ranks, on_gpu=False)
     directory, checkpoint = found.directory, found.checkpoint
     if checkpoint:
@@ -162,7 +170,7 @@ def _refuse_conflicts(
         refuse_impossible(f"{found.directory.path} holds a run", found.settings, run)
     else:
         found.directory.refuse_conflict(run, resuming)
-    if step > run.train.steps:
+    if step > run.train.steps and not run.train.train_minutes:
         steps = count(run.train.steps, "step")
         raise UsageError(f"{found.checkpoint} is at step {step}, past the {steps} asked for")
 
@@ -176,26 +184,49 @@ def _refuse_moved(t: TrainConfig) -> None:
             raise DataError(f"{error}: {option} says where the text of this run is now") from None
 
 
-def _resolved(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> tuple[str, RunConfig]:
+def begins_anew(
+    preset: str | None, toml: Path | None, flags: Mapping[str, Any], out: Path | None, resume: str | None
+) -> bool:
+    """Return whether there is no run yet that `resume` asks for."""
+    if resume != "auto":
+        return resume is None
+    found = out or place_for(Path("runs"), _name(preset, toml, flags), resuming=True)
+    return RunDirectory(found).saved() is None
+
+
+def _name(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> str:
+    return run_name(DIALLED if not preset and not toml and flags.keys() & {DEPTH, WITHIN} else preset, toml)
+
+
+def _resolved(
+    preset: str | None, toml: Path | None, flags: Mapping[str, Any], dial: Dial | None
+) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
         return read_description(find_weights(Path(weights))).run.model
 
-    name, run = resolve(preset, toml, flags, model_in)
-    return name, _with_weights(run)
+    if dial is None:
+        name, run = resolve(preset, toml, flags, model_in)
+        return name, _with_weights(run)
+    if preset not in (None, DIALLED):
+        raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {preset}")
+    return resolve(DIALLED, toml, flags, model_in, dial.settings)
 
 
-def _resumed(found: Resumption, preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+def _resumed(
+    found: Resumption, preset: str | None, toml: Path | None, flags: Mapping[str, Any], dial: Dial | None
+) -> RunConfig:
     """Return the run's own configuration, changed by what is given now."""
     if found.settings is None:
-        return _resolved(preset, toml, flags)[1]
-    return _with_weights(resumed(found.settings, preset, toml, flags))
+        return _resolved(preset, toml, flags, dial)[1]
+    same = {"n_layer": dial.depth} if dial else {}
+    return _with_weights(resumed(found.settings, preset, toml, {**same, **flags}))
 
 
-def _plain(flags: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the flags that are settings, and whether DETERMINISTIC is among the others."""
-    return {name: value for name, value in flags.items() if name != DETERMINISTIC}, bool(
-        flags.get(DETERMINISTIC)
-    )
+def _plain(flags: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any], bool, Dial | None]:
+    """Return the flags that are settings; of the others whether DETERMINISTIC is there, and the dial."""
+    settings = {name: value for name, value in flags.items() if name not in NO_SETTINGS}
+    depth, tokens = flags.get(DEPTH), flags.get(TOKENS, 0.0)
+    return settings, bool(flags.get(DETERMINISTIC)), None if depth is None else Dial(depth, tokens, ranks)
 
 
 def _with_parts(run: RunConfig) -> RunConfig:

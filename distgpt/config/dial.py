@@ -1,0 +1,189 @@
+"""One dial: what follows from a depth and a text, by laws fitted on small models (docs/learning.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HEAD = 64  # elements of an attention head; each layer makes the model this much wider
+TOKENS_PER_PARAMETER = 12  # of the layers' matrices and the output layer
+EPOCHS = 8  # read a text no more often
+DEEPEST = 100
+BYTES_AT_LEAST = 200_000  # of a text that has enough for a vocabulary of its own
+SMALLEST_BPE, LARGEST_BPE = 512, 1 << 15
+REFERENCE_BATCH = 1 << 12  # tokens, at which the learning rates of the preset `fast` were found
+SMALLEST_BATCH, LARGEST_BATCH = 1 << 9, 1 << 19
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What the laws have to know of a text: about how many tokens it has, and of how many kinds."""
+
+    tokens: float
+    vocab_size: int
+    tokenizer: str = ""  # to learn, as --tokenizer takes it; "": the text has one
+
+
+def width(depth: int) -> int:
+    return HEAD * depth
+
+
+def matrices(depth: int) -> int:
+    """Count the parameters of the layers' matrices."""
+    return 12 * depth * width(depth) ** 2
+
+
+def parameters(depth: int, vocab_size: int) -> int:
+    """Count those that tokens are counted by: the layers' matrices and the output layer."""
+    return matrices(depth) + vocab_size * width(depth)
+
+
+def vocabulary(size: float) -> int:
+    """Return the entries of a BPE for a text of this many bytes: a power of two, about 1.6 √size."""
+    if size < BYTES_AT_LEAST:
+        return 256
+    return min(LARGEST_BPE, max(SMALLEST_BPE, power_of_two(1.6 * math.sqrt(size))))
+
+
+def bytes_per_token(vocab_size: int) -> float:
+    """Return about how many bytes of English a token has."""
+    return max(1.0, 1.9 + 0.37 * math.log2(max(1, vocab_size) / SMALLEST_BPE))
+
+
+def text_to_learn_from(size: float, entries: int = 0) -> Text:
+    """Return what becomes of a text of this many bytes without a tokenizer, or with so many `entries`."""
+    entries = entries or vocabulary(size)
+    if entries <= 256:
+        return Text(size, entries, "byte")
+    return Text(size / bytes_per_token(entries), entries, f"bpe:{entries}")
+
+
+def context(depth: int, tokens: float) -> int:
+    """Return the tokens of a sequence. A shorter text makes it smaller."""
+    usual = 256 if depth <= 3 else 512 if depth <= 6 else 1024
+    fits = 1 << max(3, int(tokens / 2).bit_length() - 1)
+    return min(usual, fits)
+
+
+def tokens_to_read(depth: int, text: Text) -> float:
+    return min(TOKENS_PER_PARAMETER * parameters(depth, text.vocab_size), EPOCHS * text.tokens)
+
+
+def batch(tokens: float) -> int:
+    """Return the tokens of a step in a run over this many (arXiv 2505.13738)."""
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, power_of_two(REFERENCE_BATCH * (tokens / 12e6) ** 0.383)))
+
+
+def recipe(
+    depth: int, tokens: float, text: Text, ranks: int = 1, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the settings of a run over this many tokens, as changes to the preset `fast`.
+
+    They follow from the settings that are `given`, where these say something else.
+    """
+    given = given or {}
+    seq_len = given.get("seq_len", context(depth, text.tokens))
+    sequences = max(1, given.get("batch_tokens", batch(tokens)) // seq_len)
+    sequences = given.get("batch_size", -(-sequences // ranks) * ranks)
+    steps = given.get("steps", max(1, round(tokens / (sequences * seq_len))))
+    larger = math.sqrt(sequences * seq_len / REFERENCE_BATCH)
+    narrower = math.sqrt(256 / width(depth))
+    lr = min(0.05, 0.03 * larger)
+    found = {
+        "lr": lr,
+        "min_lr": lr / 20,
+        "embedding_lr": 0.3 * narrower,
+        "head_lr": 0.008 * narrower,
+        "vector_lr": 0.01,
+        "weight_decay": 0.28 * larger * min(1.0, 4e6 / tokens),
+    }
+    return {
+        "n_layer": depth,
+        "n_head": depth,
+        "n_embd": width(depth),
+        "seq_len": seq_len,
+        **({"tokenizer": text.tokenizer} if text.tokenizer else {}),
+        "batch_size": sequences,
+        "steps": steps,
+        "warmup": min(100, math.ceil(steps / 25)),
+        **{name: float(f"{value:.3g}") for name, value in found.items()},
+    }
+
+
+def power_of_two(value: float) -> int:
+    """Return the nearest one, by ratio."""
+    return 1 << max(0, round(math.log2(max(1.0, value))))
+
+
+# By the clock: which depth learns most in a given time
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Bits per byte = E + A / parameters^a + B / tokens^b, of the layers' matrices alone."""
+
+    E: float
+    A: float
+    a: float
+    B: float
+    b: float
+
+    def bits_per_byte(self, parameters: float, tokens: float) -> float:
+        return self.E + self.A / math.pow(parameters, self.a) + self.B / math.pow(tokens, self.b)
+
+
+LAW = Law(E=1.3653, A=5.7667, a=0.3, B=72.1209, b=0.355)  # fitted by benchmarks/scaling_laws.py
+# Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
+# together as much as so many new texts (arXiv 2305.16264).
+REPEATED = 15.0
+PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A depth, the tokens it reads in the time there is, and the bits per byte it is expected to reach."""
+
+    depth: int
+    tokens: float
+    bits_per_byte: float
+
+
+def expected_bits(depth: int, tokens: float, text: Text) -> float:
+    """Return about how many bits per byte a model has after this many tokens, some of them read again."""
+    repeated = max(0.0, tokens / text.tokens - 1)
+    new = min(tokens, text.tokens) + text.tokens * REPEATED * (1 - math.exp(-repeated / REPEATED))
+    return LAW.bits_per_byte(matrices(depth), new)
+
+
+def flops(depth: int, text: Text) -> float:
+    """Return those of a token in training: of the matrices and of attention."""
+    return 6.0 * (parameters(depth, text.vocab_size) + depth * width(depth) * context(depth, text.tokens))
+
+
+def speed(depth: int, measured: Mapping[int, float], text: Text) -> float:
+    """Return the tokens/s of a depth: on a line through the nearest measured ones, in log-log over FLOPs."""
+    near = sorted(sorted(measured, key=lambda known: abs(known - depth))[:2])
+    at, *places = (math.log(flops(each, text)) for each in (depth, *near))
+    rates = [math.log(measured[each]) for each in near]
+    if len(near) == 1:
+        return math.exp(rates[0] - (at - places[0]))
+    slope = min(0.0, max(-1.0, (rates[1] - rates[0]) / (places[1] - places[0])))
+    nearest = min(range(2), key=lambda i: abs(places[i] - at))
+    return math.exp(rates[nearest] + slope * (at - places[nearest]))
+
+
+def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int = 0) -> Choice:
+    """Return the depth with the lowest expected loss after this time, by the tokens/s of some depths."""
+    fitting = [
+        depth
+        for depth in range(1, DEEPEST + 1)
+        if depth == 1 or parameters(depth, text.vocab_size) <= PARAMETERS_PER_TOKEN * text.tokens
+    ]
+
+    def choice(depth: int) -> Choice:
+        tokens = max(1.0, seconds * speed(depth, measured, text))
+        return Choice(depth, tokens, expected_bits(depth, tokens, text))
+
+    return min(map(choice, [only] if only else fitting), key=lambda each: each.bits_per_byte)

@@ -1,0 +1,64 @@
+"""The end of a run: after its steps, or when its time is over. All ranks go by the clock of rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from distgpt.config import TrainConfig
+from distgpt.training.exchange.local_steps import is_local
+from distgpt.training.progress import Pace
+
+
+class Clock:
+    """Says which step is the last one, and how much of the run's time is over.
+
+    Rank 0 sends with each step how much will be over at the end of the next one. So all ranks know, and take
+    the same learning rate.
+    """
+
+    def __init__(
+        self,
+        t: TrainConfig,
+        pace: Pace,
+        begun: float,
+        spent: float = 0.0,
+        queued: bool = False,
+        closing: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`begun`: the moment from which this process counts; `spent`: the seconds of those before it.
+
+        `queued`: a step may be under way when the next one is launched. `closing`: the time after the last
+        step that counts too, in steps.
+        """
+        self._total, self._pace, self._now = 60 * t.train_minutes, pace, now
+        self._begun, self._closing = begun - spent, closing
+        self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `ahead` says
+        self._round = t.outer_every if is_local(t, pace.ranks) else 1
+        self.share = min(1.0, spent / self._total) if self._total else None
+        self.last: int | None = t.steps  # None: not known yet
+        if self._total:
+            self.last = pace.progress.step if self.share == 1 else None
+
+    def seconds(self) -> float:
+        """Return the run's seconds so far, all that it has after its last step; 0 without a clock."""
+        is_over = self._pace.progress.step == self.last
+        return self._total if is_over else min(self._total, self._now() - self._begun)
+
+    def ahead(self) -> float:
+        """Return the share of the time that will be over with the next step: 1 if none fits after it."""
+        if not self._total:
+            return 0.0
+        usual = self._pace.usual()
+        end = self._now() - self._begun + self._ahead * usual
+        total = max(self._total / 2, self._total - self._closing * usual)
+        return 1.0 if end + usual > total else end / total
+
+    def hear(self, share: float, launched: int) -> None:
+        """Go by what rank 0 has sent. The next step is the last one once the time is over."""
+        if self.share is None:
+            return
+        self.share = min(1.0, share)
+        if self.share == 1 and (self.last is None or self.last > launched + self._round):
+            self.last = (launched // self._round + 1) * self._round

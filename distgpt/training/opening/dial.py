@@ -1,0 +1,100 @@
+"""--depth: the settings of a new run that follow from a depth and from the text. For rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distgpt.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS, RunConfig
+from distgpt.config.dial import (
+    DEEPEST,
+    EPOCHS,
+    TOKENS_PER_PARAMETER,
+    Text,
+    bytes_per_token,
+    parameters,
+    recipe,
+    text_to_learn_from,
+    tokens_to_read,
+)
+from distgpt.data.loading import AUTO, resolve_data
+from distgpt.data.prepare.documents import find_inputs
+from distgpt.data.shards import is_shards, read_manifest
+from distgpt.data.tokenized import vocabulary_size
+from distgpt.errors import UsageError, refuse_beside
+from distgpt.formatting import three_digits
+
+DIALLED = "fast"  # the preset that the laws are for
+DEPTH, WITHIN, TOKENS = "depth", "within", "dial_tokens"  # flags that are no settings
+BYTES_PER_WORD = 6
+UNPACKED = 3  # times its size is a compressed text, about
+# Settings of the user from which others follow.
+FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TOKENS, "steps"}
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Turns a depth into settings. `tokens` to read: 0 for as many as the depth asks for."""
+
+    depth: int
+    tokens: float = 0.0
+    ranks: int = 1
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what follows, as changes to the preset; `given` is what the user says beside it."""
+        if type(self.depth) is not int or not 1 <= self.depth <= DEEPEST:
+            raise UsageError(f"--depth is {self.depth!r:.80}: it must be at least 1 and at most {DEEPEST}")
+        for name in FOLLOWED & given.keys():
+            (BATCH_IN_TOKENS if name == BATCH_TOKENS else SETTINGS[name]).check(name, given[name])
+        refuse_beside("--depth", {"init": given.get("init")}, "its weights have a depth")
+        text = text_of(given)
+        return recipe(self.depth, self.tokens or tokens_to_read(self.depth, text), text, self.ranks, given)
+
+    def described(self, run: RunConfig) -> str:
+        """Return a table of what has followed."""
+        model, t = run.model, run.train
+        text = text_of({"data": t.data, "tokenizer": t.tokenizer, "vocab_size": model.vocab_size})
+        size = parameters(self.depth, text.vocab_size)
+        per_step = t.batch_size * model.seq_len
+        read = per_step * t.steps
+        wanted = TOKENS_PER_PARAMETER * size
+        tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
+        why = f"{read / size:.1f} for each of {_about(size)} parameters of layers and output"
+        if not self.tokens and EPOCHS * text.tokens < wanted:
+            why += f"; {TOKENS_PER_PARAMETER} would need a longer text"
+        until = f"{t.train_minutes:.3g} minutes, about " if t.train_minutes else ""
+        rows = {
+            f"depth {self.depth}": f"{model.n_embd} wide, {model.n_head} heads, context {model.seq_len}",
+            "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}: {text.vocab_size:,} entries",
+            "to read": f"{_about(read)} tokens, {read / text.tokens:.2g} times the text: {why}",
+            "steps": f"{until}{t.steps:,} of {per_step:,} tokens, of which {t.warmup} warm up",
+            "learning rates": f"{t.lr:g}, embedding {t.embedding_lr:g}, output {t.head_lr:g},"
+            f" vectors {t.vector_lr:g}; weight decay {t.weight_decay:g}",
+        }
+        return "\n".join(f"{name:<16}{what}" for name, what in rows.items())
+
+
+def text_of(given: Mapping[str, Any]) -> Text:
+    """Return the size of the text that these settings name, by the bytes of its files."""
+    path, tokenizer = resolve_data(given.get("data", "corpus")), given.get("tokenizer", AUTO)
+    if is_shards(path):
+        manifest = read_manifest(path)
+        tokens = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
+        return Text(max(1, tokens), manifest.vocab_size)
+    files = find_inputs((path,))
+    size = max(1, sum(file.bytes * (UNPACKED if file.compressed else 1) for file in files))
+    entries = given.get("vocab_size", 0)
+    if tokenizer == AUTO:
+        return text_to_learn_from(size, entries)
+    entries = entries or vocabulary_size(tokenizer, path)
+    if tokenizer in ("byte", "char"):
+        return Text(size, entries)
+    return Text(size / (BYTES_PER_WORD if tokenizer == "word" else bytes_per_token(entries)), entries)
+
+
+def _about(number: float) -> str:
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{three_digits(number / factor)} {unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,181 @@
+"""Runs that end by the clock: --train-minutes, --within and the depth that it chooses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from conftest import distgpt, inside, needs_mpi, refused, train
+
+import distgpt as library
+from distgpt.config import TrainConfig
+from distgpt.errors import UsageError
+from distgpt.model.optim import learning_rate
+from distgpt.saved.rundir import RunDirectory
+from distgpt.training.clock import Clock
+from distgpt.training.opening.dial import text_of
+from distgpt.training.progress import Pace, Progress
+
+SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
+T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)
+
+
+def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
+    """Take steps of this many seconds by a clock that they alone move. Return (share, step) of each."""
+    now, progress, found = [100.0], Progress(), []
+    clock = Clock(t, Pace(t, ranks, progress), 100.0, spent, queued, closing, now=lambda: now[0])
+    sent = []
+    while progress.step + len(sent) != clock.last and len(found) < 1000:
+        found.append(clock.share)
+        now[0] += 0 if queued and not sent else seconds
+        sent.append(clock.ahead())
+        while len(sent) > queued:
+            progress.count_step(1.0, seconds, True)
+            clock.hear(sent.pop(0), launched=progress.step + len(sent))
+    return found, now[0] - 100.0 + spent, clock
+
+
+def test_the_last_step_ends_with_the_time_and_sees_all_of_it_as_over():
+    shares, seconds, clock = run_of(T)
+    assert shares[0] == 0 and shares == sorted(shares) and shares[-1] == 1
+    assert shares[-2] < 1 and 52 <= seconds <= 60
+    assert shares[5] == pytest.approx(6 * 4 / 60)  # at the end of the sixth step
+    assert clock.seconds() == 60
+
+
+def test_a_run_that_resumes_has_what_is_left():
+    shares, seconds, _ = run_of(T, spent=30.0)
+    assert shares[0] == 0.5 and 52 <= seconds <= 60
+    assert run_of(T, spent=60.0)[0] == []
+
+
+def test_steps_in_a_queue_are_expected():
+    shares, seconds, _ = run_of(T, queued=True)
+    assert shares[-1] == 1 and 48 <= seconds <= 64
+
+
+def test_there_is_time_left_for_what_follows_the_last_step():
+    shares, seconds, _ = run_of(T, closing=3.0)
+    assert shares[-1] == 1 and 40 <= seconds <= 48
+
+
+def test_local_steps_end_with_a_round():
+    shares, *_ = run_of(replace(T, outer_every=4), ranks=2)
+    assert len(shares) % 4 == 0 and 52 <= 4 * len(shares) <= 76
+
+
+def test_without_a_time_the_steps_count():
+    t = replace(T, train_minutes=0.0)
+    shares, _, clock = run_of(t)
+    assert shares == [None] * 7 and clock.seconds() == 0
+
+
+def test_a_run_that_went_back_still_ends_with_its_time():
+    progress, now = Progress(), [60.0]
+    clock = Clock(T, Pace(T, 1, progress), 0.0, now=lambda: now[0])
+    progress.step = 9
+    clock.hear(clock.ahead(), launched=9)
+    assert (clock.share, clock.last) == (1, 10)
+    progress.step = 4
+    clock.hear(clock.ahead(), launched=5)
+    assert clock.last == 6
+
+
+def test_schedules_by_the_clock():
+    t = TrainConfig(lr=1.0, min_lr=0.1, warmup=10, decay_fraction=0.5)
+    for schedule, expected in (
+        ("linear", {0.0: 1.0, 0.5: 0.55, 1.0: 0.1}),
+        ("cosine", {0.0: 1.0, 0.5: 0.55, 1.0: 0.1}),
+        ("wsd", {0.0: 1.0, 0.5: 1.0, 0.75: 0.55, 1.0: 0.1}),
+        ("constant", {0.0: 1.0, 1.0: 1.0}),
+    ):
+        chosen = replace(t, schedule=schedule)
+        found = {share: learning_rate(chosen, 10, share) for share in expected}
+        assert found == pytest.approx(expected), schedule
+        assert learning_rate(chosen, 4, 0.9) == 0.5  # warm-up goes by steps
+    assert learning_rate(replace(t, schedule="wsd", decay_fraction=0.0), 10, 1.0) == 1.0
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def seconds_of(out, step):
+    return json.loads((out / "checkpoints" / f"step-{step:08}" / "state.json").read_text())["seconds"]
+
+
+@needs_mpi
+def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
+    out = tmp_path / "run"
+    words = ["train", *SMALL, "--train-minutes", "0.15", "--warmup", "0", "--out", out]
+    mpi = ["--stage", "mpi", "--threads", "1"]
+    stopped = distgpt(*words, *mpi, "--time-limit", "6s", ranks=2)
+    first = lines(out)[-1]["step"]
+    assert stopped.returncode == 75, stopped.stderr
+    spent = seconds_of(out, first)
+    assert 0 < spent < 6
+    ended = distgpt(*words, *mpi, "--resume", "auto", ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    steps = lines(out)
+    assert steps[first]["lr"] <= steps[first - 1]["lr"] and steps[-1]["lr"] == 0
+    assert seconds_of(out, steps[-1]["step"]) == pytest.approx(9)
+    again = inside(*words, "--threads", "1", "--resume", "auto")
+    assert again.returncode == 0 and "minutes are over" in again.stdout
+    assert lines(out) == steps
+
+
+# The dial
+
+
+def test_the_dial_sets_what_nothing_else_says_and_a_resumed_run_keeps_it(tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
+    toml = tmp_path / "c.toml"
+    toml.write_text("lr = 0.005\nmin_lr = 0.001\n")
+    words = ["train", "--data", text, "--config", toml, "--threads", "1", "--out", tmp_path / "r", "--depth"]
+    result = inside(*words, "1", "--steps", "2", "--batch-size", "2")
+    assert result.returncode == 0, result.stderr
+    assert "depth 1" in result.stdout and "learning rates  0.005" in result.stdout
+    run = RunDirectory(tmp_path / "r").saved()
+    assert (run.model.n_embd, run.model.mlp, run.train.optimizer) == (64, "relu2", "muon")
+    assert (run.train.lr, run.train.steps, run.train.batch_size, run.train.tokenizer) == (0.005, 2, 2, "byte")
+    longer = inside(*words, "1", "--resume", "auto", "--steps", "3")
+    assert longer.returncode == 0, longer.stderr
+    assert "learning rates" not in longer.stdout and lines(tmp_path / "r")[-1]["step"] == 3
+    refused(inside(*words, "2", "--resume", "auto"), 2, "n_layer was 1 and is now 2")
+
+
+def test_a_bpe_that_is_learned_is_kept_in_the_run(tmp_path):
+    out = train(tmp_path / "run", "--tokenizer", "bpe:300", "--steps", "1")
+    assert library.load(out / "weights.safetensors").tokenizer.kind == "bpe"
+    longer = inside("train", "--out", out, "--resume", "auto", "--steps", "2")
+    assert longer.returncode == 0, longer.stderr
+
+
+def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("ab" * 5000)
+    given = {"data": str(tmp_path / "a.txt")}
+    assert text_of(given).tokens == 10_000 and text_of(given).tokenizer == "byte"
+    assert text_of(given | {"tokenizer": "char"}).vocab_size == 2
+    assert text_of(given | {"tokenizer": "gpt2"}).vocab_size == 50257
+    assert text_of(given | {"vocab_size": 512}).tokenizer == "bpe:512"
+    assert text_of({"data": str(tmp_path)}).tokens == 10_000
+
+
+def test_what_the_dial_refuses(tmp_path):
+    for words, hint in (
+        (["--depth", "2", "--preset", "gpt2"], "fast"),
+        (["--within", "soon"], "no time"),
+        (["--depth", "2", "--seq-len", "0"], "seq_len"),
+    ):
+        refused(inside("train", *words, "--out", tmp_path / "none"), 2, hint)
+    with pytest.raises(UsageError, match="depth"):
+        library.train(depth=0, out=tmp_path / "none")
+
+
+def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
+    notes = []
+    found = library.train(within="8s", threads=1, out=tmp_path / "run", on_note=notes.append)
+    assert any("bits per byte" in note for note in notes)
+    run = RunDirectory(found.directory).saved()
+    assert run.train.train_minutes == pytest.approx(8 * 0.985 / 60) and run.train.optimizer == "muon"
+    assert found.metrics[-1]["lr"] == pytest.approx(run.train.min_lr)
