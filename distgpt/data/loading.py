@@ -18,7 +18,8 @@ from distgpt.comm.api import Comm
 from distgpt.config import nearest
 from distgpt.data.batches import ArrayTokens, Tokens
 from distgpt.data.hub import PREFIX
-from distgpt.data.prepare.documents import find_inputs, is_plain
+from distgpt.data.prepare.documents import FIELD, documents, find_inputs, is_plain
+from distgpt.data.prepare.preparing import FROM_INPUTS
 from distgpt.data.shards import (
     Manifest,
     ShardTokens,
@@ -28,6 +29,8 @@ from distgpt.data.shards import (
     verify_shards,
 )
 from distgpt.data.tokenized import tokenized
+from distgpt.data.tokenizers.bpe import GPT2_SIZE
+from distgpt.data.tokenizers.learn import learn_entries
 from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,
     KINDS,
@@ -45,6 +48,7 @@ from distgpt.formatting import count
 
 LONGEST_PROMPT = 64 << 20  # bytes
 GZIP = b"\x1f\x8b"  # how its files begin
+BYTE = "byte"
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
 BUNDLED_TEXTS = ("corpus", "names", "story")
 
@@ -111,6 +115,16 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
 
 def _reason(error: OSError | ValueError) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+def vocabulary_size(tokenizer: str, path: Path) -> int:
+    """Return the entries of a tokenizer by its name. The text is read only if they are made of it."""
+    if tokenizer == "gpt2":
+        return GPT2_SIZE
+    if tokenizer in FROM_INPUTS:
+        texts = [read_text(path)] if is_plain(path) else documents((path,), FIELD)
+        return learn_entries(tokenizer, texts).size
+    return learned_size(tokenizer) or load_tokenizer(BYTE if tokenizer == AUTO else tokenizer).size
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +199,7 @@ def _tokenizer(request: DataRequest) -> str | Tokenizer:
             f"the model's tokenizer is {request.existing.describe()}, not {request.tokenizer!r};"
             f" --tokenizer {AUTO} takes it"
         )
-    return request.existing or ("byte" if request.tokenizer == AUTO else request.tokenizer)
+    return request.existing or (BYTE if request.tokenizer == AUTO else request.tokenizer)
 
 
 def _load_text(comm: Comm, request: DataRequest) -> Corpus:

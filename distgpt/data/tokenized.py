@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from distgpt.comm.cores import usable_cores
-from distgpt.data.prepare.documents import FIELD, documents, find_inputs
+from distgpt.data.prepare.documents import find_inputs
 from distgpt.data.prepare.preparing import FROM_INPUTS, Request, prepare
 from distgpt.data.prepare.progress import list_inputs, refuse_unfinished
 from distgpt.data.shards import is_shards, read_manifest
-from distgpt.data.tokenizers.bpe import GPT2_SIZE
-from distgpt.data.tokenizers.learn import learn_entries
-from distgpt.data.tokenizers.naming import Tokenizer, fingerprint, learned_size, load_tokenizer
+from distgpt.data.tokenizers.naming import Tokenizer, fingerprint
 from distgpt.errors import DataError, Say, escape
 from distgpt.formatting import size
 
@@ -54,15 +52,6 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     if val_fraction and not read_manifest(wanted.out).of("val"):
         raise DataError(f"{path}: --val-fraction {val_fraction} of it is not even 2 tokens")
     return wanted.out
-
-
-def vocabulary_size(tokenizer: str, path: Path) -> int:
-    """Return the entries of a tokenizer by its name. The text is read only if they are made of it."""
-    if tokenizer == "gpt2":
-        return GPT2_SIZE
-    if tokenizer in FROM_INPUTS:
-        return learn_entries(tokenizer, documents((path,), FIELD)).size
-    return learned_size(tokenizer) or load_tokenizer(tokenizer).size
 
 
 class _Watcher:

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.data.loading import AUTO, BUNDLED_TEXTS, resolve_data
+from distgpt.data.loading import BUNDLED_TEXTS, resolve_data, vocabulary_size
 from distgpt.data.shards import Manifest, is_shards, read_manifest
-from distgpt.data.tokenized import vocabulary_size
 from distgpt.errors import Say, UsageError
 from distgpt.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.kernels.api import Kernels
@@ -121,8 +120,7 @@ def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     """Return the run with the tokenizer's vocabulary, if it has no size of its own."""
     if run.model.vocab_size:
         return run
-    name, text = run.train.tokenizer, resolve_data(run.train.data)
-    size = shards.vocab_size if shards else vocabulary_size("byte" if name == AUTO else name, text)
+    size = shards.vocab_size if shards else vocabulary_size(run.train.tokenizer, resolve_data(run.train.data))
     return replace(run, model=replace(run.model, vocab_size=size))
 
 

@@ -82,7 +82,6 @@ def open_run(
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
-
     described = Description(config, corpus.tokenizer)
     checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm)
     guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
