@@ -57,7 +57,9 @@ def refuse_without_torch(option: str, python: str) -> None:
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
     """Return the architecture as the peer's Shape, which lacks some of our settings."""
     if shape.qk_norm or shape.value_embeddings or shape.mlp == "relu2":
-        raise UsageError("the model in PyTorch has neither qk_norm nor value embeddings nor relu2")
+        raise UsageError(
+            "the model in PyTorch has neither qk_norm nor value embeddings nor relu2: see --preset tiny-adamw"
+        )
     return {name: value for name, value in asdict(shape).items() if name not in LACKING}
 
 

@@ -252,8 +252,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 WARMUP_PART = 5  # a preset's warm-up takes no more than this part of a run with fewer steps
-# Of a model that is trained further: its preset's learning rates are for random weights.
-PRETRAINED: dict[str, Any] = {"lr": 5e-5, "min_lr": 0.0}
+# Of a model that is trained further: a preset's learning rates are for random weights.
+PRETRAINED_PRESET = "tiny-adamw"
+PRETRAINED: dict[str, Any] = {
+    "lr": 5e-5,
+    "min_lr": 0.0,
+    "embedding_lr": 0.0,
+    "head_lr": 0.0,
+    "vector_lr": 0.0,
+}
 
 
 def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
@@ -323,8 +330,8 @@ def resolve(
     """
     from_file = _read(toml) if toml else {}
     named = from_file.pop("preset", None)
-    chosen = preset_name or named or DEFAULT_PRESET
     init = {**from_file, **flags}.get("init")
+    chosen = preset_name or named or (PRETRAINED_PRESET if init else DEFAULT_PRESET)
     initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
     dialled = dial({**from_file, **flags})
     run = preset(str(chosen), initial | PRETRAINED if initial else {}, dialled, from_file, flags)

@@ -46,7 +46,8 @@ def measured(tmp_path_factory):
     python.chmod(0o755)
     modes = ("--peer-mode", "eager", "--peer-mode", "best")
     peer = ("--peer-python", python, "--rounds", 2, *modes)
-    words = (*SMALL, "--threads", 1, "--stage", STAGE, "--name", "found", "--out", out, *peer)
+    size = ("--preset", "tiny-adamw", *SMALL, "--threads", 1, "--stage", STAGE)
+    words = (*size, "--name", "found", "--out", out, *peer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "measure_peaks", partial(train.measure_peaks, seconds=0.05))
         patch.setattr(jobs, "ask", peak_here)
@@ -68,7 +69,7 @@ def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
         sum(sum(run["ours"]["peak_memory"]) / 9 for run in found["runs"]) / 2
     )
     shape = {"n_embd": 16, "bias": False, "norm_gain": True, "positions": "rope", "vocab_size": 256}
-    recipe = {"threads": RANKS, "batch_size": 4, "lr": preset("tiny").train.lr, "dtype": "float32"}
+    recipe = {"threads": RANKS, "batch_size": 4, "lr": preset("tiny-adamw").train.lr, "dtype": "float32"}
     for request in requests:
         assert request["shape"].items() >= shape.items() and "init_residual" not in request["shape"]
         assert request.items() >= recipe.items() and request["steps"] == 4

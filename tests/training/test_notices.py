@@ -26,10 +26,10 @@ def test_a_text_shorter_than_a_window_and_a_long_warm_up_are_noted_once(tmp_path
     assert "fewer than seq_len" not in fine and "longer than the run" not in fine
 
 
-def test_json_lines_that_are_read_as_a_text_are_noted(tmp_path):
+def test_lines_of_json_are_read_as_documents(tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "the lamp was lit"}\n' * 40)
     noted = notices(tmp_path / "run", "--data", tmp_path / "texts.jsonl", "--steps", "1")
-    assert noted.count("texts.jsonl is read as it is: distgpt data prepare takes the texts") == 1
+    assert "(40 documents)" in noted
     assert "run of 1 step:" in noted  # shorter than the warm-up
 
 
