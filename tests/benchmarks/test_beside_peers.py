@@ -106,7 +106,7 @@ def test_what_makes_no_sense_is_refused(tmp_path):
 @pytest.mark.peer
 def test_pytorch_really_trains_and_generates(tmp_path):
     pytest.importorskip("torch")
-    done = bench(*SMALL, "--threads", 1, "--rounds", 1, "--out", tmp_path)
+    done = bench("--preset", "tiny-adamw", *SMALL, "--threads", 1, "--rounds", 1, "--out", tmp_path)
     assert done.exit_code == 0 and "× PyTorch (keep-freed)" in " ".join(done.stdout.split()), done.output
     changes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "seq_len": 16, "vocab_size": 50}
     shape = infer_beside_peers.shape_of(preset("gpt2", changes).model)
