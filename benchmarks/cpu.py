@@ -134,7 +134,7 @@ def small(args: Any, out: Path) -> dict[str, Any]:
     for _ in range(args.rounds):
         each: Mapping[str, Any] = {}
         for dtype in DTYPES:
-            workload = Workload("tiny", "serial", SMALL | {"dtype": dtype}, {modes[dtype]: SMALL_BAR})
+            workload = Workload("tiny-adamw", "serial", SMALL | {"dtype": dtype}, {modes[dtype]: SMALL_BAR})
             found = beside_torch(options(workload, args, out, rounds=1))
             modes[dtype] = found["peers"][0]["mode"]
             each = {**each, dtype: found["runs"][0]}
@@ -239,7 +239,7 @@ def first_step(dtype: str, out: Path) -> float:
 
 def profile(pairs: int = 200) -> dict[str, Any]:
     """Steps of `tiny` in turn with and without a profile, after some that warm up."""
-    run = preset("tiny", {"vocab_size": 256, "grad_accum": 1, "recompute": "mlp"})
+    run = preset("tiny-adamw", {"vocab_size": 256, "grad_accum": 1, "recompute": "mlp"})
     trial = Trial(run, CpuKernels("float32", CORES))
     plain = trial.trained.launch
     Profiler(warm_up=0).watch(trial.trained)

@@ -146,7 +146,7 @@ def variant(folder: Path, config: ModelConfig, data: str, steps: int, seed: int)
     shutil.rmtree(folder, ignore_errors=True)
     shape = {key: getattr(config, key) for key in MODEL_KEYS}
     recipe = {"data": data, "steps": steps, "seed": seed, "warmup": max(1, steps // 20)}
-    jobs.train("training", preset("tiny", {**TRAIN, **shape, **recipe}), folder, [], None, 1)
+    jobs.train("training", preset("tiny-adamw", {**TRAIN, **shape, **recipe}), folder, [], None, 1)
     lines, losses = metrics(folder), held_out(folder)
     return {
         "best_val_loss": min(losses.values()),
