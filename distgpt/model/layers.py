@@ -98,9 +98,11 @@ class ValueEmbedding(Part):
     def forward(self, qkv: Floats2d, tokens: Ints1d) -> None:
         self.k.add_embedding(qkv, tokens, self.wb.w)
 
-    def weights(self, dqkv: Floats2d, tokens: Ints1d, accumulate: bool) -> None:
-        if not accumulate:
-            self.k.zero(self.dwb.w)
+    def zero_gradient(self) -> None:
+        self.k.zero(self.dwb.w)
+
+    def weights(self, dqkv: Floats2d, tokens: Ints1d) -> None:
+        """Add to the gradient. Workers do this together, so none of them may set it to 0 here."""
         self.k.embed_backward(self.dwb.w, None, dqkv, tokens, 1)
 
 
@@ -380,7 +382,7 @@ class Block:
         self.out.weights(tmp.dmid, acts.att, accumulate, tmp.mid_sums)
         self.qkv.weights(tmp.dqkv, acts.h1, accumulate)
         if self.values is not None:
-            self.values.weights(tmp.dqkv, tokens, accumulate)
+            self.values.weights(tmp.dqkv, tokens)
         self.norm1.weights(tmp.in_sums, tmp.dh1, acts.s1, acts.stats1, accumulate)
 
 

@@ -149,6 +149,9 @@ class Pass:
             ends = self.ends.all
             model.final_norm.backward(tmp.dout, None, out_sums, tmp.dh1, None, ends.s, ends.stats)
             model.final_norm.weights(out_sums, tmp.dh1, ends.s, ends.stats, accumulate)
+        for block in model.blocks:
+            if block.values is not None and not accumulate:
+                block.values.zero_gradient()
         under_way: list[Block] = []  # whose weight gradients may not be done
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
             self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))

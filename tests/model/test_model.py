@@ -61,6 +61,24 @@ def test_fused_model_equals_reference(dtype, threads):
             np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=kind)
 
 
+def test_workers_that_work_together_set_no_gradient_to_zero(monkeypatch):
+    """One of them would wipe out what another has added already."""
+    kernels = CpuKernels("float64", 2)
+    together, zeroed, run = [], [], kernels.run_together
+    monkeypatch.setattr(kernels, "zero", lambda x: zeroed.append(bool(together)))
+
+    def run_together(work):
+        together.append(work)
+        run(work)
+        together.clear()
+
+    monkeypatch.setattr(kernels, "run_together", run_together)
+    config = VARIANTS["value embeddings"]
+    work = Pass(build(config, kernels), 3, 7, training=True)
+    work.loss_and_gradients(*batch(config, 3, 7), 1.0, accumulate=False)
+    assert zeroed == [False] * 3  # two value embeddings and the embedding
+
+
 def test_the_model_computes_what_its_architecture_says():
     for kind, config in VARIANTS.items():
         model = build(config, ReferenceKernels("float64"))
