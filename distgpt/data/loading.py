@@ -171,6 +171,7 @@ def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) 
     """Load the same corpus on every rank. What any rank finds wrong is raised on all of them. Collective."""
     if not request.val:
         return _load(comm, request, say)
+    on_root(comm, lambda: refuse_missing([request.val], AUTO))  # before the other text is tokenized
     corpus = _load(comm, replace(request, splits=("train",)), say)
     others = replace(request, data=request.val, tokenizer=AUTO, existing=corpus.tokenizer, splits=("val",))
     held_out = _load(comm, others, say).held_out

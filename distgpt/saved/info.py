@@ -101,6 +101,8 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         PART_NAMES[config.positions] if config.positions != "none" else "no positions",
         "biases" if config.bias else "no biases",
         "tied output layer" if config.tied else "output layer of its own",
+        *["normalised queries and keys"] * config.qk_norm,
+        *["value embeddings"] * config.value_embeddings,
     ]
     heads = count(config.n_head, "head")
     if config.kv_heads < config.n_head:
