@@ -19,7 +19,7 @@ SMALLEST_BATCH, LARGEST_BATCH = 1 << 9, 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What the laws have to know of a text: about how many tokens it has, and of how many kinds."""
+    """A text, as far as the laws need it: about how many tokens it has, and of how many kinds."""
 
     tokens: float
     vocab_size: int

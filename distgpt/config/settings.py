@@ -104,6 +104,12 @@ class ModelConfig:
         return (self.n_head + 2 * self.kv_heads) * self.head_size
 
     @property
+    def value_layers(self) -> range:
+        """Return the layers that have value embeddings: every other one, the last included."""
+        first = (self.n_layer - 1) % 2 if self.value_embeddings else self.n_layer
+        return range(first, self.n_layer, 2)
+
+    @property
     def padded_vocab(self) -> int:
         """Return the rows of the embedding. Those past `vocab_size` stay zero and are never predicted."""
         return _round_up(self.vocab_size, self.vocab_multiple)

@@ -265,8 +265,7 @@ class Block:
         sides = (config.hidden,) * SIDES[config.mlp]
         self.fc = Linear(f"{name}.mlp.fc", width, sum(sides), bias, heights=sides)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
-        has_values = config.value_embeddings and index % 2 == (config.n_layer - 1) % 2
-        self.values = ValueEmbedding(f"{name}.values", config) if has_values else None
+        self.values = ValueEmbedding(f"{name}.values", config) if index in config.value_layers else None
         # In the order in which the backward pass finishes their gradients.
         self.parts: list[Part] = [self.proj, self.fc, self.norm2, self.out, self.qkv, self.norm1]
 

@@ -78,11 +78,9 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
     layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.mlp == "swiglu" else []))
     layer("mlp.proj", c, hidden, packed.proj)
     found["wte"] = Packed((packed.embedding,), (config.vocab_size,), c)
-    for j, values in enumerate(packed.values):
-        i = config.n_layer - 1 - 2 * (len(packed.values) - 1 - j)
-        found[f"blocks.{i}.values.w"] = Packed(
-            (values,), (config.vocab_size,), config.kv_heads * config.head_size
-        )
+    for i, values in zip(config.value_layers, packed.values, strict=True):
+        kv = config.kv_heads * config.head_size
+        found[f"blocks.{i}.values.w"] = Packed((values,), (config.vocab_size,), kv)
     if not config.tied:
         found["head.w"] = Packed((packed.head,), (config.vocab_size,), c)
     return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distgpt.data.prepare.documents import FIELD, MAX_DOCUMENT, documents
-from distgpt.data.tokenizers.learn import learn_bpe, learn_entries
+from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe, learn_entries
 from distgpt.data.tokenizers.plain import Tokenizer
 from distgpt.errors import UsageError
 from distgpt.files import atomic_file
@@ -40,7 +40,7 @@ def learn_file(
     texts = documents(inputs, field, max_document)
     learned: Tokenizer
     if vocab_size is not None:
-        learned = learn_bpe(texts, vocab_size, min_frequency or 2, separator or "last")
+        learned = learn_bpe(texts, vocab_size, min_frequency or LEAST_PAIRS, separator or "last")
     else:
         learned = learn_entries(kind, texts)
     with atomic_file(out) as file:

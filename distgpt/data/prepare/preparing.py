@@ -49,7 +49,7 @@ from distgpt.data.shards import (
     read_tokenizer,
     shard_name,
 )
-from distgpt.data.tokenizers.learn import learn_bpe, learn_entries
+from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe, learn_entries
 from distgpt.data.tokenizers.naming import (
     Ids,
     Tokenizer,
@@ -151,7 +151,6 @@ def find_separator(choice: str, tokenizer: Tokenizer) -> Separator:
 
 
 LEAST = 2  # tokens: one to see, one to predict
-LEAST_PAIRS = 2  # of a BPE: how often two tokens follow each other that become one
 EVERY, EACH = 1 << 24, 1 << 18  # tokens from one note of the progress to the next; more for each file
 PARTS = 16  # of validation: a longer document gives a share of its own tokens
 LEAST_SHARE = 64  # tokens that make sense on their own

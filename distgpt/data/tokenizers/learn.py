@@ -12,6 +12,7 @@ from distgpt.data.tokenizers.plain import Tokenizer, collect
 from distgpt.errors import DataError, UsageError
 
 SMALLEST = 256
+LEAST_PAIRS = 2  # how often two tokens follow each other that become one, if nobody says
 # Merging takes time with the square of a piece's length. No word is that long; what has no blanks is cut.
 LONGEST_PIECE = 256  # characters
 _LONG = re.compile(rf"\S{{{LONGEST_PIECE}}}|\s{{{LONGEST_PIECE}}}")

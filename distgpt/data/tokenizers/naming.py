@@ -15,7 +15,7 @@ from distgpt.data.tokenizers.bpe import (
     from_foreign,
     unreadable,
 )
-from distgpt.data.tokenizers.learn import learn_bpe
+from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe
 from distgpt.data.tokenizers.plain import (
     FORMAT,
     VERSION,
@@ -62,7 +62,7 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
         encoded(text, "utf-8")
         return collect(name, [text])
     if size := learned_size(name):
-        return learn_bpe([text], size, 2, "none")
+        return learn_bpe([text], size, LEAST_PAIRS, "none")
     return load_tokenizer(name)
 
 

@@ -115,7 +115,7 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
         _normed(first, last, kind, weights.norms[2 * i], s, rows)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS)
-        if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:
+        if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
             _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         ends = i + 1 == layers  # rows that are not scored only need keys and values there

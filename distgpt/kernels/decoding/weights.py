@@ -60,7 +60,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
 
     fc = layer("mlp.fc", 0, config.hidden)
     none = Layer(fc.w[:, :0], fc.bias[:, :0])
-    values = [params[f"{each}.values.w"] for each in block if f"{each}.values.w" in params]
+    values = [params[f"blocks.{i}.values.w"] for i in config.value_layers]
     head = _packed([_rows(params["wte" if config.tied else "head.w"], 0, vocab)])[0]
     return Weights(
         qkv=layer("attn.qkv", 0, config.qkv_width),
