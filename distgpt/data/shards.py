@@ -102,14 +102,16 @@ class ShardWriter:
 class ShardReader:
     """Reads ids of a file. Not by a memory map, since what is lost from a mapped file kills the process."""
 
-    def __init__(self, folder: Path, shard: Shard, dtype: str) -> None:
-        self._path, self._dtype = folder / shard.name, np.dtype(dtype)
+    def __init__(self, folder: Path, shard: Shard, dtype: str, vocab_size: int) -> None:
+        self._path, self._dtype, self._vocab_size = folder / shard.name, np.dtype(dtype), vocab_size
         self._descriptor: int | None = None
-        with storage_errors("read", self._path):
-            _check_front(self._path, shard, dtype)
+        check_front(self._path, shard, dtype)
 
     def read(self, out: Array, start: int) -> None:
-        """out ← the ids from `start` on; a DataError if the file has become too short for that."""
+        """out ← the ids from `start` on; a DataError if the file is too short by now, or an id is impossible.
+
+        Models index memory by ids. They were verified long ago, or not at all.
+        """
         offset = HEADER_BYTES + start * self._dtype.itemsize
         with storage_errors("read", self._path):
             if self._descriptor is None:
@@ -117,6 +119,9 @@ class ShardReader:
                     self._descriptor = os.dup(file.fileno())
             if not read_at(self._descriptor, memoryview(out.view(np.uint8)), offset):
                 raise DataError(f"{self._path} has been cut short since it was opened")
+        if (largest := int(out.max(initial=0))) >= self._vocab_size:
+            at = start + int(out.argmax())
+            raise DataError(f"{_impossible(self._path, largest, self._vocab_size)} (at position {at:,})")
 
     def close(self) -> None:
         """Until the next `read`."""
@@ -136,14 +141,15 @@ def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
     return True
 
 
-def _check_front(path: Path, shard: Shard, dtype: str) -> None:
+def check_front(path: Path, shard: Shard, dtype: str) -> None:
     """Raise a DataError unless size and header are exactly those that the manifest leads to expect."""
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            front = file.read(HEADER_BYTES)
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing") from None
+    with storage_errors("read", path):
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                front = file.read(HEADER_BYTES)
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing") from None
     if size != shard.bytes:
         raise DataError(f"{path} is damaged: it has {size:,} bytes, in the manifest {shard.bytes:,}")
     if front != header(dtype, shard.tokens):
@@ -256,21 +262,24 @@ def verify_shards(
     kind, vocab_size = np.dtype(manifest.dtype), manifest.vocab_size
     for shard in shards:
         path, largest = folder / shard.name, 0
-        with storage_errors("read", path):
-            _check_front(path, shard, manifest.dtype)
-            with open_regular(path) as file:
-                digest = hashlib.sha256(file.read(HEADER_BYTES))
-                while piece := file.read(_PIECE):
-                    digest.update(piece)
-                    ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
-                    largest = max(largest, int(ids.max(initial=0)))
-                    advanced(len(piece))
+        check_front(path, shard, manifest.dtype)
+        with storage_errors("read", path), open_regular(path) as file:
+            digest = hashlib.sha256(file.read(HEADER_BYTES))
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+                ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
+                largest = max(largest, int(ids.max(initial=0)))
+                advanced(len(piece))
         if digest.hexdigest() != shard.sha256:
             raise DataError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
         if largest >= vocab_size:
-            raise DataError(f"{path} has the token {largest}, but the vocabulary ends at {vocab_size - 1}")
+            raise DataError(_impossible(path, largest, vocab_size))
         if largest != shard.largest:
             raise DataError(f"{path}: its largest token is {largest}, in the manifest it is {shard.largest}")
+
+
+def _impossible(path: Path, token: int, vocab_size: int) -> str:
+    return f"{path} has the token {token}, but the vocabulary ends at {vocab_size - 1}"
 
 
 def is_shards(folder: Path) -> bool:
@@ -307,7 +316,8 @@ class ShardTokens:
 
     def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
         shards = manifest.of(split)
-        self._files = [ShardReader(folder, shard, manifest.dtype) for shard in shards]
+        size = manifest.vocab_size
+        self._files = [ShardReader(folder, shard, manifest.dtype, size) for shard in shards]
         self._open: list[ShardReader] = []  # the last one read at the end
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._dtype = np.dtype(manifest.dtype)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgpt.checked import parse_json
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Tokens
@@ -252,7 +252,8 @@ def evaluate(
             stage.notes.add(_of_training(val, held_out))
         wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
         corpus = load_corpus(comm, wanted, stage.notes.add)
-        validation = Validation(corpus.held_out, model.config.seq_len, val_tokens)
+        length = model.config.seq_len
+        validation = on_every_rank(comm, lambda: Validation(corpus.held_out, length, val_tokens))
         held = validation.measure(scorer, progress)
         _refuse_nonfinite(held.loss)
         bits = on_root(comm, lambda: validation.bits_per_byte(held.loss, tokenizer))

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from distgpt.data import shards
+from distgpt.data.batches import Batches
+from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import (
     Manifest,
     Shard,
@@ -25,6 +27,7 @@ from distgpt.data.shards import (
 )
 from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint
 from distgpt.errors import DataError, StorageError
+from distgpt.evaluation.assessment import Validation
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)
@@ -132,6 +135,30 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named(folder):
     assert tokens.read(0, 3).tolist() == IDS[5:8].tolist()
     with pytest.raises(DataError, match=r"train-000000\.npy has been cut short"):
         tokens.read(2, 9)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_whenever_it_is_read(folder):
+    """Models index memory by ids: each read looks at them, also long after the shards were verified."""
+    manifest = read_manifest(folder)
+    verify_shards(folder, manifest, manifest.shards)
+    tokens = ShardTokens(folder, manifest, "train")
+    batches = Batches(tokens, seq_len=4, batch_size=4, seed=1)
+    packed = PackedBatches(tokens, seq_len=4, batch_size=4, seed=1, separator=105)
+    x, y = np.empty((4, 4), np.int32), np.empty((4, 4), np.int32)
+    batches.fill(0, slice(None), x, y)
+    overwritten = np.array([110, 255, 256, 60_000], "<u2")  # 255 is the last entry of this vocabulary
+    with (folder / "train-000001.npy").open("r+b") as file:
+        file.seek(128 + 2 * 2)
+        file.write(overwritten.tobytes())
+    assert tokens.read(9, 11).tolist() == [110, 255]
+    with pytest.raises(DataError, match=r"train-000001\.npy has the token 256.* ends at 255 .*position 4\)"):
+        tokens.read(4, 12)
+    for each in (batches, packed):
+        with pytest.raises(DataError, match=r"train-000001\.npy has the token 60000.*position 5\)"):
+            for step in range(4):
+                each.fill(step, slice(None), x, y)
+    with pytest.raises(DataError, match="position 5"):
+        Validation(tokens, seq_len=16)
 
 
 def test_fingerprints_tell_contents_apart(folder):

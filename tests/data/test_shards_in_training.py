@@ -101,6 +101,16 @@ def test_damage_is_found_before_the_first_step(shards, tmp_path):
             assert isinstance(error, DataError) and str(copy / named) in str(error)
 
 
+def test_an_impossible_id_ends_training_and_evaluation_of_trusted_shards(copy, tmp_path):
+    for number in (0, 1, 2, 3):
+        with (copy / f"train-{number:06d}.npy").open("r+b") as file:
+            file.seek(128 + 2 * 50)
+            file.write(np.full(900, 256, "<u2").tobytes())
+    args = ["train", "--trust-data", "--data", copy, *MODEL, "--steps", "40", "--out", tmp_path / "run"]
+    refused(inside(*args), 65, f"{copy / 'train-00000'}", "has the token 256", "at position")
+    refused(inside("data", "info", "--no-verify", copy), 65, "train-000000.npy", "position 50")
+
+
 def test_only_the_splits_that_are_asked_for_are_read(copy):
     cut(copy / "train-000002.npy")
     asked = DataRequest(str(copy), splits=("val",))

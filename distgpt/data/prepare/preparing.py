@@ -44,8 +44,8 @@ from distgpt.data.shards import (
     MANIFEST,
     TOKENIZER,
     Manifest,
-    ShardReader,
     ShardWriter,
+    check_front,
     read_tokenizer,
     shard_name,
 )
@@ -419,7 +419,7 @@ class Preparation:
 
     def _check_finished(self) -> None:
         for shard in self._progress.shards:
-            ShardReader(self._request.out, shard, self._dtype)
+            check_front(self._request.out / shard.name, shard, self._dtype)
 
     def _new_shard(self, split: str) -> ShardWriter:
         number = sum(shard.split == split for shard in self._progress.shards)

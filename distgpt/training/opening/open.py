@@ -66,7 +66,7 @@ def open_run(
     comm, say = stage.comm, listener.noted
     config, corpus, hellaswag = _load_texts(comm, plan, say)
     kernels = stage.kernels(config.train.dtype, config.train.matmul_backend)
-    validation = _validation(config, corpus)
+    validation = _validation(comm, config, corpus)
     is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
 
@@ -304,10 +304,12 @@ def _shares(
     return shares, hosts
 
 
-def _validation(config: RunConfig, corpus: Corpus) -> Validation | None:
-    if corpus.val is None:
+def _validation(comm: Comm, config: RunConfig, corpus: Corpus) -> Validation | None:
+    """Read the held-out text. Collective."""
+    tokens = corpus.val
+    if tokens is None:
         return None
-    return Validation(corpus.val, config.model.seq_len, config.train.val_tokens)
+    return on_every_rank(comm, lambda: Validation(tokens, config.model.seq_len, config.train.val_tokens))
 
 
 def _guards(
