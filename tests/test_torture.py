@@ -1,6 +1,7 @@
 """benchmarks/torture.py does what it reports, and notices what it looks for."""
 
 import errno
+import json
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,16 @@ def metrics(change):
     return act
 
 
+def summary(**changes):
+    """A function that changes a run's summary."""
+
+    def act(run):
+        file = run / "summary.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return act
+
+
 LAST = f"checkpoints/step-{STEPS:08}"
 PLANTED = {
     "a step twice": (metrics(lambda lines: lines + lines[-2:]), "twice"),
@@ -115,6 +126,7 @@ PLANTED = {
     "other weights": (lambda run: (run / "weights.safetensors").write_bytes(b""), "weights"),
     "a leaked file": (lambda run: (run / ".config.toml.0.tmp").touch(), "leaked"),
     "a holder": (lambda run: (run / "running.json").write_text("{}"), "leaked"),
+    "another best step": (summary(best_step=4), "best"),
     "stopped": (lambda run: (run / "summary.json").write_text('{"stop": "failed"}'), "summary"),
 }
 
@@ -144,6 +156,12 @@ def test_a_wrong_end_is_noticed_and_a_documented_one_is_not(run):
     ):
         found = names_of(after_attempt(mode, done, Seen(), look(run)))
         assert name in found if name else not found, done
+
+
+def test_best_weights_older_than_a_checkpoint_says_are_noticed(run):
+    seen = look(run)
+    assert seen.best == STEPS == seen.best_said[STEPS]
+    assert names_of(after_attempt(SERIAL, KILLED, seen, replace(seen, best=8))) == {"best"}
 
 
 def test_lost_steps_and_older_checkpoints_are_noticed(run):

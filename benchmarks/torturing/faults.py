@@ -16,7 +16,8 @@ STEPS, EVERY, KEEP, EVALUATED = 16, 4, 2, 6
 @dataclass(frozen=True, slots=True)
 class Mode:
     """How a run is started. `loses` is the most steps that a killed one may have to repeat; `goes_on`: also
-    when something cannot be written. `close`: losses on another number of ranks are, relative."""
+    when something cannot be written. `close`: losses on another number of ranks are, relative. `rises`: the
+    lowest validation loss is an early one, so that the best weights are not written again."""
 
     name: str
     ranks: int = 1
@@ -24,8 +25,10 @@ class Mode:
     loses: int = EVERY
     goes_on: bool = True
     close: float = 1e-3
+    rises: bool = False
 
 
+RISING = ("--lr", "15", "--warmup", "10", "--schedule", "constant", "--clip", "0")
 # A save in a thread may end only as the next one is due, and is lost if the process is killed before.
 MODES = (
     Mode("serial", 1, (), 2 * EVERY),
@@ -41,6 +44,8 @@ MODES = (
     ),
     Mode("mpi, local steps", 2, ("--outer-every", "3"), 2 * EVERY, close=0.2),
     Mode("mpi, disk errors end it", 2, ("--on-disk-error", "stop"), 2 * EVERY, goes_on=False),
+    Mode("serial, rising loss", 1, RISING, 2 * EVERY, rises=True),
+    Mode("serial, sync, rising loss", 1, ("--save", "sync", *RISING), rises=True),
 )
 
 

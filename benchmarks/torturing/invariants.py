@@ -10,6 +10,7 @@ import json
 import re
 import signal
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Seen:
     names: set[str] = field(default_factory=set)
     holder: str = ""  # what running.json says
     resumed: list[int] = field(default_factory=list)  # the steps that history.jsonl says it resumed at
+    best: int | None = None  # the step of the best weights, as they say
+    best_said: dict[int, int] = field(default_factory=dict)  # the same, as checkpoints say
 
     @property
     def step(self) -> int:
@@ -87,6 +90,9 @@ def look(run: Path) -> Seen:
     for path in sorted(run.glob("checkpoints/step-*")):
         if path.name.removeprefix("step-").isdigit():
             seen.saved[int(path.name.removeprefix("step-"))] = broken(path)
+    seen.best = _best_in(run / "best.safetensors")
+    states = {step: _read(run / f"checkpoints/step-{step:08}/state.json") for step in seen.saved}
+    seen.best_said = {step: state["best"]["step"] for step, state in states.items() if state.get("best")}
     if (run / "history.jsonl").is_file():
         events = (run / "history.jsonl").read_bytes().split(b"\n")[:-1]
         seen.resumed = [int(step) for step in re.findall(rb'"step": (\d+)', b"\n".join(events))]
@@ -112,6 +118,15 @@ def _read_metrics(content: bytes, seen: Seen) -> None:
         if key == "loss" and step < seen.step:
             seen.repeated.append(f"step {step} comes after step {seen.step}")
         of[step] = value
+
+
+def _best_in(path: Path) -> int | None:
+    """The step of the weights in a file, if it says one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = path.read_bytes()
+        known = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        return int(json.loads(known["best"])["step"])
+    return None
 
 
 def torn(path: Path) -> str:
@@ -223,6 +238,11 @@ def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated
     resumed = seen.resumed[len(before.resumed) :]
     if resumed and done.fault.where != "reading" and resumed[-1] < before.newest:
         found.append(f"older: it resumed at {resumed[-1]}, and {before.newest} was intact")
+    found += [
+        f"best: the checkpoint of step {step} says that it is of step {said}, and it is of {seen.best}"
+        for step, said in seen.best_said.items()
+        if seen.best is None or seen.best < said
+    ]
     return found + lost(mode, done, before, seen)
 
 
@@ -279,6 +299,8 @@ def at_the_end(run: Path, reference: Path, mode: Mode, same_ranks: bool) -> list
             for files in SAME
             for path in sorted(reference.glob(files))
             if not _same(run / path.relative_to(reference), path)
+            # A disk that fails for long loses them; then the next ones are the best.
+            and not (mode.rises and path.name == "best.safetensors")
         ]
         if any(mine != theirs for mine, theirs in pairs):
             found.append("losses: not those of an uninterrupted run")
@@ -289,9 +311,11 @@ def at_the_end(run: Path, reference: Path, mode: Mode, same_ranks: bool) -> list
         if step in theirs
     ):
         found.append("losses: far from those of an uninterrupted run")
-    stop = _read(run / "summary.json").get("stop")
-    if stop != "finished":
-        found.append(f"summary: it says that the run {stop}")
+    summary = _read(run / "summary.json")
+    if summary.get("stop") != "finished":
+        found.append(f"summary: it says that the run {summary.get('stop')}")
+    elif summary.get("best_step") != seen.best:
+        found.append(f"best: the summary says that it is of step {summary['best_step']}, not {seen.best}")
     return found
 
 

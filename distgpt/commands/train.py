@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,17 +149,16 @@ def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
     from distgpt.training.report import sample
 
-    directory = run.directory
-    is_best_known = math.isfinite(run.progress.best_loss)
+    directory, best = run.directory, run.checkpoints.best
     text = sample(run.model, run.tokenizer, 0, 240).strip()
     click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
     click.echo(f"weights   {escape(str(directory.weights))}")
-    if is_best_known:
-        at = f" at step {run.progress.best_step}" if run.progress.best_step is not None else ""
-        loss = f"validation loss {run.progress.best_loss:.4f}{at}"
+    if best:
+        at = f" at step {best.step}" if best.step is not None else ""
+        loss = f"validation loss {best.loss:.4f}{at}"
         click.echo(f"best      {escape(str(directory.best))} ({loss})")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
-    weights = directory.best if is_best_known else directory.weights
+    weights = directory.best if best else directory.weights
     spoken = [word for word in text.split() if word.isalpha() and len(word) <= 20]
     prompt = next((word for word in spoken if len(word) > 2), spoken[0] if spoken else "a")
     words = ("infer", "--weights", weights, "--prompt", prompt)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from distgpt.checked import Count, Must, Positive, checked, parse_object
+from distgpt.checked import Count, Must, Positive, checked, parse_json, parse_object
 from distgpt.errors import DataError, StorageError
 from distgpt.files import atomic_file, open_regular, read_small, storage_errors, sync_directory
 from distgpt.saved.tensors import (
@@ -259,16 +259,28 @@ def _object(path: Path) -> dict[str, Any]:
         raise DataError(str(error)) from error
 
 
+_BEST = "best"  # in the metadata of weights
 MOST_RECENT = 100  # good steps whose losses and gradient norms a state may hold
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The lowest validation loss, over this many tokens. Former versions did not save its step."""
+    """The lowest validation loss, over this many tokens; in checkpoints and in the weights that have it.
+
+    Former versions did not save its step, nor anything of it with the weights.
+    """
 
     loss: float
     tokens: Positive
     step: Count | None = None
+
+    def to_metadata(self) -> dict[str, str]:
+        return {_BEST: json.dumps(asdict(self))}
+
+    @staticmethod
+    def from_metadata(metadata: Mapping[str, str]) -> Best | None:
+        """Return what a file of weights says of itself, or raise a ValueError; None if it says nothing."""
+        return cast(Best, checked(Best, parse_json(metadata[_BEST]))) if _BEST in metadata else None
 
 
 _Shares = Annotated[list[Positive], Must("not be empty", bool)]

@@ -56,7 +56,17 @@ def _own(path: Path, header: Header) -> dict[str, Any]:
         found["origin"] = header.metadata[ORIGIN]
     elif description.tokenizer:
         found["trained"] = _training(description.run)
-    return found | _data([path], [header])
+    return found | _best(path, header) | _data([path], [header])
+
+
+def _best(path: Path, header: Header) -> dict[str, Any]:
+    try:
+        best = checkpoint.Best.from_metadata(header.metadata)
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+    if best is None:
+        return {}
+    return {"best": f"of its run, after step {best.step}, with validation loss {best.loss:.4f}"}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -150,6 +160,7 @@ def page(found: dict[str, Any]) -> str:
         "tokenizer": found.get("tokenizer"),
         "origin": found.get("origin"),
         "trained": found.get("trained"),
+        "best": found.get("best"),
         "data": f"{', '.join(found['types'])}, {found['bytes']:,} bytes",
         "checksum": found.get("checksum"),
         "imports": found.get("imports"),

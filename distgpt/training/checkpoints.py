@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ from distgpt.kernels.api import Array
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import State, newest_step, save_checkpoint
+from distgpt.saved.checkpoint import Best, State, newest_step, save_checkpoint
 from distgpt.saved.modelfile import Description, on_host
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import write_tensors
@@ -54,8 +56,9 @@ class Checkpoints:
         config: TrainConfig,
         say: Callable[[str], None],
         comm: Comm | None = None,
+        best: Best | None = None,
     ) -> None:
-        """`comm`: the ranks, each of which may have a part of the moments."""
+        """`comm`: the ranks, each of which may have a part of the moments. `best`: see below."""
         self._directory, self._description, self._config, self._say = directory, description, config, say
         self._live: Live = {
             WEIGHTS: {"": model.weights},
@@ -67,10 +70,12 @@ class Checkpoints:
         self._copy = Copy(model) if config.save == "async" else None
         self._thread: threading.Thread | None = None
         self._write: Callable[[], None] | None = None  # what is being written, or has failed
+        self._best_in_write: Best | None = None  # the best weights among that
         self._failed: Exception | None = None
         self._begun = self._failed_at = 0.0
         self._is_failing = False  # and that was reported
         self.fatal_error: StorageError | None = None
+        self.best = best  # the loss of the best weights that are on the disk; known to rank 0
         self.seconds: float | None = None  # the time that the last checkpoint took
 
     @property
@@ -84,8 +89,13 @@ class Checkpoints:
             return self._gathering.on_root(save)
         return on_root(self._comm, save)
 
-    def begin(self, state: State, best: bool, checkpoint: bool) -> None:
-        """Write the best weights, a checkpoint, or both. A failure is not raised.
+    def is_best(self, loss: float) -> bool:
+        """Return whether this is below the losses of the weights on the disk and on their way. For rank 0."""
+        known = self._best_in_write or self.best
+        return loss < (known.loss if known else math.inf)
+
+    def begin(self, state: State, best: Best | None, checkpoint: bool) -> None:
+        """Write the best weights, if these are, a checkpoint, or both. A failure is not raised.
 
         Called on all ranks; collective where not `has_all`.
         """
@@ -95,22 +105,32 @@ class Checkpoints:
         elif self._comm.rank == 0:
             write()
 
-    def _begin(self, state: State, best: bool, checkpoint: bool) -> None:
-        self.wait()
+    def _begin(self, state: State, best: Best | None, checkpoint: bool) -> None:
+        self._clear()
         stems = [WEIGHTS, OPTIMIZER] if checkpoint else [WEIGHTS]
         live = {stem: self._live[stem] for stem in stems}
         groups = self._copy.taken(live) if self._copy else self._on_host(live)
-        self._write = partial(self._save, groups, state, best)
+        self._write, self._best_in_write = partial(self._save, groups, state, best), best
         if self._copy:
             self._start()
         else:
             self._attempt()
+            if self._failed and best and self._config.on_disk_error != "stop":
+                self._attempt()  # the next step changes the weights
             self._handle_outcome()
+            self._write = self._best_in_write = None
 
-    def write_now(self, state: State, best: bool = False) -> None:
-        """Write a checkpoint now; a failure is raised."""
+    def _clear(self) -> None:
+        """Wait for what is being written. If the best weights failed, retry: the copy of them goes now."""
         self.wait()
-        self._write = None
+        if self._write and self._best_in_write:
+            self._attempt()
+            self._handle_outcome()
+        self._write = self._best_in_write = None
+
+    def write_now(self, state: State, best: Best | None = None) -> None:
+        """Write a checkpoint now; a failure is raised."""
+        self._clear()
         self._save(self._on_host(self._live), state, best)
         self.report_recovery()
 
@@ -192,7 +212,7 @@ class Checkpoints:
         """Look what became of an attempt."""
         failed, self._failed = self._failed, None
         if failed is None:
-            self._write = None
+            self._write = self._best_in_write = None
             self.report_recovery()
             return
         self._failed_at = time.monotonic()
@@ -201,17 +221,19 @@ class Checkpoints:
         try:
             self.tolerate(failed)
         except StorageError as error:
-            self.fatal_error, self._write = error, None
+            self.fatal_error, self._write, self._best_in_write = error, None, None
 
     def _on_host(self, live: Live) -> Groups:
         gathered = self._gathering.groups(OPTIMIZER not in live) if self._gathering else {}
         own = {stem: buffers for stem, buffers in live.items() if stem not in gathered}
         return {**_grouped(own, lambda prefix, buffer: on_host(self._model, buffer)), **gathered}
 
-    def _save(self, groups: Groups, state: State, best: bool) -> None:
+    def _save(self, groups: Groups, state: State, best: Best | None) -> None:
         begun, metadata = time.perf_counter(), self._description.to_metadata()
         if best:
-            write_tensors(self._directory.best, groups[WEIGHTS], metadata)
+            write_tensors(self._directory.best, groups[WEIGHTS], metadata | best.to_metadata())
+            self.best = best
+        state = replace(state, best=self.best)
         if OPTIMIZER in groups:
             files = {stem: (group, metadata if stem == WEIGHTS else {}) for stem, group in groups.items()}
             save_checkpoint(

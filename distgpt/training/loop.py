@@ -9,7 +9,9 @@ import signal
 from functools import partial
 from typing import NoReturn
 
+from distgpt.comm.agree import on_root
 from distgpt.interrupts import Interrupted, deferred_signals
+from distgpt.saved.checkpoint import Best
 from distgpt.training.guards import flags
 from distgpt.training.guards.bad_steps import RollBack
 from distgpt.training.guards.flags import check_disk
@@ -48,7 +50,7 @@ def take_steps(run: Run) -> None:
     """Take all steps that are left. Raises what ends the run, or RollBack."""
     t, progress = run.settings, run.progress
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
-        save(run, is_best=evaluate(run), checkpoint=False)
+        save(run, best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
     schedule = Schedule(t, run.comm, bool(run.assessment), progress.step)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
@@ -99,35 +101,40 @@ def do(run: Run, due: Due) -> None:
         refuse_different_weights(run)
     if due.evaluate or due.save:
         refuse_non_finite_weights(run)
-    is_best = False
+    best = None
     if due.evaluate:
         try:
-            is_best = evaluate(run)
+            best = evaluate(run)
         except Interrupted as stop:
             if not stop.shared:  # a second signal, which this rank alone has seen
                 raise
             save_and_stop(run, stop, evaluation_pending=True)
-    save(run, is_best, due.save)
+    save(run, best, due.save)
     if due.sample and run.comm.rank == 0:
         run.guards.activity.enter(SAMPLING)
         text = sample(run.model, run.tokenizer, run.progress.step, signals=run.guards.signals)
         run.report.sample(run.progress.step, text)
 
 
-def evaluate(run: Run) -> bool:
-    """Return whether the validation loss is the lowest so far. Collective."""
-    metrics = {"step": run.progress.step, **run.assessment.measure()}
+def evaluate(run: Run) -> Best | None:
+    """Return the validation loss if it is the lowest after a step so far. Collective."""
+    step, validation = run.progress.step, run.assessment.validation
+    metrics = {"step": step, **run.assessment.measure()}
     run.report.evaluation(metrics)
-    return run.progress.count_evaluation(metrics.get("val_loss"))
+    run.progress.count_evaluation(loss := metrics.get("val_loss"))
+    if not step or loss is None or validation is None:
+        return None
+    is_best = on_root(run.comm, lambda: run.checkpoints.is_best(loss))
+    return Best(loss, validation.count, step) if is_best else None
 
 
-def save(run: Run, is_best: bool, checkpoint: bool) -> None:
+def save(run: Run, best: Best | None, checkpoint: bool) -> None:
     """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
     run.guards.activity.enter(SAVING)
     if checkpoint and run.progress.step == run.clock.last:
-        run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state(), is_best))
-    elif is_best or checkpoint:
-        run.checkpoints.begin(run.state(), is_best, checkpoint)
+        run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state(), best))
+    elif best or checkpoint:
+        run.checkpoints.begin(run.state(), best, checkpoint)
 
 
 def save_and_stop(run: Run, stop: Interrupted, evaluation_pending: bool) -> NoReturn:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from distgpt.config import TrainConfig
-from distgpt.saved.checkpoint import MOST_RECENT, Best, State
+from distgpt.saved.checkpoint import MOST_RECENT, State
 from distgpt.training.exchange.local_steps import is_local
 
 RECENT = 100  # steps whose duration counts
@@ -21,8 +20,6 @@ class Progress:
     step: int = 0  # steps that are finished
     loss: float | None = None  # of the last good step of this process
     val_loss: float | None = None  # of the last evaluation of this process
-    best_loss: float = math.inf  # the lowest validation loss after a step
-    best_step: int | None = None
     evaluation_pending: bool = False  # one was due after the last step, and a signal came first
     skipped: int = 0  # batches that are not seen again
     bad_steps: int = 0
@@ -44,24 +41,14 @@ class Progress:
         if is_good:
             self.loss = loss
 
-    def count_evaluation(self, val_loss: float | None) -> bool:
-        """Return whether this validation loss is the lowest after a step so far."""
+    def count_evaluation(self, val_loss: float | None) -> None:
         self.val_loss, self.evaluation_pending = val_loss, False
-        if not self.step or val_loss is None or not val_loss < self.best_loss:
-            return False
-        self.best_loss, self.best_step = val_loss, self.step
-        return True
 
-    def save(self, run: State, validation_tokens: int) -> State:
-        """Return what a checkpoint says now. `run`: the part that is the same for all steps.
-
-        The lowest validation loss can be compared with losses over as many tokens only.
-        """
-        is_known = validation_tokens and math.isfinite(self.best_loss)
+    def save(self, run: State) -> State:
+        """Return what a checkpoint says now. `run`: the part that is the same for all steps."""
         return replace(
             run,
             step=self.step,
-            best=Best(self.best_loss, validation_tokens, self.best_step) if is_known else None,
             evaluation_pending=self.evaluation_pending,
             skipped=self.skipped,
             bad_steps=self.bad_steps,

@@ -72,10 +72,8 @@ class Run:
         return self.step.exchange
 
     def state(self) -> State:
-        """Return what a checkpoint says now, beside weights and moments."""
-        validation = self.assessment.validation
-        identity = replace(self.identity, seconds=self.clock.seconds())
-        return self.progress.save(identity, validation.count if validation else 0)
+        """Return what a checkpoint says now, beside weights and moments; `Checkpoints` adds the best loss."""
+        return self.progress.save(replace(self.identity, seconds=self.clock.seconds()))
 
     def load(self, state: State) -> None:
         """Continue from what a checkpoint says beside weights and moments."""

@@ -66,15 +66,16 @@ def _found(run: Run, stop: str) -> dict[str, Any]:
 
 
 def _losses(run: Run) -> dict[str, Any]:
-    """Return losses after the last step and at the best; None where nothing was trained or is held out."""
-    best = run.progress.best_loss
+    """Return losses after the last step and of the best weights on the disk; None where there are none."""
+    best = run.checkpoints.best
+    loss = best.loss if best else None
     return {
         "step": run.progress.step,
         "loss": _known(run.progress.loss),
         "val_loss": _known(run.progress.val_loss),
-        "best_val_loss": _known(best),
-        "best_bits_per_byte": run.assessment.bits_per_byte(_known(best)),
-        "best_step": run.progress.best_step,
+        "best_val_loss": loss,
+        "best_bits_per_byte": run.assessment.bits_per_byte(loss),
+        "best_step": best.step if best else None,
     }
 
 

@@ -11,7 +11,7 @@ from threadranks import on_all_ranks
 from distgpt.config import RunConfig
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
-from distgpt.saved.checkpoint import State
+from distgpt.saved.checkpoint import Best, State
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import read_into
@@ -31,7 +31,7 @@ def saved_at(comm, device, out, config, at=2):
     saver = Checkpoints(
         work.model, work.optimizer, directory, Description(RunConfig(model=MODEL), None), config, print, comm
     )
-    saver.begin(State(at), best=True, checkpoint=False)
+    saver.begin(State(at), best=Best(1.0, 1, at), checkpoint=False)
     saver.on_root(lambda: saver.write_now(State(at)))
     saver.on_root(saver.write_weights)
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 import threading
 
 import numpy as np
@@ -17,10 +18,10 @@ from distgpt.files import append
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import State, load_group, newest_step, verify
+from distgpt.saved.checkpoint import Best, State, load_group, load_state, newest_step, verify
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.tensors import DATA_SUM, read_header
+from distgpt.saved.tensors import DATA_SUM, read_header, read_rows
 from distgpt.training import checkpoints as saving
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.opening import memory
@@ -86,7 +87,7 @@ class Gate:
 def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
     make, model, optimizer, _, checkpoints = made
     saver, gate = make(save="async"), Gate(monkeypatch)
-    saver.begin(State(5), best=False, checkpoint=True)
+    saver.begin(State(5), best=None, checkpoint=True)
     assert gate.reached.wait(30)
     saver.poll()
     for buffer in (model.weights, optimizer.m, optimizer.v):
@@ -95,7 +96,7 @@ def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
     gate.opened.set()
     saver.wait()
     assert saved(checkpoints / "step-00000005", model) == [1, 2, 3] and saver.seconds > 0
-    saver.begin(State(6), best=False, checkpoint=True)
+    saver.begin(State(6), best=None, checkpoint=True)
     saver.write_now(State(7))  # waits for the one before
     assert (
         saved(checkpoints / "step-00000006", model)
@@ -112,7 +113,7 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
     gate = Gate(monkeypatch, failures=2)
     gate.opened.set()
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 1e9)
-    saver.begin(State(2), best=False, checkpoint=True)
+    saver.begin(State(2), best=None, checkpoint=True)
     saver.wait()
     assert said == [f"{FULL}; the run goes on, with step 1 saved, and tries again"]
     saver.poll()
@@ -137,7 +138,7 @@ def test_a_failure_that_ends_the_run(made, monkeypatch, older, policy):
             saver.write_now(State(1))
         with monkeypatch.context() as patch:
             Gate(patch, failures=1).opened.set()
-            saver.begin(State(2), best=False, checkpoint=True)
+            saver.begin(State(2), best=None, checkpoint=True)
             saver.wait()
         assert saver.fatal_error is FULL and said == []
 
@@ -145,9 +146,85 @@ def test_a_failure_that_ends_the_run(made, monkeypatch, older, policy):
 def test_another_error_in_the_thread_is_not_lost(made, monkeypatch):
     saver = made[0](save="async")
     monkeypatch.setattr(saving, "save_checkpoint", lambda *args: 1 / 0)
-    saver.begin(State(1), best=False, checkpoint=True)
+    saver.begin(State(1), best=None, checkpoint=True)
     with pytest.raises(ZeroDivisionError):
         saver.wait()
+
+
+def failing(monkeypatch, failures):
+    """Let that many attempts to write best weights fail."""
+    left, write = [failures], saving.write_tensors
+
+    def attempt(path, *rest):
+        if path.name == "best.safetensors" and left[0]:
+            left[0] -= 1
+            raise FULL
+        return write(path, *rest)
+
+    monkeypatch.setattr(saving, "write_tensors", attempt)
+
+
+def best_in(checkpoints):
+    """What the best weights say of themselves, and their first element; None if there are none."""
+    path, first = checkpoints.with_name("best.safetensors"), np.empty((1, 16), np.float32)
+    if not path.exists():
+        return None
+    read_rows(path, header := read_header(path), "wte", first)
+    return Best.from_metadata(header.metadata), first[0, 0]
+
+
+@pytest.mark.parametrize("save", ["sync", "async"])
+@pytest.mark.parametrize("failures, has_it", [(1, True), (2, False)])
+def test_the_best_loss_is_that_of_the_weights_on_the_disk(made, monkeypatch, save, failures, has_it):
+    """Best weights that fail are tried again before they change; if in vain, the older ones stay the best."""
+    make, model, _, said, checkpoints = made
+    monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 1e9)
+    saver = make(save=save)
+    first, second, third = (Best(loss, 9, step) for step, loss in ((1, 2.0), (2, 1.0), (4, 1.5)))
+    saver.write_now(State(1), first)
+    failing(monkeypatch, failures)
+    model.weights.flat += 10
+    assert saver.is_best(1.0) and not saver.is_best(2.0)
+    saver.begin(State(2), second, checkpoint=False)
+    model.weights.flat += 10
+    saver.begin(State(3), None, checkpoint=True)
+    saver.wait()
+    kept = second if has_it else first
+    assert best_in(checkpoints) == (kept, 11 if has_it else 1) and saver.best == kept
+    assert State.from_json(load_state(checkpoints / "step-00000003")).best == kept
+    assert saver.is_best(1.5) is not has_it and len(said) == (0 if has_it and save == "sync" else 2)
+    saver.begin(State(4), third, checkpoint=False)
+    saver.wait()
+    assert best_in(checkpoints) == (third, 21) and saver.best == third
+
+
+def test_what_is_on_its_way_to_the_disk_counts_and_the_end_tries_it_again(made, monkeypatch):
+    make, *_, checkpoints = made
+    saver = make(save="async")
+    saver.write_now(State(1))
+    failing(monkeypatch, 1)
+    monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 1e9)
+    saver.begin(State(2), Best(1.0, 9, 2), checkpoint=False)
+    saver.wait()
+    assert saver.best is None and not saver.is_best(1.5) and best_in(checkpoints) is None
+    saver.write_now(State(3))
+    assert saver.best == Best(1.0, 9, 2) == State.from_json(load_state(checkpoints / "step-00000003")).best
+
+
+def test_a_resumed_run_does_not_take_best_weights_of_another_step_for_its_own(tmp_path):
+    """A checkpoint may be older than the best weights beside it."""
+    words = [*WORDS, "--eval-every", "2", "--val-fraction", "0.1", "--out", tmp_path / "run"]
+    ended = run(*words)
+    assert ended.returncode == 0 and "not of step" not in ended.stdout
+    best = tmp_path / "run" / "best.safetensors"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"] == 8
+    assert "after step 8, with validation loss" in inside("weights", "info", best).stdout
+    kept = best.read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000008")
+    ended = run(*words, "--resume", "auto")
+    said = f"{best} is not of step 6, which was the best by step 6; the next evaluation writes it anew"
+    assert ended.returncode == 0 and said in " ".join(ended.stdout.split())
+    assert best.read_bytes() == kept
 
 
 def test_both_ways_of_saving_write_the_same(tmp_path):

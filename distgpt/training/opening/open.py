@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from distgpt.model.model import Model, miniature
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW, Outer
 from distgpt.model.passes import Pass
-from distgpt.saved.checkpoint import State
+from distgpt.saved.checkpoint import Best, State
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage
@@ -74,7 +73,7 @@ def open_run(
     batches = _batches(comm, config, corpus.train, corpus.separator)
     optimizer = optimizer_for(model, config.train, comm)
     _load_state(plan, comm, model, optimizer, batches, progress)
-    progress.best_loss, progress.best_step = _saved_best(plan, comm, batches, validation, say)
+    best = _saved_best(plan, comm, batches, validation, say)
     on_root(comm, lambda: _write(plan, stage, config, corpus.tokenizer, progress))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
@@ -83,7 +82,7 @@ def open_run(
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
     described = Description(config, corpus.tokenizer)
-    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm)
+    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best)
     guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
     on_batch = partial(guards.activity.enter, EVALUATING)
     return Run(
@@ -210,13 +209,13 @@ def _load_state(
 
 def _saved_best(
     plan: Plan, comm: Comm, batches: Batches, validation: Validation | None, say: Say
-) -> tuple[float, int | None]:
-    """Return the lowest validation loss so far and its step, if both can be trusted. Collective."""
+) -> Best | None:
+    """Return the lowest validation loss so far, on rank 0, if its weights are there. Collective."""
     path, tokens = plan.checkpoint, validation.count if validation else 0
     if path is None or not plan.is_of_same_text(batches.fingerprint) or "val" in plan.changes:
-        return math.inf, None
-    loss, step = on_root(comm, lambda: _intact_best(plan, path, tokens, say))
-    return loss, step
+        return None
+    has_best = on_root(comm, lambda: _has_best(plan, path, tokens, say))
+    return plan.state.best if has_best else None
 
 
 def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
@@ -228,17 +227,21 @@ def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
         )
 
 
-def _intact_best(plan: Plan, path: Path, tokens: int, say: Say) -> tuple[float, int | None]:
-    """Return the lowest validation loss, if over as many tokens and if its weights are intact."""
+def _has_best(plan: Plan, path: Path, tokens: int, say: Say) -> bool:
+    """Return whether the lowest validation loss is over as many tokens, and its weights are there, intact."""
     best, directory = plan.state.best, plan.directory
     if not best or not directory.owns(path) or best.tokens != tokens or not directory.best.exists():
-        return math.inf, None
+        return False
     try:
-        verify_data(directory.best, read_header(directory.best))
-    except (DataError, StorageError) as error:
-        say(f"{error}; the next evaluation writes it anew")
-        return math.inf, None
-    return best.loss, best.step
+        header = read_header(directory.best)
+        verify_data(directory.best, header)
+        if Best.from_metadata(header.metadata) in (best, None):
+            return True
+        problem = f"{directory.best} is not of step {best.step}, which was the best by step {plan.state.step}"
+    except (DataError, StorageError, ValueError) as error:
+        problem = str(error)
+    say(f"{problem}; the next evaluation writes it anew")
+    return False
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> None:
