@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
+from distgpt.comm.launched import leave
 from distgpt.config import DEFAULT_TEMPERATURE, ModelConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
@@ -24,13 +28,47 @@ from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, int8_of
 from distgpt.model.passes import Pass, Trace, trace
 from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
-from distgpt.stages import open_stage
+from distgpt.stages import Stage, connected, open_stage
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import make_plan
 from distgpt.training.opening.within import with_clock
 
 
+@contextmanager
+def _ending_together() -> Iterator[None]:
+    """Let an error that this rank alone has end the whole job, as in commands: the others would wait for it.
+
+    One that all ranks raise is the caller's.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _end_job(error)
+        raise
+
+
+def _end_job(error: BaseException) -> None:
+    """Report the error and end the job, unless all ranks raise it. Then this does not return."""
+    comm = connected[-1] if connected else None
+    if comm is not None and comm.size > 1 and not getattr(error, "shared", False):
+        leave(error, comm)
+
+
+def _open(stage: str, threads: int | None = None) -> Stage:
+    """Open a stage. From then on an error that nobody catches ends the whole job, too."""
+    opened, former = open_stage(stage, threads), sys.excepthook
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _end_job(error)
+        former(kind, error, trace)
+
+    if opened.comm.size > 1:
+        sys.excepthook = uncaught
+    return opened
+
+
+@_ending_together()
 def load(
     path: str | PathLike[str], stage: str = "serial", dtype: str = "auto", context: int | None = None
 ) -> GPT:
@@ -38,19 +76,20 @@ def load(
 
     `dtype` auto is float32, or int8 for a file in int8; models in int8 cannot be trained.
     """
-    opened = open_stage(stage)
+    opened = _open(stage)
     chosen = dtype_of(Path(path), dtype, opened.comm, opened.device is not None)
     model, description = load_model(Path(path), opened.kernels(chosen), opened.comm, context)
     return GPT(model, description, opened.comm)
 
 
+@_ending_together()
 def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype: str = "float32") -> GPT:
     """Create a model with random weights; `config` is a ModelConfig or a preset's name."""
     if isinstance(config, str):
         config = preset(config).model
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
-    opened = open_stage(stage)
+    opened = _open(stage)
     kernels = opened.kernels("float32" if dtype == "int8" else dtype)
     model = Model(config, kernels)
     model.initialise(seed)
@@ -75,6 +114,7 @@ class Trained:
         return f"<Trained{at} in {self.directory}: {', '.join(losses) or 'nothing to do'}>"
 
 
+@_ending_together()
 def train(
     preset: str | None = None,
     *,
@@ -92,9 +132,9 @@ def train(
     or `depth=6` or `within="30m"`.
 
     The functions are called on rank 0 while training: with the metrics of each step and each evaluation, and
-    with what there is to note. An exception in one ends the run.
+    with what there is to note. An exception in one ends the run, under MPI the whole job.
     """
-    ready, told = open_stage(stage, threads), _Told(on_step, on_evaluation, on_note)
+    ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     settings = with_clock(ready, preset, toml, settings, directory, resume, told.noted)
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
@@ -199,6 +239,7 @@ class GPT:
         k = self._model.kernels
         return {name: np.array(k.to_host(array)) for name, array in self._model.grads.items()}
 
+    @_ending_together()
     def generate(
         self,
         prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
@@ -223,6 +264,7 @@ class GPT:
         settings |= {"top_p": top_p, "seed": seed}
         return Writer(self._model, self.tokenizer, self._comm).generate(prompt, stream, settings)
 
+    @_ending_together()
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model as a weights file, on rank 0."""
         if isinstance(self._model, Int8Model):
