@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 Work = Callable[[int], None]
 
@@ -35,6 +36,9 @@ class _Job:
     ended: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
 
 
+_pools: WeakSet[Pool] = WeakSet()  # all that live
+
+
 class Pool:
     """Splits work in three ways.
 
@@ -46,11 +50,14 @@ class Pool:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
+        self.begin_anew()
+        _pools.add(self)
+
+    def begin_anew(self) -> None:
+        """Forget the helpers, which a fork does not copy: the next job starts them."""
         self._state = _State()
         self._turn = threading.Lock()
-        self._jobs: list[SimpleQueue[_Job]] = [SimpleQueue() for _ in range(threads - 1)]
-        for thread in range(1, threads):
-            threading.Thread(target=self._serve, args=(thread,), daemon=True).start()
+        self._jobs: list[SimpleQueue[_Job]] = []  # of each helper
 
     @property
     def thread(self) -> int:
@@ -94,6 +101,7 @@ class Pool:
         """Wake a helper per part, do the caller's own parts, wait for the others, raise what they raised."""
         with self._turn:
             try:
+                self._jobs = self._jobs or self._started()
                 job = self._hand_out(_Job(work, count, mode))
                 self._parts_of(0, job)
                 failures = self._outcomes(job)
@@ -103,6 +111,12 @@ class Pool:
         for failure in failures:
             if failure is not None:
                 raise failure
+
+    def _started(self) -> list[SimpleQueue[_Job]]:
+        jobs: list[SimpleQueue[_Job]] = [SimpleQueue() for _ in range(self.threads - 1)]
+        for thread, own in enumerate(jobs, 1):
+            threading.Thread(target=self._serve, args=(thread, own), daemon=True).start()
+        return jobs
 
     def _hand_out(self, job: _Job) -> _Job:
         for jobs in self._jobs[: job.count - 1]:
@@ -133,10 +147,10 @@ class Pool:
         finally:
             self._state.mode = ALONE
 
-    def _serve(self, thread: int) -> None:
+    def _serve(self, thread: int, jobs: SimpleQueue[_Job]) -> None:
         self._state.index = thread
         while True:
-            self._help(thread, self._jobs[thread - 1].get())
+            self._help(thread, jobs.get())
 
     def _help(self, thread: int, job: _Job) -> None:
         failure: BaseException | None = None
@@ -168,7 +182,12 @@ def pool_of(threads: int) -> Pool:
     return Pool(threads)
 
 
-os.register_at_fork(after_in_child=pool_of.cache_clear)  # threads do not survive a fork
+def _begin_anew() -> None:
+    for pool in _pools:
+        pool.begin_anew()
+
+
+os.register_at_fork(after_in_child=_begin_anew)  # models that were made before it have these pools
 
 
 def _nothing(part: int) -> None:

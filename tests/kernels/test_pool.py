@@ -1,6 +1,9 @@
 """The thread pool: shared by all models of a process, and by threads of the user one after the other."""
 
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -8,8 +11,13 @@ import time
 
 import pytest
 
+from distgpt.api import GPT
+from distgpt.comm.serial import SerialComm
+from distgpt.config import ModelConfig, RunConfig
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.pool import Pool, pool_of
+from distgpt.model.model import Model
+from distgpt.saved.modelfile import Description
 
 
 def test_models_share_one_pool():
@@ -103,12 +111,53 @@ def test_an_interrupt_is_raised_wherever_it_comes_and_the_pool_lives_on():
     assert not done.returncode and not done.stderr, done.stderr
 
 
-def test_a_forked_process_makes_a_pool_of_its_own():
-    done = []
-    pool_of(2).run(done.append, 2)
-    child = os.fork()
-    if not child:
-        made = []
-        pool_of(2).run(made.append, 2)
-        os._exit(sorted(made) != [0, 1])
-    assert os.waitpid(child, 0)[1] == 0
+def forked(act):
+    """What `act` gives in a child of this process, which must not take long."""
+    heard, tell = os.pipe()
+    if not (child := os.fork()):
+        os.write(tell, json.dumps(act()).encode())
+        os._exit(0)
+    os.close(tell)
+    answered = select.select([heard], [], [], 20)[0]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(heard) as told:
+        return json.loads(told.read()) if answered else None
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_pools_from_before_a_fork_begin_anew_in_the_child(busy):
+    """`multiprocessing` forks by default up to Python 3.13; another thread may have a job under way."""
+    pool, ready, go = pool_of(2), threading.Event(), threading.Event()
+
+    def job():
+        done = []
+        pool.run(done.append, 2)
+        pool.run_together(lambda: pool.ranges(4, 1, lambda first, last: done.append(last)))
+        return sorted(done)
+
+    def wait(part):
+        ready.set()
+        go.wait()
+
+    assert job() == [0, 1, 2, 4]
+    if busy:
+        (user := threading.Thread(target=pool.run, args=(wait, 2))).start()
+        ready.wait()
+    try:
+        assert forked(job) == [0, 1, 2, 4]
+    finally:
+        go.set()
+    if busy:
+        user.join()
+    assert job() == [0, 1, 2, 4]
+
+
+def test_a_model_from_before_a_fork_computes_in_the_child():
+    model = Model(
+        ModelConfig(vocab_size=5, seq_len=8, n_layer=1, n_head=2, n_embd=16), CpuKernels("float32", 2)
+    )
+    model.initialise(1)
+    gpt = GPT(model, Description(RunConfig(model=model.config), None), SerialComm())
+    expected = gpt.logits([[1, 2, 3]] * 8).tolist(), gpt.generate([1, 2], 5)
+    assert forked(lambda: [gpt.logits([[1, 2, 3]] * 8).tolist(), gpt.generate([1, 2], 5)]) == [*expected]
