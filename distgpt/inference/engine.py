@@ -41,11 +41,17 @@ class Engine:
         self._running: list[Sample] = []
         self._free = list(range(lanes.count))
         self._prompts: dict[int, SharedPrompt] = {}  # lanes that begin with the prompt of a request
+        self._held: set[int] = set()  # tickets of requests that make no tokens for now
 
     @property
     def is_idle(self) -> bool:
         """Tell whether all that was submitted is done."""
         return not self._waiting and not self._running
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tell whether nothing can be computed until a request comes, is cancelled or goes on."""
+        return all(map(self._is_held, self._running)) and not (self._waiting and self._free)
 
     @property
     def running(self) -> int:
@@ -82,10 +88,18 @@ class Engine:
 
     def cancel(self, ticket: int) -> None:
         """Forget a request: no more events of it come, its lanes are free. Nothing happens if it is done."""
+        self._held.discard(ticket)
         self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
         for sample in [each for each in self._running if each.shared.ticket == ticket]:
             self._leave(sample)
         self._prompts = {lane: held for lane, held in self._prompts.items() if held.ticket != ticket}
+
+    def hold(self, ticket: int, held: bool) -> None:
+        """Let a request's samples wait in their lanes, or go on. A prompt is computed to its end before."""
+        (self._held.add if held else self._held.discard)(ticket)
+
+    def _is_held(self, sample: Sample) -> bool:
+        return sample.shared.ticket in self._held and not sample.is_at_prompt
 
     def step(self) -> list[Event]:
         """Compute the next token of every sample that is being decoded, and a chunk of prompts."""
@@ -163,7 +177,7 @@ class Engine:
         """
         work, room, scored, through = [], self._chunk, MOST_SCORED, []
         for sample in self._running:
-            if sample.ended:
+            if sample.ended or self._is_held(sample):
                 continue
             if gone := sample.make_room(self._lanes.can_drop):
                 self._lanes.drop(sample.lane, gone, sample.cached)

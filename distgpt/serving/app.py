@@ -7,7 +7,7 @@ import json
 import re
 import time
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import cache, partial
@@ -27,14 +27,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.errors import escape, first_line, print_lines
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
-from distgpt.serving.limits import ListenOn, Refusal, broken, leaving, too_large, too_late
+from distgpt.serving.limits import ListenOn, Refusal, broken, leaving, too_large, too_late, unread
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Call, Runner
 
 ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
 NOTE = "distgpt.note"  # of a scope: what the log says besides
 ARRIVING = 60.0  # seconds in which a body has to come
-SAYING = 1.0  # seconds in which a client has to take the last of a stream that fails
+TAKING = 30.0  # seconds in which a client has to take some more of its answer
+SAYING = 5.0  # the same of the end of a stream that fails
+PIECE = 1 << 16  # bytes sent at once
 REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
 DROPPED = 1 << 30  # bytes of it
 COMPLETIONS = "/v1/completions"
@@ -162,7 +164,7 @@ class App:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise Refusal(499, "the client has left") from None
-        call = self.runner.submit(parsed.requests, abort_of(request.scope), begun)
+        call = self.runner.submit(parsed.requests, begun)
         self._metrics.prompt_tokens += parsed.prompt_tokens
         return _Completion(self, parsed, call)
 
@@ -190,7 +192,7 @@ class App:
 
 
 class _Completion(Response):
-    """Sends an answer while it is made; a client that leaves, or takes too long, ends it."""
+    """Sends an answer while it is made; a client that leaves, or reads nothing, or a time limit ends it."""
 
     def __init__(self, app: App, parsed: ParsedBody, call: Call) -> None:
         self._app, self._parsed, self._call = app, parsed, call
@@ -206,9 +208,10 @@ class _Completion(Response):
             async with asyncio.timeout(left), aclosing(pieces):
                 async for piece in pieces:
                     await self._send(send, piece)
-                await send({"type": "http.response.body", "body": b""})
+                await self._taken(send({"type": "http.response.body", "body": b""}))
         except (Refusal, TimeoutError) as error:
             why = error if isinstance(error, Refusal) else too_late(limit)
+            scope[NOTE] = f"{scope.get(NOTE, '')}, {why.text}"
             await self._fail(why, scope, receive, send)
         finally:
             watch.cancel()
@@ -225,8 +228,18 @@ class _Completion(Response):
             headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
             if not self._parsed.stream:
                 headers.append((b"content-length", str(len(piece)).encode()))
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await self._taken(send({"type": "http.response.start", "status": 200, "headers": headers}))
+        for start in range(0, len(piece), PIECE):
+            body = piece[start : start + PIECE]
+            await self._taken(send({"type": "http.response.body", "body": body, "more_body": True}))
+
+    async def _taken(self, sending: Awaitable[None]) -> None:
+        """Wait for a client that reads slowly, but not for one that reads nothing."""
+        try:
+            async with asyncio.timeout(TAKING):
+                await sending
+        except TimeoutError:
+            raise unread(TAKING) from None
 
     async def _fail(self, why: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
         """Say what went wrong, if need be at the end of a stream; not to a client that does not read."""
@@ -235,9 +248,10 @@ class _Completion(Response):
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(SAYING):
-                await self._send(send, failed(why))
-                await send({"type": "http.response.body", "body": b""})
-                return
+                if self._parsed.stream:
+                    await self._send(send, failed(why))
+                    await send({"type": "http.response.body", "body": b""})
+                    return
         abort_of(scope)()
 
 

@@ -19,7 +19,7 @@ class Limits:
     samples: int = setting(128, "The most prompts times n of a request.", low=1, flag="--max-samples")
     seconds: float = setting(300.0, "The most seconds for a request.", low=0.1, flag="--max-seconds")
     values: int = 1 << 20  # tokens and log-probabilities of an answer
-    unread: int = 1024  # tokens kept for a client that does not read them
+    unread: int = 1024  # tokens kept for a client that reads slowly, until its samples wait
     connections: int = 512
 
     def __post_init__(self) -> None:
@@ -95,6 +95,10 @@ def leaving() -> Refusal:
 
 def too_late(seconds: float) -> Refusal:
     return Refusal(504, f"the request took longer than {seconds:g} s", "server_error", code="timeout")
+
+
+def unread(seconds: float) -> Refusal:
+    return Refusal(408, f"the client read nothing for {seconds:g} s", code="not_read")
 
 
 def broken(why: str) -> Refusal:

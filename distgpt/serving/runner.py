@@ -28,13 +28,14 @@ class Call:
     """
 
     def __init__(
-        self, requests: Sequence[Request], most_unread: int, give_up: Callable[[], None], begun: float
+        self, requests: Sequence[Request], most_unread: int, hold: Callable[[Call, bool], None], begun: float
     ) -> None:
+        """`hold` lets the samples of the call wait for its client, or go on."""
         self.requests, self.begun = requests, begun
         self.left = sum(request.n for request in requests)  # samples that have not ended
         self.answered = False  # its first token is there
         self.failure: Refusal | None = None
-        self._most_unread, self._give_up = most_unread, give_up
+        self._most_unread, self._hold, self._is_held = most_unread, hold, False
         self._unread: deque[tuple[int, Event]] = deque()
         self._news = asyncio.Event()
 
@@ -43,14 +44,13 @@ class Call:
         return self.left == 0 or self.failure is not None
 
     def add(self, index: int, event: Event) -> None:
-        """Keep an event of the request `index`; a client with too many to read is given up."""
-        if len(self._unread) >= self._most_unread:
-            self.fail(Refusal(500, "the client does not read its answer"))
-            self._give_up()
-            return
+        """Keep an event of the request `index`; where there are too many to read, its samples wait."""
         self._unread.append((index, event))
         self.left -= event.reason is not None
         self._news.set()
+        if not self._is_held and len(self._unread) >= self._most_unread:
+            self._is_held = True
+            self._hold(self, True)
 
     def fail(self, why: Refusal) -> None:
         if not self.is_over:
@@ -63,6 +63,9 @@ class Call:
         while True:
             while self._unread:
                 yield self._unread.popleft()
+                if self._is_held and len(self._unread) <= self._most_unread // 2:
+                    self._is_held = False
+                    self._hold(self, False)
             if self.failure is not None:
                 raise self.failure
             if self.left == 0:
@@ -122,11 +125,11 @@ class Runner:
             "open_requests": len(self._calls),
         }
 
-    def submit(self, requests: Sequence[Request], give_up: Callable[[], None], begun: float) -> Call:
-        """Answer what arrived at `begun`; `give_up` is called if it is not read. Refuses what is too much."""
+    def submit(self, requests: Sequence[Request], begun: float) -> Call:
+        """Answer what arrived at `begun`. Refuses what is too much."""
         if self.is_leaving:
             raise leaving()
-        call = Call(requests, self._limits.unread, give_up, begun)
+        call = Call(requests, self._limits.unread, self._hold, begun)
         taken = sum(each.left for each in self._calls)
         if taken + call.left > self.lanes + self._limits.queue:
             raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.whole.mean))))
@@ -143,6 +146,9 @@ class Runner:
                 call.fail(Refusal(499, "the client has left"))
             self._inbox.put(partial(self._end, call))
             self._drop(call)
+
+    def _hold(self, call: Call, held: bool) -> None:
+        self._inbox.put(partial(self._let_wait, call, held))
 
     def _drop(self, call: Call) -> None:
         self._calls.discard(call)
@@ -163,9 +169,6 @@ class Runner:
                 call.answered = True
                 self._metrics.first_token.observe(now - call.begun)
             call.add(index, event)
-            if call.failure is not None:
-                self._metrics.cancelled += 1
-                self._inbox.put(partial(self._end, call))
         self._metrics.generated_tokens += made
 
     def _failed(self, why: Refusal, calls: Iterable[Call]) -> None:
@@ -202,7 +205,7 @@ class Runner:
         """Do all that the inbox holds; wait for something if there is nothing to compute. False: end."""
         while True:
             try:
-                act = self._inbox.get(block=self._engine.is_idle)
+                act = self._inbox.get(block=self._engine.is_waiting)
             except Empty:
                 return True
             if act is None:
@@ -223,6 +226,11 @@ class Runner:
         for ticket in [ticket for ticket, (of, _) in self._tickets.items() if of is call]:
             self._engine.cancel(ticket)
             del self._tickets[ticket]
+
+    def _let_wait(self, call: Call, held: bool) -> None:
+        for ticket, (of, _) in self._tickets.items():
+            if of is call:
+                self._engine.hold(ticket, held)
 
     def _post(self, act: Callable[..., None], *what: object) -> None:
         try:

@@ -20,6 +20,7 @@ from serving import JSON, pieces, server, until
 
 from distgpt.comm.cores import peak_memory
 from distgpt.errors import DistgptError
+from distgpt.serving import app
 from distgpt.serving import server as serving_module
 from distgpt.serving.server import bound
 
@@ -87,22 +88,56 @@ def test_a_client_that_is_killed_frees_its_lanes(streams):
         assert found.complete("a", max_tokens=3, n=2)["usage"]["completion_tokens"] == 6
 
 
-def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody():
-    with server(lanes=2, limits={"unread": 50, "max_tokens": 40_000}) as found:
-        found.serving.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
-        line = socket.socket()
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 13)
-        line.connect((found.host, found.port))
-        settings = {"max_tokens": 40_000, "overflow": "shift", "logprobs": 20, "stream": True}
-        body = json.dumps({"prompt": "a", **settings})
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        until(lambda: found.runner.gauges["running_sequences"] == 1)
+def narrow(found, **settings):
+    """A line to a server with small buffers, on which a stream of long pieces was requested."""
+    found.serving.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 13)
+    line.settimeout(10)
+    line.connect((found.host, found.port))
+    body = json.dumps({"prompt": "a", "overflow": "shift", "logprobs": 20, "stream": True, **settings})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    line.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    return line
+
+
+def read_slowly(line):
+    """All that comes, a little at a time."""
+    came = b""
+    while more := line.recv(1 << 14):
+        came += more
+        time.sleep(0.004)
+    return came.decode()
+
+
+def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(monkeypatch, capsys):
+    monkeypatch.setattr(app, "TAKING", 0.5)
+    monkeypatch.setattr(app, "SAYING", 0.1)
+    with server(lanes=2, limits={"unread": 50, "max_tokens": 40_000}, log="requests") as found:
+        with narrow(found, max_tokens=40_000):
+            until(lambda: found.runner.gauges["running_sequences"] == 1)
+            assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
+            until(lambda: found.is_free)
+            until(lambda: not found.serving._server.server_state.connections)
+        assert found.metrics.cancelled == 1 and found.metrics.generated_tokens < 2_000
+    assert re.search(r" 200 .* tokens, the client read nothing for 0.5 s\n", capsys.readouterr().err)
+
+
+def test_a_client_that_reads_slowly_gets_all_of_it_while_others_are_served():
+    """Its samples wait for it. What is too late for its time limit is said, after what it had to read."""
+    with server(lanes=6, limits={"unread": 20}) as found, ThreadPoolExecutor(1) as pool:
+        line = narrow(found, max_tokens=200, n=4)
+        until(lambda: found.runner._engine._held)
+        reading = pool.submit(read_slowly, line)
         assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
+        text = reading.result()
+        assert text.count("finish_reason") == 800 and "data: [DONE]" in text
         until(lambda: found.is_free)
-        assert found.metrics.cancelled == 1 and found.metrics.generated_tokens < 20_000
-        until(lambda: not found.serving._server.server_state.connections)
-        line.close()
+        assert not found.runner._engine._held and found.metrics.cancelled == 0
+    with server(limits={"unread": 20, "seconds": 0.8, "max_tokens": 40_000}) as found:
+        text = read_slowly(narrow(found, max_tokens=40_000))
+        assert '"code": "timeout"' in text.rpartition("data: ")[2] and "[DONE]" not in text
+        until(lambda: found.is_free)
 
 
 def test_a_request_that_takes_too_long_ends():
