@@ -1,8 +1,10 @@
 """The cache of compiled loops: kept where nobody else can write, or not at all."""
 
+import ast
 import os
 import resource
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from numba import njit
 
 from distgpt.files import cache_folder
 from distgpt.kernels.fused import disk_cache
+
+PACKAGE = Path(disk_cache.__file__).parents[3]
 
 
 def doubled(x):
@@ -78,15 +82,42 @@ def test_a_shared_temporary_folder_of_our_name_is_not_used(places):
     assert cache_folder("loops") is None
 
 
-def test_any_changed_source_changes_the_folder(tmp_path):
-    for folder in disk_cache.SOURCES:
-        for path in folder.glob("*.py"):
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    before = disk_cache.digest(tmp_path)
-    assert before == disk_cache.digest(tmp_path)
-    with (tmp_path / "jit.py").open("a") as helpers:
-        helpers.write("# changed\n")
-    assert disk_cache.digest(tmp_path) != before
+def constants_in(loops):
+    """Each constant that these files define or import: the file where it is assigned, and how."""
+    found = set()
+    for path in loops:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distgpt"):
+                source = Path(*node.module.split(".")).with_suffix(".py")
+                found |= {(PACKAGE / source, name.name) for name in node.names if name.name.isupper()}
+    for path in {*loops, *(path for path, _ in found)}:
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            wanted = {name for file, name in found if file == path}
+            if names & wanted or (path in loops and any(name.isupper() for name in names)):
+                yield path, ast.get_source_segment(path.read_text(), node)
+
+
+def test_every_constant_that_a_loop_may_hold_changes_the_folder(tmp_path, monkeypatch):
+    """Numba freezes what a loop finds under a global name, also where that was imported."""
+    sources = disk_cache.sources()
+    copies = {path: tmp_path / path.relative_to(disk_cache.KERNELS) for path in sources}
+    for path, copy in copies.items():
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    monkeypatch.setattr(disk_cache, "KERNELS", tmp_path)
+    before, tried = disk_cache.digest(disk_cache.sources()), set()
+    loops = [path for path in sources if path.parent.name in disk_cache.FOLDERS]
+    for path, text in constants_in(loops):
+        assert path in sources, f"{path} has {text}, which a loop may hold"
+        content = copies[path].read_text()
+        copies[path].write_text(content.replace(text, f"{text} + 1"))
+        assert disk_cache.digest(disk_cache.sources()) != before, (path, text)
+        copies[path].write_text(content)
+        tried |= {text.partition(" ")[0]}
+    assert disk_cache.digest(disk_cache.sources()) == before
+    assert {"PIECE", "QK_SCALE", "TINY", "MOST", "LINEAR"} <= tried
 
 
 def test_loops_of_the_last_versions_stay(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -17,7 +17,9 @@ from distgpt.files import cache_folder
 from distgpt.kernels.matmul.processor import shape
 
 config: Any = numba.config
-SOURCES = tuple(Path(__file__).parent.parent / name for name in ("fused", "matmul", "decoding"))
+KERNELS = Path(__file__).parent.parent
+# Of loops, and of the constants in them: Numba freezes what it finds under a global name.
+FOLDERS, FILES = ("fused", "matmul", "decoding"), ("api.py", "low_precision.py", "pool.py")
 COMPILING = "compiling kernels, for the first time only: about 20 s"
 VERSIONS = 3  # of the sources whose compiled loops stay
 
@@ -28,18 +30,22 @@ def folder() -> Path | None:
 
     Loops hold the size of a tile. AMX changes it without a change of the processor, the part Numba checks.
     """
-    name = f"loops-{digest(*SOURCES)}{'-amx' * shape().amx}"
+    name = f"loops-{digest(sources())}{'-amx' * shape().amx}"
     requested = config.CACHE_DIR  # NUMBA_CACHE_DIR
-    found = cache_folder(name, Path(requested) if requested else SOURCES[0] / "__pycache__")
+    found = cache_folder(name, Path(requested) if requested else KERNELS / FOLDERS[0] / "__pycache__")
     if found is not None:
         _drop_old(found)
     return found
 
 
-def digest(*folders: Path) -> str:
-    """Hash all sources: a loop holds a copy of every helper that it calls, whichever file that is in."""
-    sources = (path for folder in folders for path in sorted(folder.glob("*.py")))
-    texts = b"\0".join(path.read_bytes() for path in sources)
+def sources() -> list[Path]:
+    """Return all sources: a loop holds a copy of every helper that it calls, whichever file that is in."""
+    loops = (path for folder in FOLDERS for path in sorted((KERNELS / folder).glob("*.py")))
+    return [*loops, *(KERNELS / name for name in FILES)]
+
+
+def digest(paths: Iterable[Path]) -> str:
+    texts = b"\0".join(path.read_bytes() for path in paths)
     return sha256(texts).hexdigest()[:16]
 
 
