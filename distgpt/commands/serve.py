@@ -42,6 +42,13 @@ def limit_options(command: Any) -> Any:
     metavar="ORIGIN",
     help="Let pages of this site ask too, as https://example.org; may be repeated.",
 )
+@click.option(
+    "--proxy",
+    "proxies",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Log the addresses that X-Forwarded-For of this proxy, or network, gives; may be repeated.",
+)
 @click.option("--lanes", type=click.IntRange(1), default=32, show_default=True, help="Samples side by side.")
 @limit_options
 @model_options
@@ -57,7 +64,7 @@ def serve(
 ) -> None:
     """Answer requests over HTTP as OpenAI's /v1/completions does, with a page to try it."""
     try:
-        from distgpt.serving.server import Server, bound, checked_key
+        from distgpt.serving.server import Server, bound, checked_key, checked_proxies
     except ImportError as error:
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
@@ -66,8 +73,8 @@ def serve(
 
     lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
-    key = checked_key(options.pop("api_key"))
-    listen_on = ListenOn(limits=limits, key=key, **where)
+    key, proxies = checked_key(options.pop("api_key")), checked_proxies(options.pop("proxies"))
+    listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
     spec, ready = ModelSpec(weights, **options), open_stage(stage, threads, gpu)
     listener = bound(listen_on.host, listen_on.port)
     loaded = spec.load(ready)

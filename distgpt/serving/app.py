@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from base64 import b64encode
@@ -27,7 +26,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.errors import escape, first_line, print_lines
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
-from distgpt.serving.limits import ListenOn, Refusal, broken, leaving, too_large, too_late, unread
+from distgpt.serving.limits import (
+    ListenOn,
+    Refusal,
+    broken,
+    leaving,
+    too_large,
+    too_late,
+    two_lengths,
+    unread,
+)
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Call, Runner
 
@@ -37,6 +45,7 @@ ARRIVING = 60.0  # seconds in which a body has to come
 TAKING = 30.0  # seconds in which a client has to take some more of its answer
 SAYING = 5.0  # the same of the end of a stream that fails
 PIECE = 1 << 16  # bytes sent at once
+LONG = 1 << 14  # tokens and log-probabilities of an answer that is put together beside the loop
 REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
 DROPPED = 1 << 30  # bytes of it
 COMPLETIONS = "/v1/completions"
@@ -83,7 +92,8 @@ class App:
             await send(message)
 
         try:
-            await app(scope, receive, sent)
+            framed_twice = {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
+            await (_response(two_lengths()) if framed_twice else app)(scope, receive, sent)
         finally:
             seconds = time.monotonic() - begun
             if scope["type"] == "http" and scope["path"] == COMPLETIONS:
@@ -181,7 +191,12 @@ class App:
                         piece = answer.add(index, event)
                     if parsed.stream and piece:
                         yield piece
-            yield answer.end() if parsed.stream else json.dumps(answer.whole()).encode()
+            if parsed.stream:
+                yield answer.end()
+            elif call.size < LONG:
+                yield answer.body()
+            else:
+                yield await asyncio.get_running_loop().run_in_executor(self._pool, answer.body)
         finally:
             self.runner.forget(call)
             self._metrics.whole.observe(time.monotonic() - call.begun)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Any
 
 from distgpt.checked import parse_json
@@ -31,6 +32,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
+AT_ONCE = 256  # elements of a list that become JSON
 _IGNORED = ("user", "metadata")  # which say nothing of the answer
 DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's
 # Parameters that are settings of a request, and their names there.
@@ -222,12 +224,13 @@ class Answer:
         if not (new["text"] or new["logprobs"] or new["finish_reason"]):
             return b""
         more = {"usage": None} if self._parsed.with_usage else {}
-        return _sent({**self._head, "choices": [{"index": number, **new}], **more})
+        said = {**self._head, "choices": [{"index": number, **new}], **more}
+        return _sent(said, is_long=event.prompt_likelihoods is not None)
 
-    def whole(self) -> dict[str, Any]:
-        """The body, once the last event is there."""
+    def body(self) -> bytes:
+        """The whole answer, once the last event is there."""
         choices = [{"index": number, **choice.whole()} for number, choice in enumerate(self._choices)]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return "".join(json_of({**self._head, "choices": choices, "usage": self._usage()})).encode()
 
     def end(self) -> bytes:
         """The last of a stream."""
@@ -319,5 +322,30 @@ def failed(why: Refusal) -> bytes:
     return _sent(why.as_json())
 
 
-def _sent(what: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(what)}\n\n".encode()
+def _sent(what: dict[str, Any], is_long: bool = False) -> bytes:
+    text = "".join(json_of(what)) if is_long else json.dumps(what)
+    return f"data: {text}\n\n".encode()
+
+
+def json_of(value: Any) -> Iterator[str]:
+    """Return what json.dumps gives, in pieces: no other thread runs while it makes one."""
+    if isinstance(value, dict) and _is_deep(value.values()):
+        for before, (name, each) in zip(chain("{", repeat(", ")), value.items(), strict=False):
+            yield f"{before}{json.dumps(name)}: "
+            yield from json_of(each)
+        yield "}"
+    elif isinstance(value, list) and len(value) > AT_ONCE:
+        for start in range(0, len(value), AT_ONCE):
+            yield f"{', ' if start else '['}{json.dumps(value[start : start + AT_ONCE])[1:-1]}"
+        yield "]"
+    elif isinstance(value, list) and _is_deep(value):
+        for before, each in zip(chain("[", repeat(", ")), value, strict=False):
+            yield before
+            yield from json_of(each)
+        yield "]"
+    else:
+        yield json.dumps(value)
+
+
+def _is_deep(values: Iterable[Any]) -> bool:
+    return any(isinstance(each, (dict, list)) for each in values)

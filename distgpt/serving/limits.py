@@ -10,7 +10,7 @@ from distgpt.config.setting import Setting, setting
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one request, but for `queue` and `connections`, which all share. Some are options."""
+    """Bounds of one request, but for `queue`, `everything` and `connections`, which all share."""
 
     queue: int = setting(256, "Samples that may wait for a lane.", low=0)
     body: int = setting(1 << 20, "The longest request. [default: 1M]", low=0, flag="--max-body")
@@ -19,6 +19,7 @@ class Limits:
     samples: int = setting(128, "The most prompts times n of a request.", low=1, flag="--max-samples")
     seconds: float = setting(300.0, "The most seconds for a request.", low=0.1, flag="--max-seconds")
     values: int = 1 << 20  # tokens and log-probabilities of an answer
+    everything: int = 1 << 22  # the same of all open requests and their prompts: about 110 bytes each
     unread: int = 1024  # tokens kept for a client that reads slowly, until its samples wait
     connections: int = 512
 
@@ -40,6 +41,7 @@ class ListenOn:
     port: int = 8000
     key: str | None = None
     origins: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()  # addresses whose X-Forwarded-For is believed
     log: str = "requests"
     limits: Limits = field(default_factory=Limits)
 
@@ -78,6 +80,12 @@ class Refusal(Exception):
 def invalid(text: str, param: str | None = None, code: str | None = None) -> Refusal:
     """Refuse a request that no server of this model would answer."""
     return Refusal(400, text, param=param, code=code)
+
+
+def two_lengths() -> Refusal:
+    """Refuse what a proxy in front may have read as two requests."""
+    text = "a body has a Content-Length or a Transfer-Encoding, not both"
+    return Refusal(400, text, headers={"Connection": "close"})
 
 
 def too_large(most: int) -> Refusal:

@@ -31,7 +31,7 @@ class Call:
         self, requests: Sequence[Request], most_unread: int, hold: Callable[[Call, bool], None], begun: float
     ) -> None:
         """`hold` lets the samples of the call wait for its client, or go on."""
-        self.requests, self.begun = requests, begun
+        self.requests, self.begun, self.size = requests, begun, sum(map(size_of, requests))
         self.left = sum(request.n for request in requests)  # samples that have not ended
         self.answered = False  # its first token is there
         self.failure: Refusal | None = None
@@ -72,6 +72,12 @@ class Call:
                 return
             self._news.clear()
             await self._news.wait()
+
+
+def size_of(request: Request) -> int:
+    """Count the tokens of a prompt, and the tokens and log-probabilities that its answer may have."""
+    scored = request.max_new_tokens + request.prompt_logprobs * len(request.prompt)
+    return len(request.prompt) + request.n * scored * (1 + (request.logprobs or 0))
 
 
 class Runner:
@@ -129,14 +135,20 @@ class Runner:
         """Answer what arrived at `begun`. Refuses what is too much."""
         if self.is_leaving:
             raise leaving()
-        call = Call(requests, self._limits.unread, self._hold, begun)
-        taken = sum(each.left for each in self._calls)
-        if taken + call.left > self.lanes + self._limits.queue:
-            raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.whole.mean))))
+        call, limits = Call(requests, self._limits.unread, self._hold, begun), self._limits
+        self._refuse_beyond("samples", self.lanes + limits.queue, call, lambda each: each.left)
+        self._refuse_beyond("tokens and logprobs", limits.everything, call, lambda each: each.size)
         self._calls.add(call)
         self._idle.clear()
         self._inbox.put(partial(self._begin, call))
         return call
+
+    def _refuse_beyond(self, what: str, most: int, call: Call, count: Callable[[Call], int]) -> None:
+        """Refuse a call that never fits, or not beside those that are open."""
+        if count(call) > most:
+            raise invalid(f"{count(call):,} {what} are more than the {most:,} that there is room for")
+        if count(call) + sum(map(count, self._calls)) > most:
+            raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.whole.mean))))
 
     def forget(self, call: Call) -> None:
         """Free what a call has, whether it is over or not."""

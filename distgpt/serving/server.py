@@ -7,15 +7,16 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_network
 from typing import Any
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from distgpt.errors import DistgptError, UsageError, print_lines
+from distgpt.errors import DistgptError, UsageError, escape, print_lines
 from distgpt.formatting import count
 from distgpt.inference.engine_setup import LoadedModel
 from distgpt.inference.lanes import Lanes
@@ -138,6 +139,8 @@ class Server:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=bool(self._where.proxies),
+            forwarded_allow_ips=list(self._where.proxies),
             limit_concurrency=self._where.limits.connections,
             timeout_graceful_shutdown=CLOSING,
         )
@@ -186,6 +189,16 @@ class Server:
             for number, handler in former.items():
                 loop.remove_signal_handler(number)
                 signal.signal(number, handler)
+
+
+def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Return addresses and networks of proxies."""
+    for address in addresses:
+        try:
+            ip_network(address)
+        except ValueError as error:
+            raise UsageError(f"--proxy: {escape(str(error))}") from None
+    return tuple(addresses)
 
 
 def checked_key(key: str | None) -> str | None:

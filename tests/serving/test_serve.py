@@ -311,6 +311,13 @@ def test_metrics_count_what_happened():
     assert len(declared) == len(set(declared)) and text.endswith("\n")
 
 
+def test_the_log_believes_a_proxy_that_it_was_told_of_and_nobody_else(capsys):
+    for proxies, who in (((), "127.0.0.1"), (("10.0.0.2",), "127.0.0.1"), (("127.0.0.0/8",), "9.9.9.9")):
+        with server(log="requests", proxies=proxies) as found:
+            found.ask("/health", headers={"X-Forwarded-For": "9.9.9.9"})
+        assert f" {who} GET /health 200" in capsys.readouterr().err
+
+
 def test_a_log_line_says_who_asked_what_but_not_the_prompt(capsys):
     for log in ("requests", "prompts"):
         with server(log=log) as found:

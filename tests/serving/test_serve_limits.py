@@ -20,8 +20,9 @@ from serving import JSON, pieces, server, until
 
 from distgpt.comm.cores import peak_memory
 from distgpt.errors import DistgptError
-from distgpt.serving import app
+from distgpt.serving import app, completions
 from distgpt.serving import server as serving_module
+from distgpt.serving.completions import json_of
 from distgpt.serving.server import bound
 
 MB = 1 << 20
@@ -70,7 +71,47 @@ def test_a_full_queue_is_said_with_when_to_try_again():
         open_ones[0][0].close()
         assert [connection.getresponse().status for connection in waiting] == [200, 200]
         assert found.complete("c", n=3, max_tokens=2)["usage"]["completion_tokens"] == 6
-        assert found.ask("/v1/completions", {"prompt": "c", "n": 4})[0] == 429
+        status, _, said = found.ask("/v1/completions", {"prompt": "c", "n": 4})
+        assert status == 400 and "4 samples are more than the 3" in said["error"]["message"]
+
+
+def test_all_open_requests_together_have_a_limit():
+    """Also of log-probabilities, which take memory until they are sent, and of prompts."""
+    with server(seconds=0.005, limits={"everything": 1000}) as found:
+        for much in ({"max_tokens": 900}, {"max_tokens": 90, "logprobs": 9}, {"prompt": "a" * 100, "n": 8}):
+            body = {"max_tokens": 100, "overflow": "shift", "prompt": "a", **much}
+            connection, _ = found.begin(**body)
+            found.complete("b", max_tokens=10)
+            status, headers, _ = found.ask("/v1/completions", {"max_tokens": 120})
+            assert status == 429 and "retry-after" in headers
+            connection.close()
+            until(lambda: found.is_free)
+            found.complete("b", max_tokens=120)
+        status, _, said = found.ask("/v1/completions", {"max_tokens": 60, "logprobs": 20})
+        assert status == 400 and "1,000" in said["error"]["message"]
+
+
+def test_a_long_answer_is_put_together_beside_the_loop(monkeypatch):
+    how = {"max_tokens": 30, "n": 2, "logprobs": 3, "echo": True, "temperature": 0}
+    with server() as found:
+        expected = found.complete(["The harbour", "A lamp"], **how)
+        monkeypatch.setattr(app, "LONG", 1)
+        monkeypatch.setattr(completions, "AT_ONCE", 4)
+        assert found.complete(["The harbour", "A lamp"], **how)["choices"] == expected["choices"]
+    pieces = list(json_of(expected))
+    assert "".join(pieces) == json.dumps(expected) and max(map(len, pieces)) < 1000
+
+
+def test_a_body_with_two_lengths_is_refused_and_the_connection_closed():
+    """A proxy in front may believe the other one, and take the rest for a request of another client."""
+    both = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with server() as found, socket.create_connection((found.host, found.port), 10) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + both + b"GET /v1/models HTTP/1.1\r\n")
+        came = b""
+        with suppress(ConnectionResetError):
+            while more := line.recv(1000):
+                came += more
+        assert came.startswith(b"HTTP/1.1 400") and came.count(b"HTTP/1.1") == 1 and b"not both" in came
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -245,6 +286,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
 def test_the_command_refuses_what_it_cannot_do(tmp_path):
     refused(inside("serve", "--weights", tmp_path / "none"), 74, "none")
     refused(inside("serve", "--api-key", "a b"), 2, "API key")
+    refused(inside("serve", "--proxy", "x.example"), 2, "--proxy: 'x.example' does not appear to be")
     (tmp_path / "starlette.py").write_text("raise ImportError('not here')")
     result = distgpt("serve", env={"PYTHONPATH": str(tmp_path)})
     refused(result, 2, "serve needs Starlette", "pip install 'distgpt[serve]'")
