@@ -1,4 +1,4 @@
-"""Some fuzzing: loaders meet damaged files by the commands of users (tests/fuzz/run.py)."""
+"""Some fuzzing: loaders meet damaged files by the commands of users (tests/fuzz/run.py), ranks fail."""
 
 import re
 import subprocess
@@ -6,8 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import needs_mpi
 
 RUN = Path(__file__).parent / "fuzz" / "run.py"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+@needs_mpi
+def test_a_rank_that_fails_where_it_meets_the_others_ends_the_job():
+    words = [sys.executable, str(RUN.with_name("collectives.py")), "--only", "overlapped", "--every", "30"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "5 cases, 0 failures" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
