@@ -107,7 +107,7 @@ def test_accumulated_small_batches_equal_the_large_batch():
 
 def test_what_is_computed_again_changes_nothing():
     kernels = CpuKernels("float64", 2)
-    for kind in ("gpt2", "modern", "microgpt"):
+    for kind in ("gpt2", "modern", "microgpt", "scaled queries"):
         model, results = build(VARIANTS[kind], kernels), {}
         for how in ("mlp", "none", "block"):
             work = Pass(model, 4, 7, training=True, recompute=how)
