@@ -27,7 +27,15 @@ LACKING = (
     "init_residual",
     "init_weights",
     "qk_norm",
+    "qk_norm_gain",
     "value_embeddings",
+    "head_dim",
+    "qkv_bias",
+    "rope_scaling",
+    "rope_factor",
+    "rope_context",
+    "rope_slow",
+    "rope_fast",
 )  # settings of a model that the peer does not have
 EAGER, BEST = "eager", "best"
 
@@ -56,9 +64,11 @@ def refuse_without_torch(option: str, python: str) -> None:
 
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
     """Return the architecture as the peer's Shape, which lacks some of our settings."""
-    if shape.qk_norm or shape.value_embeddings or shape.mlp == "relu2":
+    of_its_own = shape.head_dim or shape.qkv_bias or shape.rope_scaling != "none"
+    if shape.qk_norm or shape.value_embeddings or shape.mlp == "relu2" or of_its_own:
         raise UsageError(
-            "the model in PyTorch has neither qk_norm nor value embeddings nor relu2: see --preset tiny-adamw"
+            "the model in PyTorch has no qk_norm, value embeddings, relu2, head_dim, qkv_bias, rope_scaling:"
+            " see --preset tiny-adamw"
         )
     return {name: value for name, value in asdict(shape).items() if name not in LACKING}
 

@@ -24,7 +24,7 @@ def weights() -> None:
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
 @click.option("--tokenizer", help="byte, gpt2, or the path of one; default: the directory's own.")
 def import_(source: str, out: Path, tokenizer: str | None) -> None:
-    """Import a GPT-2 or Llama model saved by transformers as a weights file.
+    """Import a model saved by transformers as a weights file: GPT-2, Llama, Mistral, Qwen 2 or 3.
 
     SOURCE is the directory with config.json and model.safetensors (or its parts), the file itself, or
     hub:ORG/NAME, a repository of the Hugging Face Hub.
@@ -39,7 +39,7 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
 @click.option("--out", type=PATH, required=True, help="The directory to create.")
 @click.option("--dtype", type=click.Choice(_STORED), default="float32", show_default=True)
 def export(weights: Path, out: Path, dtype: str) -> None:
-    """Export a weights file as a directory that transformers loads, as GPT-2 or as Llama."""
+    """Export a weights file as a directory that transformers loads, as GPT-2, Llama, Qwen 2 or 3."""
     from distgpt.saved.huggingface import export_model
 
     print_lines(export_model(weights, out, dtype, _note))

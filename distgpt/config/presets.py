@@ -134,6 +134,13 @@ def _gpt2(n_layer: int, n_head: int, n_embd: int, **more: Any) -> dict[str, Any]
     return {**_GPT2_RECIPE, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, **more}
 
 
+def _llama(n_layer: int, n_head: int, n_kv_head: int, n_embd: int, **more: Any) -> dict[str, Any]:
+    """A published shape with gpt2's recipe, at a shorter context than the published model's."""
+    shape = {"n_kv_head": n_kv_head, "positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
+    context = {"seq_len": 2048, "tokenizer": "auto"}
+    return _gpt2(n_layer, n_head, n_embd, **{**shape, **context, **more})
+
+
 def _microgpt(n_layer: int, n_embd: int, seq_len: int, n_head: int) -> dict[str, Any]:
     return {
         "n_layer": n_layer,
@@ -245,6 +252,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-xl": _gpt2(48, 25, 1600, lr=2e-4, min_lr=2e-5),
     "gpt2-modern": _gpt2(12, 12, 768, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False),
     "gpt2-fast": _gpt2(12, 12, 768, **_FAST),
+    "smollm2-135m": _llama(30, 9, 3, 576, vocab_size=49152, mlp_width=1536, rope_base=1e5),
+    "smollm2-360m": _llama(
+        32, 15, 5, 960, vocab_size=49152, mlp_width=2560, rope_base=1e5, lr=3e-4, min_lr=3e-5
+    ),
+    "qwen3-0.6b": {
+        **_llama(28, 16, 8, 1024, vocab_size=151936, mlp_width=3072, rope_base=1e6, lr=2.5e-4, min_lr=2.5e-5),
+        "head_dim": 128,
+        "qk_norm": True,
+        "qk_norm_gain": True,
+        "norm_eps": 1e-6,
+    },
+    "llama3.2-1b": {
+        **_llama(16, 32, 8, 2048, vocab_size=128256, mlp_width=8192, rope_base=5e5, lr=2e-4, min_lr=2e-5),
+        "rope_scaling": "llama3",
+        "rope_factor": 32.0,
+    },
     "microgpt": _microgpt(1, 16, 16, 4),
     **{name: _microgpt(*shape) for name, shape in _STUDY.items()},
     **{f"M{name}5": _microgpt(n, c, 512, h) for name, (n, c, _, h) in _STUDY.items()},

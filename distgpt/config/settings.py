@@ -12,6 +12,7 @@ NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "relu", "relu2", "swiglu")
 INITS = ("gpt2", "unit")
 POSITIONS = ("learned", "rope", "none")
+ROPE_SCALINGS = ("none", "linear", "llama3")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("linear", "cosine", "wsd", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
@@ -48,6 +49,7 @@ class ModelConfig:
         0, "Heads of keys and values, each for n_head / n_kv_head heads of queries. 0: n_head.", low=0
     )
     n_embd: int = setting(128, "Width of the embedding and of every layer.", low=1, most=1 << 17)
+    head_dim: int = setting(0, "Elements of an attention head. 0: n_embd / n_head.", low=0, most=1 << 12)
     norm: str = setting("layernorm", "Kind of normalization.", choices=NORMS)
     norm_gain: bool = setting(True, "Scale normalized values by trained weights.")
     norm_eps: float = setting(1e-5, "Number added to the variance in a normalization.", above=0)
@@ -60,13 +62,39 @@ class ModelConfig:
     )
     positions: str = setting("learned", "How the model learns where a token stands.", choices=POSITIONS)
     rope_base: float = setting(10_000.0, "Base of RoPE's angles: larger for longer contexts.", low=1)
+    rope_scaling: str = setting(
+        "none",
+        "Slow RoPE's rotations down by rope_factor, for longer contexts: all of them (linear), or slow ones"
+        " alone, as Llama 3.1 does.",
+        choices=ROPE_SCALINGS,
+    )
+    rope_factor: float = setting(8.0, "With rope_scaling: divide RoPE's frequencies by this.", low=1)
+    rope_context: int = setting(
+        8192, "With llama3's rope_scaling: the context length of the training before.", low=1
+    )
+    rope_slow: float = setting(
+        1.0, "With llama3's rope_scaling: divide what turns less often than this in that context.", low=0
+    )
+    rope_fast: float = setting(
+        4.0, "With llama3's rope_scaling: leave what turns more often than this in that context.", above=0
+    )
     qk_norm: bool = setting(False, "Normalize queries and keys, head by head.", flag="--qk-norm/--no-qk-norm")
+    qk_norm_gain: bool = setting(
+        False,
+        "With --qk-norm: scale them by trained weights, before RoPE turns them, as Qwen 3 does.",
+        flag="--qk-norm-gain/--no-qk-norm-gain",
+    )
     value_embeddings: bool = setting(
         False,
         "Add a vector of each token, trained for it, to the values in every other layer.",
         flag="--value-embeddings/--no-value-embeddings",
     )
     bias: bool = setting(True, "Give linear layers and layer norms biases.", flag="--bias/--no-bias")
+    qkv_bias: bool = setting(
+        False,
+        "Give queries, keys and values biases, even with --no-bias.",
+        flag="--qkv-bias/--no-qkv-bias",
+    )
     tied: bool = setting(True, "Share the embedding's weights with the output layer.", flag="--tied/--untied")
     vocab_multiple: int = setting(64, "Pad the embedding's rows to a multiple of this.", low=1, most=1 << 20)
     init_weights: str = setting(
@@ -81,18 +109,26 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.n_embd % self.n_head:
+        if not self.head_dim and self.n_embd % self.n_head:
             raise UsageError(f"n_embd {self.n_embd} cannot be divided among n_head {self.n_head} heads")
         if self.n_kv_head and self.n_head % self.n_kv_head:
             raise UsageError(f"n_head {self.n_head} is no multiple of n_kv_head {self.n_kv_head}")
         if self.positions == "rope" and self.head_size % 2:
-            raise UsageError(
-                f"positions is rope, which rotates pairs: n_embd / n_head = {self.head_size} is odd"
-            )
+            size = "head_dim" if self.head_dim else "n_embd / n_head"
+            raise UsageError(f"positions is rope, which rotates pairs: {size} = {self.head_size} is odd")
+        if self.rope_slow >= self.rope_fast:
+            raise UsageError(f"rope_slow {self.rope_slow} must be below rope_fast {self.rope_fast}")
+        if self.qk_norm_gain and not self.qk_norm:
+            raise UsageError("qk_norm_gain scales what qk_norm normalizes: it needs qk_norm")
 
     @property
     def head_size(self) -> int:
-        return self.n_embd // self.n_head
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def attention_width(self) -> int:
+        """Return the width of all heads of queries, and of attention's output."""
+        return self.n_head * self.head_size
 
     @property
     def kv_heads(self) -> int:

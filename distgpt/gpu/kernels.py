@@ -38,6 +38,7 @@ BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its regist
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
 COMMON = 7  # values that all threads of adamw read, before two for each group, as in optimizer.cu
+ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
@@ -263,6 +264,26 @@ class CudaKernels:
         args = (dqkv, qkv, rstd, rstd.size, rstd.shape[1], head, qkv.shape[1])
         self._launcher.start("elementwise", "qk_norm_backward", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
 
+    def qk_norm_gain(self, qkv: Array, xhat: Array, rstd: Array, gain: Array, eps: float) -> None:
+        sizes = _head_sizes(qkv, rstd, gain)
+        args = (qkv, xhat, rstd, gain, float(eps), rstd.size, *sizes)
+        self._launcher.start("elementwise", "qk_norm_gain", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
+
+    def qk_norm_gain_backward(self, dqkv: Array, dgain: Array, xhat: Array, rstd: Array, gain: Array) -> None:
+        warps = 2 * len(dqkv)
+        args = (dqkv, dgain, xhat, rstd, gain, warps, *_head_sizes(dqkv, rstd, gain))
+        self._launcher.start("elementwise", "qk_norm_gain_backward", -(-warps * WARP // BLOCK), BLOCK, *args)
+
+    def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
+        """Add up every so many rows first, so that there is work for many blocks."""
+        n, c = x.shape
+        apart = gcd(n, ROWS_APART)
+        if apart > 1:
+            some = self._launcher.scratch("sums of rows", (apart, c), x.dtype)
+            sum_parts(self._launcher, some, x.reshape(-1, apart * c), slice(0, apart * c), False)
+            x = some
+        sum_parts(self._launcher, total, x, slice(0, c), accumulate)
+
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
 
@@ -374,6 +395,12 @@ def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
     threads = max(128, warps * WARP)
     defines = (f"CHANNELS={c}", f"ROW_THREADS={warps * WARP}", f"THREADS={threads}")
     return threads // (warps * WARP), threads, defines
+
+
+def _head_sizes(qkv: Array, rstd: Array, gain: Array) -> tuple[int, ...]:
+    """Return the heads of q and k, those of q, the elements of a head, and those of a row of qkv."""
+    heads, head, row = rstd.shape[1], len(gain) // 2, qkv.shape[1]
+    return heads, 2 * heads - row // head, head, row
 
 
 def _floats(host: Any) -> Any:

@@ -100,13 +100,14 @@ class CompiledLanes:
 
 def _rows(config: ModelConfig, count: int, dtype: str) -> decode.Rows:
     width, hidden = config.n_embd, config.hidden
+    widest = max(width, config.attention_width)
     return decode.Rows(
         s=factor_rows(count, width, "float32"),
         qkv=factor_rows(count, config.qkv_width, "float32"),
-        att=factor_rows(count, width, "float32"),
+        att=factor_rows(count, widest, "float32"),
         pre=factor_rows(count, hidden, "float32"),
         gates=factor_rows(count, hidden, "float32"),
-        a=factor_rows(count, width, dtype),
+        a=factor_rows(count, widest, dtype),
         h=factor_rows(count, hidden, dtype),
     )
 

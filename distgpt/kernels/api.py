@@ -363,8 +363,25 @@ class Kernels(Protocol):
     def qk_norm_backward(self, dqkv: Floats2d, qkv: Floats2d, rstd: Wide2d, head: int) -> None:
         """dx ← QK_SCALE · rstd · (dx - x̂ · mean(dx · x̂)) in each head of q and k; qkv has QK_SCALE · x̂."""
 
+    def qk_norm_gain(self, qkv: Floats2d, xhat: Floats2d, rstd: Wide2d, gain: Floats1d, eps: float) -> None:
+        """Each head of q and k, x ← gain · x̂, in place; x̂ ← rstd · x; rstd ← 1 / √(mean(x²) + eps).
+
+        rstd (N, H + K); xhat (N, (H + K)·head); gain (2·head,), of the heads of q and of those of k.
+        """
+
+    def qk_norm_gain_backward(
+        self, dqkv: Floats2d, dgain: Wide2d, xhat: Floats2d, rstd: Wide2d, gain: Floats1d
+    ) -> None:
+        """g ← gain · dx; dx ← rstd · (g - x̂ · mean(g · x̂)) in each head of q and k, in place.
+
+        dgain (N, 2·head) ← Σ dx · x̂ over the heads of q of a row, and over those of k, of dx as it was.
+        """
+
+    def sum_rows(self, total: Wide1d, x: Wide2d, accumulate: bool) -> None:
+        """total ← Σ x, over rows. x (N, C), total (C,)"""
+
     def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
-        """y ← softmax(q kᵀ / √head, causal) v per head, (N, C); lse ← log of the softmax's denominator.
+        """y ← softmax(q kᵀ / √head, causal) v per head, (N, H·head); lse ← log of the softmax's denominator.
 
         lse has N·H elements, as (N, H), in an order that the backend is free to choose.
         """
@@ -388,7 +405,7 @@ class Kernels(Protocol):
     def attention_cached(self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d) -> None:
         """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
 
-        cache (2, B, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, C).
+        cache (2, B, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head).
         """
 
     # -- head and loss

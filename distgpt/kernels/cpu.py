@@ -161,6 +161,15 @@ class CpuKernels(OnHost):
     def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array, head: int) -> None:
         self._pool.ranges(len(qkv), ROWS, attention.qk_norm_backward, dqkv, qkv, rstd, head)
 
+    def qk_norm_gain(self, qkv: Array, xhat: Array, rstd: Array, gain: Array, eps: float) -> None:
+        self._pool.ranges(len(qkv), ROWS, attention.qk_norm_gain, qkv, xhat, rstd, gain, eps)
+
+    def qk_norm_gain_backward(self, dqkv: Array, dgain: Array, xhat: Array, rstd: Array, gain: Array) -> None:
+        self._pool.ranges(len(dqkv), ROWS, attention.qk_norm_gain_backward, dqkv, dgain, xhat, rstd, gain)
+
+    def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
+        self._pool.ranges(x.shape[1], COLUMNS, rowwise.sum_rows, total, x, accumulate)
+
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         n_head, n_seq = lse.shape[1], len(y) // seq_len
         size = y.shape[1] // n_head

@@ -251,6 +251,27 @@ class ReferenceKernels(OnHost):
         dx, xhat = _queries_and_keys(dqkv, rstd, head), _queries_and_keys(qkv, rstd, head) / QK_SCALE
         dx[...] = QK_SCALE * rstd[..., None] * (dx - xhat * (dx * xhat).mean(2, keepdims=True))
 
+    def qk_norm_gain(self, qkv: Floats2d, xhat: Floats2d, rstd: Wide2d, gain: Floats1d, eps: float) -> None:
+        x, gains = _queries_and_keys(qkv, rstd, len(gain) // 2), _gains(gain, qkv, rstd)
+        rstd[...] = 1 / np.sqrt((x**2).mean(2) + eps)
+        x *= rstd[..., None]
+        xhat[...] = x.reshape(xhat.shape)
+        x *= gains
+
+    def qk_norm_gain_backward(
+        self, dqkv: Floats2d, dgain: Wide2d, xhat: Floats2d, rstd: Wide2d, gain: Floats1d
+    ) -> None:
+        dx, gains = _queries_and_keys(dqkv, rstd, len(gain) // 2), _gains(gain, dqkv, rstd)
+        xhat = xhat.reshape(dx.shape)
+        n_head = 2 * rstd.shape[1] - dqkv.shape[1] // dx.shape[2]
+        along = dx * xhat
+        dgain[...] = np.concatenate([along[:, :n_head].sum(1), along[:, n_head:].sum(1)], axis=1)
+        g = dx * gains
+        dx[...] = rstd[..., None] * (g - xhat * (g * xhat).mean(2, keepdims=True))
+
+    def sum_rows(self, total: Wide1d, x: Wide2d, accumulate: bool) -> None:
+        _put(total, x.sum(0), accumulate)
+
     def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
         out = _heads_of(y, seq_len, lse.shape[1])
         q, k, v = _heads(qkv, out)
@@ -445,8 +466,15 @@ def _queries_and_keys(qkv: Array, rstd: Array, head: int) -> Array:
     return qkv.reshape(len(qkv), -1, head)[:, : rstd.shape[1]]
 
 
+def _gains(gain: Array, qkv: Array, rstd: Array) -> Array:
+    """Return the gain of each head of q and k, (H + K, head)."""
+    heads, both = rstd.shape[1], gain.reshape(2, -1)
+    n_head = 2 * heads - qkv.shape[1] // both.shape[1]
+    return np.repeat(both, (n_head, heads - n_head), axis=0)
+
+
 def _heads_of(x: Array, seq_len: int, n_head: int) -> Array:
-    """View (N, C) as (B, H, T, head)."""
+    """View (N, H·head) as (B, H, T, head)."""
     return x.reshape(-1, seq_len, n_head, x.shape[1] // n_head).swapaxes(1, 2)
 
 

@@ -83,5 +83,5 @@ def operations(model: Architecture) -> Operations:
     return Operations(
         layers=int(matmul_flops(1, sum(weights))),
         head=int(matmul_flops(1, config.vocab_size * config.n_embd)),
-        attention=int(config.n_layer * attention_flops(config.n_embd, config.seq_len)),
+        attention=int(config.n_layer * attention_flops(config.attention_width, config.seq_len)),
     )

@@ -85,6 +85,26 @@ class Linear(Part):
         self.k.linear_backward_weights(dwb, dy, x, accumulate, sums)
 
 
+class HeadNorm(Part):
+    """Each head of queries, x / rms(x) · w, and each head of keys in the same way, with other weights."""
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        super().__init__(name)
+        self.shape, self.eps = (2 * config.head_size,), config.norm_eps
+
+    def specs(self) -> list[Spec]:
+        return [Spec(f"{self.name}.w", self.shape)]
+
+    def forward(self, qkv: Floats2d, xhat: Floats2d, rstd: Wide2d) -> None:
+        self.k.qk_norm_gain(qkv, xhat, rstd, self.wb.w, self.eps)
+
+    def backward(self, dqkv: Floats2d, dgain: Wide2d, xhat: Floats2d, rstd: Wide2d) -> None:
+        self.k.qk_norm_gain_backward(dqkv, dgain, xhat, rstd, self.wb.w)
+
+    def weights(self, dgain: Wide2d, accumulate: bool) -> None:
+        self.k.sum_rows(self.dwb.w, dgain, accumulate)
+
+
 class ValueEmbedding(Part):
     """A trained vector of each token, which is added to the values of its layer."""
 
@@ -186,18 +206,35 @@ class Rope(NoPositions):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.heads, self.half = config.n_head + config.kv_heads, config.head_size // 2
-        self.base = config.rope_base
+        self.frequencies = _frequencies(config)
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.k = kernels
         positions = np.arange(self.shape[0])[:, None]
-        angles = positions * self.base ** (-np.arange(self.half) / self.half)
+        angles = positions * self.frequencies
         self.angles = Angles(*(kernels.wide_zeros(*angles.shape) for _ in range(2)))
         kernels.put(self.angles.cos, np.cos(angles))
         kernels.put(self.angles.sin, np.sin(angles))
 
     def rotate(self, qkv: Floats2d, seq_len: int, start: Ints1d | None, inverse: bool) -> None:
         self.k.rope(qkv, self.angles, self.heads, seq_len, start, inverse)
+
+
+def _frequencies(config: ModelConfig) -> Array:
+    """Return what each pair turns by from one position to the next, (head/2,).
+
+    Llama 3 divides by rope_factor those that turn less than rope_slow times in rope_context, leaves those
+    that turn more than rope_fast times, and takes a mean in between.
+    """
+    half = config.head_size // 2
+    plain = config.rope_base ** (-np.arange(half) / half)
+    if config.rope_scaling == "none":
+        return plain
+    if config.rope_scaling == "linear":
+        return plain / config.rope_factor
+    turns = plain * config.rope_context / (2 * math.pi)
+    share = np.clip((turns - config.rope_slow) / (config.rope_fast - config.rope_slow), 0, 1)
+    return share * plain + (1 - share) * plain / config.rope_factor
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -212,7 +249,7 @@ class LayerActivations:
     s1: Floats2d  # (N, C), the input: the residual stream
     h1: Floats2d  # norm1(s1)
     qkv: Floats2d  # (N, (H + 2K)·head)
-    att: Floats2d  # attention's output
+    att: Floats2d  # attention's output, (N, H·head)
     s2: Floats2d  # s1 + projected att
     h2: Floats2d  # norm2(s2)
     pre: Floats2d  # the activation's input, (N, hidden), for swiglu twice as wide
@@ -221,6 +258,7 @@ class LayerActivations:
     stats2: Stats
     lse: Wide2d  # (N, H)
     qk_rstd: Wide2d | None = None  # (N, H + K), of normalised queries and keys
+    xhat: Floats2d | None = None  # (N, (H + K)·head): these without their gain, where they have one
 
 
 @dataclass(slots=True)
@@ -238,12 +276,15 @@ class Scratch:
     dout: Floats2d | None = None  # the gradient of the layer's output
     dact: Floats2d | None = None
     dpre: Floats2d | None = None
+    datt: Floats2d | None = None  # dh1, unless it has another width
     dqkv: Floats2d | None = None
+    dgain: Wide2d | None = None  # (N, 2·head), gradients of the gain of queries and keys
     in_sums: Wide2d | None = None  # partial sums of the norms: those of norm1, of norm2, of the layer above
     mid_sums: Wide2d | None = None
     out_sums: Wide2d | None = None
     last_dpre: Floats2d | None = None
     last_dqkv: Floats2d | None = None
+    last_dgain: Wide2d | None = None
     last_dmid: Floats2d | None = None
     last_dout: Floats2d | None = None
     last_mid_sums: Wide2d | None = None
@@ -258,23 +299,27 @@ class Block:
         self.act, self.positions = config.mlp, positions
         self.qk_norm, self.head, self.eps = config.qk_norm, config.head_size, config.norm_eps
         self.norm1 = NORMS[config.norm](f"{name}.norm1", config)
-        kv = config.kv_heads * config.head_size
-        self.qkv = Linear(f"{name}.attn.qkv", width, width + 2 * kv, bias, heights=(width, kv, kv))
-        self.out = Linear(f"{name}.attn.proj", width, width, bias)
+        q, kv = config.attention_width, config.kv_heads * config.head_size
+        self.head_norm = HeadNorm(f"{name}.qk_norm", config) if config.qk_norm_gain else None
+        self.qkv = Linear(f"{name}.attn.qkv", width, q + 2 * kv, bias or config.qkv_bias, heights=(q, kv, kv))
+        self.out = Linear(f"{name}.attn.proj", q, width, bias)
         self.norm2 = NORMS[config.norm](f"{name}.norm2", config)
         sides = (config.hidden,) * SIDES[config.mlp]
         self.fc = Linear(f"{name}.mlp.fc", width, sum(sides), bias, heights=sides)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
         self.values = ValueEmbedding(f"{name}.values", config) if index in config.value_layers else None
         # In the order in which the backward pass finishes their gradients.
-        self.parts: list[Part] = [self.proj, self.fc, self.norm2, self.out, self.qkv, self.norm1]
+        parts = [self.proj, self.fc, self.norm2, self.out, self.head_norm, self.qkv, self.norm1]
+        self.parts: list[Part] = [part for part in parts if part is not None]
 
     @staticmethod
     def activations(config: ModelConfig) -> dict[str, int]:
         """Return the widths of LayerActivations that are of `dtype`."""
         c, pre = config.n_embd, SIDES[config.mlp] * config.hidden
-        streams = dict.fromkeys(("s1", "h1", "att", "s2", "h2"), c)
-        return {**streams, "qkv": config.qkv_width, "pre": pre, "act": config.hidden}
+        streams = dict.fromkeys(("s1", "h1", "att", "s2", "h2"), c) | {"att": config.attention_width}
+        heads = config.n_head + config.kv_heads
+        xhat = {"xhat": heads * config.head_size} if config.qk_norm_gain else {}
+        return {**streams, "qkv": config.qkv_width, "pre": pre, "act": config.hidden, **xhat}
 
     @staticmethod
     def statistics(config: ModelConfig, kernels: Kernels, n: int) -> dict[str, Stats | Wide2d]:
@@ -290,7 +335,10 @@ class Block:
         """Return the widths of Scratch that are of `dtype`."""
         widths = dict.fromkeys(("dh1", "dh2", "din", "dmid", "dout"), config.n_embd)
         pre = SIDES[config.mlp] * config.hidden
-        return widths | {"dact": config.hidden, "dpre": pre, "dqkv": config.qkv_width}
+        widths |= {"dact": config.hidden, "dpre": pre, "dqkv": config.qkv_width}
+        if config.attention_width != config.n_embd:
+            widths["datt"] = config.attention_width
+        return widths
 
     def bind(self, kernels: Kernels) -> None:
         self.k = kernels
@@ -308,9 +356,12 @@ class Block:
         self.k.attention_cached(acts.att, cache, acts.qkv, start)
 
     def _prepare(self, acts: LayerActivations, seq_len: int, start: Ints1d | None) -> None:
-        """Rotate and normalise queries and keys. The order does not matter: a rotation keeps the length."""
+        """Rotate and normalise queries and keys. Without gains the order does not matter: a rotation keeps
+        the length."""
+        if self.head_norm is not None:
+            self.head_norm.forward(acts.qkv, acts.xhat, acts.qk_rstd)
         self.positions.rotate(acts.qkv, seq_len, start, inverse=False)
-        if self.qk_norm:
+        if self.qk_norm and self.head_norm is None:
             self.k.qk_norm(acts.qkv, acts.qk_rstd, self.head, self.eps)
 
     def before_attention(
@@ -356,12 +407,14 @@ class Block:
         self.k.linear_backward_act(*through, self.act, again, self.fc.bias_along(accumulate))
         self.fc.backward(tmp.dh2, _dpre(acts, tmp))
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
-        self.out.backward(tmp.dh1, tmp.dmid)
+        self.out.backward(tmp.datt, tmp.dmid)
         db = self.qkv.bias_along(accumulate)
-        self.k.attention_backward(tmp.dqkv, tmp.dh1, acts.att, acts.lse, acts.qkv, seq_len, db)
-        if self.qk_norm:
+        self.k.attention_backward(tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, seq_len, db)
+        if self.qk_norm and self.head_norm is None:
             self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.head)
         self.positions.rotate(tmp.dqkv, seq_len, None, inverse=True)
+        if self.head_norm is not None:
+            self.head_norm.backward(tmp.dqkv, tmp.dgain, acts.xhat, acts.qk_rstd)
         self.qkv.backward(tmp.dh1, tmp.dqkv)
         self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)
 
@@ -379,6 +432,8 @@ class Block:
         self.fc.weights(_dpre(acts, tmp), acts.h2, accumulate)
         self.norm2.weights(tmp.mid_sums, tmp.dh2, acts.s2, acts.stats2, accumulate)
         self.out.weights(tmp.dmid, acts.att, accumulate, tmp.mid_sums)
+        if self.head_norm is not None:
+            self.head_norm.weights(tmp.dgain, accumulate)
         self.qkv.weights(tmp.dqkv, acts.h1, accumulate)
         if self.values is not None:
             self.values.weights(tmp.dqkv, tokens)

@@ -175,8 +175,8 @@ class Model(Architecture):
 
 def miniature(config: ModelConfig, kernels: Kernels) -> Model:
     """Make a very small model of the same kind, which compiles the same loops."""
-    small = replace(config, vocab_size=8, seq_len=8, n_layer=1, n_head=1, n_kv_head=0, n_embd=16, mlp_width=0)
-    return Model(small, kernels)
+    short = replace(config, vocab_size=8, seq_len=8, n_layer=1)
+    return Model(replace(short, n_head=1, n_kv_head=0, n_embd=16, head_dim=0, mlp_width=0), kernels)
 
 
 def _norm(name: str, config: ModelConfig, present: bool) -> LayerNorm | None:

@@ -74,7 +74,7 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
             found[f"blocks.{i}.{name}.w"] = Packed(parts, (rows,) * len(parts), k)
 
     layer("attn.qkv", config.qkv_width, c, packed.qkv)
-    layer("attn.proj", c, c, packed.out)
+    layer("attn.proj", c, config.attention_width, packed.out)
     layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.mlp == "swiglu" else []))
     layer("mlp.proj", c, hidden, packed.proj)
     found["wte"] = Packed((packed.embedding,), (config.vocab_size,), c)

@@ -33,15 +33,23 @@ FEW, WIDE = range(3, 65), 4 << 20  # rows of a worker, and bytes of a layer's pa
 # computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
 # gradients) and costs a second forward pass for "block".
 KEPT = {
-    "none": ("s1", "h1", "qkv", "att", "s2", "h2", "pre", "act"),
-    "mlp": ("s1", "qkv", "att", "s2", "pre"),
+    "none": ("s1", "h1", "qkv", "xhat", "att", "s2", "h2", "pre", "act"),
+    "mlp": ("s1", "qkv", "xhat", "att", "s2", "pre"),
     "block": ("s1",),
     "all": (),  # for a pass that is never followed by a backward pass
 }
 
 # Scratch that gradients of a layer's weights read and the layer below writes. Pairs are double-buffered:
 # they swap names after a layer, so the layer below reads by the first what this one wrote by the second.
-BUFFERS = (("dout", "din"), ("out_sums", "in_sums"), ("dpre",), ("dqkv",), ("dmid",), ("mid_sums",))
+BUFFERS = (
+    ("dout", "din"),
+    ("out_sums", "in_sums"),
+    ("dpre",),
+    ("dqkv",),
+    ("dgain",),
+    ("dmid",),
+    ("mid_sums",),
+)
 
 Ready = Callable[[int], None]
 
@@ -222,6 +230,10 @@ class Pass:
         unused |= {"dact"} if self._again else set()
         unused |= set() if training else widths.keys() - (set() if can.fuses_residual else {"dh1"})
         arrays = self._arrays({name: width for name, width in widths.items() if name not in unused})
+        arrays.setdefault("datt", arrays.get("dh1"))
+        if training and config.qk_norm_gain:
+            gains = [name for ring in self._buffers for name in ring if ring[0] == "dgain"]
+            arrays |= {name: k.wide_zeros(self.n_rows, 2 * config.head_size) for name in gains}
         sums = [name for ring in self._buffers for name in ring if "sums" in ring[0]]
         if training and can.norm_sum_rows and (config.norm_gain or config.bias):
             arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in sums}

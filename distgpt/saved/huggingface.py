@@ -32,7 +32,8 @@ from distgpt.files import (
 )
 from distgpt.formatting import count
 from distgpt.model.model import Architecture
-from distgpt.saved.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
+from distgpt.saved.families import family_for, recognised
+from distgpt.saved.family import HEAD, Family, Settings, TensorMapping
 from distgpt.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import (

@@ -13,7 +13,7 @@ from distgpt.formatting import count
 from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
 from distgpt.saved import checkpoint
-from distgpt.saved.families import PART_NAMES
+from distgpt.saved.family import PART_NAMES
 from distgpt.saved.huggingface import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
 from distgpt.saved.modelfile import FORMAT, ORIGIN, read_description
 from distgpt.saved.rundir import find_weights
@@ -108,13 +108,16 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     parts = [
         PART_NAMES[config.norm],
         PART_NAMES[config.mlp],
-        PART_NAMES[config.positions] if config.positions != "none" else "no positions",
-        "biases" if config.bias else "no biases",
+        _positions(config),
+        "biases" if config.bias else "biases of queries, keys and values" if config.qkv_bias else "no biases",
         "tied output layer" if config.tied else "output layer of its own",
-        *["normalised queries and keys"] * config.qk_norm,
+        *["normalised and scaled queries and keys" if config.qk_norm_gain else "normalised queries and keys"]
+        * config.qk_norm,
         *["value embeddings"] * config.value_embeddings,
     ]
     heads = count(config.n_head, "head")
+    if config.attention_width != config.n_embd:
+        heads += f" of {config.head_size}"
     if config.kv_heads < config.n_head:
         heads += f" ({config.kv_heads} of keys and values)"
     shape = (
@@ -130,6 +133,14 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "tokenizer": tokenizer.describe() if tokenizer else "none",
         "config": settings,
     }
+
+
+def _positions(config: ModelConfig) -> str:
+    if config.positions == "none":
+        return "no positions"
+    scaled = f" scaled {config.rope_factor:g} times ({config.rope_scaling})"
+    is_scaled = config.positions == "rope" and config.rope_scaling != "none"
+    return PART_NAMES[config.positions] + (scaled if is_scaled else "")
 
 
 def _training(run: RunConfig) -> str:

@@ -93,7 +93,18 @@ def test_every_option_of_gpus_reaches_its_configuration():
 def test_which_settings_have_no_option_and_which_may_change_on_resume():
     assert set(SETTINGS) - set(OPTIONS) == {
         *("norm_gain", "norm_eps", "embed_norm", "final_norm", "mlp_width", "vocab_multiple", "init_std"),
-        *("init_residual", "beta1", "beta2", "eps", "keep", "verify_every", "save_minutes"),
+        *(
+            "rope_context",
+            "rope_slow",
+            "rope_fast",
+            "init_residual",
+            "beta1",
+            "beta2",
+            "eps",
+            "keep",
+            "verify_every",
+            "save_minutes",
+        ),
     }
     assert {
         *("data", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
@@ -206,6 +217,9 @@ def test_impossible_values_are_refused_with_a_hint():
         ({"n_kv_head": 3}, "n_head 4 is no multiple of n_kv_head 3"),
         ({"n_kv_head": 8}, "no multiple"),
         ({"rope_base": float("inf")}, "finite"),
+        ({"rope_slow": 2.0, "rope_fast": 2.0}, "rope_slow 2.0 must be below rope_fast 2.0"),
+        ({"head_dim": 5, "positions": "rope"}, "head_dim = 5 is odd"),
+        ({"qk_norm": False, "qk_norm_gain": True}, "needs qk_norm"),
         ({"batch_size": 6, "grad_accum": 4}, "batch_size 6 cannot be split into grad_accum 4"),
     ):
         with pytest.raises(UsageError, match=hint) as caught:
@@ -224,8 +238,12 @@ def test_impossible_values_are_refused_with_a_hint():
 # Of these settings: why a value is refused, the last one that is allowed, and the first that is not.
 LIMITS = (
     ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
-    ("rope_base", "at least 1", 1.0, 0.999),
-    ("n_kv_head", "at least 0", 0, -1),
+    ("rope_base rope_factor", "at least 1", 1.0, 0.999),
+    ("rope_context", "at least 1", 1, 0),
+    ("rope_slow", "at least 0", 0.0, -0.001),
+    ("rope_fast", "above 0", 1.001, 0.0),
+    ("n_kv_head head_dim", "at least 0", 0, -1),
+    ("head_dim", "at most 4096", 4096, 4097),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
     ("spike_zscore bad_steps_allowed recheck_every reproducible_parts outer_every", "at least 0", 0, -1),
@@ -313,6 +331,7 @@ CHOSEN = {
     "vocab_size": 70,
     "n_layer": 1, "n_head": 3, "n_kv_head": 1, "n_embd": 12, "norm": "layernorm", "mlp": "relu",
     "positions": "none", "rope_base": 500.0, "qk_norm": True, "value_embeddings": True,
+    "head_dim": 5, "rope_scaling": "linear", "rope_factor": 2.0, "qk_norm_gain": True, "qkv_bias": True,
     "bias": True, "tied": False, "init_weights": "unit", "optimizer": "muon",
     "embedding_lr": 0.1, "head_lr": 0.1, "vector_lr": 0.1, "decay_fraction": 0.5, "momentum": 0.9,
     "grad_sync": "chunked", "gradient_dtype": "bfloat16",

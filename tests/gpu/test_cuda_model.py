@@ -59,7 +59,9 @@ def alike(config, kernels):
     "kind, dtype",
     [
         *((kind, "float32") for kind in VARIANTS),
-        *product(("gpt2", "modern", "microgpt", "grouped queries"), ("float64", "bfloat16")),
+        *product(
+            ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries"), ("float64", "bfloat16")
+        ),
     ],
 )
 def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
@@ -67,6 +69,7 @@ def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
     model, twin = alike(config, cuda_kernels(dtype))
     got, expected = gradients(model), gradients(twin)
     slack = 4 if config.mlp == "relu" else 1  # rounding across the kink makes a gradient jump
+    slack = 2 if config.qk_norm_gain else slack  # whose gradient is what many heads leave of each other's
     assert got[-FLAG_COUNT] == pytest.approx(expected[-FLAG_COUNT], rel=TOLERANCE[dtype])
     for name in model.grads:
         start = model.layout.offsets[name]

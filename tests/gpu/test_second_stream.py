@@ -59,7 +59,8 @@ def trained_on(kernels, config, train=KEPT, steps=5):
     return np.append(outcomes, model.kernels.to_host(model.weights.flat))
 
 
-SHAPES = {name: replace(VARIANTS[name], n_layer=layers) for name, layers in (("gpt2", 3), ("modern", 2))}
+LAYERS = {"gpt2": 3, "modern": 2, "scaled queries": 3}
+SHAPES = {name: replace(VARIANTS[name], n_layer=layers) for name, layers in LAYERS.items()}
 
 
 @pytest.mark.parametrize("kind", SHAPES)

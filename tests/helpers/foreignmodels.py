@@ -13,6 +13,7 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.tensors import read_header, read_into, write_tensors
 
 MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False}
+QWEN3 = {**MODERN, "qk_norm": True, "qk_norm_gain": True}
 
 
 def shape(vocab_size, seq_len, n_layer, n_head, n_embd, **more):
@@ -30,6 +31,12 @@ SHAPES = {
     "llama": shape(77, 13, 2, 3, 18, **MODERN),
     "llama, grouped": shape(77, 13, 2, 6, 36, n_kv_head=2, rope_base=500.0, **MODERN),
     "llama, one key": shape(77, 13, 1, 3, 18, n_kv_head=1, rope_base=2e6, **MODERN),
+    "llama 3": shape(
+        77, 13, 2, 3, 18, n_kv_head=1, rope_scaling="llama3", rope_context=6, rope_fast=3.0, **MODERN
+    ),
+    "llama, linear": shape(77, 13, 1, 3, 18, rope_scaling="linear", rope_factor=2.5, head_dim=10, **MODERN),
+    "qwen 2": shape(77, 13, 2, 6, 36, n_kv_head=2, mlp_width=37, qkv_bias=True, **MODERN),
+    "qwen 3": shape(77, 13, 2, 4, 20, n_kv_head=2, head_dim=8, mlp_width=37, **QWEN3),
     "llama, odd": shape(259, 9, 1, 5, 10, mlp_width=7, tied=False, norm_eps=1e-3, **MODERN),
 }
 SMALL = SHAPES["odd"]

@@ -29,6 +29,32 @@ VARIANTS = {
     "grouped queries": replace(
         BASE, n_head=6, n_kv_head=2, n_embd=36, positions="rope", rope_base=50.0, qk_norm=True
     ),
+    "linear scaling": replace(BASE, positions="rope", rope_scaling="linear", rope_factor=3.0),
+    # Of four pairs, one turns often in the context, one seldom, two are in between.
+    "llama3 scaling": replace(
+        BASE,
+        positions="rope",
+        rope_base=20.0,
+        rope_scaling="llama3",
+        rope_context=16,
+        rope_slow=0.5,
+        rope_fast=2,
+    ),
+    "a head size of its own": replace(
+        BASE, n_head=4, n_kv_head=2, head_dim=10, positions="rope", mlp="swiglu", mlp_width=37
+    ),
+    "biases of queries, keys and values": replace(BASE, norm="rmsnorm", bias=False, qkv_bias=True),
+    "scaled queries": replace(
+        BASE,
+        n_head=4,
+        n_kv_head=2,
+        head_dim=4,
+        norm="rmsnorm",
+        positions="rope",
+        bias=False,
+        qk_norm=True,
+        qk_norm_gain=True,
+    ),
     "one key for all": replace(BASE, n_kv_head=1, mlp="swiglu"),
     "value embeddings": replace(
         BASE, n_layer=3, value_embeddings=True, positions="rope", init_weights="unit"
@@ -65,11 +91,21 @@ def plain_logits(c, params, tokens):
     def linear(name, x):
         return x @ p[f"{name}.w"].T + p.get(f"{name}.b", 0)
 
+    def slowed(frequency):
+        """As Llama's code has it, by wavelengths."""
+        wavelength = 2 * np.pi / frequency
+        is_fast = c.rope_scaling == "llama3" and wavelength < c.rope_context / c.rope_fast
+        if c.rope_scaling == "none" or is_fast:
+            return frequency
+        if c.rope_scaling == "linear" or wavelength > c.rope_context / c.rope_slow:
+            return frequency / c.rope_factor
+        smooth = (c.rope_context / wavelength - c.rope_slow) / (c.rope_fast - c.rope_slow)
+        return (1 - smooth) * frequency / c.rope_factor + smooth * frequency
+
     def turned(x):
         half = x.shape[1] // 2
-        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(
-            1j * np.arange(len(x))[:, None] * c.rope_base ** (-np.arange(half) / half)
-        )
+        frequencies = np.array([slowed(c.rope_base ** (-i / half)) for i in range(half)])
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)
         return np.concatenate([z.real, z.imag], 1)
 
     def attention(name, x):
@@ -81,8 +117,14 @@ def plain_logits(c, params, tokens):
         for h, q in enumerate(every[: c.n_head]):
             group = h // (c.n_head // c.kv_heads)
             k, v = every[c.n_head + group], every[c.n_head + c.kv_heads + group]
+            if c.qk_norm_gain:
+                gains = np.split(p[f"{name}.qk_norm.w"], 2)
+                q, k = (
+                    x / np.sqrt((x**2).mean(1, keepdims=True) + c.norm_eps) * gain
+                    for x, gain in zip((q, k), gains, strict=True)
+                )
             q, k = (turned(q), turned(k)) if c.positions == "rope" else (q, k)
-            if c.qk_norm:
+            if c.qk_norm and not c.qk_norm_gain:
                 q, k = (1.2 * x / np.sqrt((x**2).mean(1, keepdims=True) + c.norm_eps) for x in (q, k))
             scores = np.where(np.tri(len(x)) > 0, q @ k.T / np.sqrt(c.head_size), -np.inf)
             weights = np.exp(scores - scores.max(1, keepdims=True))

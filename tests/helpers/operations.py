@@ -278,6 +278,22 @@ def test_qk_norm(both):
         case.check("qk_norm_backward", [case.random(case.n, wide)], *inputs)
 
 
+def test_qk_norm_gain(both):
+    for case, kv, wide in grouped(both):
+        heads, size = (case.n, case.h + kv), case.c // case.h
+        shape, gain = (case.n, heads[1] * size), 1 + 0.3 * case.random(2 * size)
+        outs = [case.random(case.n, wide), shape, Wide(heads)]
+        case.check("qk_norm_gain", outs, gain, 1e-5)
+        outs = [case.random(case.n, wide), Wide((case.n, 2 * size))]
+        case.check("qk_norm_gain_backward", outs, case.random(*shape), Wide(case.random(*heads)), gain)
+
+
+def test_sum_rows(both):
+    for case, accumulate in cases(both, BOTH):
+        total = Wide(case.random(case.c) if accumulate else (case.c,))
+        case.check("sum_rows", [total], Wide(case.random(case.n, case.c)), accumulate, strict=4.0)
+
+
 def test_attention_cached(both):
     for case, kv, wide, new in grouped(both, [1, 4, 5]):
         start = np.array([5], np.int32)

@@ -25,6 +25,9 @@ VARIANTS = {
     | {"value_embeddings": True, "n_layer": 3, "n_head": 4, "n_kv_head": 2},
     "grouped": {"n_embd": 66, "n_head": 6, "n_kv_head": 2},
     "one key": {"n_head": 4, "n_kv_head": 1, "positions": "rope", "rope_base": 50.0, "qk_norm": True},
+    "own head": {"n_head": 4, "n_kv_head": 2, "head_dim": 10, "positions": "rope", "qk_norm": True}
+    | {"qk_norm_gain": True, "bias": False, "qkv_bias": True, "rope_scaling": "linear"},
+    "small heads": {"n_head": 2, "head_dim": 6, "norm": "rmsnorm", "mlp": "swiglu", "mlp_width": 37},
     "wide": {"n_embd": 32, "n_head": 1, "mlp_width": 1100, "positions": "rope", "embed_norm": True},
 }
 TYPES = {

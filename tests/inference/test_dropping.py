@@ -55,7 +55,7 @@ def moved(prompt, count, length):
 
 @pytest.mark.parametrize("lookup", [0, 5])
 @pytest.mark.parametrize("made, dtype", [(UncompiledLanes, "float64"), (compiled_lanes, "float32")])
-@pytest.mark.parametrize("kind", ["grouped queries", "none"])
+@pytest.mark.parametrize("kind", ["grouped queries", "scaled queries", "llama3 scaling", "none"])
 def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dtype, lookup):
     for length in (1, 3, 8):
         one = build(replace(VARIANTS[kind], seq_len=length), CpuKernels(dtype, 2))

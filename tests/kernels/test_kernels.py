@@ -68,6 +68,7 @@ def test_operations_run_together_compute_every_part_once(threads):
 VARIANTS = {
     "gpt2": {},
     "modern": {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False, "tied": False},
+    "qwen": {"positions": "rope", "qk_norm": True, "qk_norm_gain": True, "head_dim": 24, "n_kv_head": 1},
 }
 
 
@@ -79,7 +80,9 @@ def model_of(kernels, variant):
     return model
 
 
-@pytest.mark.parametrize("variant, recompute", [("gpt2", "mlp"), ("gpt2", "none"), ("modern", "block")])
+@pytest.mark.parametrize(
+    "variant, recompute", [("gpt2", "mlp"), ("gpt2", "none"), ("modern", "block"), ("qwen", "mlp")]
+)
 def test_bfloat16_gradients_of_a_whole_model_are_those_of_float64(variant, recompute):
     """Per tensor, relative to its norm: rounding to 8 bits leaves 3e-2."""
     tokens = np.random.default_rng(0).integers(0, 37, (2, 6 * 24)).astype(np.int32)

@@ -12,7 +12,7 @@ from distgpt.config.presets import PRESETS, preset
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import FEW, WIDE, Pass
 
 
@@ -107,7 +107,7 @@ def test_accumulated_small_batches_equal_the_large_batch():
 
 def test_what_is_computed_again_changes_nothing():
     kernels = CpuKernels("float64", 2)
-    for kind in ("gpt2", "modern", "microgpt"):
+    for kind in ("gpt2", "modern", "microgpt", "scaled queries"):
         model, results = build(VARIANTS[kind], kernels), {}
         for how in ("mlp", "none", "block"):
             work = Pass(model, 4, 7, training=True, recompute=how)
@@ -160,6 +160,13 @@ def test_presets_are_valid_and_of_their_published_sizes():
         assert config.n_embd % config.n_head == 0, name
     for name, count in (("gpt2", 124_475_904), ("microgpt", 4_192)):
         assert Model(preset(name).model, ReferenceKernels("float32")).layout.size == count
+    for name, count in (
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-360m", 361_821_120),
+        ("qwen3-0.6b", 596_049_920),
+        ("llama3.2-1b", 1_235_814_400),
+    ):
+        assert Architecture(preset(name).model).layout.elements == count
 
 
 def test_a_model_without_vocabulary_is_refused():

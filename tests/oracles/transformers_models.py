@@ -2,6 +2,7 @@
 
 make DIR SHARD {config}        a random model, saved in parts of at most SHARD
 logits DIR TOKENS.npy OUT.npy  its scores, in float32
+gradients DIR TOKENS.npy OUT.npz  those of the mean loss of each next token, by the names of parameters
 tokens DIR [texts]             their ids, what these decode to, and the ids that begin and end texts
 generate DIR PROMPT COUNT      what it writes on, greedily, with the tokenizer in DIR
 tokens_after DIR PROMPTS COUNT the same for lists of tokens, one by one
@@ -31,6 +32,14 @@ def logits(directory, tokens, out):
     assert not any(info.values()), info
     with torch.no_grad():
         np.save(out, model(torch.from_numpy(np.load(tokens))).logits.numpy())
+
+
+def gradients(directory, tokens, out):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.from_numpy(np.load(tokens))
+    scores = model(ids[:, :-1]).logits.flatten(0, 1)
+    torch.nn.functional.cross_entropy(scores, ids[:, 1:].flatten()).backward()
+    np.savez(out, **{name: parameter.grad.numpy() for name, parameter in model.named_parameters()})
 
 
 def tokens(directory, texts):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from conftest import distgpt, inside, popen, refused
 from foreignmodels import (
     MODERN,
+    QWEN3,
     SHAPES,
     SMALL,
     change_json,
@@ -120,6 +122,26 @@ def test_newer_and_older_llamas_say_their_angles_differently(llama):
         import_model(str(llama), llama.with_name(f"{absent}.safetensors"), None)
 
 
+def test_older_and_newer_llamas_say_their_scaling_differently(tmp_path):
+    exported_model(tmp_path / "theirs", SHAPES["llama 3"])
+    expected = read_description(brought_in(tmp_path / "theirs")).run.model
+    path, old = tmp_path / "theirs" / "config.json", "original_max_position_embeddings"
+    parameters = json.loads(path.read_text())["rope_parameters"]
+    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    named = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
+    without = {key: value for key, value in scaling.items() if key != old}
+    for changes, context in (
+        ({"rope_parameters": None, "rope_scaling": scaling}, 6),
+        ({"rope_parameters": None, "rope_scaling": named}, 6),
+        ({"rope_parameters": parameters, "rope_scaling": None, "rope_theta": None}, 6),
+        ({"rope_parameters": None, "rope_scaling": without}, 13),  # the context is the one before
+    ):
+        change_json(path, **changes)
+        (tmp_path / "back.safetensors").unlink()
+        found = read_description(brought_in(tmp_path / "theirs")).run.model
+        assert found == replace(expected, rope_context=context)
+
+
 WAYS = {
     "by the file": lambda directory: directory / "model.safetensors",
     "without the prefix": lambda directory: rewritten(
@@ -189,6 +211,10 @@ def test_what_neither_family_has_is_named(tmp_path):
         ({"mlp": "relu2"}, "GPT-2 has no ReLU²"),
         ({"n_kv_head": 1}, r"GPT-2 has no queries in groups \(n_kv_head\)"),
         (modern | {"qk_norm": True}, "Llama has no norm of queries and keys"),
+        (modern | {"qk_norm": True}, "Qwen 3 has no queries and keys without gain"),
+        (QWEN3 | {"n_embd": 12, "qkv_bias": True}, "Qwen 3 has no biases of queries, keys and values"),
+        ({"head_dim": 4}, r"GPT-2 has no heads of another size \(head_dim\)"),
+        ({"bias": False, "qkv_bias": True}, "GPT-2 has no biases of queries"),
         (modern | {"value_embeddings": True}, "Llama has no value embeddings"),
         ({"final_norm": False}, "GPT-2 has no output layer without a norm in front"),
     ):

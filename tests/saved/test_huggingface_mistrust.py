@@ -15,7 +15,8 @@ from foreignmodels import (
 )
 
 from distgpt.errors import DataError
-from distgpt.saved.families import HEAD
+from distgpt.saved.families import recognised
+from distgpt.saved.family import HEAD, Settings
 from distgpt.saved.huggingface import import_model
 from distgpt.saved.tensors import write_tensors
 
@@ -30,7 +31,7 @@ def check_refused(source, words):
 
 # Changes of config.json, and what is said of them.
 GPT2_REFUSALS = [
-    ({"model_type": "opt"}, "model_type is 'opt'; 'gpt2' and 'llama' can be imported"),
+    ({"model_type": "opt"}, "'opt'; 'gpt2', 'llama', 'mistral', 'qwen2' and 'qwen3' can be imported"),
     ({"activation_function": "gelu"}, "tanh form, not the exact one"),
     ({"scale_attn_weights": False}, "always scales attention"),
     ({"scale_attn_by_inverse_layer_idx": True}, "does not scale attention by the layer"),
@@ -55,12 +56,24 @@ LLAMA_REFUSALS = [
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0: it must be at least 1"),
     ({"num_key_value_heads": -1}, "num_key_value_heads is -1"),
     ({"num_key_value_heads": 1}, r"k_proj.weight is \(18, 18\), not \(6, 18\)"),
-    ({"num_attention_heads": 0}, "head_dim is 6"),
-    ({"head_dim": 12}, "divides the width among the heads"),
-    ({"attention_bias": True}, "biases are everywhere or nowhere"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+    ({"head_dim": 12}, r"q_proj.weight is \(18, 18\), not \(36, 18\)"),
+    ({"head_dim": -6}, "head_dim is -6"),
+    ({"head_dim": 0}, "head_dim is 0"),
+    ({"head_dim": 7}, "head_dim = 7 is odd"),
+    ({"attention_bias": True}, "biases everywhere, of q, k and v alone, or nowhere"),
+    ({"mlp_bias": True}, "biases everywhere, of q, k and v alone, or nowhere"),
     ({"hidden_act": "gelu"}, "SwiGLU has silu"),
-    ({"rope_scaling": {"factor": 8.0}}, "RoPE is not scaled"),
-    ({"rope_parameters": {"rope_type": "llama3"}}, "RoPE is not scaled"),
+    ({"rope_scaling": {"factor": 8.0}, "rope_parameters": None}, "a rope_type must say what it scales"),
+    ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "'yarn'.* as linear or llama3"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters differ"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "rope_factor is 0.5: it must be at least"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor is '2': it must be a number"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotates whole heads"),
+    ({"partial_rotary_factor": 0.5}, "rotates whole heads"),
+    ({"rope_scaling": [1]}, "not an object"),
     ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000 and, in rope_parameters, 500000"),
     ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4': it must be a number"),
     ({"rope_parameters": [1]}, "not an object"),
@@ -68,6 +81,31 @@ LLAMA_REFUSALS = [
     ({"rope_theta": 0, "rope_parameters": {}}, "rope_theta is 0"),
     ({"intermediate_size": 0}, "intermediate_size is 0"),
 ]
+
+
+WINDOWS = [
+    ("mistral", {}, False),  # of 4,096 tokens, by default
+    ("mistral", {"sliding_window": None}, True),
+    ("mistral", {"sliding_window": 8192}, True),
+    ("mistral", {"sliding_window": 8191}, False),
+    ("mistral", {"sliding_window": "all"}, False),
+    ("qwen2", {}, True),
+    ("qwen2", {"sliding_window": 13, "use_sliding_window": False}, True),
+    ("qwen2", {"sliding_window": 13, "use_sliding_window": True}, True),  # from layer 28 on
+    ("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 1}, False),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, True),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, False),
+]
+
+
+def test_attention_to_the_last_tokens_alone_is_refused():
+    for kind, changes, is_read in WINDOWS:
+        values = {"model_type": kind, "max_position_embeddings": 8192, "num_hidden_layers": 2, **changes}
+        if is_read:
+            assert recognised(Settings(values, "there"))[1].seq_len == 8192
+        else:
+            with pytest.raises(DataError, match=r"there: sliding_window is .*less than the context of 8192"):
+                recognised(Settings(values, "there"))
 
 
 def test_a_configuration_that_is_not_ours_is_refused(exported, llama):

@@ -15,7 +15,8 @@ from distgpt.saved.rundir import RunDirectory
 from distgpt.training import schedule
 from distgpt.training.schedule import SaveTimer
 
-LONG = [*SMALL, "--steps", "8", "--save-every", "4"]
+MODEL = ["--qk-norm", "--qk-norm-gain", "--head-dim", "6", "--qkv-bias", "--rope-scaling", "llama3"]
+LONG = [*SMALL, *MODEL, "--steps", "8", "--save-every", "4"]
 
 
 def train(*args, **how):
@@ -207,7 +208,7 @@ def test_a_run_that_gets_slower_is_noticed(clock):
 
 
 def test_a_run_saves_by_the_clock_and_computes_the_same(finished, tmp_path, monkeypatch):
-    words = [*SMALL, "--steps", "8", "--save-every", "0.0000001s", "--out"]
+    words = [*SMALL, *MODEL, "--steps", "8", "--save-every", "0.0000001s", "--out"]
     train(*words, tmp_path / "all")
     assert names(tmp_path / "all" / "checkpoints") == [f"step-{step:08}" for step in (6, 7, 8)]
     train(*words, tmp_path / "own", "--save-every", "5")  # which counts alone

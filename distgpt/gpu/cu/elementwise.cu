@@ -252,3 +252,52 @@ qk_norm_backward(stored* dqkv, const stored* qkv, const real* rstd, int count, i
     const real factor = real(QK_SCALE) * rstd[unit];
     for (int j = lane; j < size; j += WARP) dx[j] = to_stored(factor * (to_real(dx[j]) - to_real(x[j]) * along));
 }
+
+// The same with gains, `gain` (2 size), of the first `queries` heads and of the others. xhat (rows, heads · size)
+
+extern "C" __global__ void
+qk_norm_gain(stored* qkv, stored* xhat, real* rstd, const stored* gain, double eps, int count, int heads,
+             int queries, int size, int row_size) {
+    const int unit = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (unit >= count) return;
+    stored* x = qkv + size_t(unit / heads) * row_size + size_t(unit % heads) * size;
+    stored* normed = xhat + size_t(unit) * size;
+    const stored* w = gain + (unit % heads < queries ? 0 : size);
+    real sum = 0;
+    for (int j = lane; j < size; j += WARP) sum += to_real(x[j]) * to_real(x[j]);
+    const real inverse = 1 / sqrt(warp_sum(sum) / size + real(eps));
+    for (int j = lane; j < size; j += WARP) {
+        const real value = to_real(x[j]) * inverse;
+        normed[j] = to_stored(value);
+        x[j] = to_stored(value * to_real(w[j]));
+    }
+    if (lane == 0) rstd[unit] = inverse;
+}
+
+// A warp for q of a row, and one for k, `count` of them; each lane has elements of its own. dgain (rows, 2 size)
+extern "C" __global__ void
+qk_norm_gain_backward(stored* dqkv, real* dgain, const stored* xhat, const real* rstd, const stored* gain,
+                      int count, int heads, int queries, int size, int row_size) {
+    const int unit = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (unit >= count) return;
+    const int row = unit / 2, is_key = unit % 2;
+    const int first = is_key ? queries : 0, last = is_key ? heads : queries;
+    const stored* w = gain + is_key * size;
+    stored* dx = dqkv + size_t(row) * row_size;
+    const stored* x = xhat + size_t(row) * heads * size;
+    for (int j = lane; j < size; j += WARP) {
+        real sum = 0;
+        for (int i = first * size + j; i < last * size; i += size) sum += to_real(dx[i]) * to_real(x[i]);
+        dgain[size_t(unit) * size + j] = sum;
+    }
+    for (int head = first; head < last; head++) {
+        const int at = head * size;
+        real along = 0;
+        for (int j = lane; j < size; j += WARP)
+            along += to_real(dx[at + j]) * to_real(w[j]) * to_real(x[at + j]);
+        along = warp_sum(along) / size;
+        const real scale = rstd[size_t(row) * heads + head];
+        for (int j = lane; j < size; j += WARP)
+            dx[at + j] = to_stored(scale * (to_real(dx[at + j]) * to_real(w[j]) - to_real(x[at + j]) * along));
+    }
+}

@@ -14,7 +14,7 @@ from numba import types
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.attention import normalise_head, pair
+from distgpt.kernels.fused.attention import normalise_head, pair, rstd_of
 from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, softmax
 from distgpt.kernels.matmul.assembled import tile
@@ -70,16 +70,17 @@ def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
     rows give keys and values.
     """
     thread, n_threads = threads
-    heads, width, size = kind.kv_heads, kind.width, kind.width // kind.heads
+    heads, size = kind.kv_heads, kind.size
+    width, gains = kind.heads * size, weights.head_gains[:, i : i + 1]
     units, span = feeds.shape[0] * heads, width // heads
     for unit in range(units * thread // n_threads, units * (thread + 1) // n_threads):
         feed, head = feeds[unit // heads], unit % heads
         row, count, lane, before = feed[0], feed[1], feed[2], feed[3]
         keys, values = cache.keys[i, lane, head], cache.values[i, lane, head]
         new, key = qkv[row : row + count], width + head * size
-        _prepare(new, key, key + size, size, before, kind, weights)
+        _prepare(new, key, key + size, size, before, kind, weights, gains[1])
         append_keys_and_values(new, key, key + heads * size, size, keys, values, before)
-        _prepare(new, head * span, (head + 1) * span, size, before, kind, weights)
+        _prepare(new, head * span, (head + 1) * span, size, before, kind, weights, gains[0])
         for column in range(head * span, (head + 1) * span, size):
             for top in range(count - feed[4] if only_scored else 0, count, ROWS):
                 n = min(ROWS, count - top)
@@ -87,11 +88,16 @@ def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
 
 
 @inline
-def _prepare(rows, first, last, size, before, kind, weights):
-    """Rotate and normalise the heads of q or k in these columns, of rows at the places from `before` on."""
+def _prepare(rows, first, last, size, before, kind, weights, gains):
+    """Rotate and normalise the heads of q or k in these columns, of rows at the places from `before` on.
+
+    `gains` (1, head), or none.
+    """
     half = weights.cos.shape[1]
     for i in range(rows.shape[0]):
         for start in range(first, last, size):
+            for g in range(gains.shape[0]):
+                _scale_head(rows[i, start : start + size], gains[g], np.float32(kind.eps))
             if half:
                 c, s = weights.cos[before + i], weights.sin[before + i]
                 left, right = rows[i, start : start + half], rows[i, start + half : start + size]
@@ -99,8 +105,16 @@ def _prepare(rows, first, last, size, before, kind, weights):
                     a, b = left[j], right[j]
                     left[j] = a * c[j] - b * s[j]
                     right[j] = a * s[j] + b * c[j]
-            if kind.qk_norm:
+            if kind.qk_norm and not gains.shape[0]:
                 normalise_head(rows[i, start : start + size], np.float32(kind.eps))
+
+
+@inline
+def _scale_head(x, gain, eps):
+    """x ← gain · x / rms(x)"""
+    scale = rstd_of(x, eps)
+    for j in range(x.shape[0]):
+        x[j] = x[j] * scale * gain[j]
 
 
 @inline

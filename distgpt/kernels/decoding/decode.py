@@ -36,6 +36,7 @@ class Kind(NamedTuple):
     width: int
     heads: int
     kv_heads: int
+    size: int  # of a head
     qkv: int  # the width of queries, keys and values side by side
     hidden: int
     vocab: int
@@ -52,10 +53,10 @@ class Rows(NamedTuple):
 
     s: Array  # the residual stream (N, C)
     qkv: Array
-    att: Array
+    att: Array  # attention's output (N, H·head), before that a norm's
     pre: Array  # the activation's input, and output
     gates: Array
-    a: Array  # a norm's output, or attention's: the input of layers of width C
+    a: Array  # a norm's output, or attention's
     h: Array  # the activation's output
 
 
@@ -84,6 +85,7 @@ def kind_of(config: ModelConfig) -> Kind:
         config.n_embd,
         config.n_head,
         config.kv_heads,
+        config.head_size,
         config.qkv_width,
         config.hidden,
         config.vocab_size,
@@ -106,7 +108,7 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
     kind, weights, rows, cache, inputs, own, counter = fixed
     work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.scored[: len(scores)])
     threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
-    s, width, arrivals = rows.s, kind.width, 0
+    s, width, heads, arrivals = rows.s, kind.width, kind.heads * kind.size, 0
     first, last = part(threads, n)
     _embed(first, last, kind, weights, s, work)
     for i in range(layers):
@@ -127,9 +129,9 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
             if thread == 0:
                 _to_the_front(s, work.scored, width)
         for row in range(first, last):
-            put_row(rows.a[row], rows.att[work.scored[row] if ends else row], 0, width)
+            put_row(rows.a[row], rows.att[work.scored[row] if ends else row], 0, heads)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, width, width, rows.a, weights.out, i, s, BIAS | ACCUMULATE)
+        _linear(threads, n, heads, width, rows.a, weights.out, i, s, BIAS | ACCUMULATE)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
@@ -230,7 +232,7 @@ def _columns(threads, n, k, columns, a, w, c, bias, flags):
 def _add_values(threads, kind, values, tokens, qkv):
     """A thread's columns of v += the value embedding of each token."""
     begin, end = _own_columns(threads, kind.qkv)
-    before = kind.qkv - kind.kv_heads * (kind.width // kind.heads)
+    before = kind.qkv - kind.kv_heads * kind.size
     for row in range(tokens.shape[0]):
         for column in range(max(begin, before), end):
             qkv[row, column] += element(values, tokens[row], column - before)

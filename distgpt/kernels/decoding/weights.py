@@ -36,6 +36,7 @@ class Weights(NamedTuple):
     fc: Layer
     proj: Layer
     norms: Array  # (2 layers + 2, 2, C): gain and bias of each; those of embedding and head come last
+    head_gains: Array  # (2, layers, head), of queries and of keys, or of no layers
     head: Array  # (panels, elements of a panel)
     embedding: Array  # the same; the head's own memory if they are tied
     values: Array  # value embeddings of those layers that have some, like Layer.w
@@ -69,6 +70,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
         fc=fc,
         proj=layer("mlp.proj", 0, c),
         norms=_norms(config, params, block),
+        head_gains=_head_gains(config, params, block),
         head=head,
         embedding=head if config.tied else _packed([_rows(params["wte"], 0, vocab)])[0],
         values=_packed([_rows(w, 0, vocab) for w in values]) if values else head[None][:0],
@@ -114,6 +116,13 @@ def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -
             if f"{name}.{kind}" in params:
                 row[:] = wide(params[f"{name}.{kind}"])
     return norms
+
+
+def _head_gains(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:
+    gains: Any = np.zeros((2, len(block) * config.qk_norm_gain, config.head_size), np.float32)
+    for i in range(gains.shape[1]):
+        gains[:, i] = wide(params[f"{block[i]}.qk_norm.w"]).reshape(2, -1)
+    return gains
 
 
 PIECE = 1 << 16  # words of 8 bytes with checksums of their own

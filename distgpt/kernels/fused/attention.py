@@ -311,14 +311,19 @@ def qk_norm(first, last, qkv, rstd, size, eps):
 @inline
 def normalise_head(x, eps):
     """x ← QK_SCALE · x / rms(x). Return 1 / rms(x)."""
-    total = number(x, 0)
-    for j in range(x.shape[0]):
-        total += get(x, j) * get(x, j)
-    rstd = number(x, 1) / np.sqrt(total / number(x, x.shape[0]) + eps)
+    rstd = rstd_of(x, eps)
     factor = number(x, QK_SCALE) * rstd
     for j in range(x.shape[0]):
         put(x, j, get(x, j) * factor)
     return rstd
+
+
+@inline
+def rstd_of(x, eps):
+    total = number(x, 0)
+    for j in range(x.shape[0]):
+        total += get(x, j) * get(x, j)
+    return number(x, 1) / np.sqrt(total / number(x, x.shape[0]) + eps)
 
 
 @jit
@@ -334,6 +339,49 @@ def qk_norm_backward(first, last, dqkv, qkv, rstd, size):
             along *= share
             for j in range(size):
                 put(dx, j, factor * (get(dx, j) - get(x, j) * along))
+
+
+@inline
+def _query_heads(qkv, rstd, size):
+    """Return the number of heads of q: rstd has those of k beside them, qkv those of k and v."""
+    return 2 * rstd.shape[1] - qkv.shape[1] // size
+
+
+@jit
+def qk_norm_gain(first, last, qkv, xhat, rstd, gain, eps):
+    """Rows first … last of `Kernels.qk_norm_gain`."""
+    size = gain.shape[0] // 2
+    queries = _query_heads(qkv, rstd, size)
+    for i in range(first, last):
+        for head in range(rstd.shape[1]):
+            x, to = qkv[i, size * head : size * (head + 1)], xhat[i, size * head : size * (head + 1)]
+            w = gain[:size] if head < queries else gain[size:]
+            scale = rstd_of(x, number(x, eps))
+            rstd[i, head] = scale
+            for j in range(size):
+                normed = get(x, j) * scale
+                put(to, j, normed)
+                put(x, j, normed * get(w, j))
+
+
+@jit
+def qk_norm_gain_backward(first, last, dqkv, dgain, xhat, rstd, gain):
+    """Rows first … last of `Kernels.qk_norm_gain_backward`."""
+    size = gain.shape[0] // 2
+    queries, share = _query_heads(dqkv, rstd, size), number(dqkv, 1 / size)
+    for i in range(first, last):
+        dgain[i] = 0
+        for head in range(rstd.shape[1]):
+            dx, x = dqkv[i, size * head : size * (head + 1)], xhat[i, size * head : size * (head + 1)]
+            w = gain[:size] if head < queries else gain[size:]
+            dw = dgain[i, :size] if head < queries else dgain[i, size:]
+            along, scale = number(dqkv, 0), rstd[i, head]
+            for j in range(size):
+                dw[j] += get(dx, j) * get(x, j)
+                along += get(dx, j) * get(w, j) * get(x, j)
+            along *= share
+            for j in range(size):
+                put(dx, j, scale * (get(dx, j) * get(w, j) - get(x, j) * along))
 
 
 @inline

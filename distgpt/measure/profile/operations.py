@@ -155,6 +155,11 @@ OPERATIONS = {
     "qk_norm_backward": Operation(
         "Norms backward", lambda a: 3 * _heads(a, a.rstd.shape[1], a.head) + moved(a.rstd)
     ),
+    "qk_norm_gain": Operation("Norms forward", lambda a: 3 * moved(a.xhat) + moved(a.rstd)),
+    "qk_norm_gain_backward": Operation(
+        "Norms backward", lambda a: 3 * moved(a.xhat) + moved(a.rstd, a.dgain)
+    ),
+    "sum_rows": Operation("Norms backward"),
     "rope": Operation("RoPE", lambda a: 2 * _heads(a, a.heads, 2 * a.angles.cos.shape[1])),
     "attention": Operation("Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len)),
     "attention_backward": Operation(
