@@ -1,0 +1,156 @@
+"""The work of a sweep: a process takes a run that is due, trains it to its rung, and takes the next."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+import traceback
+from dataclasses import replace
+from statistics import fmean, median
+from typing import Any
+
+from distgpt.comm.serial import SerialComm
+from distgpt.config import RunConfig
+from distgpt.errors import DistgptError, Say, StorageError, first_line
+from distgpt.formatting import clock
+from distgpt.saved.rundir import RunDirectory, read_metrics
+from distgpt.stages import Stage
+from distgpt.sweep.grid import PRESET, Run
+from distgpt.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
+from distgpt.training.loop import train
+from distgpt.training.opening.open import open_run
+from distgpt.training.opening.plan import configure, make_plan
+
+PAUSE = 0.5  # seconds before a process without work looks again
+SECONDS_BETWEEN_LINES = 10.0  # about a run that trains
+LAST = 20  # steps whose training losses are averaged
+
+
+def work(ledger: Ledger, stage: Stage, say: Say) -> None:
+    """Train what is due until nothing is left; wait where other processes train the rest of a rung."""
+    listener = Listener(say)
+    while (due := ledger.due()) is not None:
+        if not any(_attempt(ledger, due, run, stage, listener) for run in due.runs):
+            time.sleep(PAUSE)
+
+
+def _attempt(ledger: Ledger, due: Due, run: Run, stage: Stage, listener: Listener) -> bool:
+    """Train a run to its rung, unless another process does or did. Return whether it was trained here."""
+    with ledger.taken(run) as is_mine:
+        if not is_mine or is_past(result := ledger.result(run), due.rung):
+            return False
+        listener.begin(run)
+        _train(ledger, due, run, result, stage, listener)
+        ledger.store(run, result)
+        listener.ended(_account(ledger, due, run, result))
+    return True
+
+
+def _train(ledger: Ledger, due: Due, run: Run, result: Result, stage: Stage, listener: Listener) -> None:
+    """Bring a run to its rung and note how it did, or why it failed. What ends the sweep is raised."""
+    gc.collect()  # the memory of the run before
+    try:
+        step = to_rung(ledger, due.rung, run, stage, listener)
+        result.rungs.append(_rung(ledger.directory(run), step, result))
+        if measured(ledger.grid, result, due.rung) is None:
+            result.stop, result.error = "failed", f"it has no {ledger.grid.metric}"
+    except StorageError as error:  # a full disk is no fault of these settings
+        raise StorageError(f"{run.name}: {error}") from None
+    except Exception as error:
+        result.stop = getattr(error, "stop", "failed")
+        result.error = str(error) if isinstance(error, DistgptError) else first_line(error)
+        if not isinstance(error, DistgptError | MemoryError):
+            traceback.print_exception(error)
+
+
+def to_rung(ledger: Ledger, rung: int, run: Run, stage: Stage, listener: Listener) -> int:
+    """Train a run, from its last checkpoint if it has one, to the step of a rung; return that step."""
+    out, preset, values = ledger.directory(run).path, run.values.get(PRESET), _settings(run)
+    stage = replace(stage, begun=time.monotonic())
+    plan = make_plan(stage.comm, preset, None, values, out, "auto", lambda text: None)
+    by_clock = bool(plan.run.train.train_minutes)
+    until = None if by_clock else ledger.grid.until(rung, plan.run.train.steps)
+    if until and plan.step >= until and not plan.state.evaluation_pending:  # it was killed right after that
+        return until
+    listener.until = until or 0
+    try:
+        opened = open_run(replace(plan, until=until), stage, listener)
+        train(opened)
+    finally:
+        plan.directory.release()
+    if rung == ledger.grid.rungs - 1:
+        shutil.rmtree(plan.directory.checkpoints, ignore_errors=True)  # nothing follows
+    return opened.progress.step
+
+
+def configured(run: Run) -> RunConfig:
+    """Return a run's whole configuration; refuse values that do not go together."""
+    try:
+        return configure(SerialComm(), run.values.get(PRESET), None, _settings(run))[1]
+    except DistgptError as error:
+        raise type(error)(f"{run.name}: {error}") from None
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in run.values.items() if name != PRESET}
+
+
+def _rung(directory: RunDirectory, step: int, result: Result) -> Rung:
+    """Return what the run's metrics say about this step; note its speed."""
+    lines = [line for line in read_metrics(directory.metrics) if line["step"] <= step]
+    found: dict[str, Any] = {}
+    for line in lines:
+        found |= line if line["step"] == step else {}
+    losses = [line["loss"] for line in lines if line.get("loss") is not None]
+    rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
+    result.tokens_per_s = median(rates) if rates else None
+    loss = fmean(losses[-LAST:]) if losses else None
+    return Rung(step, loss, found.get("val_loss"), found.get("bits_per_byte"))
+
+
+def _account(ledger: Ledger, due: Due, run: Run, result: Result) -> str:
+    """Return a line about a run that is done for now."""
+    now = ledger.due()
+    left = len(now.runs) if now and now.rung == due.rung else 0
+    done = f"{due.of - left} of {due.of}"
+    if result.stop:
+        return f"{done}: {run.name}: {result.stop}: {result.why}"
+    found = measured(ledger.grid, result, due.rung)
+    return f"{done}: {run.name}: {ledger.grid.metric} {found:.4f} at step {result.rungs[-1].step:,}"
+
+
+class Listener:
+    """Says a line about a run now and then, and everything that there is to note once."""
+
+    def __init__(self, say: Say) -> None:
+        self._say, self._name, self._known = say, "", set[str]()
+        self._begun = self._last = time.monotonic()
+        self.until = 0
+
+    def begin(self, run: Run) -> None:
+        self._name, self._begun = run.name, time.monotonic()
+        self._last = self._begun
+
+    def ended(self, text: str) -> None:
+        self._say(f"{text} ({clock(time.monotonic() - self._begun)})")
+
+    def started(self, facts: dict[str, Any]) -> None:
+        """All runs are alike."""
+
+    def sampled(self, step: int, text: str) -> None:
+        """Nobody reads a sample of every run."""
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        """It is in the run's metrics."""
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        if time.monotonic() - self._last > SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            of = f"/{self.until:,}" if self.until else ""
+            self._say(f"{self._name}: step {metrics['step']:,}{of}, loss {metrics['loss']:.4f}")
+
+    def noted(self, text: str) -> None:
+        if text not in self._known:
+            self._known.add(text)
+            self._say(text)
