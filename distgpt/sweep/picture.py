@@ -21,7 +21,7 @@ from distgpt.sweep.standings import Compared, Row, shortly
 ACROSS, MOST_PANELS = 3, 9
 NAMED = 3  # points with a colour and a name among the curves
 MOST_LINES = 8  # in a panel of results; more points are not joined
-SPREAD = 4.0  # times the median's distance from the best: what is further off is drawn at the edge
+SPREAD = 8.0  # times the median's distance from the best: what is further off is drawn at the edge
 UNLIKE = "all"  # the name of points that no line joins
 MOST_SUBDIVIDED = 30.0  # of a logarithmic axis, how far it reaches with ticks between powers of ten
 LOG_FROM = 5.0  # the largest value of a setting by its smallest
@@ -153,9 +153,11 @@ class _Panel:
         self._axes.plot(*at, "o", markersize=11, markerfacecolor="none", color=COLOURS["bad"])
         behind = f"{self._metric} behind the best at that step" if self._rungs > 1 else self._metric
         self._axes.set_title(f"{behind}, by {self._name}", fontsize=8.5)
-        low = min(map(self._height, self._rows))
-        room = 0.08 * (self._top - low or abs(low) or 1.0)
-        self._axes.set_ylim(low - room, self._top + room)
+        ends = [(self._height(row), _last(row).spread or 0.0) for row in self._rows]
+        low = min(height - spread for height, spread in ends)
+        top = max(height + spread for height, spread in ends if height <= self._top)
+        room = 0.08 * (max(top, self._top) - low or abs(low) or 1.0)
+        self._axes.set_ylim(low - room, max(top, self._top) + room)
         set_ticks(self._axes.yaxis)
         if len(groups) > 1 or self._failed:
             handles, labels = self._axes.get_legend_handles_labels()

@@ -15,7 +15,7 @@ from distgpt.show.page import terminal_table
 from distgpt.sweep.grid import Grid
 from distgpt.sweep.ledger import DIVERGED, Ledger
 from distgpt.sweep.picture import draw
-from distgpt.sweep.standings import Row, gaps, rows_of, shortly
+from distgpt.sweep.standings import Row, is_as_good, rows_of, shortly
 
 
 def finish(ledger: Ledger) -> str:
@@ -54,10 +54,8 @@ def notes(grid: Grid, rows: Sequence[Row]) -> list[str]:
         if len(tried) > 2 and chosen in (tried[0], tried[-1]):
             side = "smallest" if chosen == tried[0] else "largest"
             found.append(f"{name} {shortly(chosen)} is the {side} that was tried: the best may lie beyond")
-    behind = gaps(rows)
-    spread = max((row.last.spread or 0.0 for row, _ in behind if row.last), default=0.0)
-    if near := sum(gap < spread for _, gap in behind[1:]):
-        found.append(f"{count(near, 'other point')} as good as the best within the spread of the seeds")
+    if near := sum(is_as_good(best, row, len(grid.seeds)) for row in rows[1:]):
+        found.append(f"{count(near, 'other point')} within two standard errors of the best: try more seeds")
     return found
 
 

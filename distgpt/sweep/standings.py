@@ -74,11 +74,14 @@ def _row(grid: Grid, point: str, values: Values, results: Sequence[Result], is_l
     return row
 
 
-def gaps(rows: Sequence[Row]) -> list[tuple[Row, float]]:
-    """Return the points that came as far as the best one, and how far each is behind it."""
-    best = rows[0]
-    peers = [row for row in rows if not row.error and len(row.rungs) == len(best.rungs)]
-    return [(row, row.last.mean - best.last.mean) for row in peers if row.last and best.last]
+def is_as_good(best: Row, other: Row, seeds: int) -> bool:
+    """Return whether seeds leave open which one is better: within two standard errors of the difference."""
+    one, two = best.last, other.last
+    if other.error or len(other.rungs) < len(best.rungs) or not one or not two:
+        return False
+    return two.mean - one.mean < 2 * math.hypot(one.spread or 0.0, two.spread or 0.0) / math.sqrt(
+        max(1, seeds)
+    )
 
 
 def shortly(value: Any) -> str:
