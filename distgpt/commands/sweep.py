@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from distgpt.commands.options import PATH, stage_options
+from distgpt.commands.options import PATH, parsed_duration, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import print_lines
 from distgpt.interrupts import Interrupted
@@ -17,9 +17,21 @@ from distgpt.interrupts import Interrupted
 @click.argument("grid", type=PATH, metavar="GRID.toml")
 @stage_options
 @click.option("--out", type=PATH, help="Write the sweep into this directory. [default: runs/<name of GRID>]")
+@click.option(
+    "--time-limit",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the limit of a Slurm job]",
+)
 @click.option("--dry-run", is_flag=True, help="List the runs and about how long they take; train nothing.")
 def sweep(
-    grid: Path, stage: str, threads: int | None, gpu: GpuConfig, out: Path | None, dry_run: bool
+    grid: Path,
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    out: Path | None,
+    time_limit: float | None,
+    dry_run: bool,
 ) -> None:
     """Train many short runs, and find the best settings.
 
@@ -35,7 +47,7 @@ def sweep(
       seed = [1, 2]                                            # each point has these seeds
       draws = 12                                               # that many points
       rungs = 3                                                # compare at 1/9, 1/3 and the end of the steps;
-      eta = 3                                                  # a third of the points goes on
+      eta = 3                                                  # the best third is promoted
       metric = "val_loss"                                      # or bits_per_byte, loss
 
     mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
@@ -44,8 +56,10 @@ def sweep(
     from distgpt.stages import open_stages
     from distgpt.sweep.opening import begin_sweep, preview
     from distgpt.sweep.report import finish
-    from distgpt.sweep.work import work
+    from distgpt.sweep.work import Listener, Worker
+    from distgpt.training.guards.deadline import ending
 
+    end = ending(time_limit)
     say = partial(print_lines, err=True)
     comm, ready = open_stages(stage, threads, gpu)
     if dry_run:
@@ -53,7 +67,7 @@ def sweep(
         return
     ledger = begin_sweep(comm, grid, out or Path("runs") / grid.stem, say)
     try:
-        work(ledger, ready, say)
+        Worker(ledger, ready, Listener(say), end).work()
     except Interrupted as interrupt:  # the other ranks have had it too, or finish what this one has left
         interrupt.shared = True
         interrupt.add_note("the same command resumes the sweep")

@@ -32,7 +32,9 @@ RULES = {
     "draw_seed": Setting(int, "Seed of what is drawn.", low=0),
     "metric": Setting(str, "Compare runs by this.", choices=METRICS),
     "rungs": Setting(int, "Compare this many times, the last time at the end.", low=1, most=20),
-    "eta": Setting(float, "At each comparison but the last, 1/eta of the points go on.", above=1, most=1000),
+    "eta": Setting(
+        float, "Promote the best 1/eta of the points at each comparison but the last.", above=1, most=1000
+    ),
 }
 
 Values = dict[str, Any]
@@ -70,7 +72,7 @@ class Grid:
         return max(1, round(steps / self.eta ** (self.rungs - 1 - rung)))
 
     def promoted(self, points: int) -> int:
-        """Return how many of these points go on from a rung."""
+        """Return how many of these points are promoted from a rung."""
         return max(1, math.ceil(points / self.eta))
 
 

@@ -48,7 +48,7 @@ def notes(grid: Grid, rows: Sequence[Row]) -> list[str]:
     """Return what to know before the best point is believed."""
     best, found = rows[0], []
     if len(best.rungs) < grid.rungs:
-        found.append("all points that went on have failed: the best of the others did not train to the end")
+        found.append("all promoted points have failed: the best of the others was not trained to the end")
     for name, chosen in best.values.items():
         tried = sorted({row.values[name] for row in rows}) if type(chosen) in (int, float) else []
         if len(tried) > 2 and chosen in (tried[0], tried[-1]):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -14,10 +15,12 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
 from distgpt.errors import DistgptError, Say, StorageError, first_line
 from distgpt.formatting import clock
+from distgpt.interrupts import Interrupted
 from distgpt.saved.rundir import RunDirectory, read_metrics
 from distgpt.stages import Stage
 from distgpt.sweep.grid import PRESET, Run
 from distgpt.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
+from distgpt.training.guards.deadline import LEAVING
 from distgpt.training.loop import train
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import configure, make_plan
@@ -27,61 +30,103 @@ SECONDS_BETWEEN_LINES = 10.0  # about a run that trains
 LAST = 20  # steps whose training losses are averaged
 
 
-def work(ledger: Ledger, stage: Stage, say: Say) -> None:
-    """Train what is due until nothing is left; wait where other processes train the rest of a rung."""
-    listener = Listener(say)
-    while (due := ledger.due()) is not None:
-        if not any(_attempt(ledger, due, run, stage, listener) for run in due.runs):
-            time.sleep(PAUSE)
+class Listener:
+    """Says a line about a run now and then, and everything that there is to note once."""
+
+    def __init__(self, say: Say) -> None:
+        self._say, self._name, self._known = say, "", set[str]()
+        self._begun = self._last = time.monotonic()
+        self._steps = 0
+
+    def begin(self, run: Run) -> None:
+        self._name, self._begun = run.name, time.monotonic()
+        self._last = self._begun
+
+    def ended(self, text: str) -> None:
+        self._say(f"{text} ({clock(time.monotonic() - self._begun)})")
+
+    def started(self, facts: dict[str, Any]) -> None:
+        self._steps = facts["steps"]
+
+    def sampled(self, step: int, text: str) -> None:
+        """Nobody reads a sample of every run."""
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        """It is in the run's metrics."""
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        if time.monotonic() - self._last > SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            self._say(f"{self._name}: step {metrics['step']:,}/{self._steps:,}, loss {metrics['loss']:.4f}")
+
+    def noted(self, text: str) -> None:
+        if text not in self._known:
+            self._known.add(text)
+            self._say(text)
 
 
-def _attempt(ledger: Ledger, due: Due, run: Run, stage: Stage, listener: Listener) -> bool:
-    """Train a run to its rung, unless another process does or did. Return whether it was trained here."""
-    with ledger.taken(run) as is_mine:
-        if not is_mine or is_past(result := ledger.result(run), due.rung):
-            return False
-        listener.begin(run)
-        _train(ledger, due, run, result, stage, listener)
-        ledger.store(run, result)
-        listener.ended(_account(ledger, due, run, result))
-    return True
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that takes part in a sweep, and has to be gone by `end`, a moment of time.monotonic()."""
 
+    ledger: Ledger
+    stage: Stage
+    listener: Listener
+    end: float | None = None
 
-def _train(ledger: Ledger, due: Due, run: Run, result: Result, stage: Stage, listener: Listener) -> None:
-    """Bring a run to its rung and note how it did, or why it failed. What ends the sweep is raised."""
-    gc.collect()  # the memory of the run before
-    try:
-        step = to_rung(ledger, due.rung, run, stage, listener)
-        result.rungs.append(_rung(ledger.directory(run), step, result))
-        if measured(ledger.grid, result, due.rung) is None:
-            result.stop, result.error = "failed", f"it has no {ledger.grid.metric}"
-    except StorageError as error:  # a full disk is no fault of these settings
-        raise StorageError(f"{run.name}: {error}") from None
-    except Exception as error:
-        result.stop = getattr(error, "stop", "failed")
-        result.error = str(error) if isinstance(error, DistgptError) else first_line(error)
-        if not isinstance(error, DistgptError | MemoryError):
-            traceback.print_exception(error)
+    def work(self) -> None:
+        """Train what is due until nothing is left; wait where other processes train the rest of a rung."""
+        while (due := self.ledger.due()) is not None:
+            if not any(self._attempt(due, run) for run in due.runs):
+                time.sleep(PAUSE)
+                if self.end is not None and time.monotonic() > self.end - LEAVING:
+                    raise Interrupted(signal.SIGUSR1, why="the time is up")
 
+    def _attempt(self, due: Due, run: Run) -> bool:
+        """Train a run to its rung, unless another process does or did. Return whether it was trained here."""
+        with self.ledger.taken(run) as is_mine:
+            if not is_mine or is_past(result := self.ledger.result(run), due.rung):
+                return False
+            self.listener.begin(run)
+            self._train(due.rung, run, result)
+            self.ledger.store(run, result)
+            self.listener.ended(_account(self.ledger, due, run, result))
+        return True
 
-def to_rung(ledger: Ledger, rung: int, run: Run, stage: Stage, listener: Listener) -> int:
-    """Train a run, from its last checkpoint if it has one, to the step of a rung; return that step."""
-    out, preset, values = ledger.directory(run).path, run.values.get(PRESET), _settings(run)
-    stage = replace(stage, begun=time.monotonic())
-    plan = make_plan(stage.comm, preset, None, values, out, "auto", lambda text: None)
-    by_clock = bool(plan.run.train.train_minutes)
-    until = None if by_clock else ledger.grid.until(rung, plan.run.train.steps)
-    if until and plan.step >= until and not plan.state.evaluation_pending:  # it was killed right after that
-        return until
-    listener.until = until or 0
-    try:
-        opened = open_run(replace(plan, until=until), stage, listener)
-        train(opened)
-    finally:
-        plan.directory.release()
-    if rung == ledger.grid.rungs - 1:
-        shutil.rmtree(plan.directory.checkpoints, ignore_errors=True)  # nothing follows
-    return opened.progress.step
+    def _train(self, rung: int, run: Run, result: Result) -> None:
+        """Bring a run to its rung and note how it did, or why it failed. What ends the sweep is raised."""
+        gc.collect()  # the memory of the run before
+        try:
+            step = self._to_rung(rung, run)
+            result.rungs.append(_rung(self.ledger.directory(run), step, result))
+            if measured(self.ledger.grid, result, rung) is None:
+                result.stop, result.error = "failed", f"it has no {self.ledger.grid.metric}"
+        except StorageError as error:  # a full disk is no fault of these settings
+            raise StorageError(f"{run.name}: {error}") from None
+        except Exception as error:
+            result.stop = getattr(error, "stop", "failed")
+            result.error = str(error) if isinstance(error, DistgptError) else first_line(error)
+            if not isinstance(error, DistgptError | MemoryError):
+                traceback.print_exception(error)
+
+    def _to_rung(self, rung: int, run: Run) -> int:
+        """Train a run, from its last checkpoint if it has one, to the step of a rung; return that step."""
+        ledger, stage = self.ledger, replace(self.stage, begun=time.monotonic())
+        out, preset = ledger.directory(run).path, run.values.get(PRESET)
+        plan = make_plan(stage.comm, preset, None, _settings(run), out, "auto", lambda text: None)
+        by_clock = bool(plan.run.train.train_minutes)
+        until = None if by_clock else ledger.grid.until(rung, plan.run.train.steps)
+        is_there = until is not None and plan.step >= until and not plan.state.evaluation_pending
+        if is_there:  # it was killed before that was noted
+            return plan.step
+        try:
+            opened = open_run(replace(plan, until=until), stage, self.listener, self.end)
+            train(opened)
+        finally:
+            plan.directory.release()
+        if rung == ledger.grid.rungs - 1:
+            shutil.rmtree(plan.directory.checkpoints, ignore_errors=True)  # nothing follows
+        return opened.progress.step
 
 
 def configured(run: Run) -> RunConfig:
@@ -118,39 +163,3 @@ def _account(ledger: Ledger, due: Due, run: Run, result: Result) -> str:
         return f"{done}: {run.name}: {result.stop}: {result.why}"
     found = measured(ledger.grid, result, due.rung)
     return f"{done}: {run.name}: {ledger.grid.metric} {found:.4f} at step {result.rungs[-1].step:,}"
-
-
-class Listener:
-    """Says a line about a run now and then, and everything that there is to note once."""
-
-    def __init__(self, say: Say) -> None:
-        self._say, self._name, self._known = say, "", set[str]()
-        self._begun = self._last = time.monotonic()
-        self.until = 0
-
-    def begin(self, run: Run) -> None:
-        self._name, self._begun = run.name, time.monotonic()
-        self._last = self._begun
-
-    def ended(self, text: str) -> None:
-        self._say(f"{text} ({clock(time.monotonic() - self._begun)})")
-
-    def started(self, facts: dict[str, Any]) -> None:
-        """All runs are alike."""
-
-    def sampled(self, step: int, text: str) -> None:
-        """Nobody reads a sample of every run."""
-
-    def evaluated(self, metrics: dict[str, Any]) -> None:
-        """It is in the run's metrics."""
-
-    def stepped(self, metrics: dict[str, Any]) -> None:
-        if time.monotonic() - self._last > SECONDS_BETWEEN_LINES:
-            self._last = time.monotonic()
-            of = f"/{self.until:,}" if self.until else ""
-            self._say(f"{self._name}: step {metrics['step']:,}{of}, loss {metrics['loss']:.4f}")
-
-    def noted(self, text: str) -> None:
-        if text not in self._known:
-            self._known.add(text)
-            self._say(text)

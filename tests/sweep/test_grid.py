@@ -1,4 +1,4 @@
-"""Grid files: which runs they stand for, what is refused, and which points go on from a rung."""
+"""Grid files: which runs they stand for, what is refused, and which points are promoted."""
 
 import pytest
 
@@ -88,7 +88,7 @@ def result(*values, stop=""):
     return Result([Rung(i + 1, val_loss=value) for i, value in enumerate(values)], stop)
 
 
-def test_the_best_points_go_on_by_the_mean_of_their_seeds():
+def test_the_best_points_are_promoted_by_the_mean_of_their_seeds():
     grid = Grid({}, {name: {"data": name} for name in "abcde"}, [1, 2], rungs=3, eta=2.0)
     assert [grid.until(rung, 100) for rung in range(3)] == [25, 50, 100]
     first = {"a": (3, 3), "b": (1, 4), "c": (2, 2), "d": (0, None), "e": (2.4, 2.4)}

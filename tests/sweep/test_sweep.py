@@ -152,6 +152,13 @@ def test_a_sweep_that_is_interrupted_resumes_and_ends_as_if_not(swept, tmp_path,
     assert len(steps) == len(set(enumerate(steps))) == 6 * 4 + 4 * 5 + 2 * 1  # no step was taken twice
 
 
+def test_a_sweep_ends_before_its_time_limit(tmp_path):
+    folder = written(tmp_path, SMALL.replace("steps = 9", "steps = 1000000") + "[sweep]\nlr = [1e-3]")
+    stopped = sweep(folder, "--time-limit", "4s")
+    assert stopped.returncode == 75 and "the time is up; the same command resumes" in stopped.stderr
+    assert list((folder / "out" / "lr=0.001" / "checkpoints").iterdir())
+
+
 def test_runs_that_are_added_are_trained_alone(swept, tmp_path):
     folder = written(tmp_path, SMALL + "[sweep]\nlr = [1e-3]")
     assert sweep(folder).returncode == 0
