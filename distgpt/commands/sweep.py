@@ -9,8 +9,7 @@ import click
 
 from distgpt.commands.options import PATH, parsed_duration, stage_options
 from distgpt.config import GpuConfig
-from distgpt.errors import print_lines
-from distgpt.interrupts import Interrupted
+from distgpt.errors import UsageError, print_lines
 
 
 @click.command()
@@ -42,13 +41,13 @@ def sweep(
       val_fraction = 0.1
       steps = 300
       [sweep]
-      lr = [0.01, 0.02, 0.04]                                  # all of these
-      embedding_lr = {low = 0.1, high = 1.0, scale = "log"}    # drawn at random
-      seed = [1, 2]                                            # each point has these seeds
-      draws = 12                                               # that many points
-      rungs = 3                                                # compare at 1/9, 1/3 and the end of the steps;
-      eta = 3                                                  # the best third is promoted
-      metric = "val_loss"                                      # or bits_per_byte, loss
+      lr = [0.01, 0.02, 0.04]               # all of these
+      embedding_lr = {low = 0.1, high = 1}  # drawn at random; scale = "log"
+      seed = [1, 2]                         # each point has these seeds
+      draws = 12                            # that many points
+      rungs = 2                             # compare at 1/3 of the steps, then
+      eta = 3                               # promote the best third to the end
+      metric = "val_loss"                   # or bits_per_byte, loss
 
     mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
     """
@@ -59,6 +58,8 @@ def sweep(
     from distgpt.sweep.work import Listener, Worker
     from distgpt.training.guards.deadline import ending
 
+    if gpu.deterministic and stage == "serial":
+        raise UsageError("--deterministic: on CPUs, say reproducible_parts = 8 in GRID.toml")
     end = ending(time_limit)
     say = partial(print_lines, err=True)
     comm, ready = open_stages(stage, threads, gpu)
@@ -66,11 +67,6 @@ def sweep(
         on_root(comm, lambda: print_lines(preview(grid, stage, threads, gpu, comm.size, say)))
         return
     ledger = begin_sweep(comm, grid, out or Path("runs") / grid.stem, say)
-    try:
-        Worker(ledger, ready, Listener(say), end).work()
-    except Interrupted as interrupt:  # the other ranks have had it too, or finish what this one has left
-        interrupt.shared = True
-        interrupt.add_note("the same command resumes the sweep")
-        raise
+    Worker(ledger, ready, Listener(say), end).work()
     if comm.rank == 0:
         print_lines(finish(ledger))

@@ -75,7 +75,16 @@ class Worker:
     end: float | None = None
 
     def work(self) -> None:
-        """Train what is due until nothing is left; wait where other processes train the rest of a rung."""
+        """Train what is due until nothing is left."""
+        try:
+            self._work()
+        except Interrupted as interrupt:  # the other ranks have had it too, or finish what this one has left
+            interrupt.shared = True
+            interrupt.add_note("the same command resumes the sweep")
+            raise
+
+    def _work(self) -> None:
+        """Take runs in turn; wait where other processes train the rest of a rung."""
         while (due := self.ledger.due()) is not None:
             if not any(self._attempt(due, run) for run in due.runs):
                 time.sleep(PAUSE)

@@ -89,6 +89,8 @@ def test_the_worse_half_ends_early_and_what_diverges_is_a_row(swept):
     worst = max(means, key=means.get)
     for name, of_run in found.items():
         lr = name.partition(",")[0].removeprefix("lr=")
+        stop = json.loads((folder / "out" / name / "summary.json").read_text())["stop"]
+        assert stop == ("not finite" if lr == "1e+30" else "ended early" if lr == worst else "finished")
         assert list(of_run) == ([] if lr == "1e+30" else [4] if lr == worst else [4, 9]), name
     assert {found["stop"] for found in results(folder).values()} == {"", "not finite"}
     rows = [line.split() for line in done.stdout.splitlines()[2:6]]
