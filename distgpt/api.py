@@ -30,6 +30,7 @@ from distgpt.model.passes import Pass, Trace, trace
 from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
 from distgpt.stages import Stage, connected, open_stage
 from distgpt.training.loop import train as train_run
+from distgpt.training.opening.decay import with_decay
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import make_plan
 from distgpt.training.opening.within import with_clock
@@ -136,6 +137,7 @@ def train(
     """
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
+    settings, directory, resume = with_decay(ready.comm, settings, directory, resume)
     settings = with_clock(ready, preset, toml, settings, directory, resume, told.noted)
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
     try:

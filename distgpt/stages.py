@@ -144,6 +144,19 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
     return _bound(name, comm, gpu or GpuConfig())
 
 
+def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:
+    """Return the ranks of this job, and a stage for this rank alone: a stage for each. Collective."""
+    if name in WITH_MPI:
+        raise UsageError(f"here every rank has a stage of its own: --stage serial or cuda, not {name}")
+    if launched_as() == 1:
+        stage = open_stage(name, threads, gpu)
+        return stage.comm, stage
+    several = {"serial": "mpi", "cuda": "mpi-cuda"}[name]
+    job = open_stage(several, threads, replace(gpu, allreduce="host") if name in ON_GPU else gpu)
+    notes = Notes() if name in ON_GPU else job.notes  # without the way to sum gradients
+    return job.comm, replace(job, name=name, comm=SerialComm(job.comm), gpu=gpu, notes=notes)
+
+
 def threads_of(comm: Comm) -> int:
     """Return the number of cores that this rank has."""
     return max(1, int(comm.cores + 1e-6))

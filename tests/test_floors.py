@@ -24,7 +24,7 @@ ORDER = (
         "data",
     ),
     *("model", "saved", "jobs", "doctor", "inference", "evaluation", "training", "serving", "api", "show"),
-    *("measure", "commands", "cli", "__main__"),
+    *("measure", "sweep", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )
 LONGEST = 50  # lines of a function

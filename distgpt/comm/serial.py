@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from distgpt.comm.api import NcclComm
+from distgpt.comm.api import Comm, NcclComm
 from distgpt.comm.cores import usable_cores
 
 Array = Any
@@ -17,14 +17,15 @@ class SerialComm:
 
     rank = 0
     size = 1
-    local_rank = 0
-    local_size = 1
     nccl: NcclComm | None = None
     lacks_alltoall = False
     threads = True
 
-    def __init__(self) -> None:
-        self.cores = float(len(usable_cores()))
+    def __init__(self, beside: Comm | None = None) -> None:
+        """`beside`: ranks with which this process shares a machine, but no work."""
+        self.local_rank = beside.local_rank if beside else 0
+        self.local_size = beside.local_size if beside else 1
+        self.cores = beside.cores if beside else float(len(usable_cores()))
 
     def sum(self, array: Array) -> None:
         return None

@@ -37,6 +37,12 @@ from distgpt.training.guards.deadline import ending
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
 @click.option(
+    "--decay-from",
+    metavar="PATH",
+    help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
+    " it fall linearly over the next --steps.",
+)
+@click.option(
     "--depth",
     type=click.IntRange(1, DEEPEST),
     help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
@@ -105,6 +111,7 @@ def train(
     from distgpt.show.display import listeners
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
+    from distgpt.training.opening.decay import with_decay
     from distgpt.training.opening.open import open_run
     from distgpt.training.opening.plan import make_plan
     from distgpt.training.opening.within import with_clock
@@ -113,7 +120,8 @@ def train(
     shown = listeners(ready.comm, progress, tensorboard)
     plan = run = session = None
     try:
-        chosen = with_clock(ready, preset, config, set_by_user(flags), out, resume, shown.noted)
+        chosen, out, resume = with_decay(ready.comm, set_by_user(flags), out, resume)
+        chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
         plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
         run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
         session = _profiled(run) if profile else None

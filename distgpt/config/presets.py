@@ -41,10 +41,7 @@ class RunConfig:
         return RunConfig(replace(self.model, **model), replace(self.train, **train))
 
     def to_toml(self) -> str:
-        return "\n".join(
-            f"[{title}]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in half.items())
-            for title, half in asdict(self).items()
-        )
+        return "\n".join(f"[{title}]\n{as_toml(half)}" for title, half in asdict(self).items())
 
 
 def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,17 +55,26 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
     """Return the settings in a TOML text, from its top level, [model] and [train] alike, as one flat dict."""
+    return flat_settings(load_toml(text, source), source)
+
+
+def load_toml(text: str, source: str) -> dict[str, Any]:
+    """Return the document in a TOML text, which is bounded before it is parsed."""
     if len(text) > LONGEST:
         raise UsageError(f"{source} is no configuration: it is longer than {LONGEST:,} characters")
     if text.count(".") > MOST_DOTS:
         raise UsageError(f"{source} is no configuration: it has more than {MOST_DOTS:,} dots")
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except RecursionError:
         raise UsageError(f"{source} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # also of Python, at numbers and dates that are none
         why = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
         raise UsageError(f"{source} is not valid TOML: {why}") from None
+
+
+def flat_settings(document: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the settings of a document's top level and of its tables, as one flat dict."""
     tables = {"model": set(MODEL), "train": {*TRAIN, BATCH_TOKENS}}
     flat: dict[str, Any] = {}
     for key, value in renamed(document).items():
@@ -97,6 +103,11 @@ def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]
     if not now.model.vocab_size:
         del new["vocab_size"]
     return {name: (old[name], value) for name, value in new.items() if old[name] != value}
+
+
+def as_toml(values: Mapping[str, Any]) -> str:
+    """Return a line for each setting."""
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
 
 
 def _toml(value: Any) -> str:
@@ -388,10 +399,14 @@ def run_name(preset_name: str | None, toml: Path | None) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    return parse_toml(read_text(path, "--config"), str(path))
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a TOML file; `what` names the option or argument that asks for it."""
     try:
-        text = read_small(path, LONGEST).decode()
+        return read_small(path, LONGEST).decode()
     except DistgptError as error:
-        raise UsageError(f"--config: {error}") from None
+        raise UsageError(f"{what}: {error}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"--config {path} is not valid UTF-8: {error}") from None
-    return parse_toml(text, str(path))
+        raise UsageError(f"{what} {path} is not valid UTF-8: {error}") from None

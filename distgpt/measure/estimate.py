@@ -60,9 +60,9 @@ class Site:
 def estimate(question: Question, say: Say) -> Facts:
     """Return all facts, ready for JSON. `say` receives a line before what takes time."""
     _refuse_nonsense(question)
-    shards = _shards(question.run.train.data)
+    shards = manifest_of(question.run.train.data)
     site = _site(question, shards)
-    run, ranks = _with_vocabulary(question.run, shards), question.ranks
+    run, ranks = with_vocabulary(question.run, shards), question.ranks
     settled, trouble = _settled(run, site, ranks)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
@@ -111,12 +111,12 @@ def _refuse_nonsense(question: Question) -> None:
     refuse_unsuited(t, question.ranks, on_gpu=question.stage in ON_GPU)
 
 
-def _shards(data: str) -> Manifest | None:
+def manifest_of(data: str) -> Manifest | None:
     """Return the manifest of --data, if that is a folder of shards."""
     return read_manifest(Path(data)) if data not in BUNDLED_TEXTS and is_shards(Path(data)) else None
 
 
-def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
+def with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     """Return the run with the tokenizer's vocabulary, if it has no size of its own."""
     if run.model.vocab_size:
         return run

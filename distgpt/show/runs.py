@@ -18,7 +18,7 @@ from distgpt.show.page import terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
-STOPS = ("finished", "interrupted", "not finite", "outlier", "failed")
+STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "failed")
 
 
 @dataclass(slots=True)

@@ -25,19 +25,20 @@ class Clock:
         spent: float = 0.0,
         queued: bool = False,
         closing: float = 0.0,
+        until: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`begun`: the moment from which this process counts; `spent`: the seconds of those before it.
 
         `queued`: a step may be under way when the next one is launched. `closing`: the time after the last
-        step that counts too, in steps.
+        step that counts too, in steps. `until`: a step to end at before the last one, for the time being.
         """
         self._total, self._pace, self._now = 60 * t.train_minutes, pace, now
         self._begun, self._closing = begun - spent, closing
         self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `ahead` says
         self._round = t.outer_every if is_local(t, pace.ranks) else 1
         self.share = min(1.0, spent / self._total) if self._total else None
-        self.last: int | None = t.steps  # None: not known yet
+        self.last: int | None = t.steps if until is None else until  # None: not known yet
         if self._total:
             self.last = pace.progress.step if self.share == 1 else None
 

@@ -43,7 +43,8 @@ def write_summary(run: Run) -> None:
         gather_ints(run.comm, peak_memory()),
         gather_ints(run.comm, _gpu_memory(run.stage)),
     )
-    found = _found(run, "finished") | {
+    is_whole = run.settings.train_minutes or run.progress.step >= run.settings.steps
+    found = _found(run, "finished" if is_whole else "ended early") | {
         "peak_memory": host,
         "peak_gpu_memory": gpu if any(gpu) else None,
     }

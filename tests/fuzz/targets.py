@@ -141,6 +141,16 @@ def config(folder):
     (folder / "c.toml").write_text(preset("tiny").to_toml())
 
 
+SWEEP = "sweep {}/grid.toml --out {}/s --threads 1"
+
+
+def swept(folder):
+    settings = 'preset = "tiny-adamw"\ndata = "story"\ntokenizer = "word"\nval_fraction = 0.1\nsteps = 2'
+    size = "n_layer = 1\nn_head = 2\nn_embd = 16\nseq_len = 8\nbatch_size = 2"
+    (folder / "grid.toml").write_text(f"{settings}\n{size}\n[sweep]\nlr = [0.1, 0.01]\nrungs = 2\neta = 2")
+    run(*SWEEP.format(folder, folder).split())
+
+
 TARGETS = {
     "weights": Target(
         weights,
@@ -220,6 +230,11 @@ TARGETS = {
         config,
         {"c.toml": "toml"},
         [f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json")],
+    ),
+    "sweep": Target(
+        swept,
+        {"s/grid.json": "json", "s/results/lr=0.1/result.json": "json", "s/lr=0.1/metrics.jsonl": "jsonl"},
+        [SWEEP],
     ),
     "documents": Target(
         documents,

@@ -41,6 +41,7 @@ class Plan:
     state: State  # what was saved in it
     origin: Description | None  # the model that is trained further: the checkpoint's, or that of --init
     changes: dict[str, Any]  # settings of a resumed run that were others so far: [before, now]
+    until: int | None = None  # a step to end at for now, as if it were the last: the schedule stays as it is
 
     @property
     def step(self) -> int:

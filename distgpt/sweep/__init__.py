@@ -1,0 +1,4 @@
+"""`distgpt sweep`: many short runs of one kind, which settings are best, and which end early.
+
+Not here: how a run is opened and trained (training/), the settings themselves (config/).
+"""

@@ -1,0 +1,201 @@
+"""A grid: settings that all runs have, points of settings that vary, and how runs are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from distgpt.checked import Must
+from distgpt.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS
+from distgpt.config.presets import flat_settings, load_toml, read_text, renamed
+from distgpt.config.setting import Setting, brief
+from distgpt.errors import UsageError, nearest
+
+PRESET, SEED = "preset", "seed"
+METRICS = ("val_loss", "bits_per_byte", "loss")
+MOST_RUNS = 10_000
+DIGITS = 3  # of a number that is drawn
+LONGEST_NAME = 100  # characters of a run's name, which is also a folder's
+
+# Settings that may vary, and what [sweep] says besides.
+VARYING = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS, PRESET: Setting(str, "A named configuration.")}
+RULES = {
+    "draws": Setting(int, "Draw this many points, instead of taking all.", low=1, most=MOST_RUNS),
+    "draw_seed": Setting(int, "Seed of what is drawn.", low=0),
+    "metric": Setting(str, "Compare runs by this.", choices=METRICS),
+    "rungs": Setting(int, "Compare this many times, the last time at the end.", low=1, most=20),
+    "eta": Setting(
+        float, "Promote the best 1/eta of the points at each comparison but the last.", above=1, most=1000
+    ),
+}
+
+Values = dict[str, Any]
+Name = Annotated[str, Must("be the name of a file", lambda name: 0 < len(name) < 200 and "/" not in name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of the sweep: all of its settings, `preset` among them."""
+
+    name: Name
+    point: str  # the name of its point, which runs of several seeds share
+    values: Values
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A grid file, with all that is drawn. `points`: by name, the settings that vary and their values."""
+
+    fixed: Values
+    points: dict[str, Values]
+    seeds: list[int]  # none: all runs have the seed of `fixed`
+    metric: str = "val_loss"
+    rungs: int = 1
+    eta: float = 3.0
+
+    def runs(self) -> Iterator[Run]:
+        """Yield the runs, seeds of a point side by side."""
+        for point, values in self.points.items():
+            for own in [{SEED: seed} for seed in self.seeds] or [{}]:
+                yield Run(_named(values | own), point, {"keep": 1, **self.fixed, **values, **own})
+
+    def until(self, rung: int, steps: int) -> int:
+        """Return the step of a run at which it is compared on this rung, from 0 on."""
+        return max(1, round(steps / self.eta ** (self.rungs - 1 - rung)))
+
+    def promoted(self, points: int) -> int:
+        """Return how many of these points are promoted from a rung."""
+        return max(1, math.ceil(points / self.eta))
+
+
+def read_grid(path: Path) -> Grid:
+    """Return the grid in a TOML file; a UsageError says what is wrong with it."""
+    document = load_toml(read_text(path, "GRID"), str(path))
+    table = document.pop("sweep", None)
+    if not isinstance(table, dict) or not table:
+        raise UsageError(f"{path} has no table [sweep] with what varies, as in: lr = [0.01, 0.02]")
+    fixed, table = renamed(flat_settings(document, str(path))), renamed(table)
+    rules = {name: table.pop(name) for name in RULES if name in table}
+    for name, value in rules.items():
+        RULES[name].check(f"{path}: [sweep] {name}", value)
+    if not table:
+        raise UsageError(f"{path}: [sweep] has nothing that varies")
+    _check_names(path, fixed, table)
+    choices = {name: _choices(f"{path}: [sweep] {name}", name, value) for name, value in table.items()}
+    seeds = choices.pop(SEED, [])
+    if isinstance(seeds, Range):
+        raise UsageError(f"{path}: [sweep] {SEED} is a range: give a list, of which every point has all")
+    draws, draw_seed = rules.pop("draws", 0), rules.pop("draw_seed", 0)
+    points = list(_drawn(choices, draws, draw_seed) if draws else _all(path, choices))
+    if len(points) * max(1, len(seeds)) > MOST_RUNS:
+        raise UsageError(f"{path}: these are more than {MOST_RUNS:,} runs; draws = N takes N points of them")
+    named = {_named(point): point for point in points}
+    return Grid(fixed, named, list(dict.fromkeys(seeds)), **rules)
+
+
+def _check_names(path: Path, fixed: Values, table: Values) -> None:
+    for name in fixed.keys() - VARYING.keys():
+        raise UsageError(f"{path}: unknown setting {name!r:.80}{nearest(name[:80], VARYING)}")
+    for name in table.keys() - VARYING.keys():
+        known = {*VARYING, *RULES}
+        raise UsageError(f"{path}: [sweep] knows no {name!r:.80}{nearest(name[:80], known)}")
+    if both := sorted(fixed.keys() & table.keys()):
+        raise UsageError(f"{path}: {both[0]} is given twice, for all runs and in [sweep]")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Values from `low` to `high`, evenly likely, or by their logarithm."""
+
+    low: float
+    high: float
+    is_log: bool
+    kind: type
+
+    def draw(self, random: np.random.Generator) -> Any:
+        """Return a value of few digits, within the range."""
+        ends = (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
+        drawn = random.uniform(*ends)
+        drawn = math.exp(drawn) if self.is_log else drawn
+        if self.kind is int:
+            return round(drawn)
+        return min(self.high, max(self.low, float(f"{drawn:.{DIGITS}g}")))
+
+
+def _choices(where: str, name: str, given: Any) -> list[Any] | Range:
+    """Return a setting's values, each of its type and within its bounds."""
+    about = VARYING[name]
+    if isinstance(given, dict):
+        return _range(where, about, given)
+    if not isinstance(given, list):
+        raise UsageError(
+            f"{where} is {brief(given)}: give a list of values, or a range {{low = …, high = …}}"
+        )
+    if not given:
+        raise UsageError(f"{where} is an empty list")
+    for value in given:
+        about.check(where, value)
+    return list(dict.fromkeys(map(float, given) if about.kind is float else given))
+
+
+def _range(where: str, about: Setting, given: Mapping[str, Any]) -> Range:
+    low, high, scale = given.get("low"), given.get("high"), given.get("scale", "linear")
+    if given.keys() - {"low", "high", "scale"} or low is None or high is None:
+        raise UsageError(f'{where}: a range is {{low = …, high = …}}, and maybe scale = "log"')
+    if scale not in ("linear", "log") or about.kind not in (int, float):
+        raise UsageError(f"{where}: a range is one of numbers, and its scale is linear or log")
+    for value in (low, high):
+        about.check(where, value)
+    if low >= high or (scale == "log" and low <= 0):
+        raise UsageError(f"{where}: low is {low} and high is {high}: low must be less, and above 0 for log")
+    return Range(low, high, scale == "log", about.kind)
+
+
+def _all(path: Path, choices: Mapping[str, list[Any] | Range]) -> Iterator[Values]:
+    """Yield every combination."""
+    for name, values in choices.items():
+        if isinstance(values, Range):
+            raise UsageError(f"{path}: [sweep] {name} is a range: say draws = N, how many points to draw")
+    lists = [values for values in choices.values() if isinstance(values, list)]
+    if math.prod(map(len, lists)) > MOST_RUNS:
+        raise UsageError(f"{path}: these are more than {MOST_RUNS:,} runs; draws = N takes N points of them")
+    for combination in itertools.product(*lists):
+        yield dict(zip(choices, combination, strict=True))
+
+
+def _drawn(choices: Mapping[str, list[Any] | Range], draws: int, seed: int) -> Iterator[Values]:
+    """Yield this many different points, or all there are. The first ones are the same for more draws."""
+    known: set[str] = set()
+    for number in range(20 * draws):
+        random = np.random.default_rng((seed, number))
+        point = {
+            name: values.draw(random) if isinstance(values, Range) else values[random.integers(len(values))]
+            for name, values in choices.items()
+        }
+        if (name := _named(point)) not in known and len(known) < draws:
+            known.add(name)
+            yield point
+
+
+def _named(values: Values) -> str:
+    """Return a name for these values that is fit for a folder; it says all of them, or has a hash of them."""
+    whole = ",".join(
+        f"{name}={value:g}" if type(value) is float else f"{name}={value}" for name, value in values.items()
+    )
+    name = re.sub(r"[^\w=.,+-]", "_", whole)
+    exact = repr(sorted(values.items()))
+    if name == whole and len(name) <= LONGEST_NAME and all(_is_exact(value) for value in values.values()):
+        return name or "one"
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
+
+
+def _is_exact(value: Any) -> bool:
+    return type(value) is not float or float(f"{value:g}") == value

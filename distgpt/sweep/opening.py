@@ -1,0 +1,152 @@
+"""From a grid file to a sweep that every rank can work on; or what it would do, and about how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from distgpt.comm.agree import on_every_rank, on_root
+from distgpt.comm.api import Comm
+from distgpt.comm.serial import SerialComm
+from distgpt.config import GpuConfig, RunConfig
+from distgpt.data.loading import DataRequest, load_corpus, refuse_missing, resolve_data
+from distgpt.data.prepare.documents import is_plain
+from distgpt.data.shards import is_shards, read_manifest
+from distgpt.errors import DistgptError, Say, UsageError
+from distgpt.formatting import count, long_duration
+from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
+from distgpt.model.counts import operations
+from distgpt.model.model import Architecture
+from distgpt.model.optim import learning_rate
+from distgpt.sweep.grid import Grid, Run, read_grid
+from distgpt.sweep.ledger import Ledger, begin, read_back
+from distgpt.sweep.work import configured
+from distgpt.training.opening.compatibility import refuse_unsuited
+
+
+def begin_sweep(comm: Comm, path: Path, out: Path, say: Say) -> Ledger:
+    """Return the sweep of a grid file, which begins or resumes in `out`. Collective."""
+
+    def prepare() -> None:
+        grid = read_grid(path)
+        runs = checked_runs(grid)
+        begin(out, grid)
+        for line in rungs_of(grid, runs):
+            say(line)
+        tokenize(runs, out, say)
+        Ledger(out, grid).forget_failures()
+
+    on_root(comm, prepare)
+    return Ledger(out, on_every_rank(comm, lambda: read_back(out)))
+
+
+def preview(path: Path, stage: str, threads: int | None, gpu: GpuConfig, ranks: int, say: Say) -> str:
+    """Return the runs of a grid file, its rungs, and about how long they take; write nothing."""
+    grid = read_grid(path)
+    runs = checked_runs(grid)
+    time = expected(grid, runs, stage, threads, gpu, ranks, say)
+    return "\n".join([listed(runs), *rungs_of(grid, runs), time])
+
+
+def checked_runs(grid: Grid) -> dict[str, RunConfig]:
+    """Return every run's configuration by name; refuse what would fail for all, or makes no sense."""
+    runs = {run.name: configured(run) for run in grid.runs()}
+    for name, run in runs.items():
+        t = run.train
+        refuse_unsuited(t, 1, on_gpu=False)
+        refuse_missing(filter(None, (t.data, t.val)), t.tokenizer)
+        if grid.metric != "loss" and not _is_evaluated(run):
+            raise UsageError(
+                f"{name}: nothing is held out to compare by {grid.metric}: give val_fraction or val, or"
+                ' say metric = "loss" in [sweep]'
+            )
+        if t.train_minutes and grid.rungs > 1:
+            raise UsageError(f"{name}: rungs compare runs at steps, which train_minutes does not know")
+    return runs
+
+
+def _is_evaluated(run: RunConfig) -> bool:
+    path = resolve_data(run.train.data)
+    return bool(
+        run.train.val or run.train.val_fraction or (is_shards(path) and read_manifest(path).of("val"))
+    )
+
+
+def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:
+    """Tokenize the runs' folders and tables of texts, which several processes cannot at once."""
+    seen = set()
+    for run in runs.values():
+        t = run.train
+        key = (t.data, t.val, t.tokenizer, t.val_fraction)
+        paths = [resolve_data(text) for text in filter(None, (t.data, t.val))]
+        if key not in seen and not all(is_shards(path) or is_plain(path) for path in paths):
+            kept = out / "tokenized"
+            load_corpus(
+                SerialComm(), DataRequest(t.data, t.tokenizer, 1, t.val_fraction, val=t.val, kept=kept), say
+            )
+        seen.add(key)
+
+
+def listed(runs: dict[str, RunConfig]) -> str:
+    """Return a line for each run."""
+    lines = [f"{name}  {count(run.train.steps, 'step')}" for name, run in runs.items()]
+    return "\n".join([*lines, count(len(runs), "run")])
+
+
+def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
+    """Return a line about each rung, if there are several; the steps are the first run's."""
+    points, t, lines = len(grid.points), next(iter(runs.values())).train, []
+    for rung in range(grid.rungs if grid.rungs > 1 else 0):
+        each = count(points, "point") + (f" of {count(len(grid.seeds), 'seed')}" if grid.seeds else "")
+        step = grid.until(rung, t.steps)
+        peak = learning_rate(t, step - 1) / t.lr
+        phase = f", in the warm-up of {count(t.warmup, 'step')}" if step <= t.warmup else ""
+        at = f"with {peak:.0%} of the peak learning rate{phase}"
+        lines.append(f"rung {rung + 1}: {each} to step {step:,}, {at}")
+        points = grid.promoted(points)
+    return lines
+
+
+def expected(
+    grid: Grid,
+    runs: dict[str, RunConfig],
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    ranks: int,
+    say: Say,
+) -> str:
+    """Return about how long the sweep takes: the first run's steps are measured, the others' counted."""
+    first = next(iter(runs.values()))
+    try:
+        facts = estimate(Question(first, stage, threads=threads, gpu=gpu), say)["time"]
+    except DistgptError as error:
+        return f"time: unknown ({error})"
+    if facts["rate_per_rank"] is None:
+        return f"time: unknown ({facts['missing']})"
+    vocabulary = with_vocabulary(first, manifest_of(first.train.data)).model.vocab_size
+    parts = zip(runs.values(), _shares(grid), strict=True)
+    times = sum(share * _work(run, vocabulary) for run, share in parts) / _work(first, vocabulary)
+    seconds = times * facts["total_s"] / min(ranks, len(runs))
+    return f"about {long_duration(seconds)} of training on {count(ranks, 'rank')}"
+
+
+def _work(run: RunConfig, vocabulary: int) -> float:
+    """Return the operations of a run's matmuls in the forward pass."""
+    model = Architecture(replace(run.model, vocab_size=run.model.vocab_size or vocabulary))
+    return float(operations(model).forward * run.train.steps * run.train.batch_size * run.model.seq_len)
+
+
+def _shares(grid: Grid) -> Iterator[float]:
+    """Yield how much of each run is trained, as if the first ones were the best."""
+    order = list(grid.points)
+    last, points = dict.fromkeys(order, 0), len(order)
+    for rung in range(grid.rungs):
+        last.update(dict.fromkeys(order[:points], rung))
+        points = grid.promoted(points)
+
+    def share(run: Run) -> float:
+        return grid.eta ** (last[run.point] + 1 - grid.rungs)
+
+    return map(share, grid.runs())

@@ -1,0 +1,174 @@
+"""The work of a sweep: a process takes a run that is due, trains it to its rung, and takes the next."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+import time
+import traceback
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from distgpt.comm.serial import SerialComm
+from distgpt.config import RunConfig
+from distgpt.errors import DistgptError, Say, StorageError, first_line
+from distgpt.formatting import clock
+from distgpt.interrupts import Interrupted
+from distgpt.saved.rundir import RunDirectory, read_metrics
+from distgpt.stages import Stage
+from distgpt.sweep.grid import PRESET, Run
+from distgpt.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
+from distgpt.training.guards.deadline import LEAVING
+from distgpt.training.loop import train
+from distgpt.training.opening.open import open_run
+from distgpt.training.opening.plan import configure, make_plan
+
+PAUSE = 0.5  # seconds before a process without work looks again
+SECONDS_BETWEEN_LINES = 10.0  # about a run that trains
+LAST = 20  # steps whose training losses are averaged
+
+
+class Listener:
+    """Says a line about a run now and then, and everything that there is to note once."""
+
+    def __init__(self, say: Say) -> None:
+        self._say, self._name, self._known = say, "", set[str]()
+        self._begun = self._last = time.monotonic()
+        self._steps = 0
+
+    def begin(self, run: Run) -> None:
+        self._name, self._begun = run.name, time.monotonic()
+        self._last = self._begun
+
+    def ended(self, text: str) -> None:
+        self._say(f"{text} ({clock(time.monotonic() - self._begun)})")
+
+    def started(self, facts: dict[str, Any]) -> None:
+        self._steps = facts["steps"]
+
+    def sampled(self, step: int, text: str) -> None:
+        """Nobody reads a sample of every run."""
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        """It is in the run's metrics."""
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        if time.monotonic() - self._last > SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            self._say(f"{self._name}: step {metrics['step']:,}/{self._steps:,}, loss {metrics['loss']:.4f}")
+
+    def noted(self, text: str) -> None:
+        if text not in self._known:
+            self._known.add(text)
+            self._say(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that takes part in a sweep, and has to be gone by `end`, a moment of time.monotonic()."""
+
+    ledger: Ledger
+    stage: Stage
+    listener: Listener
+    end: float | None = None
+
+    def work(self) -> None:
+        """Train what is due until nothing is left."""
+        try:
+            self._work()
+        except Interrupted as interrupt:  # the other ranks have had it too, or finish what this one has left
+            interrupt.shared = True
+            interrupt.add_note("the same command resumes the sweep")
+            raise
+
+    def _work(self) -> None:
+        """Take runs in turn; wait where other processes train the rest of a rung."""
+        while (due := self.ledger.due()) is not None:
+            if not any(self._attempt(due, run) for run in due.runs):
+                time.sleep(PAUSE)
+                if self.end is not None and time.monotonic() > self.end - LEAVING:
+                    raise Interrupted(signal.SIGUSR1, why="the time is up")
+
+    def _attempt(self, due: Due, run: Run) -> bool:
+        """Train a run to its rung, unless another process does or did. Return whether it was trained here."""
+        with self.ledger.taken(run) as is_mine:
+            if not is_mine or is_past(result := self.ledger.result(run), due.rung):
+                return False
+            self.listener.begin(run)
+            self._train(due.rung, run, result)
+            self.ledger.store(run, result)
+            self.listener.ended(_account(self.ledger, due, run, result))
+        return True
+
+    def _train(self, rung: int, run: Run, result: Result) -> None:
+        """Bring a run to its rung and note how it did, or why it failed. What ends the sweep is raised."""
+        gc.collect()  # the memory of the run before
+        try:
+            step = self._to_rung(rung, run)
+            result.rungs.append(_rung(self.ledger.directory(run), step, result))
+            if measured(self.ledger.grid, result, rung) is None:
+                result.stop, result.error = "failed", f"it has no {self.ledger.grid.metric}"
+        except StorageError as error:  # a full disk is no fault of these settings
+            raise StorageError(f"{run.name}: {error}") from None
+        except Exception as error:
+            result.stop = getattr(error, "stop", "failed")
+            result.error = str(error) if isinstance(error, DistgptError) else first_line(error)
+            if not isinstance(error, DistgptError | MemoryError):
+                traceback.print_exception(error)
+
+    def _to_rung(self, rung: int, run: Run) -> int:
+        """Train a run, from its last checkpoint if it has one, to the step of a rung; return that step."""
+        ledger, stage = self.ledger, replace(self.stage, begun=time.monotonic())
+        out, preset = ledger.directory(run).path, run.values.get(PRESET)
+        plan = make_plan(stage.comm, preset, None, _settings(run), out, "auto", lambda text: None)
+        by_clock = bool(plan.run.train.train_minutes)
+        until = None if by_clock else ledger.grid.until(rung, plan.run.train.steps)
+        is_there = until is not None and plan.step >= until and not plan.state.evaluation_pending
+        if is_there:  # it was killed before that was noted
+            return plan.step
+        try:
+            opened = open_run(replace(plan, until=until), stage, self.listener, self.end)
+            train(opened)
+        finally:
+            plan.directory.release()
+        if rung == ledger.grid.rungs - 1:
+            shutil.rmtree(plan.directory.checkpoints, ignore_errors=True)  # nothing follows
+        return opened.progress.step
+
+
+def configured(run: Run) -> RunConfig:
+    """Return a run's whole configuration; refuse values that do not go together."""
+    try:
+        return configure(SerialComm(), run.values.get(PRESET), None, _settings(run))[1]
+    except DistgptError as error:
+        raise type(error)(f"{run.name}: {error}") from None
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in run.values.items() if name != PRESET}
+
+
+def _rung(directory: RunDirectory, step: int, result: Result) -> Rung:
+    """Return what the run's metrics say about this step; note its speed."""
+    lines = [line for line in read_metrics(directory.metrics) if line["step"] <= step]
+    found: dict[str, Any] = {}
+    for line in lines:
+        found |= line if line["step"] == step else {}
+    losses = [line["loss"] for line in lines if line.get("loss") is not None]
+    rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
+    result.tokens_per_s = median(rates) if rates else None
+    loss = fmean(losses[-LAST:]) if losses else None
+    return Rung(step, loss, found.get("val_loss"), found.get("bits_per_byte"))
+
+
+def _account(ledger: Ledger, due: Due, run: Run, result: Result) -> str:
+    """Return a line about a run that is done for now."""
+    now = ledger.due()
+    left = len(now.runs) if now and now.rung == due.rung else 0
+    done = f"{due.of - left} of {due.of}"
+    if result.stop:
+        return f"{done}: {run.name}: {result.stop}: {result.why}"
+    found = measured(ledger.grid, result, due.rung)
+    return f"{done}: {run.name}: {ledger.grid.metric} {found:.4f} at step {result.rungs[-1].step:,}"
