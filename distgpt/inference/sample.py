@@ -228,11 +228,14 @@ class Lookup:
 
 
 def default_prompt(tokenizer: Tokenizer) -> list[int]:
-    """Tokens to start a text from nothing: a full stop and a line break, a line break, or the first token.
+    """Tokens to start a text from nothing: what every prompt begins with, or else a full stop and a line
+    break, a line break, or the first token.
 
     A line break alone comes second, since a model with rotary positions cannot count equal tokens, and may
     repeat the one it was given for ever.
     """
+    if tokenizer.first:
+        return list(tokenizer.first)
     for text in (".\n", "\n"):
         try:
             if tokens := tokenizer.encode(text).tolist():

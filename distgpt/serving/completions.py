@@ -164,10 +164,9 @@ def _text(prompt: Any, served: Served) -> list[int]:
     if not isinstance(prompt, str):
         raise invalid("prompt mixes texts with tokens", "prompt")
     try:
-        ids: list[int] = served.tokenizer.encode(prompt).tolist()
+        return served.tokenizer.encode_prompt(prompt)
     except DataError as error:
         raise invalid(str(error), "prompt") from None
-    return ids
 
 
 def _tokens(prompt: Any, served: Served) -> list[int]:
