@@ -96,7 +96,7 @@ def test_a_document_that_cannot_encode_every_text_or_is_damaged_is_refused(tmp_p
         (llama | {"decoder": None}, "its decoder is missing"),
         (llama | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder is WordPiece"),
         (sentences | {"model": sentences["model"] | {"byte_fallback": False}}, "no tokens for single bytes"),
-        (llama | {"model": llama["model"] | {"vocab": {}}}, "no vocabulary"),
+        (llama | {"model": llama["model"] | {"vocab": {}}}, "its model, 'BPE', has no vocabulary"),
         (llama | {"model": llama["model"] | {"vocab": {"a": -1}}}, "'a' has the id -1"),
         (llama | {"model": llama["model"] | {"merges": [["zz", "qq"]]}}, "the library tokenizers refuses it"),
         (llama | {"pre_tokenizer": {"type": "Magic"}}, "the library tokenizers refuses it"),

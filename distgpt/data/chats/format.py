@@ -80,6 +80,12 @@ class ChatFormat:
         self._between = re.compile("|".join([f"({self._mark}[^{CLOSE}]*{CLOSE}", *spelled]) + ")")
         self.ends = tuple(dict.fromkeys(tokenizer.ends + self._end_of_answer()))
 
+    def describe(self) -> str:
+        """A short description for people."""
+        if not self.is_own:
+            return "the model's own chat template"
+        return "no chat template: " + ("User and Assistant as plain text" if self.stops else "ChatML")
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens behind which the next answer comes."""
         ids: list[int] = self.tokenizer.encode_parts(self._rendered(messages, True).parts)[0].tolist()

@@ -154,7 +154,8 @@ def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dic
     if isinstance(vocab, list):  # of Unigram, with scores
         vocab = {pair[0]: i for i, pair in enumerate(vocab) if isinstance(pair, list) and pair}
     if not isinstance(vocab, dict) or not vocab:
-        raise DataError(f"{source}: its model has no vocabulary")
+        kind = document["model"].get("type")
+        raise DataError(f"{source}: its model, {kind!r:.40}, has no vocabulary")
     added: dict[str, tuple[int, bool]] = {}
     tokens = document.get("added_tokens") or []
     for token in tokens if isinstance(tokens, list) else [None]:
