@@ -26,10 +26,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.errors import escape, first_line, print_lines
+from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
-from distgpt.serving.limits import ListenOn, Refusal, broken, leaving, too_large, too_late
+from distgpt.serving.limits import Limits, ListenOn, Refusal, broken, leaving, too_large, too_late
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Call, Runner
+
+Parser = Callable[[bytes, Served, Limits], ParsedBody]
 
 ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
 NOTE = "distgpt.note"  # of a scope: what the log says besides
@@ -37,7 +40,7 @@ ARRIVING = 60.0  # seconds in which a body has to come
 SAYING = 1.0  # seconds in which a client has to take the last of a stream that fails
 REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
 DROPPED = 1 << 30  # bytes of it
-COMPLETIONS = "/v1/completions"
+COMPLETIONS: dict[str, Parser] = {"/v1/completions": parse_body, "/v1/chat/completions": parse_chat}
 
 
 class App:
@@ -60,7 +63,7 @@ class App:
             Route("/metrics", self._metrics_page),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
-            Route(COMPLETIONS, self._completions, methods=["POST"]),
+            *(Route(path, self._completions, methods=["POST"]) for path in COMPLETIONS),
         ]
         handlers: dict[Any, Any] = {Refusal: _refused, HTTPException: _not_found, Exception: _internal}
         middleware = []
@@ -84,7 +87,7 @@ class App:
             await app(scope, receive, sent)
         finally:
             seconds = time.monotonic() - begun
-            if scope["type"] == "http" and scope["path"] == COMPLETIONS:
+            if scope["type"] == "http" and scope["path"] in COMPLETIONS:
                 self._metrics.answered[status] += 1
             if scope["type"] == "http" and self._where.log != "quiet":
                 who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
@@ -157,7 +160,8 @@ class App:
             async with asyncio.timeout(min(ARRIVING, self.limits.seconds)):
                 body = await _body(request, self.limits.body)
                 loop = asyncio.get_running_loop()
-                parsed = await loop.run_in_executor(self._pool, parse_body, body, self._served, self.limits)
+                parse = COMPLETIONS[request.url.path]
+                parsed = await loop.run_in_executor(self._pool, parse, body, self._served, self.limits)
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:

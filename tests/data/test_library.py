@@ -101,6 +101,9 @@ def test_a_document_that_cannot_encode_every_text_or_is_damaged_is_refused(tmp_p
         (llama | {"model": llama["model"] | {"merges": [["zz", "qq"]]}}, "the library tokenizers refuses it"),
         (llama | {"pre_tokenizer": {"type": "Magic"}}, "the library tokenizers refuses it"),
         (llama | {"added_tokens": [{"id": 3}]}, "has no content"),
+        (llama | {"added_tokens": llama["added_tokens"][:1] * 2}, "is there twice"),
+        # Over this prefix the library ends the process.
+        (llama | {"model": llama["model"] | {"continuing_subword_prefix": "é"}}, "continuing_subword_prefix"),
         (llama | {"added_tokens": [{"id": 1 << 40, "content": "<x>", "special": True}]}, "has the id"),
     ):
         path.write_text(json.dumps(change))
@@ -120,3 +123,16 @@ def test_a_character_whose_bytes_the_vocabulary_lacks_is_named(tmp_path):
     assert found.decode(found.encode("é")) == "é"
     with pytest.raises(DataError, match="'中' at position 2 cannot be encoded"):
         found.encode("a 中")
+
+
+def test_a_damaged_post_processor_puts_nothing_before_a_prompt(tmp_path):
+    llama = json.loads(document("tinyllama"))
+    for processor in (
+        None,
+        3,
+        {"type": []},
+        {"processors": None},
+        {"type": "TemplateProcessing", "single": [3]},
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(llama | {"post_processor": processor}))
+        assert load_tokenizer(str(tmp_path)).first == ()

@@ -151,6 +151,9 @@ class _Stripping:
 def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dict[str, tuple[int, bool]]]:
     """The ids of the model's entries, and of the added tokens with if they are special; all checked."""
     vocab = document["model"].get("vocab")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library ends the process over some
+        if document["model"].get(name):
+            raise DataError(f"{source}: its model sets {name}, which goes with no decoder that is known")
     if isinstance(vocab, list):  # of Unigram, with scores
         vocab = {pair[0]: i for i, pair in enumerate(vocab) if isinstance(pair, list) and pair}
     if not isinstance(vocab, dict) or not vocab:
@@ -165,6 +168,8 @@ def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dic
             raise DataError(
                 f"{source}: the added token {token!r:.80} has no content, or not whether it is special"
             )
+        if content in added:
+            raise DataError(f"{source}: the added token {content!r:.80} is there twice")
         added[content] = token_id, special
     for text, token_id in (*vocab.items(), *((text, i) for text, (i, _) in added.items())):
         if not isinstance(text, str) or type(token_id) is not int or not 0 <= token_id < LARGEST:
@@ -172,18 +177,24 @@ def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dic
     return vocab, added
 
 
+def _steps(part: Any, name: str) -> dict[str, dict[str, Any]]:
+    """The steps of a part of the document by type: of a Sequence, which calls them `name`, or it alone."""
+    steps = part.get(name, [part]) if isinstance(part, dict) else []
+    known = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    return {step["type"]: step for step in known if isinstance(step.get("type"), str)}
+
+
 def _first(document: dict[str, Any], special: Mapping[str, int]) -> tuple[int, ...]:
     """The special tokens that the document's post-processor puts before a text."""
     found: list[int] = []
-    processor = document.get("post_processor")
-    processors = processor.get("processors", [processor]) if isinstance(processor, dict) else []
-    for each in processors if isinstance(processors, list) else []:
-        if isinstance(each, dict) and each.get("type") == "TemplateProcessing":
-            for piece in each.get("single") or []:
-                name = piece.get("SpecialToken", {}).get("id") if isinstance(piece, dict) else None
-                if not isinstance(name, str) or name not in special:
-                    break
-                found.append(special[name])
+    template = _steps(document.get("post_processor"), "processors").get("TemplateProcessing", {})
+    single = template.get("single")
+    for piece in single if isinstance(single, list) else []:
+        token = piece.get("SpecialToken") if isinstance(piece, dict) else None
+        name = token.get("id") if isinstance(token, dict) else None
+        if not isinstance(name, str) or name not in special:
+            break
+        found.append(special[name])
     return tuple(found)
 
 
@@ -191,9 +202,7 @@ def _spelling(
     document: dict[str, Any], vocabulary: Mapping[str, int], source: str
 ) -> tuple[Any, set[int], bool]:
     """How an entry becomes bytes, which bytes no text can have, and if decoding drops a first space."""
-    decoder = document.get("decoder")
-    decoders = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
-    steps = {each["type"]: each for each in decoders if isinstance(each, dict) and "type" in each}
+    steps = _steps(document.get("decoder"), "decoders")
     if "ByteLevel" in steps:
         lacks = {byte for byte, symbol in enumerate(symbols()) if symbol not in vocabulary}
         return _of_symbols, lacks, False
