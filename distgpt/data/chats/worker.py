@@ -10,6 +10,7 @@ import json
 import resource
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -76,7 +77,8 @@ def _answer(line: bytes) -> dict[str, str]:
 
 def main() -> None:
     """Answer line by line until nobody asks any more."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with suppress(OSError, ValueError):  # systems without this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin.buffer:
         sys.stdout.write(json.dumps(_answer(line)) + "\n")
         sys.stdout.flush()
