@@ -7,15 +7,18 @@ LLAMA3 = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# Qwen 3: what was thought before an earlier answer is left out.
+# Qwen 3: what was thought before an earlier answer is left out, that before the last one made up anew.
 QWEN = (
     "{%- set ns = namespace(last=-1) %}"
     "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{%- for m in messages %}"
     "{%- set content = m.content %}"
-    "{%- if m.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}"
-    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' + '\n' }}"
+    "{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and '</think>' in content %}"
+    "{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}"
+    "{%- if loop.index0 > ns.last %}{{- '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{% endif %}"
+    "{{- content + '<|im_end|>' + '\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )

@@ -51,7 +51,10 @@ class Example(NamedTuple):
 
 
 class _Rendered(NamedTuple):
-    """A text as its special tokens and what is between them, and where in it the answers lie."""
+    """A text as its special tokens and what is between them, and where in it the answers lie.
+
+    An answer begins at -1 where the template has cut off its beginning.
+    """
 
     parts: list[str | int]
     answers: list[tuple[int, int]]
@@ -94,7 +97,10 @@ class ChatFormat:
     def example(self, messages: Sequence[Message]) -> Example:
         """Return the tokens of a chat; its answers are to be learned, each with the token that ends it."""
         parts, answers = self._rendered(messages, False)
-        if len(answers) < sum(message["role"] == "assistant" for message in messages):
+        if answers and answers[-1][0] < 0 and messages[-1]["role"] == "assistant":
+            answers[-1] = self._behind_prompt(messages[:-1], parts), answers[-1][1]
+        wanted = sum(message["role"] == "assistant" for message in messages)
+        if len(answers) < wanted or any(first < 0 for first, _ in answers):
             raise DataError(
                 "the model's chat template changes or drops an answer: what is learned is not known"
             )
@@ -103,6 +109,15 @@ class ChatFormat:
         for first, last in answers:
             learned[(ends > first) & (starts < last)] = 1
         return Example(ids, learned)
+
+    def _behind_prompt(self, messages: Sequence[Message], parts: Sequence[str | int]) -> int:
+        """Return where the last answer begins if its beginning was cut out, as thoughts are to be put back
+        in another way: behind the prompt for it. -1 if the text does not begin with that.
+        """
+        prompt, whole = (
+            "".join(map(self._text, each)) for each in (self._rendered(messages, True).parts, parts)
+        )
+        return len(prompt) if whole.startswith(prompt) else -1
 
     def _end_of_answer(self) -> tuple[int, ...]:
         """Return the token that the template puts behind an answer, if there is one."""
@@ -147,8 +162,8 @@ class ChatFormat:
             if mark == BEGIN:
                 begin = at
             elif mark == END:
-                answers += [(begin, at)] * (begin >= 0)
-                begin, is_open = -1, bool(answers)
+                answers.append((begin, at))
+                begin, is_open = -1, True
             else:
                 part = self._text(int(mark)) if mark else self.tokenizer.specials.get(piece, piece)
                 size = len(self._text(part))
