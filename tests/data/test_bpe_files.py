@@ -99,7 +99,7 @@ def test_another_way_to_prepare_text_is_left_to_the_library(tmp_path):
 def test_another_model_a_damaged_one_or_senseless_added_tokens_are_refused(tmp_path):
     for change, message in (
         ({"type": "WordPiece"}, "its decoder is missing"),
-        ({"end_of_word_suffix": "</w>"}, "its decoder is missing"),
+        ({"end_of_word_suffix": "</w>"}, "sets end_of_word_suffix"),
         ({"vocab": None}, "no vocabulary or no merges"),
         ({"merges": ["a b c"]}, r"\['a', 'b', 'c'\] is not a pair"),
         ({"vocab": {"a": 0, "b": 2}}, "'b' has the id 2"),
