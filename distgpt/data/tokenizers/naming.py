@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     return _from_document(document, str(path))
 
 
+@lru_cache(2)  # a weights file is checked first and then read: large vocabularies take seconds
 def tokenizer_from_json(text: str, source: str) -> Tokenizer:
     """Parse what `to_json` returned; `source` names it in errors."""
     return _from_document(_parsed(text, source), source)
