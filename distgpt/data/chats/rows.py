@@ -3,6 +3,7 @@
 A row is one of
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
+    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}     as ShareGPT's
     {"prompt": "…", "completion": "…"}
     {"instruction": "…", "input": "…", "output": "…"}        as Alpaca's
     {"text": "…"}
@@ -23,8 +24,9 @@ from distgpt.data.chats.format import ChatFormat, Example, Message, checked_mess
 from distgpt.errors import DataError, escape
 from distgpt.files import open_regular, storage_errors
 
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names for roles
 LONGEST = 64 << 20  # bytes of a line
-SHAPES = '"messages", "prompt" with "completion", "instruction" with "output", or "text"'
+SHAPES = '"messages", "conversations", "prompt" with "completion", "instruction" with "output", or "text"'
 
 
 def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
@@ -54,6 +56,8 @@ def example_of(row: Any, chat: ChatFormat) -> Example:
         raise DataError("it is not a JSON object")
     if "messages" in row:
         return _chat(checked_messages(row["messages"]), chat)
+    if "conversations" in row:
+        return _chat(checked_messages(_from_sharegpt(row["conversations"])), chat)
     if "prompt" in row and "completion" in row:
         return _chat(_turn(_text(row, "prompt"), _text(row, "completion")), chat)
     if "instruction" in row and "output" in row:
@@ -71,6 +75,15 @@ def _text(row: dict[str, Any], name: str) -> str:
     if not isinstance(text, str):
         raise DataError(f"{name!r} is no text")
     return text
+
+
+def _from_sharegpt(turns: Any) -> Any:
+    """Return the same turns as messages; what is wrong with them is found there."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return turns
+    roles = [turn.get("from") for turn in turns]
+    named = [SHAREGPT.get(role, role) if isinstance(role, str) else role for role in roles]
+    return [{"role": role, "content": turn.get("value")} for role, turn in zip(named, turns, strict=True)]
 
 
 def _turn(question: str, answer: str) -> list[Message]:
