@@ -8,21 +8,12 @@ from typing import Any
 import click
 
 from distgpt.comm.agree import on_every_rank
-from distgpt.commands.options import PATH, LocaleText, model_options, setting_option, stage_options
+from distgpt.commands.options import PATH, LocaleText, model_options, request_options, stage_options
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.inference.request import REQUEST_SETTINGS, Request
 from distgpt.stages import open_stage
 
 DEFAULTS = {"max_new_tokens": 200, "temperature": DEFAULT_TEMPERATURE}  # where a request has others
-
-
-def request_options(command: Any) -> Any:
-    """Add an option for each setting of a request."""
-    for name, about in reversed(REQUEST_SETTINGS.items()):
-        how: dict[str, Any] = {"default": DEFAULTS.get(name, getattr(Request(), name)), "show_default": True}
-        how |= {"is_flag": True} if about.kind is bool else {"multiple": True} if name == "stop" else {}
-        command = setting_option(name, about, **how)(command)
-    return command
 
 
 @click.command()
@@ -35,7 +26,7 @@ def request_options(command: Any) -> Any:
     help='File with a prompt per line, as in {"prompt": "Once", "max_new_tokens": 9}: settings of its own.',
 )
 @click.option("--out", type=PATH, help="Where their samples go, a line for each prompt; is resumed.")
-@request_options
+@request_options(DEFAULTS)
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
 def infer(

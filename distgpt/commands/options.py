@@ -6,7 +6,7 @@ import functools
 import locale
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from distgpt.config import (
 )
 from distgpt.errors import UsageError
 from distgpt.formatting import parse_duration, parse_size
+from distgpt.inference.request import REQUEST_SETTINGS, Request
 from distgpt.stages import ON_GPU, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -246,6 +247,21 @@ def model_options(command: F) -> F:
         "[default: 4G, or half of a rank's share of what is free]",
     )
     return weights(dtype_option(context(memory(command))))
+
+
+def request_options(defaults: dict[str, Any], unused: Collection[str] = ()) -> Callable[[F], F]:
+    """Add an option for each setting of a request, with `defaults` where they are other ones."""
+
+    def decorate(command: F) -> F:
+        for name, about in reversed(REQUEST_SETTINGS.items()):
+            default = defaults.get(name, getattr(Request(), name))
+            how: dict[str, Any] = {"default": default, "show_default": True}
+            how |= {"is_flag": True} if about.kind is bool else {"multiple": True} if name == "stop" else {}
+            if name not in unused:
+                command = setting_option(name, about, **how)(command)
+        return command
+
+    return decorate
 
 
 def number_options(command: F) -> F:

@@ -62,7 +62,7 @@ def limit_options(command: Any) -> Any:
 def serve(
     stage: str, threads: int | None, gpu: GpuConfig, weights: Path | None, name: str | None, **options: Any
 ) -> None:
-    """Answer requests over HTTP as OpenAI's /v1/completions does, with a page to try it."""
+    """Answer requests over HTTP as OpenAI's /v1/completions and its chats do, with a page to try it."""
     try:
         from distgpt.serving.server import Server, bound, checked_key, checked_proxies
     except ImportError as error:

@@ -133,7 +133,7 @@ def _prompt(number: int, line: bytes, tokenizer: Tokenizer, defaults: Request) -
     text = given.pop("prompt", None)
     if not isinstance(text, str):
         raise DataError('it has no text "prompt"')
-    tokens: list[int] = tokenizer.encode(text).tolist()
+    tokens = tokenizer.encode_prompt(text)
     return Prompt(number, text, defaults.override(tokens, given, "overflow", "lookup"))
 
 

@@ -8,7 +8,8 @@
 `step` feeds one token of every sample that is being decoded, and beside them a chunk of the prompts that
 wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
 not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
-belong to the seed, the sample and the place in its text.
+belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a free lane
+holds of its prompt, as the next turn of a chat does; then rounding depends on how that came about.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Engine:
         self._free = list(range(lanes.count))
         self._prompts: dict[int, SharedPrompt] = {}  # lanes that begin with the prompt of a request
         self._held: set[int] = set()  # tickets of requests that make no tokens for now
+        self._kept: dict[int, list[int]] = {}  # the tokens in free lanes, for prompts that begin with them
 
     @property
     def is_idle(self) -> bool:
@@ -152,8 +154,12 @@ class Engine:
         self._running.append(sample)
         shared.to_come -= 1
         source = next((each for each, held in self._prompts.items() if held is shared), None)
+        held = self._kept.pop(lane, [])
         if shared.scores is None or source is None:
             shared.scores, shared.under_way = None, True
+            sample.begin_with(held)
+            if sample.cached:
+                self._prompts.pop(lane, None)
             return []
         sample.cached = min(len(shared.request.prompt), self._lanes.length)
         if source != lane:
@@ -164,10 +170,14 @@ class Engine:
             self._prompts = {lane: held for lane, held in self._prompts.items() if held is not shared}
         return [event]
 
-    def _worth(self, lane: int, shared: SharedPrompt) -> int:
-        """Rank the lanes to take: that with the same prompt, else one whose prompt nobody waits for."""
-        held = self._prompts.get(lane)
-        return 0 if held is shared else 1 if held is None else 2
+    def _worth(self, lane: int, shared: SharedPrompt) -> tuple[int, int]:
+        """Rank the lanes to take: that with the same prompt, else one whose prompt nobody waits for.
+
+        Of these the one where reuse gains the most, and the least is lost that others may reuse.
+        """
+        of_request, held = self._prompts.get(lane), self._kept.get(lane, [])
+        rank = 0 if of_request is shared else 1 if of_request is None else 2
+        return rank, len(held) - 2 * shared.common(held)
 
     def _work(self) -> list[tuple[Sample, Feed]]:
         """Build the next batch: one token and its guesses of each sample that decodes, `chunk` of prompts.
@@ -207,6 +217,7 @@ class Engine:
     def _leave(self, sample: Sample) -> None:
         self._running.remove(sample)
         self._free.append(sample.lane)
+        self._kept[sample.lane] = sample.held
 
 
 class Collector:

@@ -62,7 +62,7 @@ class Writer:
             return list(ids.reshape(-1).tolist())
         if self.tokenizer is None:
             raise UsageError("this model has no tokenizer: give the prompt as tokens")
-        return list(self.tokenizer.encode(prompt).tolist())
+        return self.tokenizer.encode_prompt(prompt)
 
     def _lanes(self, requests: list[Request]) -> Lanes:
         wanted = min(MOST_LANES, sum(request.n for request in requests))

@@ -77,6 +77,10 @@ class Request(Sampling):
         most=64,  # scores of all of them are kept for every sample
     )
 
+    # Not settings, as they depend on a tokenizer, and on who asks.
+    ends: tuple[int, ...] = ()  # tokens that end the text, which lacks them
+    reuse: bool = False  # begin with what a lane still holds of another prompt: sooner, but rounded otherwise
+
     def __post_init__(self) -> None:
         for name, about in REQUEST_SETTINGS.items():
             value = getattr(self, name)
@@ -119,8 +123,8 @@ class Event(NamedTuple):
     """A token of a sample. `choice` counts the samples of a request, from 0.
 
     `text` is what has become certain with this token; all of them together are the sample's text. `reason`
-    comes with the last event: "length" (max_new_tokens), "stop" (a stop string, which the text lacks) or
-    "context" (overflow `stop`). An event without a token comes where none was requested.
+    comes with the last event: "length" (max_new_tokens), "stop" (a stop string or an end, which the text
+    lacks) or "context" (overflow `stop`). An event without a token comes where none was requested.
     `prompt_likelihoods` come with a sample's first event, if they are wanted.
     """
 

@@ -29,6 +29,12 @@ class SharedPrompt:
         """Tell whether all log-probabilities that are wanted of the prompt are known."""
         return not self.request.prompt_logprobs or len(self.likelihoods) == len(self.request.prompt)
 
+    def common(self, held: Sequence[int]) -> int:
+        """Return how many tokens of the prompt these begin with, if it reuses any; never its last one."""
+        prompt, wanted = self.request.prompt, self.request.reuse and not self.request.prompt_logprobs
+        most = min(len(held), len(prompt) - 1) if wanted else 0
+        return next((i for i in range(most) if held[i] != prompt[i]), most)
+
     def empty_event(self, choice: int) -> Event:
         """Return the only event of a sample without tokens."""
         return Event(self.ticket, choice, None, None, "", "length", self.wanted_of_prompt)
@@ -58,6 +64,15 @@ class Sample:
     def is_at_prompt(self) -> bool:
         """Tell whether the prompt is being computed: nothing is chosen yet."""
         return self.new == 0
+
+    def begin_with(self, held: Sequence[int]) -> None:
+        """Take over the beginning of the prompt as far as its lane holds it."""
+        self.cached = self.shared.common(held) if self.begin == 0 else 0
+
+    @property
+    def held(self) -> list[int]:
+        """Return what its lane holds that is like computed anew: nothing once positions were dropped."""
+        return self.tokens[: self.cached] if self.begin == 0 else []
 
     def feed(self, chunk: int) -> Feed:
         """The next tokens: up to `chunk` of what is not in the lane yet; guesses behind a single one."""
@@ -119,8 +134,9 @@ class Sample:
 
     def _event(self, token: int, found: Likelihood | None) -> Event:
         out, request, reason = self._transcript, self.request, None
-        text = "" if out is None else out.feed(token)
-        if out is not None and out.stopped:
+        ended = token in request.ends
+        text = "" if out is None or ended else out.feed(token)
+        if ended or (out is not None and out.stopped):
             reason = "stop"
         elif self.new == request.max_new_tokens:
             reason = "length"
@@ -228,11 +244,14 @@ class Lookup:
 
 
 def default_prompt(tokenizer: Tokenizer) -> list[int]:
-    """Tokens to start a text from nothing: a full stop and a line break, a line break, or the first token.
+    """Tokens to start a text from nothing: what every prompt begins with, or else a full stop and a line
+    break, a line break, or the first token.
 
     A line break alone comes second, since a model with rotary positions cannot count equal tokens, and may
     repeat the one it was given for ever.
     """
+    if tokenizer.first:
+        return list(tokenizer.first)
     for text in (".\n", "\n"):
         try:
             if tokens := tokenizer.encode(text).tolist():

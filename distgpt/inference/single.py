@@ -35,6 +35,7 @@ def infer_one(
     comm, loaded = stage.comm, spec.load(stage)
     tokenizer = loaded.tokenizer
     ids: list[int] = on_root(comm, lambda: _prompt(prompt, tokenizer))
+    text = tokenizer.decode(ids[len(tokenizer.first) :])
     request = settings.override(ids, {})
     lanes = loaded.lanes(request.n, request.lookup)
     begun = time.perf_counter()
@@ -44,7 +45,7 @@ def infer_one(
         if as_json:
             return complete(engine, [request])[0]
         engine.submit(request)
-        return stream("" if prompt is None else tokenizer.decode(ids), engine.run(), request.n)
+        return stream("" if prompt is None else text, engine.run(), request.n)
 
     samples = act(lanes) if comm.size == 1 else averaged(lanes, comm, act)
     seconds = time.perf_counter() - begun
@@ -54,7 +55,7 @@ def infer_one(
     made = sum(len(sample.tokens) for sample in samples)
     if as_json:
         several = {"choices": [sample.as_json() for sample in samples]} if request.n > 1 else {}
-        answer = {"prompt": tokenizer.decode(ids), **samples[0].as_json(), **several}
+        answer = {"prompt": text, **samples[0].as_json(), **several}
         print(
             json.dumps({**answer, "seconds": seconds, "tokens_per_s": made / seconds, "peak_memory": memory})
         )
@@ -72,7 +73,7 @@ def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:
     if isinstance(given, Path):
         piped = str(given) in ("-", "/dev/stdin")
         text = read_text(Path("standard input"), sys.stdin.buffer) if piped else read_text(given)
-    return list(tokenizer.encode(str(text)).tolist())
+    return tokenizer.encode_prompt(str(text))
 
 
 def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:

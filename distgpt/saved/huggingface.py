@@ -19,6 +19,8 @@ from distgpt.checked import parse_object
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.data.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
+from distgpt.data.tokenizers.foreign import CHAT_FILES
+from distgpt.data.tokenizers.library import LibraryTokenizer
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError, command_line
 from distgpt.files import (
@@ -232,7 +234,7 @@ def _embedding(family: Family, config: ModelConfig) -> str:
     return next(mapping.theirs for mapping in family.mappings(config) if mapping.ours == "wte")
 
 
-HUB_FILES = (CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES)
+HUB_FILES = tuple({CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES, *CHAT_FILES})
 # NumPy's types for what transformers calls by these names; bfloat16 as bits.
 STORED = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
@@ -351,7 +353,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
                 file.write(text.encode())
     tokenizer = description.tokenizer
     described = tokenizer.describe() if tokenizer else "none"
-    if tokenizer and tokenizer.kind not in ("bpe", "byte"):
+    if tokenizer and tokenizer.kind in ("char", "word"):
         described += ", which transformers does not have: kept for distgpt alone"
     use = f"{family.architecture}.from_pretrained({str(out)!r}) in transformers"
     return _page("directory", out, described, use)
@@ -377,7 +379,9 @@ def _narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray
 def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dtype: str) -> dict[str, str]:
     """The small files by name; the configuration comes last, since a directory without it is no model."""
     separator = tokenizer.separator if tokenizer else None
-    tokens = {"bos_token_id": separator, "eos_token_id": separator}
+    ends = list(dict.fromkeys(tokenizer.chat.ends)) if tokenizer and tokenizer.chat else []
+    first = tokenizer.first[0] if tokenizer and tokenizer.first else separator
+    tokens = {"bos_token_id": first, "eos_token_id": ends or separator}
     settings = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -421,23 +425,29 @@ def _new_directory(final: Path) -> Iterator[Path]:
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
     """The files that transformers looks for beside a model: their texts by name."""
-    own = {} if isinstance(tokenizer, BpeTokenizer) else {OWN_TOKENIZER: tokenizer.to_json()}
-    bpe = BpeTokenizer(list(symbols()), [], None) if tokenizer.kind == "byte" else tokenizer
-    return own | (_bpe_files(bpe, context) if isinstance(bpe, BpeTokenizer) else {})
-
-
-def _bpe_files(tokenizer: BpeTokenizer, context: int) -> dict[str, str]:
-    vocab = {entry: i for i, entry in enumerate(tokenizer.vocabulary)}
-    merges = [f"{a} {b}" for a, b in tokenizer.merges]
+    foreign = isinstance(tokenizer, BpeTokenizer | LibraryTokenizer)
+    own = {} if foreign else {OWN_TOKENIZER: tokenizer.to_json()}
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
+    if tokenizer.chat:
+        settings |= {**tokenizer.chat.tokens, "chat_template": tokenizer.chat.source}
+    if isinstance(tokenizer, LibraryTokenizer):
+        whole = json.dumps(tokenizer.contents()["document"], ensure_ascii=False)
+        return {"tokenizer.json": whole, "tokenizer_config.json": json.dumps(settings, indent=1)}
+    bpe = BpeTokenizer(list(symbols()), [], None) if tokenizer.kind == "byte" else tokenizer
+    return own | (_bpe_files(bpe, settings) if isinstance(bpe, BpeTokenizer) else {})
+
+
+def _bpe_files(tokenizer: BpeTokenizer, settings: dict[str, Any]) -> dict[str, str]:
+    vocab = {entry: i for i, entry in enumerate(tokenizer.vocabulary)}
+    merges = [f"{a} {b}" for a, b in tokenizer.merges]
     added = []
     if tokenizer.separator is not None:
         content = tokenizer.decode([tokenizer.separator])
-        settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), content)
+        settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), content) | settings
         plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         added = [{"id": tokenizer.separator, "content": content, **plain, "special": True}]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}

@@ -25,8 +25,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.errors import escape, first_line, print_lines
+from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
 from distgpt.serving.limits import (
+    Limits,
     ListenOn,
     Refusal,
     broken,
@@ -39,6 +41,8 @@ from distgpt.serving.limits import (
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Call, Runner
 
+Parser = Callable[[bytes, Served, Limits], ParsedBody]
+
 ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
 NOTE = "distgpt.note"  # of a scope: what the log says besides
 ARRIVING = 60.0  # seconds in which a body has to come
@@ -48,7 +52,7 @@ PIECE = 1 << 16  # bytes sent at once
 LONG = 1 << 14  # tokens and log-probabilities of an answer that is put together beside the loop
 REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
 DROPPED = 1 << 30  # bytes of it
-COMPLETIONS = "/v1/completions"
+COMPLETIONS: dict[str, Parser] = {"/v1/completions": parse_body, "/v1/chat/completions": parse_chat}
 
 
 class App:
@@ -71,7 +75,7 @@ class App:
             Route("/metrics", self._metrics_page),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
-            Route(COMPLETIONS, self._completions, methods=["POST"]),
+            *(Route(path, self._completions, methods=["POST"]) for path in COMPLETIONS),
         ]
         handlers: dict[Any, Any] = {Refusal: _refused, HTTPException: _not_found, Exception: _internal}
         middleware = []
@@ -96,7 +100,7 @@ class App:
             await (_response(two_lengths()) if framed_twice else app)(scope, receive, sent)
         finally:
             seconds = time.monotonic() - begun
-            if scope["type"] == "http" and scope["path"] == COMPLETIONS:
+            if scope["type"] == "http" and scope["path"] in COMPLETIONS:
                 self._metrics.answered[status] += 1
             if scope["type"] == "http" and self._where.log != "quiet":
                 who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
@@ -169,7 +173,8 @@ class App:
             async with asyncio.timeout(min(ARRIVING, self.limits.seconds)):
                 body = await _body(request, self.limits.body)
                 loop = asyncio.get_running_loop()
-                parsed = await loop.run_in_executor(self._pool, parse_body, body, self._served, self.limits)
+                parse = COMPLETIONS[request.url.path]
+                parsed = await loop.run_in_executor(self._pool, parse, body, self._served, self.limits)
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:

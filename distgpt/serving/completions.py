@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
 from distgpt.checked import parse_json
 from distgpt.config import Setting, nearest
+from distgpt.data.chats.format import ChatFormat
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.errors import DataError, UsageError
@@ -42,6 +43,7 @@ SETTINGS = {
         name: name for name in REQUEST_SETTINGS if name not in ("max_new_tokens", "prompt_logprobs", "lookup")
     },
 }
+SWITCH = Setting(bool, "")
 PARAMETERS = ("model", "prompt", "stream", "stream_options", "echo", "ignore_eos", *SETTINGS)
 
 
@@ -54,6 +56,7 @@ class Served:
     vocab: int
     context: int
     created: int  # seconds since 1970
+    chat: ChatFormat | DataError | None = None  # or why there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class ParsedBody:
     stream: bool
     echo: bool
     with_usage: bool  # at the end of a stream
+    choice: type[Choice]  # what a sample becomes
 
     @property
     def prompt_tokens(self) -> int:
@@ -72,52 +76,81 @@ class ParsedBody:
 
 def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for completions. A Refusal says what is wrong with it."""
+    found = parse_object(body, (*PARAMETERS, *_IGNORED), _WITHOUT_EFFECT)
+    refuse_other_model(found, served)
+    stream, echo = (checked(found, name, SWITCH, False) for name in ("stream", "echo"))
+    settings = parse_settings(found, limits, SETTINGS)
+    ends = () if checked(found, "ignore_eos", SWITCH, False) else served.tokenizer.ends
+    settings = replace(settings, ends=ends, prompt_logprobs=echo and settings.logprobs is not None)
+    with_usage = wants_usage(found)
+    prompts = _prompts(found.get("prompt"), served, limits, settings.n)
+    tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
+    refuse_large(tokens, settings, limits)
+    refuse_long(prompts, served, limits, settings)
+    requests = [replace(settings, prompt=prompt) for prompt in prompts]
+    return ParsedBody(requests, stream, echo, with_usage, Choice)
+
+
+def parse_object(
+    body: bytes, known: Sequence[str], without_effect: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Return the object of a body with known parameters alone.
+
+    Refuses what would be silently passed over otherwise.
+    """
     try:
         found = parse_json(body)
     except ValueError as error:
         raise invalid(f"the body is not JSON as it should be: {error}") from None
     if not isinstance(found, dict):
         raise invalid("the body is not a JSON object")
-    _refuse_unknown(found)
-    switch, text = Setting(bool, ""), Setting(str, "")
-    if (model := _checked(found, "model", text, served.name)) != served.name:
+    for name, value in found.items():
+        if name not in known and name not in without_effect:
+            hint = nearest(name[:50], (*known, *without_effect))
+            raise invalid(f"unrecognized request argument: {name!r:.60}{hint}", name[:50])
+        if value not in without_effect.get(name, (value,)):
+            raise invalid(f"{name} is not supported", name)
+    return found
+
+
+def refuse_other_model(found: dict[str, Any], served: Served) -> None:
+    if (model := checked(found, "model", Setting(str, ""), served.name)) != served.name:
         raise Refusal(404, f"the model {model!r:.200} does not exist", param="model", code="model_not_found")
-    stream, echo = (_checked(found, name, switch, False) for name in ("stream", "echo"))
-    settings, separator = _settings(found, limits), served.tokenizer.separator
-    if separator is not None and not _checked(found, "ignore_eos", switch, False):
-        settings = replace(settings, stop=(*settings.stop, served.tokenizer.decode([separator])))
-    settings = replace(settings, prompt_logprobs=echo and settings.logprobs is not None)
+
+
+def wants_usage(found: dict[str, Any]) -> bool:
+    """Tell whether a stream is to end with the count of its tokens."""
     options = found.get("stream_options") or {}
     if not isinstance(options, dict):
         raise invalid("stream_options must be an object", "stream_options")
-    prompts = _prompts(found.get("prompt"), served, limits, settings.n)
-    tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
+    return bool(options.get("include_usage"))
+
+
+def refuse_large(tokens: int, settings: Request, limits: Limits) -> None:
+    """Refuse what may have too long an answer, with `tokens` for each of its samples."""
     most = tokens * settings.n * (1 + (settings.logprobs or 0))
     if most > limits.values:
         raise invalid(f"the answer may have {most:,} tokens and logprobs, more than {limits.values:,}")
-    _refuse_long(prompts, served, limits, settings)
-    requests = [replace(settings, prompt=prompt) for prompt in prompts]
-    return ParsedBody(requests, stream, echo, bool(options.get("include_usage")))
 
 
-def _settings(given: dict[str, Any], limits: Limits) -> Request:
-    """The settings of a request, without its prompt."""
+def parse_settings(given: dict[str, Any], limits: Limits, names: Mapping[str, str]) -> Request:
+    """Return a request without its prompt; `names` are those of its settings, by the parameters'."""
     most = {"max_tokens": limits.max_tokens, "n": limits.samples, "logprobs": MOST_LOGPROBS}
     found: dict[str, Any] = {"seed": secrets.randbits(63)}
-    for name, setting in SETTINGS.items():
+    for name, setting in names.items():
         about = REQUEST_SETTINGS[setting]
         if name == "stop":
             found[name] = _stops(given.get(name))
         elif name == "seed":
-            value = _checked(given, name, replace(about, low=-(1 << 63)), found[name])
+            value = checked(given, name, replace(about, low=-(1 << 63)), found[name])
             found[name] = value % (1 << 64)
         else:
             about = replace(about, most=most.get(name, about.most))
-            found[setting] = _checked(given, name, about, getattr(DEFAULTS, setting))
+            found[setting] = checked(given, name, about, getattr(DEFAULTS, setting))
     return DEFAULTS.override((), found)
 
 
-def _checked(given: dict[str, Any], name: str, about: Setting, default: Any) -> Any:
+def checked(given: dict[str, Any], name: str, about: Setting, default: Any) -> Any:
     """A parameter's value, which is as good as absent where it is null."""
     if (value := given.get(name)) is None:
         return default
@@ -126,17 +159,6 @@ def _checked(given: dict[str, Any], name: str, about: Setting, default: Any) -> 
     except UsageError as error:
         raise invalid(str(error), name) from None
     return value
-
-
-def _refuse_unknown(given: dict[str, Any]) -> None:
-    """Refuse what would be silently passed over otherwise."""
-    known = (*PARAMETERS, *_WITHOUT_EFFECT, *_IGNORED)
-    for name, value in given.items():
-        if name not in known:
-            hint = nearest(name[:50], known)
-            raise invalid(f"unrecognized request argument: {name!r:.60}{hint}", name[:50])
-        if name in _WITHOUT_EFFECT and value not in _WITHOUT_EFFECT[name]:
-            raise invalid(f"{name} is not supported", name)
 
 
 def _stops(value: Any) -> list[str]:
@@ -166,10 +188,9 @@ def _text(prompt: Any, served: Served) -> list[int]:
     if not isinstance(prompt, str):
         raise invalid("prompt mixes texts with tokens", "prompt")
     try:
-        ids: list[int] = served.tokenizer.encode(prompt).tolist()
+        return served.tokenizer.encode_prompt(prompt)
     except DataError as error:
         raise invalid(str(error), "prompt") from None
-    return ids
 
 
 def _tokens(prompt: Any, served: Served) -> list[int]:
@@ -180,7 +201,7 @@ def _tokens(prompt: Any, served: Served) -> list[int]:
     return prompt
 
 
-def _refuse_long(prompts: Sequence[list[int]], served: Served, limits: Limits, settings: Request) -> None:
+def refuse_long(prompts: Sequence[list[int]], served: Served, limits: Limits, settings: Request) -> None:
     longest = max(map(len, prompts))
     problem = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
     if not all(map(len, prompts)):
@@ -202,14 +223,15 @@ class Answer:
 
     def __init__(self, parsed: ParsedBody, served: Served) -> None:
         self._parsed, self._served = parsed, served
+        kind = parsed.choice
         self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
+            "id": f"{kind.prefix}-{secrets.token_hex(12)}",
+            "object": kind.part if parsed.stream else kind.kind,
             "created": int(time.time()),
             "model": served.name,
         }
         self._choices = [
-            _Choice(request, served.tokenizer, parsed.echo)
+            kind(request, served.tokenizer, parsed.echo)
             for request in parsed.requests
             for _ in range(request.n)
         ]
@@ -219,9 +241,7 @@ class Answer:
         """Take in an event of the request `index`; return what a stream says of it, which may be nothing."""
         number = index * self._parsed.requests[index].n + event.choice
         self.tokens += event.token is not None
-        choice = self._choices[number]
-        new = choice.add(event)
-        if not (new["text"] or new["logprobs"] or new["finish_reason"]):
+        if (new := self._choices[number].add(event)) is None:
             return b""
         more = {"usage": None} if self._parsed.with_usage else {}
         said = {**self._head, "choices": [{"index": number, **new}], **more}
@@ -247,11 +267,17 @@ class Answer:
         }
 
 
-class _Choice:
+class Choice:
     """One sample. `text_offset` counts from the beginning of its text, before stop strings are cut off.
 
     With `echo` that is the prompt's.
     """
+
+    prefix, kind, part = (
+        "cmpl",
+        "text_completion",
+        "text_completion",
+    )  # of ids; what an answer and a piece are
 
     def __init__(self, request: Request, tokenizer: Tokenizer, echo: bool) -> None:
         self._request, self._tokenizer = request, tokenizer
@@ -261,26 +287,35 @@ class _Choice:
         self._offset, self._streamer = 0, tokenizer.streamer()
         self._likelihoods: dict[str, list[Any]] | None = None
         if request.logprobs is not None:
-            self._likelihoods = _no_likelihoods()
+            self._likelihoods = self._no_likelihoods()
             if not echo:
                 for token in request.prompt:
                     self._streamer.feed(token)
 
-    def add(self, event: Event) -> dict[str, Any]:
-        """Take in an event; return what is new."""
+    def add(self, event: Event) -> dict[str, Any] | None:
+        """Take in an event; return what is new, if anything is."""
         self._text += event.text
         text, self._unsent = self._unsent + event.text, ""
         self._reason = event.reason and _REASONS.get(event.reason, event.reason)
-        return {"text": text, "logprobs": self._likelihood(event), "finish_reason": self._reason}
+        likelihood = self._likelihood(event)
+        if not (text or likelihood or self._reason):
+            return None
+        return self._shown(text, likelihood)
 
     def whole(self) -> dict[str, Any]:
-        return {"text": self._text, "logprobs": self._likelihoods, "finish_reason": self._reason}
+        return self._shown(self._text, self._likelihoods)
+
+    def _shown(self, text: str, likelihoods: dict[str, list[Any]] | None) -> dict[str, Any]:
+        return {"text": text, "logprobs": likelihoods, "finish_reason": self._reason}
+
+    def _no_likelihoods(self) -> dict[str, list[Any]]:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def _likelihood(self, event: Event) -> dict[str, list[Any]] | None:
         """Return the log-probabilities of the event's token, and of the prompt's if it brings them."""
         if self._likelihoods is None:
             return None
-        found = _no_likelihoods()
+        found = self._no_likelihoods()
         if event.prompt_likelihoods is not None:
             for token, likelihood in zip(self._request.prompt, event.prompt_likelihoods, strict=True):
                 self._note(found, token, likelihood)
@@ -288,7 +323,7 @@ class _Choice:
             self._note(found, event.token, event.likelihood)
         for name, values in found.items():
             self._likelihoods[name] += values
-        return found if found["tokens"] else None
+        return found if any(found.values()) else None
 
     def _note(self, found: dict[str, list[Any]], token: int, likelihood: Likelihood | None) -> None:
         text, top = self._tokenizer, None
@@ -300,10 +335,6 @@ class _Choice:
         found["top_logprobs"].append(top)
         found["text_offset"].append(self._offset)
         self._offset += len(self._streamer.feed(token))
-
-
-def _no_likelihoods() -> dict[str, list[Any]]:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -16,7 +16,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from distgpt.errors import DistgptError, UsageError, escape, print_lines
+from distgpt.data.chats.format import ChatFormat
+from distgpt.errors import DataError, DistgptError, UsageError, escape, print_lines
 from distgpt.formatting import count
 from distgpt.inference.engine_setup import LoadedModel
 from distgpt.inference.lanes import Lanes
@@ -106,7 +107,8 @@ class Server:
         self._finishing: asyncio.Task[None] | None = None
         self._about = f"{name} ({count(lanes.count, 'lane')} of {config.seq_len} tokens)"
         self.runner = Runner(lambda: loaded.engine(lanes), lanes.count, where.limits, self.metrics, self.fail)
-        served = Served(name, loaded.tokenizer, config.vocab_size, config.seq_len, int(time.time()))
+        chat = _chat_format(loaded)
+        served = Served(name, loaded.tokenizer, config.vocab_size, config.seq_len, int(time.time()), chat)
         self._app = App(served, self.runner, self.metrics, where)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
@@ -199,6 +201,15 @@ def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
         except ValueError as error:
             raise UsageError(f"--proxy: {escape(str(error))}") from None
     return tuple(addresses)
+
+
+def _chat_format(loaded: LoadedModel) -> ChatFormat | DataError:
+    """The model's chat format; without a usable one it still completes texts."""
+    try:
+        return ChatFormat(loaded.tokenizer)
+    except DataError as error:
+        print_lines(f"no chats are answered: {error}", err=True)
+        return error
 
 
 def checked_key(key: str | None) -> str | None:

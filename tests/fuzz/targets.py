@@ -107,6 +107,17 @@ def foreign_tokenizers(folder):
     learned.save(str(folder / "hf" / "tokenizer.json"))
 
 
+def chatting_model(folder):
+    """A model of transformers with another family's tokenizer and a chat template, as imported."""
+    from chattemplates import settings
+    from families import write_family
+    from foreignmodels import MODERN, exported_model, shape
+
+    exported_model(folder / "hf", shape(1000, 128, 1, 2, 16, **MODERN), tokenizer=None)
+    (folder / "ours.safetensors").unlink()
+    write_family(folder / "hf", "llama3", **settings("llama3"))
+
+
 def documents(folder):
     texts = [f"Document {i} tells of the harbour and its lamps." for i in range(30)]
     lines = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts))
@@ -225,6 +236,19 @@ TARGETS = {
         foreign_tokenizers,
         {"gpt2/vocab.json": "json", "gpt2/merges.txt": "text", "hf/tokenizer.json": "json"},
         ["tokenizer info {}/gpt2", "tokenizer info {}/hf/tokenizer.json"],
+    ),
+    "chatting model": Target(
+        chatting_model,
+        {
+            "hf/tokenizer.json": "json",
+            "hf/tokenizer_config.json": "json",
+            "hf/generation_config.json": "json",
+        },
+        [
+            "tokenizer info {}/hf",
+            "weights import {}/hf --out {}/o.safetensors",
+            "weights info {}/hf --json",
+        ],
     ),
     "configuration": Target(
         config,

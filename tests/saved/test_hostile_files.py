@@ -123,6 +123,7 @@ THEIR_OWN = (
     "errors.py",
     "cli.py",
     "inference/single.py",
+    "inference/chat_terminal.py",
     "comm/launched.py",
     "show/display.py",
 )

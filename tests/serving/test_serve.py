@@ -133,9 +133,9 @@ def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
     about = Served("it", ByteTokenizer(), 256, 64, 0)
     about.tokenizer.separator = 65
     (request,) = parse_body(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
-    assert request.stop == ("b", "A")
+    assert request.stop == ("b",) and request.ends == (65,)
     (request,) = parse_body(b'{"prompt": "a", "ignore_eos": true}', about, Limits()).requests
-    assert request.stop == ()
+    assert request.ends == ()
 
 
 def test_past_the_context_a_completion_ends_unless_it_may_go_on(served):

@@ -61,6 +61,16 @@ def test_logprobs_are_understood(met):
     assert said["echoed"] == "The harbour" and len(said["scored"]) == 11 and max(said["scored"][1:]) < 0
 
 
+def test_chats_are_understood(met):
+    chat = met[0]["chat"]
+    assert chat["role"] == "assistant" and chat["object"] == "chat.completion"
+    assert chat["text"] == chat["streamed"] and len(chat["text"]) == 8 and chat["reason"] == "length"
+    assert chat["usage"] == chat["streamed_usage"]
+    assert chat["several"] == [chat["text"][:4]] * 2
+    assert "".join(chat["tokens"]) == chat["text"][:4] and chat["top"] == [3] * 4
+    assert chat["wrong"][:2] == ["BadRequestError", 400] and "'robot' is unknown" in chat["wrong"][3]
+
+
 def test_errors_are_those_that_the_client_knows(met):
     said, _ = met
     assert said["wrong_key"][:3] == ["AuthenticationError", 401, "invalid_api_key"]

@@ -1,20 +1,14 @@
-"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges.
-
-Also read from foreign files: Hugging Face's tokenizer.json, GPT-2's vocab.json and merges.txt.
-"""
+"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges."""
 
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.plain import (
     BytesDecoder,
     Ids,
@@ -24,7 +18,6 @@ from distgpt.data.tokenizers.plain import (
     refuse_repeated,
 )
 from distgpt.errors import DataError
-from distgpt.files import read_small
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,8 +30,6 @@ GPT2_SIZE = 50257
 LARGE = 1 << 19  # bytes of text encoded so far, from which on the faster encoder is worth its start
 LARGEST = 1 << 24  # entries; more is a damaged file
 SEPARATOR = "<|endoftext|>"
-OTHER_KIND = "is not byte-level BPE as in GPT-2, the only kind of foreign tokenizer that is read"
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @functools.cache
@@ -53,7 +44,7 @@ def symbols() -> str:
 
 
 @functools.cache
-def _latin1_of_symbol() -> dict[int, int]:
+def latin1_of_symbol() -> dict[int, int]:
     return {ord(symbol): byte for byte, symbol in enumerate(symbols())}
 
 
@@ -76,7 +67,7 @@ class BpeTokenizer(BytesDecoder):
         self.vocabulary, self.merges, self.separator = tuple(vocabulary), tuple(merges), separator
         self.size = len(self.vocabulary)
         self._seen = 0  # bytes
-        byte_of = _latin1_of_symbol()
+        byte_of = latin1_of_symbol()
         super().__init__([entry.translate(byte_of).encode("latin-1") for entry in self.vocabulary])
 
     def encode(self, text: str) -> Ids:
@@ -164,96 +155,6 @@ def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str
         commonest, times = Counter(pairs).most_common(1)[0]
         raise DataError(f"{source}: the merge {commonest[0]!r} + {commonest[1]!r} is listed {times} times")
     return pairs
-
-
-def from_foreign(document: dict[str, Any], path: Path) -> BpeTokenizer | None:
-    """The tokenizer in a file of Hugging Face or GPT-2; None if it is neither."""
-    if isinstance(document.get("model"), dict):
-        return _from_hugging_face(document, str(path))
-    if document and all(type(token_id) is int for token_id in document.values()):
-        return _from_vocab_and_merges(document, path)
-    return None
-
-
-def _from_vocab_and_merges(vocab: dict[str, Any], path: Path) -> BpeTokenizer:
-    beside = path.with_name(TOKENIZER_FILES[2])
-    if not beside.exists():
-        raise DataError(f"{path} is a vocabulary without its merges: {beside.name} must lie beside it")
-    try:
-        lines = read_small(beside).decode().replace("\r\n", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise unreadable(str(beside), error) from None
-    merges = []
-    for number, line in enumerate(lines, start=1):
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        if line.count(" ") != 1:
-            raise DataError(f"{beside}: line {number} is not two tokens with a space between: {line!r:.80}")
-        merges.append(line.split(" "))
-    vocabulary = _in_order(vocab, str(path))
-    made = {a + b for a, b in merges}
-    separator = vocab[SEPARATOR] if SEPARATOR in vocab and SEPARATOR not in made else None
-    return checked_bpe(vocabulary, merges, separator, str(path))
-
-
-def _from_hugging_face(document: dict[str, Any], source: str) -> BpeTokenizer:
-    model = document["model"]
-    _refuse_other_kinds(document, model, source)
-    vocab, added = model.get("vocab"), document.get("added_tokens") or []
-    if not isinstance(vocab, dict) or not isinstance(model.get("merges"), list):
-        raise DataError(f"{source}: its BPE model has no vocabulary or no merges")
-    special = _special_tokens(added, source)
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    both = {**vocab, **special}
-    only = next(iter(special.values())) if len(special) == 1 else None
-    separator = special.get(SEPARATOR, only)
-    return checked_bpe(_in_order(both, source), merges, separator, source)
-
-
-def _refuse_other_kinds(document: dict[str, Any], model: dict[str, Any], source: str) -> None:
-    """Raise a DataError that says what is different, unless this is byte-level BPE as in GPT-2."""
-    before = document.get("pre_tokenizer")
-    before = before if isinstance(before, dict) else {"type": None}
-    differences = {
-        f"its model is {model.get('type')!r}": model.get("type", "BPE") != "BPE",
-        "it normalizes text first": document.get("normalizer") is not None,
-        f"its pre-tokenizer is {before.get('type')!r}": before.get("type") != "ByteLevel",
-        "its pre-tokenizer puts a space before the text": bool(before.get("add_prefix_space", True)),
-        "its pre-tokenizer does not split like GPT-2's": before.get("use_regex", True) is not True,
-        **{
-            f"its model sets {name}": bool(model.get(name))
-            for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
-        },
-    }
-    for difference, present in differences.items():
-        if present:
-            raise DataError(f"{source} {OTHER_KIND}: {difference}")
-
-
-def _special_tokens(added: Any, source: str) -> dict[str, int]:
-    special: dict[str, int] = {}
-    for token in added if isinstance(added, list) else [None]:
-        fields = token if isinstance(token, dict) else {}
-        content, token_id = fields.get("content"), fields.get("id")
-        if not isinstance(content, str) or _SURROGATE.search(content) or type(token_id) is not int:
-            raise DataError(f"{source}: the added token {token!r} has no content or no id")
-        if not fields.get("special"):
-            raise DataError(f"{source} {OTHER_KIND}: it cuts {content!r} out of the text first")
-        special[spelled(content)] = token_id
-    return special
-
-
-def _in_order(vocab: dict[str, Any], source: str) -> list[str]:
-    """The entries by id, which must run from 0 without a gap."""
-    vocabulary: list[str | None] = [None] * len(vocab)
-    for entry, token_id in vocab.items():
-        if type(token_id) is not int or not 0 <= token_id < len(vocab) or vocabulary[token_id] is not None:
-            raise DataError(
-                f"{source}: {entry!r} has the id {token_id!r}; the {len(vocab):,} entries must have"
-                f" the ids 0 to {len(vocab) - 1:,}, each once"
-            )
-        vocabulary[token_id] = entry
-    return [entry for entry in vocabulary if entry is not None]
 
 
 def unreadable(name: str, error: OSError | ValueError) -> DataError:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from distgpt.checked import parse_json
 from distgpt.config import nearest
 from distgpt.data import hub
-from distgpt.data.tokenizers.bpe import (
-    GPT2_FINGERPRINT,
-    checked_bpe,
-    from_foreign,
-    unreadable,
-)
+from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT, checked_bpe, unreadable
+from distgpt.data.tokenizers.foreign import from_foreign
 from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe
+from distgpt.data.tokenizers.library import LibraryTokenizer
 from distgpt.data.tokenizers.plain import (
     FORMAT,
     VERSION,
@@ -25,6 +23,7 @@ from distgpt.data.tokenizers.plain import (
     Ids,
     Tokenizer,
     WordTokenizer,
+    checked_chat,
     checked_vocabulary,
     collect,
     encoded,
@@ -51,7 +50,7 @@ __all__ = [
 
 KINDS = ("byte", "char", "word")  # what can be built from any text
 LEARNED = "bpe:"  # and the entries of a BPE to learn
-SAVED_KINDS = (*KINDS, "bpe")
+SAVED_KINDS = (*KINDS, "bpe", LibraryTokenizer.kind)
 GPT2 = "openai-community/gpt2"
 SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
 
@@ -92,6 +91,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     return _from_document(document, str(path))
 
 
+@lru_cache(2)  # a weights file is checked first and then read: large vocabularies take seconds
 def tokenizer_from_json(text: str, source: str) -> Tokenizer:
     """Parse what `to_json` returned; `source` names it in errors."""
     return _from_document(_parsed(text, source), source)
@@ -116,12 +116,22 @@ def _from_document(document: Any, source: str) -> Tokenizer:
     if kind not in SAVED_KINDS:
         known = ", ".join(SAVED_KINDS)
         raise DataError(f"{source} is a tokenizer of an unknown kind {kind!r}; known: {known}")
+    tokenizer = _of_kind(kind, document, source)
+    return tokenizer.with_chat(checked_chat(document.get("chat"), tokenizer.size, source))
+
+
+def _of_kind(kind: str, document: dict[str, Any], source: str) -> Tokenizer:
     if kind == "byte":
         return ByteTokenizer()
     if kind == "bpe":
         return checked_bpe(
             document.get("vocabulary"), document.get("merges"), document.get("separator"), source
         )
+    if kind == LibraryTokenizer.kind:
+        inner = document.get("document")
+        if not isinstance(inner, dict) or not isinstance(inner.get("model"), dict):
+            raise DataError(f"{source}: the tokenizer has no document with a model")
+        return LibraryTokenizer(inner, source)
     vocabulary = checked_vocabulary(document.get("vocabulary"), kind, source)
     return CharTokenizer(vocabulary) if kind == "char" else WordTokenizer(vocabulary)
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distgpt.checked import checked
 from distgpt.errors import DataError
 
 FORMAT = "distgpt-tokenizer"
 VERSION = 1
+LONGEST_TEMPLATE = 1 << 18  # characters
 UNKNOWN = "\ufffd"  # what an id beyond the vocabulary decodes to; a model may have more rows than that
 
 Ids = NDArray[np.integer[Any]]
@@ -33,20 +37,78 @@ class Streamer(Protocol):
         """Return what was held back, as no more ids come."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A Jinja template that makes a text of a chat, as models of transformers bring one.
+
+    `tokens` are the texts of tokens by the names that the template has for them, as in bos_token; `ends` the
+    ids that end an answer. A template is a program of whoever wrote it: data/chats/ runs it.
+    """
+
+    source: str
+    tokens: dict[str, str]
+    ends: tuple[int, ...]
+
+
 class Tokenizer(ABC):
     """Ids run from 0 to size - 1. Decoding never fails: any other id becomes U+FFFD.
 
     `separator` is the id of the token that stands between documents, where there is one. No text encodes
-    to it, not even its own.
+    to it, not even its own. `first` are the ids that a prompt begins with, `chat` is how the model was
+    taught to chat.
     """
 
     kind: str
     size: int
     separator: int | None = None
+    first: tuple[int, ...] = ()
+    chat: ChatTemplate | None = None
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Return the tokens that no text encodes to, by how they are spelled."""
+        return {} if self.separator is None else {self.decode([self.separator]): self.separator}
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the ids behind which nothing of the same text comes."""
+        own = () if self.separator is None else (self.separator,)
+        return own + (self.chat.ends if self.chat else ())
+
+    def with_chat(self, chat: ChatTemplate | None) -> Self:
+        """Return the same tokenizer with another template for chats."""
+        other = copy.copy(self)
+        other.chat = chat
+        return other
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
         """uint16 where that suffices, else uint32. DataError names what is not in the vocabulary."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text that a model is to continue."""
+        return [*self.first, *self.encode(text).tolist()]
+
+    def encode_parts(self, parts: Sequence[str | int]) -> tuple[Ids, Ids]:
+        """Return the ids of texts between tokens that are given as ids, and where each ends.
+
+        Places count the characters of the whole, in which tokens are spelled out.
+        """
+        ids: list[Any] = [np.empty(0, id_dtype(self.size))]
+        ends: list[Any] = [np.empty(0, np.int64)]
+        at = 0
+        for part in parts:
+            text = part if isinstance(part, str) else self.decode([part])
+            found = self.encode(part) if isinstance(part, str) else np.array([part], ids[0].dtype)
+            inside = self._ends_in(text, found) if isinstance(part, str) else [len(text)]
+            ids.append(found)
+            ends.append(at + np.asarray(inside, np.int64))
+            at += len(text)
+        return np.concatenate(ids), np.concatenate(ends)
+
+    @abstractmethod
+    def _ends_in(self, text: str, ids: Ids) -> Any:
+        """Return where each id of a text ends in it, in characters."""
 
     @abstractmethod
     def streamer(self) -> Streamer:
@@ -64,9 +126,11 @@ class Tokenizer(ABC):
         """Return what is saved besides the kind."""
         return {}
 
-    def to_json(self) -> str:
+    def to_json(self, with_chat: bool = True) -> str:
         """Return the saved form: equal tokenizers give equal texts."""
-        return json.dumps({"format": FORMAT, "version": VERSION, "kind": self.kind, **self.contents()})
+        chat = {"chat": asdict(self.chat)} if self.chat and with_chat else {}
+        head = {"format": FORMAT, "version": VERSION, "kind": self.kind}
+        return json.dumps({**head, **self.contents(), **chat})
 
 
 class BytesDecoder(Tokenizer):
@@ -86,6 +150,11 @@ class BytesDecoder(Tokenizer):
     def streamer(self) -> Streamer:
         return _BytesStreamer(self.pieces)
 
+    def _ends_in(self, text: str, ids: Ids) -> Any:
+        """Count characters that have begun: an id may be a part of one."""
+        begun = np.cumsum(np.frombuffer(text.encode(), np.uint8) & 0xC0 != 0x80)
+        return begun[np.cumsum([len(self.pieces[i]) for i in ids.tolist()], dtype=np.int64) - 1]
+
 
 class _BytesStreamer:
     """Holds back the first bytes of a character until its last one comes."""
@@ -104,7 +173,7 @@ class _BytesStreamer:
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """The SHA-256 of the saved JSON: equal for tokenizers that encode and decode alike."""
-    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+    return hashlib.sha256(tokenizer.to_json(with_chat=False).encode()).hexdigest()
 
 
 def id_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
@@ -175,6 +244,9 @@ class CharTokenizer(_VocabularyTokenizer):
             self._refuse("character", text[first], first, np.unique(codes[unknown]).size)
         return ids.astype(id_dtype(self.size))
 
+    def _ends_in(self, text: str, ids: Ids) -> Any:
+        return range(1, len(text) + 1)
+
 
 # A line break; letters and digits with inner apostrophes; or one mark. Other whitespace only separates.
 WORD = re.compile(r"\n|[^\W_]+(?:['’][^\W_]+)*|[^\w\s]|_")
@@ -201,6 +273,9 @@ class WordTokenizer(_VocabularyTokenizer):
             first = next(match for match in WORD.finditer(text) if match[0] in unknown)
             self._refuse("word", first[0], first.start(), len(unknown))
         return np.fromiter(map(self._id_of_word.__getitem__, words), id_dtype(self.size), len(words))
+
+    def _ends_in(self, text: str, ids: Ids) -> Any:
+        return [found.end() for found in WORD.finditer(text)]
 
     def streamer(self) -> Streamer:
         return _PieceStreamer(self.vocabulary, _Typesetter().place)
@@ -266,6 +341,21 @@ def collect(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
     for text in texts:
         found.update(text if kind == "char" else WORD.findall(text))
     return CharTokenizer(sorted(found)) if kind == "char" else WordTokenizer(sorted(found))
+
+
+def checked_chat(value: Any, size: int, source: str) -> ChatTemplate | None:
+    """The template of a saved tokenizer with `size` entries, or a DataError."""
+    if value is None:
+        return None
+    try:
+        chat: ChatTemplate = checked(ChatTemplate, value, ("chat",))
+    except ValueError as error:
+        raise DataError(f"{source}: {error}") from None
+    if len(chat.source) > LONGEST_TEMPLATE:
+        raise DataError(f"{source}: the chat template is longer than {LONGEST_TEMPLATE:,} characters")
+    if not all(0 <= token < size for token in chat.ends):
+        raise DataError(f"{source}: the chat's end {max(chat.ends)} is no id of the vocabulary")
+    return chat
 
 
 def checked_vocabulary(vocabulary: Any, kind: str, source: str) -> list[str]:

@@ -1,0 +1,42 @@
+"""distgpt chat"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from distgpt.commands.options import LocaleText, model_options, request_options, stage_options
+from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
+from distgpt.inference.request import REQUEST_SETTINGS, Request
+from distgpt.stages import open_stage
+
+DEFAULTS = {"max_new_tokens": 512, "temperature": DEFAULT_TEMPERATURE}
+UNUSED = ("n", "logprobs", "prompt_logprobs", "overflow")
+
+
+@click.command()
+@stage_options
+@click.option("--system", default="", type=LocaleText(), help="What the model is told before all turns.")
+@request_options(DEFAULTS, UNUSED)
+@model_options
+@click.option("--speed", is_flag=True, help="After each answer say how long it took.")
+def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bool, **options: Any) -> None:
+    """Chat with a model, in a terminal or through a pipe, a message in each line.
+
+    The model's own chat template makes a prompt of the turns, or a simple one where it has none.
+    """
+    request = Request(**{name: options.pop(name) for name in REQUEST_SETTINGS if name not in UNUSED})
+    ready = open_stage(stage, threads, gpu)
+    from distgpt.data.chats.format import ChatFormat
+    from distgpt.inference.chat import Conversation
+    from distgpt.inference.chat_terminal import Chat
+    from distgpt.inference.engine_setup import SAMPLE, ModelSpec
+
+    loaded = ModelSpec(**options).load(ready)
+    talk = ChatFormat(loaded.tokenizer)
+    engine = loaded.engine(loaded.lanes(1, request.lookup))
+    name, context = (options["weights"] or Path(SAMPLE)).name, loaded.model.config.seq_len
+    greeting = f"{name}, context {context:,}, {talk.describe()}; /help lists commands"
+    Chat(Conversation(engine, talk, request, context, system), speed, greeting).run()

@@ -1,0 +1,88 @@
+"""Renders chat templates. A process of its own runs this file for templates of others.
+
+It imports nothing of ours. Each line that it reads is a JSON object with "source" and "values"; it answers
+with "text" or "error".
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY = 512 << 20  # bytes of address space
+LONGEST = 1 << 24  # characters of a text
+
+
+class _Generation(Extension):
+    """Accepts {% generation %}, with which some templates mark answers, and gives what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+
+@lru_cache(8)
+def _template(source: str) -> Template:
+    """Compile a template as transformers does."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _as_json
+    known: dict[str, Callable[..., Any]] = {"raise_exception": _refuse}
+    environment.globals |= {**known, "strftime_now": lambda how: datetime.now().strftime(how)}
+    return environment.from_string(source)
+
+
+def render(source: str, values: dict[str, Any]) -> str:
+    """Return the text that a template makes of these values."""
+    return _template(source).render(**values)
+
+
+def _answer(line: bytes) -> dict[str, str]:
+    try:
+        asked = json.loads(line)
+        text = render(asked["source"], asked["values"])
+        if len(text) > LONGEST:
+            return {"error": f"it makes a text of {len(text):,} characters"}
+        text.encode()
+    except TemplateError as error:
+        return {"error": str(error.message or type(error).__name__)[:300]}
+    except MemoryError:
+        return {"error": "it takes too much memory"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    return {"text": text}
+
+
+def main() -> None:
+    """Answer line by line until nobody asks any more."""
+    with suppress(OSError, ValueError):  # systems without this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for line in sys.stdin.buffer:
+        sys.stdout.write(json.dumps(_answer(line)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

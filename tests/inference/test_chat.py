@@ -1,0 +1,227 @@
+"""`distgpt chat`: turns, what is forgotten, commands, pipes, a terminal that is interrupted; its models."""
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from chattemplates import settings
+from conftest import inside, popen, refused
+from families import write_family
+from foreignmodels import MODERN, exported_model, random_model, shape
+
+from distgpt.comm.serial import SerialComm
+from distgpt.data.chats.format import ChatFormat
+from distgpt.errors import DataError, UsageError
+from distgpt.inference.chat import Conversation
+from distgpt.inference.engine import Engine, complete
+from distgpt.inference.engine_setup import ModelSpec
+from distgpt.inference.request import Request
+from distgpt.stages import open_stage
+
+QUICK = ("--max-new-tokens", "8", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return ModelSpec(None, "auto", context=256).load(open_stage("serial", 1))
+
+
+def conversation(loaded, system="", **how):
+    engine = loaded.engine(loaded.lanes(1, 0))
+    request = Request(max_new_tokens=20, **how)
+    return Conversation(engine, ChatFormat(loaded.tokenizer), request, loaded.model.config.seq_len, system)
+
+
+def said(talk, text):
+    forgotten = talk.ask(text)
+    return forgotten, "".join(talk.pieces())
+
+
+def test_an_answer_is_what_the_engine_makes_of_all_turns(loaded):
+    talk = conversation(loaded, "Be brief.", temperature=0.7, seed=5)
+    assert loaded.comm.size == SerialComm().size
+    _, first = said(talk, "The harbour")
+    _, second = said(talk, "And then?")
+    turns = [("system", "Be brief."), ("user", "The harbour"), ("assistant", first), ("user", "And then?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    prompt = ChatFormat(loaded.tokenizer).prompt(messages)
+    how = {"temperature": 0.7, "seed": 6, "stop": ("\n\nUser:\n",), "overflow": "stop"}
+    anew = Engine(loaded.lanes(1, 0), loaded.tokenizer)
+    assert complete(anew, [Request(prompt, max_new_tokens=20, **how)])[0][0].text == second
+    assert talk.messages == [*messages, {"role": "assistant", "content": second}]
+    assert talk.answer.tokens == 20 and talk.answer.prompt == len(prompt)
+    talk.reset()
+    assert [message["role"] for message in talk.messages] == ["system"]
+
+
+def test_the_oldest_turns_go_when_the_context_is_full(loaded):
+    talk, seen = conversation(loaded, "Be brief."), []
+    for number in range(8):
+        forgotten, _ = said(talk, f"number {number}")
+        seen.append(forgotten)
+        assert talk.answer.prompt + 20 <= 256 and talk.messages[0]["role"] == "system"
+        assert talk.turns[0]["role"] == "user" and talk.turns[-2]["content"] == f"number {number}"
+    assert sum(seen) and seen.count(0) > 4 and not any(each % 2 for each in seen)
+    assert len(talk.turns) == 16 - sum(seen)
+
+
+def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded):
+    talk = conversation(loaded)
+    said(talk, "The lamp")
+    before = list(talk.turns)
+    with pytest.raises(UsageError, match=r"prompt of \d+ tokens, the context has 256"):
+        talk.ask("x" * 300)
+    with pytest.raises(DataError, match="not valid UTF-8"):
+        talk.ask("\ud800")
+    assert talk.turns == before
+    talk.ask("The boats")
+    talk.pieces().close()  # never begun: nothing runs, and nobody reads it
+    talk._engine.cancel(talk._ticket)
+    talk.turns.pop()
+    talk.ask("The boats")
+    pieces = talk.pieces()
+    while not next(pieces):
+        pass
+    pieces.close()
+    assert talk.turns[-1]["role"] == "assistant" and talk.turns[-1]["content"] and talk.answer.reason is None
+    assert said(talk, "And?")[1]
+
+
+# The command
+
+
+def piped(text, *words, monkeypatch):
+    data = text if isinstance(text, bytes) else text.encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    return inside("chat", *QUICK, *words)
+
+
+def test_a_pipe_has_a_message_in_each_line_and_gets_answers_alone(monkeypatch, tmp_path):
+    out = tmp_path / "chat.jsonl"
+    lines = f'The harbour\n\n"""one\ntwo"""\nthree\\\nfour\n/system Be brief.\n/save {out}\n/exit\nnever\n'
+    found = piped(lines, "--context", "512", "--temperature", "0", monkeypatch=monkeypatch)
+    assert found.returncode == 0, found.stderr
+    messages = json.loads(out.read_text())["messages"]
+    assert [each["content"] for each in messages if each["role"] == "user"] == [
+        "The harbour",
+        "one\ntwo",
+        "three\nfour",
+    ]
+    assert messages[0] == {"role": "system", "content": "Be brief."}
+    answers = [each["content"] for each in messages if each["role"] == "assistant"]
+    assert found.stdout == "".join(f"{text}\n" for text in answers)
+
+
+def test_what_cannot_be_answered_ends_a_pipe_in_one_line(monkeypatch, tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    for text, code, message in (
+        ("", 2, "standard input holds no message"),
+        ("\n \n", 2, "holds no message"),
+        (b"\xff\xfe\n", 65, "standard input, line 1 is not valid UTF-8"),
+        ("/frob\n", 2, "/frob is no command"),
+        ("/save\n", 2, "needs the name of a file"),
+        (f"/save {taken}\n", 2, "nothing to save yet"),
+        (f"hi\n/save {taken}\n", 2, "exists already"),
+        ("x" * 200, 2, "shorten it"),
+        ("x" * (2 << 20), 65, "line 1 is longer than 1 MiB"),
+    ):
+        result = piped(text, monkeypatch=monkeypatch)
+        assert result.returncode == code and message in result.stderr.splitlines()[-1], (text[:9], result)
+        assert "Traceback" not in result.stderr
+    assert taken.read_text() == "mine"
+    result = piped("/etc/hosts is a file\n", monkeypatch=monkeypatch)
+    assert result.returncode == 0 and result.stdout.endswith("\n")
+
+
+def read_until(terminal, wanted, seconds=30):
+    shown, deadline = b"", time.monotonic() + seconds
+    while wanted not in shown:
+        assert time.monotonic() < deadline, shown
+        shown += os.read(terminal, 1 << 16)
+    return shown
+
+
+def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
+    """With an error beside it, which ends a message alone."""
+    random_model(tmp_path / "w.safetensors", shape(256, 60000, 1, 1, 16, **MODERN))
+    ours, theirs = pty.openpty()
+    words = ("chat", "--weights", tmp_path / "w.safetensors", "--max-new-tokens", "50000", "--threads", "1")
+    how = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": {"TERM": "dumb"}}
+    with popen(*words, cold=True, **how) as process:
+        os.close(theirs)
+        try:
+            read_until(ours, b"> ")
+            os.write(ours, b"hello\n")
+            read_until(ours, b"hello\r\n")
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            shown = read_until(ours, b"(stopped)\r\n")
+            assert b"Traceback" not in shown
+            if b"> " not in shown.partition(b"(stopped)")[2]:
+                read_until(ours, b"> ")
+            os.write(ours, b"/sytem\n")
+            assert b"did you mean '/system'" in read_until(ours, b"\n> ")
+            os.write(ours, b"\x04")
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def test_a_pipe_that_is_interrupted_ends():
+    words = ("chat", "--context", "60000", "--max-new-tokens", "50000", "--threads", "1")
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with popen(*words, **how) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 130
+
+
+# Models of others
+
+
+def test_an_imported_model_chats_by_its_template_and_ends_at_its_end(monkeypatch, tmp_path):
+    folder, ours = tmp_path / "theirs", tmp_path / "imported.safetensors"
+    exported_model(folder, shape(1000, 200, 1, 2, 16, **MODERN), tokenizer=None)
+    write_family(folder, "llama3", **settings("llama3"))
+    assert inside("weights", "import", folder, "--out", ours).returncode == 0
+    found = piped("hi\n", "--weights", ours, "--temperature", "0", monkeypatch=monkeypatch)
+    assert found.returncode == 0, found.stderr
+    loaded = ModelSpec(ours, "auto").load(open_stage("serial", 1))
+    chat = ChatFormat(loaded.tokenizer)
+    prompt = chat.prompt([{"role": "user", "content": "hi"}])
+    (sample,) = complete(loaded.engine(loaded.lanes(1, 0)), [Request(prompt, max_new_tokens=8)])[0]
+    assert found.stdout == sample.text + "\n"
+    end = sample.tokens[3]
+    request = Request(max_new_tokens=8, overflow="stop")
+    chat.ends = (end,)
+    talk = Conversation(loaded.engine(loaded.lanes(1, 0)), chat, request, 200, "")
+    _, text = said(talk, "hi")
+    assert text == loaded.tokenizer.decode(sample.tokens[: sample.tokens.index(end)])
+    assert talk.answer.reason == "stop"
+
+
+def test_a_template_that_refuses_a_chat_is_one_line(monkeypatch, tmp_path):
+    folder, ours = tmp_path / "theirs", tmp_path / "imported.safetensors"
+    exported_model(folder, shape(1000, 200, 1, 2, 16, **MODERN), tokenizer=None)
+    for template, message in (
+        (settings("mistral")["chat_template"], "roles must alternate"),
+        ("{% for %}", "Expected"),
+        ("{{ messages.__class__.mro() }}", "unsafe"),
+    ):
+        write_family(folder, "mistral", **{**settings("mistral"), "chat_template": template})
+        ours.unlink(missing_ok=True)
+        assert inside("weights", "import", folder, "--out", ours).returncode == 0
+        refused(
+            piped("hi\n", "--weights", ours, "--system", "Be brief.", monkeypatch=monkeypatch), 65, message
+        )

@@ -1,0 +1,105 @@
+"""Later turns of a chat take over what a lane holds of them; tokens that end a text."""
+
+import pytest
+from test_engine import LANES, both_lanes, model
+
+from distgpt.data.tokenizers.plain import CharTokenizer
+from distgpt.inference.engine import Engine, complete
+from distgpt.inference.request import Request
+
+LETTERS = CharTokenizer("abcdefghijklm")
+
+
+class Counting:
+    """Lanes that note what they are fed."""
+
+    def __init__(self, lanes):
+        self._lanes, self.fed = lanes, []
+        self.count, self.length, self.can_drop = lanes.count, lanes.length, lanes.can_drop
+        self.copy, self.drop = lanes.copy, lanes.drop
+
+    def feed(self, work):
+        self.fed += [(each.lane, each.start, len(each.tokens)) for each in work]
+        return self._lanes.feed(work)
+
+
+def engine_of(made, dtype, kind="modern", count=1, chunk=4, **changes):
+    lanes = Counting(made(model(kind, dtype, **changes), count))
+    return lanes, Engine(lanes, chunk=chunk)
+
+
+@both_lanes
+def test_a_second_turn_computes_only_what_is_new_and_says_the_same(made, dtype):
+    lanes, engine = engine_of(made, dtype, seq_len=32)
+    first = Request([1, 2, 3, 4, 5, 6, 7], max_new_tokens=5, overflow="stop", reuse=True)
+    said = complete(engine, [first])[0][0].tokens
+    turn = [*first.prompt, *said, 8, 9, 3]
+    lanes.fed.clear()
+    second = Request(turn, max_new_tokens=4, overflow="stop", reuse=True)
+    again = complete(engine, [second])[0][0].tokens
+    assert lanes.fed[0] == (0, 11, 4)  # the answer's last token was never fed, and three are new
+    anew = Request(turn, max_new_tokens=4, overflow="stop")
+    lanes.fed.clear()
+    assert complete(engine, [anew])[0][0].tokens == again
+    assert lanes.fed[0] == (0, 0, 4)
+
+
+@both_lanes
+def test_another_beginning_is_taken_over_as_far_as_it_is_the_same(made, dtype):
+    lanes, engine = engine_of(made, dtype, seq_len=32)
+    complete(engine, [Request([1, 2, 3, 4, 5, 6, 7], max_new_tokens=3, overflow="stop")])
+    for prompt, start in (([1, 2, 3, 9, 5], 3), ([1, 2, 3, 9, 5], 4), ([4, 2], 0)):
+        lanes.fed.clear()
+        expected = complete(engine_of(made, dtype, seq_len=32)[1], [Request(prompt, max_new_tokens=3)])
+        found = complete(engine, [Request(prompt, max_new_tokens=3, reuse=True)])
+        assert found[0][0].tokens == expected[0][0].tokens
+        assert lanes.fed[0][1] == start
+
+
+def test_each_chat_finds_its_own_lane_and_a_stranger_takes_an_empty_one():
+    made, dtype = LANES["vocabulary"]
+    lanes, engine = engine_of(made, dtype, count=3, seq_len=32)
+    chats = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]]
+    for chat in chats:
+        complete(engine, [Request(chat, max_new_tokens=2, overflow="stop", reuse=True)])
+    used = {start for start, *_ in lanes.fed}
+    assert len(used) == 2
+    lanes.fed.clear()
+    complete(engine, [Request([1, 9, 9], max_new_tokens=1, overflow="stop", reuse=True)])
+    assert {lane for lane, *_ in lanes.fed} == {0, 1, 2} - used
+    for chat in chats:
+        lanes.fed.clear()
+        complete(engine, [Request([*chat, 3], max_new_tokens=1, overflow="stop", reuse=True)])
+        assert lanes.fed[0][1] == 6, chat
+
+
+@both_lanes
+@pytest.mark.parametrize("overflow", ["shift", "slide"])
+def test_what_lost_positions_is_not_taken_over(made, dtype, overflow):
+    lanes, engine = engine_of(made, dtype, seq_len=8)
+    complete(engine, [Request([1, 2, 3, 4, 5], max_new_tokens=9, overflow=overflow)])
+    lanes.fed.clear()
+    complete(engine, [Request([1, 2, 3, 4, 5, 6], max_new_tokens=1, reuse=True)])
+    assert lanes.fed[0][1] == 0
+
+
+def test_samples_share_a_prompt_that_was_taken_over():
+    made, dtype = LANES["vocabulary"]
+    _, engine = engine_of(made, dtype, count=2, seq_len=32)
+    hot = {"max_new_tokens": 4, "temperature": 1.0, "n": 3, "overflow": "stop"}
+    expected = complete(engine, [Request([1, 2, 3, 4, 5, 6], **hot)])[0]
+    complete(engine, [Request([1, 2, 3, 4, 9], max_new_tokens=1, reuse=True)])
+    found = complete(engine, [Request([1, 2, 3, 4, 5, 6], **hot, reuse=True)])[0]
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+
+
+@both_lanes
+def test_a_token_that_ends_the_text_is_no_part_of_it(made, dtype):
+    _, engine = engine_of(made, dtype, seq_len=32)
+    plain = complete(engine, [Request([1, 2, 3], max_new_tokens=9)])[0][0].tokens
+    end = plain[4]
+    place = plain.index(end)
+    engine = Engine(made(model("modern", dtype, seq_len=32), 1), LETTERS)
+    sample = complete(engine, [Request([1, 2, 3], max_new_tokens=9, ends=(end,), stop=("zz",))])[0][0]
+    assert sample.tokens == plain[: place + 1] and sample.reason == "stop"
+    assert sample.text == LETTERS.decode(plain[:place])
