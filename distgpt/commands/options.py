@@ -35,7 +35,17 @@ PATH = click.Path(path_type=Path)
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
 OPTIONS = (
     *("data", "tokenizer", "verify_data", "init", "steps", "train_minutes", "batch_size", BATCH_TOKENS),
-    *("seq_len", "grad_accum", "shift_windows", "pack", "optimizer", "lr", "embedding_lr", "head_lr"),
+    *(
+        "seq_len",
+        "grad_accum",
+        "shift_windows",
+        "pack",
+        "optimizer",
+        "lr",
+        "embedding_lr",
+        "value_lr",
+        "head_lr",
+    ),
     *("vector_lr", "min_lr", "schedule", "decay_fraction", "warmup", "weight_decay", "momentum", "clip"),
     *(
         "seed",

@@ -10,7 +10,7 @@ from distgpt.errors import UsageError
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "relu", "relu2", "swiglu")
-INITS = ("gpt2", "unit")
+INITS = ("gpt2", "unit", "bigrams")
 POSITIONS = ("learned", "rope", "none")
 ROPE_SCALINGS = ("none", "linear", "llama3")
 OPTIMIZERS = ("adamw", "muon")
@@ -99,7 +99,8 @@ class ModelConfig:
     vocab_multiple: int = setting(64, "Pad the embedding's rows to a multiple of this.", low=1, most=1 << 20)
     init_weights: str = setting(
         "gpt2",
-        "Draw initial weights as GPT-2's, or (unit) such that layers keep a size of 1 and add nothing.",
+        "Draw initial weights as GPT-2's, or (unit) such that layers keep a size of 1 and add nothing."
+        " bigrams: as unit, with embedding and output layer learned from the counts of the text's pairs.",
         choices=INITS,
     )
     init_std: float = setting(0.02, "Standard deviation of GPT-2's initial weights.", above=0)
@@ -113,6 +114,11 @@ class ModelConfig:
             raise UsageError(f"n_embd {self.n_embd} cannot be divided among n_head {self.n_head} heads")
         if self.n_kv_head and self.n_head % self.n_kv_head:
             raise UsageError(f"n_head {self.n_head} is no multiple of n_kv_head {self.n_kv_head}")
+        if self.init_weights == "bigrams" and (self.tied or not self.final_norm):
+            raise UsageError(
+                "init_weights is bigrams, which needs an output layer of its own and a norm before it:"
+                " tied = false, final_norm = true"
+            )
         if self.positions == "rope" and self.head_size % 2:
             size = "head_dim" if self.head_dim else "n_embd / n_head"
             raise UsageError(f"positions is rope, which rotates pairs: {size} = {self.head_size} is odd")
@@ -223,6 +229,9 @@ class TrainConfig:
     min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
     embedding_lr: float = setting(
         0.0, "Peak learning rate of the embedding. 0: --lr.", low=0, changeable=True
+    )
+    value_lr: float = setting(
+        0.0, "Peak learning rate of the value embeddings. 0: --embedding-lr.", low=0, changeable=True
     )
     head_lr: float = setting(
         0.0, "Peak learning rate of an output layer of its own. 0: --lr.", low=0, changeable=True

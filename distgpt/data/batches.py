@@ -21,6 +21,7 @@ from distgpt.formatting import count
 from distgpt.kernels.api import Array
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ the golden ratio: its multiples spread evenly
+PIECE = 1 << 16  # tokens of a sample that are read together
 SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN  # one per Feistel round; an even number of them
 
 
@@ -64,6 +65,13 @@ class Batches:
         self.skipped = 0  # batches that are left out from here on
         self.tokens, self.fingerprint = len(tokens), tokens.fingerprint
         self.windows_per_epoch = -(-len(tokens) // seq_len)
+
+    def sample(self, most: int) -> Array:
+        """Return the text's tokens, or so many of them: pieces at even distances."""
+        if self.tokens <= most:
+            return self._tokens.read(0, self.tokens)
+        starts = np.linspace(0, self.tokens - PIECE, most // PIECE).astype(int).tolist()
+        return np.concatenate([self._tokens.read(start, start + PIECE) for start in starts])
 
     def windows(self, step: int) -> Array:
         """Return the places in the corpus where the rows of this step's global batch begin: int64 (B,)."""

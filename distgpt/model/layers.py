@@ -27,7 +27,7 @@ from distgpt.kernels.api import (
     Stats,
     Wide2d,
 )
-from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, MATRIX, Spec
+from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, MATRIX, VALUES, Spec
 
 Tensors = Mapping[str, Array]
 
@@ -113,7 +113,7 @@ class ValueEmbedding(Part):
         self.shape = (config.padded_vocab, config.kv_heads * config.head_size)
 
     def specs(self) -> list[Spec]:
-        return [Spec(f"{self.name}.w", self.shape, EMBEDDING)]
+        return [Spec(f"{self.name}.w", self.shape, VALUES)]
 
     def forward(self, qkv: Floats2d, tokens: Ints1d) -> None:
         self.k.add_embedding(qkv, tokens, self.wb.w)
@@ -455,7 +455,7 @@ def initial_std(spec: Spec, config: ModelConfig) -> float:
     if config.init_weights == "gpt2":
         scaled = into_residual and config.init_residual
         return config.init_std / math.sqrt(2 * config.n_layer) if scaled else config.init_std
-    if spec.name.endswith("values.w"):
+    if spec.group == VALUES:
         return 1 / math.sqrt(config.n_embd)
     if spec.group != MATRIX:
         return HEAD_STD if spec.group == HEAD else EMBEDDING_STD

@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 ALIGNED = 16  # elements: 64 bytes of float32, and what the widest loads and matmuls on GPUs ask for
 LEARNED = "wpe"  # the name of learned positions, (context, width)
 # Groups of parameters, which may have learning rates of their own.
-MATRIX, EMBEDDING, HEAD, VECTOR = GROUPS = ("matrix", "embedding", "head", "vector")
+MATRIX, EMBEDDING, VALUES, HEAD, VECTOR = GROUPS = ("matrix", "embedding", "values", "head", "vector")
 
 
 @dataclass(frozen=True, slots=True)

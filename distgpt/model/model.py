@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
-from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, FlatBuffer, FlatPart, Layout, Spec
+from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, VALUES, FlatBuffer, FlatPart, Layout, Spec
 
 FLAG_COUNT = 8  # values appended to the gradient buffer: the loss, and seven flags of a training step
 
@@ -152,7 +152,7 @@ class Model(Architecture):
                 stream = np.random.Generator(np.random.Philox(key=key))
                 std = np.float32(initial_std(spec, self.config))
                 values = stream.standard_normal(spec.shape, np.float32) * std
-                if spec.group in (EMBEDDING, HEAD) and spec.name != LEARNED:
+                if spec.group in (EMBEDDING, VALUES, HEAD) and spec.name != LEARNED:
                     values[self.config.vocab_size :] = 0
             else:
                 values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)

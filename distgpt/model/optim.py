@@ -9,7 +9,17 @@ import numpy as np
 
 from distgpt.config import TrainConfig
 from distgpt.kernels.api import AdamConstants, AdamState, Kernels, OuterState, StepScalars
-from distgpt.model.memory import EMBEDDING, GROUPS, HEAD, VECTOR, FlatBuffer, FlatPart, Layout, Spec
+from distgpt.model.memory import (
+    EMBEDDING,
+    GROUPS,
+    HEAD,
+    VALUES,
+    VECTOR,
+    FlatBuffer,
+    FlatPart,
+    Layout,
+    Spec,
+)
 from distgpt.model.model import Model
 
 
@@ -139,7 +149,12 @@ def step_scalars(
         inv_sqrt_bias_correction=(1 - config.beta2 ** (step + 1)) ** -0.5,
     )
     correction = 1 - config.beta1 ** (step + 1)
-    own = {EMBEDDING: config.embedding_lr, HEAD: config.head_lr, VECTOR: config.vector_lr}
+    own = {
+        EMBEDDING: config.embedding_lr,
+        VALUES: config.value_lr or config.embedding_lr,
+        HEAD: config.head_lr,
+        VECTOR: config.vector_lr,
+    }
     values = list(scalars)
     for group in GROUPS:
         rate = own[group] * (lr / config.lr) if own.get(group) else lr

@@ -26,7 +26,7 @@ def roll_back(run: Run, bad: RollBack) -> None:
     if path:
         restore(run.comm, run.model, run.optimizer, Path(path))
     else:
-        begin_anew(run.comm, run.model, run.optimizer, run.config.train)
+        begin_anew(run.comm, run.model, run.optimizer, run.config.train, run.batches)
     run.load(replace(state, skipped=used - state.step))
     run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
     run.report.went_back(run.progress.step, f"{bad.reason} at step {bad.step}", run.batches.skipped)

@@ -132,7 +132,7 @@ def make_steps(
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm), _batches(comm, run, tokens, separator)
     optimizer = optimizer_for(model, t, comm)
-    begin_anew(comm, model, optimizer, t)
+    begin_anew(comm, model, optimizer, t, batches)
     stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run)
     return Step(optimizer, comm, settings, make_exchange(comm, optimizer, settings, say)), batches
@@ -199,7 +199,7 @@ def _load_state(
 ) -> None:
     """Load the checkpoint's weights, moments and step; else weights of a file, or new ones. Collective."""
     if plan.checkpoint is None:
-        begin_anew(comm, model, optimizer, plan.run.train)
+        begin_anew(comm, model, optimizer, plan.run.train, batches)
         return
     on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
     restore(comm, model, optimizer, plan.checkpoint)

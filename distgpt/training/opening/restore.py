@@ -9,8 +9,11 @@ from typing import Any
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
+from distgpt.comm.cores import usable_cores
 from distgpt.config import TrainConfig
+from distgpt.data.batches import Batches
 from distgpt.errors import DataError
+from distgpt.model.bigrams import MOST_TOKENS, learn_bigrams
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_group
@@ -31,17 +34,17 @@ def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> Non
         restore_replicas(comm, model, optimizer, optimizer.outer, checkpoint)
 
 
-def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> None:
+def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig, batches: Batches) -> None:
     """Bring model and optimizer into their state before the first step. Collective."""
     for moment in (optimizer.m, optimizer.v):
         model.kernels.zero(moment.flat)
-    first_weights(comm, model, t)
+    first_weights(comm, model, t, batches)
     if optimizer.outer:
         optimizer.outer.begin()
 
 
-def first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
-    """Load the weights of the file that --init names, or draw new ones. Collective."""
+def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches) -> None:
+    """Load the weights of the file that --init names, or draw new ones, or learn some. Collective."""
     if t.init:
         load_weights(comm, model, partial(read_shortened, Path(t.init)))
         if not model.is_finite():
@@ -51,6 +54,10 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
     def draw(host: Tensors) -> None:
         for name, values in model.initial(t.seed):
             host[name][...] = values
+        if model.config.init_weights == "bigrams":
+            tokens, vocab = batches.sample(MOST_TOKENS), model.config.vocab_size
+            centred = model.config.norm == "layernorm"
+            learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, len(usable_cores()))
 
     load_weights(comm, model, draw)
 
