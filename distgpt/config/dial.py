@@ -90,12 +90,13 @@ def recipe(
     steps = given.get("steps", max(1, round(tokens / (sequences * seq_len))))
     larger = math.sqrt(sequences * seq_len / REFERENCE_BATCH)
     narrower = math.sqrt(256 / width(depth))
-    lr = min(0.05, 0.03 * larger)
+    lr = min(0.05, 0.04 * larger)
     found = {
         "lr": lr,
         "min_lr": lr / 20,
-        "embedding_lr": 0.3 * narrower,
-        "head_lr": 0.008 * narrower,
+        "embedding_lr": 0.02 * narrower,
+        "value_lr": 0.1 * narrower,
+        "head_lr": 0.0007 * narrower,
         "vector_lr": 0.01,
         "weight_decay": 0.28 * larger * min(1.0, 4e6 / tokens),
     }
@@ -138,6 +139,8 @@ LAW = Law(E=1.3653, A=5.7667, a=0.3, B=72.1209, b=0.355)  # fitted by benchmarks
 # Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
 # together as much as so many new texts (arXiv 2305.16264).
 REPEATED = 15.0
+PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # of first weights from pairs: passes over all, tokens at most
+SLOWER_PAIRS = 3.0  # how many times the time of training a FLOP there takes
 PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
 
 
@@ -162,6 +165,11 @@ def flops(depth: int, text: Text) -> float:
     return 6.0 * (parameters(depth, text.vocab_size) + depth * width(depth) * context(depth, text.tokens))
 
 
+def pair_flops(depth: int, text: Text) -> float:
+    """Return those of learning first weights from the counts of pairs (model/bigrams.py)."""
+    return 6.0 * PAIR_PASSES * min(PAIR_ROWS, text.vocab_size) * text.vocab_size * width(depth)
+
+
 def speed(depth: int, measured: Mapping[int, float], text: Text) -> float:
     """Return the tokens/s of a depth: on a line through the nearest measured ones, in log-log over FLOPs."""
     near = sorted(sorted(measured, key=lambda known: abs(known - depth))[:2])
@@ -183,7 +191,9 @@ def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int 
     ]
 
     def choice(depth: int) -> Choice:
-        tokens = max(1.0, seconds * speed(depth, measured, text))
+        rate = speed(depth, measured, text)
+        before = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))
+        tokens = max(1.0, max(seconds - before, seconds / 20) * rate)
         return Choice(depth, tokens, expected_bits(depth, tokens, text))
 
     return min(map(choice, [only] if only else fitting), key=lambda each: each.bits_per_byte)

@@ -116,8 +116,8 @@ class ModelConfig:
             raise UsageError(f"n_head {self.n_head} is no multiple of n_kv_head {self.n_kv_head}")
         if self.init_weights == "bigrams" and (self.tied or not self.final_norm):
             raise UsageError(
-                "init_weights is bigrams, which needs an output layer of its own and a norm before it:"
-                " tied = false, final_norm = true"
+                "init_weights is bigrams, which needs an output layer of its own and a norm before it: tied"
+                " must be false and final_norm true, or init_weights unit"
             )
         if self.positions == "rope" and self.head_size % 2:
             size = "head_dim" if self.head_dim else "n_embd / n_head"

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distgpt.config.dial import PAIR_ROWS
 from distgpt.kernels.api import Array
 
 MOST_TOKENS = 1 << 24  # of a text, which are counted
-MOST_ROWS = 1 << 13  # tokens that are learned, the most frequent ones: the others keep their random weights
+MOST_ROWS = PAIR_ROWS  # tokens that are learned, the most frequent ones: the others keep their random weights
 ROWS = 256  # of a piece of work
 # Which part of the rows takes how many steps. The output layer learns from frequent tokens first.
 PHASES = ((0.25, 12), (0.5, 6), (1.0, 9))
-EMBEDDING_LR, HEAD_LR, BETA1, BETA2, EPS = 0.3, 0.02, 0.7, 0.9, 1e-12
+EMBEDDING_LR, BETA1, BETA2, EPS = 0.3, 0.7, 0.9, 1e-12
+HEAD_LR = 5.0  # divided by the width, over which a score sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,11 @@ def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, t
     """
     pairs = Pairs.of(tokens, len(embedding))
     learned = min(MOST_ROWS, int(np.count_nonzero(pairs.frequency)))
+    if not learned:
+        return
     e, h = (weights[pairs.order].astype(np.float32) for weights in (embedding, head))
     steps = [max(1, round(part * learned)) for part, count in PHASES for _ in range(count)]
-    embeddings, outputs = Adam(e, EMBEDDING_LR), Adam(h, HEAD_LR)
+    embeddings, outputs = Adam(e, EMBEDDING_LR), Adam(h, HEAD_LR / h.shape[1])
     with ThreadPoolExecutor(threads) as pool:
         for step, rows in enumerate(steps):
             de = np.zeros((rows, e.shape[1]), np.float32)

@@ -115,9 +115,11 @@ def test_groups_have_learning_rates_of_their_own():
     scale, clip, _, *groups = step_scalars(config, 0, config.lr, 0.5, 0.25)
     assert (scale, clip) == (0.5, 2 * config.clip)
     rates = np.reshape(groups, (-1, 2))[:, 0] * (1 - config.beta1)
-    assert rates == pytest.approx([0.02, 0.3, 0.02, 0.01])
+    assert rates == pytest.approx([0.02, 0.3, 0.3, 0.02, 0.01])  # --value-lr is --embedding-lr
+    own = step_scalars(replace(config, value_lr=0.1), 0, config.lr, 0.5, 0.25)
+    assert own[7] == pytest.approx(0.1 / (1 - config.beta1))
     plain = step_scalars(replace(config, optimizer="adamw"), 0, config.lr, 0.5, 0.25)
-    assert plain[4::2] == pytest.approx([1 - rate * config.weight_decay for rate in rates[:3]] + [1.0])
+    assert plain[4::2] == pytest.approx([1 - rate * config.weight_decay for rate in rates[:4]] + [1.0])
 
 
 def test_borders_cut_no_matrix():

@@ -41,7 +41,7 @@ from distgpt.training.opening.balance import described_shares, hosts_checksum, m
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
 from distgpt.training.opening.plan import Plan
-from distgpt.training.opening.restore import begin_anew, restore
+from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
@@ -72,7 +72,7 @@ def open_run(
     model, progress = _model(config, kernels, comm), Progress()
     batches = _batches(comm, config, corpus.train, corpus.separator)
     optimizer = optimizer_for(model, config.train, comm)
-    _load_state(plan, comm, model, optimizer, batches, progress)
+    _load_state(plan, comm, model, optimizer, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
     on_root(comm, lambda: _write(plan, stage, config, corpus.tokenizer, progress))
     if comm.rank == 0:
@@ -126,13 +126,13 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
 def make_steps(
     run: RunConfig, stage: Stage, tokens: Tokens, say: Say, separator: int | None = None
 ) -> tuple[Step, Batches]:
-    """Return the steps of a run over these tokens, with first weights. Collective."""
+    """Return the steps of a run over these tokens, with random weights or those of --init. Collective."""
     comm, t = stage.comm, run.train
     kernels = stage.kernels(t.dtype, t.matmul_backend)
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm), _batches(comm, run, tokens, separator)
     optimizer = optimizer_for(model, t, comm)
-    begin_anew(comm, model, optimizer, t, batches)
+    begin_anew(comm, model, optimizer, t, None)
     stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run)
     return Step(optimizer, comm, settings, make_exchange(comm, optimizer, settings, say)), batches
@@ -195,10 +195,18 @@ def _batches(comm: Comm, run: RunConfig, tokens: Tokens, separator: int | None) 
 
 
 def _load_state(
-    plan: Plan, comm: Comm, model: Model, optimizer: AdamW, batches: Batches, progress: Progress
+    plan: Plan,
+    comm: Comm,
+    model: Model,
+    optimizer: AdamW,
+    batches: Batches,
+    progress: Progress,
+    say: Say,
 ) -> None:
     """Load the checkpoint's weights, moments and step; else weights of a file, or new ones. Collective."""
     if plan.checkpoint is None:
+        if comm.rank == 0 and learns_pairs(plan.run):
+            say("first weights: learning which token follows which")
         begin_anew(comm, model, optimizer, plan.run.train, batches)
         return
     on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))

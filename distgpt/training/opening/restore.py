@@ -10,7 +10,7 @@ from typing import Any
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import usable_cores
-from distgpt.config import TrainConfig
+from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.errors import DataError
 from distgpt.model.bigrams import MOST_TOKENS, learn_bigrams
@@ -34,7 +34,7 @@ def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> Non
         restore_replicas(comm, model, optimizer, optimizer.outer, checkpoint)
 
 
-def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig, batches: Batches) -> None:
+def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig, batches: Batches | None) -> None:
     """Bring model and optimizer into their state before the first step. Collective."""
     for moment in (optimizer.m, optimizer.v):
         model.kernels.zero(moment.flat)
@@ -43,8 +43,16 @@ def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig, batch
         optimizer.outer.begin()
 
 
-def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches) -> None:
-    """Load the weights of the file that --init names, or draw new ones, or learn some. Collective."""
+def learns_pairs(run: RunConfig) -> bool:
+    """Return whether first weights are learned from pairs of tokens."""
+    return run.model.init_weights == "bigrams" and not run.train.init
+
+
+def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None) -> None:
+    """Load the weights of the file that --init names, or draw new ones. Collective.
+
+    Some are learned from pairs of the tokens in `batches`, where the model wants that.
+    """
     if t.init:
         load_weights(comm, model, partial(read_shortened, Path(t.init)))
         if not model.is_finite():
@@ -54,7 +62,7 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches) ->
     def draw(host: Tensors) -> None:
         for name, values in model.initial(t.seed):
             host[name][...] = values
-        if model.config.init_weights == "bigrams":
+        if model.config.init_weights == "bigrams" and batches is not None:
             tokens, vocab = batches.sample(MOST_TOKENS), model.config.vocab_size
             centred = model.config.norm == "layernorm"
             learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, len(usable_cores()))
