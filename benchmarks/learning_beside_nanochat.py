@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from record import arguments, distgpt, end_with_errors, metrics, save
 
 ENTRIES, TOKENS = 8192, 4096
@@ -47,6 +48,7 @@ def main() -> None:
         ours={"type": int, "nargs": "+", "default": [220, 330], "help": "lengths of our runs"},
         **{"held-out": {"type": int, "default": 60 * TOKENS, "help": "tokens of an evaluation"}},
         dtype={"default": "float32", "choices": ("float32", "bfloat16")},
+        picture={"type": Path, "help": "where the curves go; into --runs if left out"},
         runs={"type": Path, "default": Path("build/nanochat")},
     )
     peer = Nanochat(args)
@@ -61,7 +63,26 @@ def main() -> None:
         for run, beside in zip(runs, found["nanochat"], strict=True):
             end, ratio = run["bits_per_byte"][-1], run["seconds"] / beside["seconds"]
             print(f"| {name} | {end[0] * TOKENS:,} | {end[1]:.3f} | {run['seconds']:.0f} | {ratio:.2f} |")
+    draw(found, args.picture or args.runs / "learning.png")
     save("learning-beside-nanochat", {"dtype": args.dtype, "sides": found}, args.out)
+
+
+def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw bits per byte by tokens and by seconds; of several seeds the first."""
+    figure = Figure(figsize=(10, 4))
+    by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
+    for name, runs in found.items():
+        steps, bits = zip(*runs[0]["bits_per_byte"][1:], strict=True)
+        style = {"marker": "o", "label": name, "linestyle": "-" if name == "nanochat" else "--"}
+        by_tokens.plot([step * TOKENS / 1e6 for step in steps], bits, **style)
+        by_seconds.plot([step / steps[-1] * runs[0]["seconds"] for step in steps], bits, **style)
+    by_tokens.set(xlabel="million tokens", ylabel="held-out bits per byte")
+    by_seconds.set(xlabel="seconds, without evaluations", xlim=(0, None))
+    by_tokens.legend()
+    for axes in (by_tokens, by_seconds):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def ours(args: Any, steps: int, seed: int) -> dict[str, Any]:
