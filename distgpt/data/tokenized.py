@@ -14,13 +14,14 @@ from pathlib import Path
 from distgpt.comm.cores import usable_cores
 from distgpt.data.prepare.documents import find_inputs
 from distgpt.data.prepare.preparing import FROM_INPUTS, Request, prepare
-from distgpt.data.prepare.progress import list_inputs, refuse_unfinished
+from distgpt.data.prepare.progress import BeingPrepared, list_inputs, refuse_unfinished
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.data.tokenizers.naming import Tokenizer, fingerprint
 from distgpt.errors import DataError, Say, escape
 from distgpt.formatting import size
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_TRIES = 0.5
 
 
 def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept: Path, say: Say) -> Path:
@@ -42,13 +43,20 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
         first = request(f"bpe:{tokenizer.size}" if tokenizer.kind == "bpe" else tokenizer.kind)
         if is_shards(first.out) and read_manifest(first.out).tokenizer == fingerprint(tokenizer):
             wanted = first
-    if not is_shards(wanted.out):
+    is_waiting = False
+    while not is_shards(wanted.out):
         try:
             manifest = prepare(wanted, _Watcher(say))
+        except BeingPrepared as error:  # for a run that was started a moment before
+            if not is_waiting:
+                say(f"{error}: waiting for it")
+            is_waiting = True
+            time.sleep(SECONDS_BETWEEN_TRIES)
         except DataError as error:
             raise DataError(f"{error} (distgpt data prepare has options for such files)") from None
-        if manifest.replaced:
-            say(f"{escape(str(path))}: {manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
+        else:
+            if manifest.replaced:
+                say(f"{escape(str(path))}: {manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
     if val_fraction and not read_manifest(wanted.out).of("val"):
         raise DataError(f"{path}: --val-fraction {val_fraction} of it is not even 2 tokens")
     return wanted.out

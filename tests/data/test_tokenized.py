@@ -17,6 +17,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.data import loading, tokenized
 from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.data.prepare.preparing import prepare
+from distgpt.data.prepare.progress import reserved
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError
 
@@ -43,6 +44,25 @@ def asked(inputs, tmp_path):
 
 
 # What is tokenized, and how often
+
+
+def test_a_run_waits_for_another_that_tokenizes_the_same_texts(asked, tmp_path, monkeypatch):
+    corpus = load_corpus(SerialComm(), asked)
+    [folder] = (tmp_path / "tokenized").iterdir()
+    shutil.rmtree(folder)
+    other = reserved(folder)
+    other.__enter__()
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            other.__exit__(None, None, None)
+
+    monkeypatch.setattr(tokenized.time, "sleep", sleep)
+    [again], said = loaded(asked)
+    assert len(waits) == 3 and sum("waiting for it" in line for line in said) == 1
+    assert np.array_equal(whole(again.train), whole(corpus.train))
 
 
 def test_a_folder_is_tokenized_as_data_prepare_does_and_once(asked, inputs, tmp_path):

@@ -84,6 +84,10 @@ def list_inputs(inputs: Sequence[Input]) -> list[list[Any]]:
     return [[source.name, source.bytes, source.mtime_ns] for source in inputs]
 
 
+class BeingPrepared(UsageError):
+    """Shards that another process is making."""
+
+
 @contextmanager
 def reserved(folder: Path) -> Iterator[None]:
     """Make the folder if there is none and lock it for this process; remove it again if it stays empty."""
@@ -94,7 +98,7 @@ def reserved(folder: Path) -> Iterator[None]:
     try:
         if not lock(descriptor, fcntl.LOCK_EX):
             is_new = False  # the other's
-            raise UsageError(f"another process is preparing shards in {folder}")
+            raise BeingPrepared(f"another process is preparing shards in {folder}")
         yield
     finally:
         if is_new:
