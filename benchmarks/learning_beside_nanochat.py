@@ -1,4 +1,4 @@
-r"""The preset `fast` beside nanochat: held-out bits per byte by tokens and by seconds, on the same documents.
+r"""The preset `sprint` beside nanochat: held-out bits per byte by tokens and by seconds, on the same documents.
 
     git clone https://github.com/karpathy/nanochat /elsewhere/nanochat
     python benchmarks/learning_beside_nanochat.py --docs FOLDER --nanochat /elsewhere/nanochat \
@@ -103,7 +103,7 @@ def ours(args: Any, steps: int, seed: int) -> dict[str, Any]:
         args.dtype,
     )
     begun = time.perf_counter()
-    distgpt("train", "--preset", "fast", *texts, *how, "--progress", "plain", "--out", out)
+    distgpt("train", "--preset", "sprint", *texts, *how, "--progress", "plain", "--out", out)
     seconds = time.perf_counter() - begun - sum(line.get("val_s", 0.0) for line in metrics(out))
     lines = metrics(out)
     bits = [[line["step"], line["bits_per_byte"]] for line in lines if "bits_per_byte" in line]

@@ -90,13 +90,15 @@ def recipe(
     steps = given.get("steps", max(1, round(tokens / (sequences * seq_len))))
     larger = math.sqrt(sequences * seq_len / REFERENCE_BATCH)
     narrower = math.sqrt(256 / width(depth))
-    lr = min(0.05, 0.04 * larger)
+    from_pairs = tokens <= PAIRS_UP_TO
+    lr = min(0.05, (0.04 if from_pairs else 0.03) * larger)
+    embedding, values, head = (0.02, 0.1, 0.0007) if from_pairs else (0.3, 0.3, 0.008)
     found = {
         "lr": lr,
         "min_lr": lr / 20,
-        "embedding_lr": 0.02 * narrower,
-        "value_lr": 0.1 * narrower,
-        "head_lr": 0.0007 * narrower,
+        "embedding_lr": embedding * narrower,
+        "value_lr": values * narrower,
+        "head_lr": head * narrower,
         "vector_lr": 0.01,
         "weight_decay": 0.28 * larger * min(1.0, 4e6 / tokens),
     }
@@ -109,6 +111,7 @@ def recipe(
         "batch_size": sequences,
         "steps": steps,
         "warmup": min(100, math.ceil(steps / 25)),
+        "init_weights": "bigrams" if from_pairs else "unit",
         **{name: float(f"{value:.3g}") for name, value in found.items()},
     }
 
@@ -139,6 +142,7 @@ LAW = Law(E=1.3653, A=5.7667, a=0.3, B=72.1209, b=0.355)  # fitted by benchmarks
 # Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
 # together as much as so many new texts (arXiv 2305.16264).
 REPEATED = 15.0
+PAIRS_UP_TO = 2e6  # tokens of a run, in which first weights from pairs of tokens win
 PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # of first weights from pairs: passes over all, tokens at most
 SLOWER_PAIRS = 3.0  # how many times the time of training a FLOP there takes
 PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
@@ -192,8 +196,10 @@ def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int 
 
     def choice(depth: int) -> Choice:
         rate = speed(depth, measured, text)
-        before = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))
-        tokens = max(1.0, max(seconds - before, seconds / 20) * rate)
+        tokens = max(1.0, seconds * rate)
+        if tokens <= PAIRS_UP_TO:
+            before = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))
+            tokens = max(1.0, max(seconds - before, seconds / 20) * rate)
         return Choice(depth, tokens, expected_bits(depth, tokens, text))
 
     return min(map(choice, [only] if only else fitting), key=lambda each: each.bits_per_byte)

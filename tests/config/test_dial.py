@@ -57,7 +57,10 @@ def test_the_recipe_is_a_run_and_follows_what_is_given():
     found = recipe(4, 12e6, DOCS)
     run = preset("fast", found)
     assert (run.model.n_embd, run.model.n_head, run.model.seq_len) == (256, 4, 512)
-    assert (run.train.lr, run.train.embedding_lr, run.train.head_lr) == (0.04, 0.02, 0.0007)
+    assert (run.train.lr, run.train.embedding_lr, run.train.head_lr) == (0.03, 0.3, 0.008)
+    short = preset("fast", recipe(4, 1e6, DOCS, given={"batch_tokens": 4096}))
+    assert (short.model.init_weights, run.model.init_weights) == ("bigrams", "unit")
+    assert (short.train.lr, short.train.embedding_lr, short.train.head_lr) == (0.04, 0.02, 0.0007)
     assert run.train.steps * run.train.batch_size * 512 == pytest.approx(12e6, rel=0.01)
     assert recipe(4, 12e6, DOCS, given={"batch_tokens": 16384})["lr"] == 0.05
     assert recipe(4, 12e6, DOCS, given={"seq_len": 256})["batch_size"] == 16
@@ -88,9 +91,10 @@ def test_more_time_asks_for_a_deeper_model():
     assert parameters(chosen[-1], 8192) <= 10 * DOCS.tokens
     assert choose(1e9, {2: 1e5}, Text(100, 256)).depth == 1
     only = choose(600, rates, DOCS, only=3)
-    learning_pairs = 3 * pair_flops(3, DOCS) / 1e11
-    assert only.depth == 3 and 1 < learning_pairs < 60
-    assert only.tokens == pytest.approx((600 - learning_pairs) * speed(3, rates, DOCS))
+    assert only.depth == 3 and only.tokens == pytest.approx(600 * speed(3, rates, DOCS))
+    short, learning_pairs = choose(200, rates, DOCS, only=3), 3 * pair_flops(3, DOCS) / 1e11
+    assert 1 < learning_pairs < 60
+    assert short.tokens == pytest.approx((200 - learning_pairs) * speed(3, rates, DOCS))
     assert math.isfinite(only.bits_per_byte)
 
 
