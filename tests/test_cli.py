@@ -106,7 +106,7 @@ def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file)
 
 
 def on_terminal(*args, **how):
-    """What a command prints, where standard output is a terminal."""
+    """Return what a command prints, where standard output is a terminal."""
     reading, writing = pty.openpty()
     with popen(*args, stdout=writing, stderr=subprocess.DEVNULL, **how) as process:
         os.close(writing)

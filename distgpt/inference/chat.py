@@ -7,7 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 from distgpt.data.chats.format import ChatFormat, Message
-from distgpt.errors import DistgptError, UsageError
+from distgpt.errors import UsageError
 from distgpt.inference.engine import Engine
 from distgpt.inference.request import Request
 
@@ -16,7 +16,7 @@ SHARE = 4  # of the context at most a part is left free for an answer
 
 @dataclass(slots=True)
 class Answer:
-    """What the last answer took. `reason` is an Event's, None where it was given up."""
+    """Tokens and seconds of the last answer. `reason` is an Event's, None where it was given up."""
 
     prompt: int  # tokens
     begun: float
@@ -62,7 +62,7 @@ class Conversation:
     def ask(self, text: str) -> int:
         """Add a user's turn. Return how many old turns were forgotten, as the context is full.
 
-        After an error everything is as before.
+        After an error, or an interrupt, everything is as before.
         """
         before, begun = list(self.turns), time.perf_counter()
         self.turns.append({"role": "user", "content": text})
@@ -71,7 +71,7 @@ class Conversation:
             self._ticket = self._engine.submit(
                 replace(self._settings, prompt=prompt, seed=(self._settings.seed + self._count) % (1 << 64))
             )
-        except DistgptError:
+        except BaseException:
             self.turns = before
             raise
         self._count += 1

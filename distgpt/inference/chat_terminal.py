@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -13,13 +14,14 @@ from pathlib import Path
 from distgpt.errors import (
     DataError,
     DistgptError,
+    StorageError,
     UsageError,
     escape_model_text,
     nearest,
     one_line,
     print_lines,
 )
-from distgpt.files import atomic_file
+from distgpt.files import atomic_file, storage_errors
 from distgpt.formatting import count
 from distgpt.inference.chat import Conversation
 from distgpt.interrupts import Interrupted, PendingSignals, deferred_signals, signal_of
@@ -108,7 +110,9 @@ class Chat:
             except UnicodeDecodeError:  # of input()
                 _note("that is not valid UTF-8")
             except DistgptError as error:
-                if not self._lines.is_terminal or not isinstance(error, DataError | UsageError):
+                if not self._lines.is_terminal or not isinstance(
+                    error, DataError | StorageError | UsageError
+                ):
                     raise
                 _note(one_line(str(error)))
             except KeyboardInterrupt as error:
@@ -167,12 +171,14 @@ class Chat:
 
     def _save(self, rest: str) -> None:
         """Write the chat; a file that was there before is not touched."""
-        path = Path(rest).expanduser()
-        if not rest:
+        if not rest or "\0" in rest:
             raise UsageError("/save needs the name of a file")
+        path = Path(os.path.expanduser(rest))  # noqa: PTH111  # of Path it fails where there is no such user
         if not self._conversation.turns:
             raise UsageError("there is nothing to save yet")
-        if path.exists() and path.absolute() not in self._saved:
+        with storage_errors("write", path):
+            is_there = path.exists()
+        if is_there and path.absolute() not in self._saved:
             raise UsageError(f"{path} exists already; choose another name")
         with atomic_file(path) as file:
             messages = {"messages": self._conversation.messages}

@@ -7,7 +7,8 @@ costs V² products of width C, however long the text is.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,9 @@ def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, t
 
     `centred`: the norm between them subtracts the mean. Results do not depend on the number of threads.
     """
+    from distgpt.kernels.fused.linear import single_threaded_blas  # which takes a while to import
+
+    single_threaded_blas()  # as stages on GPUs have not done; the threads are ours
     pairs = Pairs.of(tokens, len(embedding))
     learned = min(MOST_ROWS, int(np.count_nonzero(pairs.frequency)))
     if not learned:
@@ -65,12 +69,14 @@ def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, t
         for step, rows in enumerate(steps):
             de = np.zeros((rows, e.shape[1]), np.float32)
             dh = np.zeros_like(h)
-            work = [
-                pool.submit(_gradients, pairs, slice(start, min(start + ROWS, rows)), e, h, de, centred)
-                for start in range(0, rows, ROWS)
-            ]
-            for each in work:  # in this order: sums round alike on any number of threads
-                dh += each.result()
+            work: deque[Future[Array]] = deque()  # a result is as large as the head: few wait to be added
+            for start in range(0, rows, ROWS):
+                if len(work) > threads:
+                    dh += work.popleft().result()
+                part = slice(start, min(start + ROWS, rows))
+                work.append(pool.submit(_gradients, pairs, part, e, h, de, centred))
+            while work:  # in this order: sums round alike on any number of threads
+                dh += work.popleft().result()
             falling = min(1.0, 2 * (1 - step / len(steps)))
             embeddings.step(de, falling)
             outputs.step(dh, falling)

@@ -1,4 +1,4 @@
-"""How far a run has come: all that changes from step to step beside weights and moments."""
+"""The progress of a run: all that changes from step to step beside weights and moments."""
 
 from __future__ import annotations
 

@@ -71,7 +71,11 @@ def test_the_oldest_turns_go_when_the_context_is_full(loaded):
     assert len(talk.turns) == 16 - sum(seen)
 
 
-def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded):
+def interrupted(messages):
+    raise KeyboardInterrupt
+
+
+def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded, monkeypatch):
     talk = conversation(loaded)
     said(talk, "The lamp")
     before = list(talk.turns)
@@ -79,6 +83,10 @@ def test_a_message_that_is_refused_or_given_up_leaves_nothing_behind(loaded):
         talk.ask("x" * 300)
     with pytest.raises(DataError, match="not valid UTF-8"):
         talk.ask("\ud800")
+    assert talk.turns == before
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(talk._chat, "prompt", interrupted)
+        talk.ask("The boats")
     assert talk.turns == before
     talk.ask("The boats")
     talk.pieces().close()  # never begun: nothing runs, and nobody reads it
@@ -129,6 +137,9 @@ def test_what_cannot_be_answered_ends_a_pipe_in_one_line(monkeypatch, tmp_path):
         ("/save\n", 2, "needs the name of a file"),
         (f"/save {taken}\n", 2, "nothing to save yet"),
         (f"hi\n/save {taken}\n", 2, "exists already"),
+        (f"hi\n/save {tmp_path}/none/chat\n", 74, "No such file"),
+        (f"hi\n/save {'x' * 300}\n", 74, "File name too long"),
+        (f"hi\n/save ~nobody{'x' * 20}/chat\n", 74, "cannot write ~nobody"),
         ("x" * 200, 2, "shorten it"),
         ("x" * (2 << 20), 65, "line 1 is longer than 1 MiB"),
     ):
@@ -168,6 +179,8 @@ def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(tmp_path):
                 read_until(ours, b"> ")
             os.write(ours, b"/sytem\n")
             assert b"did you mean '/system'" in read_until(ours, b"\n> ")
+            os.write(ours, b"/save /nowhere/chat\n")
+            assert b"cannot write /nowhere/chat" in read_until(ours, b"\n> ")
             os.write(ours, b"\x04")
             assert process.wait(20) == 0
         finally:

@@ -1,6 +1,8 @@
 """First weights from the counts of pairs: their gradients, and what they predict."""
 
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +12,13 @@ from distgpt.config import ModelConfig
 from distgpt.config.dial import PAIR_PASSES
 from distgpt.data.batches import PIECE, ArrayTokens, Batches
 from distgpt.errors import UsageError
+from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model import bigrams
 from distgpt.model.bigrams import Pairs, learn_bigrams
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
+from distgpt.training.opening import restore
 
 V, C = 37, 16
 
@@ -90,6 +94,33 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
         learn_bigrams(text(3000), e, h, centred=True, threads=threads)
         found.append((e, h))
     assert all(map(np.array_equal, *found))
+
+
+def test_few_results_wait_to_be_added(monkeypatch):
+    """Each is as large as the output layer, which has many more rows than a piece of work."""
+    gradients, made, alive = bigrams._gradients, [], []
+
+    def watched(*args):
+        found = gradients(*args)
+        made.append(weakref.ref(found))
+        alive.append(sum(each() is not None for each in made))
+        return found
+
+    monkeypatch.setattr(bigrams, "ROWS", 1)
+    monkeypatch.setattr(bigrams, "_gradients", watched)
+    learn_bigrams(text(500), *random_weights(), centred=False, threads=2)
+    assert len(made) > 100 and max(alive) <= 5
+
+
+def test_a_stage_beside_others_takes_its_own_threads_alone(monkeypatch):
+    """As runs of a sweep do; the ranks of one run leave theirs to the first."""
+    monkeypatch.setattr(restore, "usable_cores", lambda: set(range(16)))
+    one = SimpleNamespace(kernels=CpuKernels(threads=3))
+    for comm, threads in (
+        (SimpleNamespace(size=1, local_size=4, cores=4.0), 3),
+        (SimpleNamespace(size=8, local_size=4, cores=4.0), 12),
+    ):
+        assert restore._threads_of_waiting(comm, one) == threads
 
 
 def test_the_dial_knows_what_they_cost():

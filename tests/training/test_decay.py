@@ -1,5 +1,7 @@
 """--decay-from: an end for a run whose learning rate is constant, from any of its checkpoints."""
 
+import shutil
+
 import pytest
 from conftest import SMALL, inside, metrics, refused
 
@@ -41,7 +43,12 @@ def test_what_has_no_constant_learning_rate_is_refused(constant, tmp_path):
     falling = trained(
         tmp_path / "falling", *STEPS, "--schedule", "wsd", "--decay-fraction", "0.5", "--warmup", "4"
     )
+    empty, unsaved = tmp_path / "empty", tmp_path / "unsaved"
+    empty.mkdir()
+    shutil.copytree(constant, unsaved, ignore=shutil.ignore_patterns("step-*"))
     for args, code, words in (
+        ((empty,), 65, "empty is neither a checkpoint nor a run directory"),
+        ((unsaved,), 65, "unsaved has no checkpoint yet to begin a new run from"),
         ((falling,), 2, "the learning rate is not constant there"),
         ((falling / "checkpoints" / "step-00000003",), 2, "the learning rate is not constant there"),
         ((constant, "--out", constant), 2, "another --out"),
@@ -51,4 +58,4 @@ def test_what_has_no_constant_learning_rate_is_refused(constant, tmp_path):
     ):
         refused(inside("train", "--decay-from", *args, "--steps", "3", cwd=tmp_path), code, words)
     refused(inside("train", "--decay-from", constant, cwd=tmp_path), 2, "--steps")
-    assert {path.name for path in tmp_path.iterdir()} == {"falling"}
+    assert {path.name for path in tmp_path.iterdir()} == {"falling", "empty", "unsaved"}

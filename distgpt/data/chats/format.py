@@ -1,4 +1,4 @@
-"""How a model chats: from messages to the tokens before an answer, and which tokens of a chat are answers."""
+"""The format of a model's chats: from messages to tokens, and which tokens of a chat are answers."""
 
 from __future__ import annotations
 

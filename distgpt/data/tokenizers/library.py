@@ -22,7 +22,7 @@ BYTE_TOKENS = {f"<0x{byte:02X}>": bytes((byte,)) for byte in range(256)}
 
 
 class LibraryTokenizer(BytesDecoder):
-    """What a document of tokenizer.json describes, if it encodes every text.
+    """A tokenizer that a document of tokenizer.json describes, if it encodes every text.
 
     Special tokens are known to the library under names that nobody can guess, so that no text encodes to
     one.
@@ -201,7 +201,7 @@ def _first(document: dict[str, Any], special: Mapping[str, int]) -> tuple[int, .
 def _spelling(
     document: dict[str, Any], vocabulary: Mapping[str, int], source: str
 ) -> tuple[Any, set[int], bool]:
-    """How an entry becomes bytes, which bytes no text can have, and if decoding drops a first space."""
+    """Return what makes bytes of an entry, bytes that no text has, and if decoding drops a first space."""
     steps = _steps(document.get("decoder"), "decoders")
     if "ByteLevel" in steps:
         lacks = {byte for byte, symbol in enumerate(symbols()) if symbol not in vocabulary}

@@ -1,4 +1,4 @@
-"""How a stretch of the gradients is summed over ranks: by an Allreduce, in parts, or within nodes first."""
+"""Sums of a stretch of the gradients over ranks: by an Allreduce, in parts, or within nodes first."""
 
 from __future__ import annotations
 

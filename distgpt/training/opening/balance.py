@@ -1,4 +1,4 @@
-"""How many sequences of a micro-batch each rank takes, for --balance auto: more on faster ranks."""
+"""Shares of a micro-batch for --balance auto: more sequences on faster ranks."""
 
 from __future__ import annotations
 

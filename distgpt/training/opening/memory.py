@@ -1,4 +1,4 @@
-"""How much memory a run needs, counted before any is allocated, and the fastest step that fits into it."""
+"""The memory that a run needs, counted before any is allocated, and the fastest step that fits into it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, Say, UsageError, escape
 from distgpt.formatting import count
-from distgpt.saved.checkpoint import State, load_state, newest_intact, verify
+from distgpt.saved.checkpoint import MANIFEST, STATE, State, load_state, newest_intact, verify
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.rundir import RunDirectory, differing, find_weights, place_for
 from distgpt.training.exchange.reproducible import usual_parts
@@ -283,8 +283,10 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
             own.refuse_second()
         checkpoint = _newest(own, say)
         if out and checkpoint is None:
-            raise DataError(f"--resume {resume}: this run has no checkpoint to begin a branch from")
+            raise DataError(f"{resume} has no checkpoint yet to begin a new run from")
     else:
+        if not (path / MANIFEST).exists() and not (path / STATE).exists():
+            raise DataError(f"{resume} is neither a checkpoint nor a run directory")
         verify(checkpoint := path)
         own = RunDirectory(path.resolve().parent.parent)
     if out is None or _are_same(out, own.path):

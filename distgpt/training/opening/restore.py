@@ -65,9 +65,17 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | N
         if model.config.init_weights == "bigrams" and batches is not None:
             tokens, vocab = batches.sample(MOST_TOKENS), model.config.vocab_size
             centred = model.config.norm == "layernorm"
-            learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, len(usable_cores()))
+            threads = _threads_of_waiting(comm, model)
+            learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, threads)
 
     load_weights(comm, model, draw)
+
+
+def _threads_of_waiting(comm: Comm, model: Model) -> int:
+    """Return how many threads rank 0 may use here: its own, and those of the ranks that wait for it."""
+    own = comm.cores if model.kernels.capabilities.is_async else model.kernels.threads
+    ranks = comm.local_size if comm.size > 1 else 1  # a stage of its own may lie beside others that work
+    return max(1, min(len(usable_cores()), int(own * ranks + 1e-6)))
 
 
 def load_weights(comm: Comm, model: Model, read: Callable[[Tensors], None]) -> None:
