@@ -1,4 +1,4 @@
-r"""The preset `sprint` beside nanochat: held-out bits per byte by tokens and by seconds, on the same documents.
+r"""The preset `sprint` beside nanochat: held-out bits per byte by tokens and by seconds.
 
     git clone https://github.com/karpathy/nanochat /elsewhere/nanochat
     python benchmarks/learning_beside_nanochat.py --docs FOLDER --nanochat /elsewhere/nanochat \
