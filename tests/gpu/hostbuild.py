@@ -37,6 +37,13 @@ extern "C" __attribute__((visibility("default"))) const char* launch_{0}(
 """
 
 
+_STACKS = """
+extern "C" __attribute__((visibility("default"))) unsigned char* share_stacks(unsigned char* of_others) {
+    return fibers::share_stacks(of_others);
+}
+"""
+
+
 class BuildError(Exception):
     """g++ refused a source; the message is g++'s."""
 
@@ -44,8 +51,13 @@ class BuildError(Exception):
 class Program:
     """A compiled source: its kernels, each with the types of its parameters ("*f" a pointer to float, …)."""
 
+    _stacks: int | None = None  # of the threads: one set for all sources, since each stack costs two maps
+
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
+        share = self._library.share_stacks
+        share.argtypes, share.restype = [ctypes.c_void_p], ctypes.c_void_p
+        Program._stacks = share(Program._stacks)
         self._entries: dict[str, tuple[list[str], ctypes._CFuncPtr]] = {}
 
     def entry(self, kernel: str) -> tuple[list[str], ctypes._CFuncPtr]:
@@ -64,7 +76,7 @@ class Program:
 def build(text: str, defines: Sequence[str] = ()) -> Program:
     """The text of a source as a library of this machine, compiled unless that has been done before."""
     flags = [*_FLAGS.split(), *(f"-D{define}" for define in defines)]
-    parts = [text, *flags, *(path.read_text() for path in _HEADERS), _ENTRY]
+    parts = [text, *flags, *(path.read_text() for path in _HEADERS), _ENTRY, _STACKS]
     return Program(cached(parts, lambda library: _compile(text, flags, library)))
 
 
@@ -90,7 +102,7 @@ def _compile(text: str, flags: list[str], library: Path) -> None:
     expanded = _run([*flags, "-E", "-x", "c++", "-"], shim + text)
     entries = "".join(_ENTRY.format(name) for name in dict.fromkeys(_KERNEL.findall(expanded)))
     link = ["-shared", "-Wl,-z,now,-z,defs", "-x", "c++-cpp-output", "-", "-o", str(library), "-lm"]
-    _run([*flags, *link], expanded + entries)
+    _run([*flags, *link], expanded + entries + _STACKS)
 
 
 def _run(arguments: list[str], text: str) -> str:

@@ -105,7 +105,7 @@ inline void (*body)(void*);
 inline void* body_data;
 inline void (*enter)(int thread);  // tells the kernel which thread it is now
 
-inline unsigned char* stacks;
+inline unsigned char* stacks;  // the same for all libraries of a process, which may have only so many guard pages
 inline int free_stacks[MOST_THREADS], free_count, used_stacks;
 
 __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
@@ -176,14 +176,16 @@ UNCHECKED uint64_t meet(Meeting meeting, unsigned mask, uint64_t value, int sour
 
 // -- the scheduler
 
+UNCHECKED unsigned char* share_stacks(unsigned char* of_others) {
+    if (of_others) return stacks = of_others;
+    int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* all = mmap(nullptr, (STACK + PAGE) * MOST_THREADS, PROT_READ | PROT_WRITE, kind, -1, 0);
+    return stacks = all == MAP_FAILED ? nullptr : static_cast<unsigned char*>(all);
+}
+
 UNCHECKED int take_stack() {
     if (free_count) return free_stacks[--free_count];
-    if (!stacks) {
-        int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        void* all = mmap(nullptr, (STACK + PAGE) * MOST_THREADS, PROT_READ | PROT_WRITE, kind, -1, 0);
-        if (all == MAP_FAILED) return -1;
-        stacks = static_cast<unsigned char*>(all);
-    }
+    if (!stacks) return -1;
     mprotect(stacks + (STACK + PAGE) * used_stacks, PAGE, PROT_NONE);  // an overflow stops at once
     return used_stacks++;
 }
