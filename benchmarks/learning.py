@@ -6,29 +6,27 @@ trains the course project's size of model, 500 steps of 4,096 tokens, once as th
 RoPE, RMSNorm and SwiGLU, draws both and prints their losses. With `--dtypes float32 bfloat16` each in both,
 from the same weights and on the same batches, and how far the validation losses lie apart.
 
-    python benchmarks/learning.py ablation --data my.txt
+    python benchmarks/learning.py ablation --data texts/train --val texts/val
 
-trains a model as GPT-2 is built, then with these three one at a time and together, at the same tokens and
-number of parameters (by the width of the MLP), and prints the validation loss and the speed of each. The
-variants take turns, seed by seed.
+trains by the recipe of the preset `fast`, without each of its parts, by AdamW without all of them, and by
+that with each part alone, at the same tokens. It prints the held-out bits per byte and the speed of each.
+The variants take turns, seed by seed. Runs that are there are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from record import distgpt, held_out, metrics, save
 
 from distgpt.comm.cores import usable_cores
-from distgpt.config import DTYPES, ModelConfig
-from distgpt.config.presets import preset
-from distgpt.measure import jobs
-from distgpt.model.model import Architecture
+from distgpt.config import DTYPES
+from distgpt.config.presets import PRESETS
 
 BAR = 1.9  # validation loss on tinyshakespeare, of either curve
 APART = 0.005  # relative: how far a dtype's validation loss may lie from the first one's
@@ -41,17 +39,17 @@ CURVES = {
     "RoPE, RMSNorm, SwiGLU": "--lr 2e-3 --positions rope --norm rmsnorm --mlp swiglu --no-bias --tied",
 }
 
-BASELINE = ModelConfig(vocab_size=65, seq_len=256, n_layer=4, n_head=4, n_embd=256)
-VARIANTS: dict[str, dict[str, Any]] = {
-    "as GPT-2": {},
-    "RoPE": {"positions": "rope"},
-    "RMSNorm": {"norm": "rmsnorm"},
-    "SwiGLU": {"mlp": "swiglu"},
-    "all three": {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu"},
+# Settings that take a part of the recipe away.
+WITHOUT: dict[str, dict[str, Any]] = {
+    "Muon": {"optimizer": "adamw", "lr": 3e-3, "beta1": 0.9, "weight_decay": 0.1},
+    "rates of their own": {"embedding_lr": 0.0, "head_lr": 0.0, "vector_lr": 0.0},
+    "wsd": {"schedule": "cosine"},
+    "norm of the embedding, no gains": {"embed_norm": False, "norm_gain": True},
+    "norm of q and k": {"qk_norm": False},
+    "value embeddings": {"value_embeddings": False},
+    "ReLU²": {"mlp": "swiglu"},
+    "unit weights, output layer of its own": {"init_weights": "gpt2", "tied": True},
 }
-TRAIN = {"tokenizer": "char", "val_fraction": 0.1, "eval_every": 100, "batch_size": 16}
-TRAIN |= {"lr": 1e-3, "min_lr": 1e-4, "bias": True, "norm_gain": True}
-MODEL_KEYS = ("seq_len", "n_layer", "n_head", "n_embd", "mlp_width", "positions", "norm", "mlp")
 
 
 def main() -> None:
@@ -62,9 +60,13 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="where the curves go; into that folder if left out")
     parser.add_argument("--curves", nargs="+", default=list(CURVES), choices=CURVES, help="some of them")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES, help="of the curves")
-    parser.add_argument("--threads", type=int, default=len(usable_cores()), help="of the curves")
-    parser.add_argument("--steps", type=int, default=1000, help="of 4,096 tokens, in the ablation")
-    parser.add_argument("--seeds", type=int, default=2, help="of the ablation")
+    parser.add_argument("--threads", type=int, default=len(usable_cores()))
+    parser.add_argument("--val", help="held-out texts of the ablation")
+    parser.add_argument("--tokenizer", default="bpe:8192", help="of the ablation")
+    parser.add_argument("--val-tokens", type=int, default=98304, help="of the ablation")
+    parser.add_argument("--steps", type=int, default=110, help="of 4,096 tokens, in the ablation")
+    parser.add_argument("--seeds", type=int, default=3, help="of the ablation")
+    parser.add_argument("--variants", nargs="+", help="some of the ablation's, by name")
     parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/WHAT-DATE.json if left out")
     args = parser.parse_args()
     args.runs = args.runs or Path("build") / args.what
@@ -115,52 +117,48 @@ def summary(run: dict[str, Any]) -> str:
 
 
 def ablation(args: argparse.Namespace) -> dict[str, Any]:
-    models = {name: of_equal_size(replace(BASELINE, **changes)) for name, changes in VARIANTS.items()}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
+    nothing = {key: value for part in WITHOUT.values() for key, value in part.items()}
+    recipe = PRESETS["fast"]
+    variants: dict[str, dict[str, Any]] = {"the recipe": {}, "AdamW without all parts": nothing}
+    variants |= {f"without {part}": settings for part, settings in WITHOUT.items()}
+    for part, settings in WITHOUT.items():
+        variants[f"only {part}"] = nothing | {key: recipe.get(key, 0.0) for key in settings}
+    variants = {name: variants[name] for name in args.variants or variants}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for seed in range(1, args.seeds + 1):
-        for name, config in models.items():
-            folder = args.runs / f"{name.replace(' ', '-')}-{seed}"
-            found[name].append(variant(folder, config, args.data, args.steps, seed))
+        for name, settings in variants.items():
+            found[name].append(variant(args, name, settings, seed))
             print(name, found[name][-1], flush=True)
-    rows = {name: row(models[name], runs) for name, runs in found.items()}
-    print("| model | parameters | best validation loss | at step | training loss at the end | speed |")
-    print("| --- " * 6 + "|")
+    rows = {name: row(runs) for name, runs in found.items()}
+    print("| | bits per byte | speed |\n| --- | --- | --- |")
+    fastest = rows[next(iter(rows))]["tokens_per_s"]
     for name, r in rows.items():
-        speed = r["tokens_per_s"] / rows["as GPT-2"]["tokens_per_s"]
-        losses = f"{r['best_val_loss']:.3f} | {r['best_step']:.0f} | {r['train_loss']:.3f}"
-        print(f"| {name} | {r['parameters']:,} | {losses} | {speed:.2f} × |")
+        spread = f" ± {r['spread']:.3f}" if args.seeds > 1 else ""
+        print(f"| {name} | {r['bits_per_byte']:.3f}{spread} | {r['tokens_per_s'] / fastest:.2f} × |")
     return {"steps": args.steps, "variants": rows}
 
 
-def parameters(config: ModelConfig) -> int:
-    return Architecture(config).layout.elements
-
-
-def of_equal_size(config: ModelConfig) -> ModelConfig:
-    """With the MLP's width that comes closest to the baseline's number of parameters."""
-    widths = (replace(config, mlp_width=width) for width in range(64, 8 * config.n_embd, 4))
-    return min(widths, key=lambda c: abs(parameters(c) - parameters(BASELINE)))
-
-
-def variant(folder: Path, config: ModelConfig, data: str, steps: int, seed: int) -> dict[str, Any]:
-    shutil.rmtree(folder, ignore_errors=True)
-    shape = {key: getattr(config, key) for key in MODEL_KEYS}
-    recipe = {"data": data, "steps": steps, "seed": seed, "warmup": max(1, steps // 20)}
-    jobs.train("training", preset("tiny-adamw", {**TRAIN, **shape, **recipe}), folder, [], None, 1)
-    lines, losses = metrics(folder), held_out(folder)
+def variant(args: argparse.Namespace, name: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+    folder = args.runs / f"{name.replace(' ', '-')}-{seed}"
+    if not (folder / "weights.safetensors").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        config = args.runs / "variant.toml"
+        config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+        words = ["--preset", "fast", "--config", config, "--data", args.data, "--val", args.val]
+        words += ["--dtype", args.dtypes[0], "--threads", args.threads, "--steps", args.steps, "--seed", seed]
+        words += ["--tokenizer", args.tokenizer, "--val-tokens", args.val_tokens, "--eval-every", 0]
+        distgpt("train", *words, "--progress", "plain", "--out", folder)
+    lines = metrics(folder)
     return {
-        "best_val_loss": min(losses.values()),
-        "best_step": min(losses, key=losses.__getitem__),
-        "val_losses": losses,
-        "train_loss": statistics.mean(line["loss"] for line in lines[-50:] if "loss" in line),
+        "bits_per_byte": next(line["bits_per_byte"] for line in reversed(lines) if "bits_per_byte" in line),
         "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines if "tokens_per_s" in line),
     }
 
 
-def row(config: ModelConfig, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    keys = ("best_val_loss", "best_step", "train_loss", "tokens_per_s")
-    means = {key: statistics.mean(run[key] for run in runs) for key in keys}
-    return {"parameters": parameters(config), "mlp_width": config.mlp_width, **means, "runs": runs}
+def row(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    means = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
+    spread = statistics.stdev(run["bits_per_byte"] for run in runs) if len(runs) > 1 else 0.0
+    return {**means, "spread": spread, "runs": runs}
 
 
 if __name__ == "__main__":
