@@ -20,7 +20,8 @@ from distgpt.training.step import Step
 
 CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends
 ENOUGH = 1 << 10  # tokens at which a CPU's matmuls reach full speed
-LEAST, SECONDS = 3, 4.0  # time at least so many steps of each cut, and for so long
+LEAST, SECONDS = 3, 4.0  # time at least so many steps of each cut, and for so long;
+PATIENCE = 30.0  # but one step of each is enough after so many seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
         bench.step()  # compiles, records, tunes
     passes: list[list[float]] = []
     updates: list[list[float]] = []
-    end = time.perf_counter() + SECONDS
-    while len(passes) < LEAST or time.perf_counter() < end:
+    begun = time.perf_counter()
+    while not passes or time.perf_counter() < begun + (SECONDS if len(passes) >= LEAST else PATIENCE):
         whole, update = zip(*((_seconds(b.step), _seconds(b.update)) for b in benches), strict=True)
         passes.append([w - u for w, u in zip(whole, update, strict=True)])
         updates.append(list(update))
