@@ -34,7 +34,8 @@ PATH = click.Path(path_type=Path)
 
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
 OPTIONS = (
-    *("data", "tokenizer", "verify_data", "init", "steps", "train_minutes", "batch_size", BATCH_TOKENS),
+    *("data", "tokenizer", "verify_data", "init", "lora_rank", "lora_alpha", "lora_matrices"),
+    *("steps", "train_minutes", "batch_size", BATCH_TOKENS),
     *(
         "seq_len",
         "grad_accum",
