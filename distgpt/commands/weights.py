@@ -56,6 +56,18 @@ def quantize(weights: Path, out: Path) -> None:
 
 
 @weights.command()
+@click.option("--weights", type=PATH, help="The model's weights file; default: the one the adapter names.")
+@click.option("--adapter", type=PATH, required=True, help="The adapter, or a run with --lora-rank.")
+@click.option("--out", type=PATH, required=True, help="The weights file to write.")
+def merge(weights: Path | None, adapter: Path, out: Path) -> None:
+    """Merge an adapter into the weights that it was trained beside."""
+    from distgpt.comm.serial import SerialComm
+    from distgpt.saved.adapter import merge
+
+    print_lines(merge(weights, adapter, out, SerialComm()))
+
+
+@weights.command()
 @click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def info(path: Path, as_json: bool) -> None:

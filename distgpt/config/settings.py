@@ -241,7 +241,12 @@ class TrainConfig:
         "Update parameters by AdamW, or the layers' matrices by Muon and all others by AdamW.",
         choices=OPTIMIZERS,
     )
-    lr: float = setting(2e-3, "Peak learning rate. With --init 5e-5, if not given.", above=0, changeable=True)
+    lr: float = setting(
+        2e-3,
+        "Peak learning rate. With --init 5e-5, if not given; with --lora-rank 2e-4.",
+        above=0,
+        changeable=True,
+    )
     min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
     embedding_lr: float = setting(
         0.0, "Peak learning rate of the embedding. 0: --lr.", low=0, changeable=True

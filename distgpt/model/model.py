@@ -185,10 +185,14 @@ class Model(Architecture):
             block.bind(self.kernels)
 
 
-def miniature(config: ModelConfig, kernels: Kernels) -> Model:
-    """Make a very small model of the same kind, which compiles the same loops."""
+def small(config: ModelConfig) -> ModelConfig:
+    """Return a very small model of the same kind, which compiles the same loops."""
     short = replace(config, vocab_size=8, seq_len=8, n_layer=1)
-    return Model(replace(short, n_head=1, n_kv_head=0, n_embd=16, head_dim=0, mlp_width=0), kernels)
+    return replace(short, n_head=1, n_kv_head=0, n_embd=16, head_dim=0, mlp_width=0)
+
+
+def miniature(config: ModelConfig, kernels: Kernels) -> Model:
+    return Model(small(config), kernels)
 
 
 def _norm(name: str, config: ModelConfig, present: bool) -> LayerNorm | None:

@@ -317,6 +317,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     """
     path = find_weights(path)
     description = read_description(path)
+    description.refuse_adapter(path)
     if description.rounded:
         raise UsageError(f"{path} is in int8: export the file that it is from")
     config = description.run.model
