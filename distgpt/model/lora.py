@@ -45,8 +45,8 @@ class Adapter(Part):
     def __init__(self, linear: Linear, piece: Piece, rank: int, scale: float) -> None:
         block = linear.name.rsplit(".", 1)[0]
         super().__init__(f"{block}.{piece.name}")
-        self.linear, self.rows, self.rank, self.scale = linear, piece.rows, rank, scale
-        self.inputs = linear.shape[1]
+        self.linear, self.piece, self.rows, self.inputs = linear, piece.name, piece.rows, linear.shape[1]
+        self.rank, self.scale = rank, scale
 
     def specs(self) -> list[Spec]:
         height = self.rows.stop - self.rows.start
@@ -85,6 +85,16 @@ def adapters_of(block: Block, t: TrainConfig) -> list[Adapter]:
         ranks = [t.lora_rank if piece.name in t.adapted else 0 for piece in pieces]
         if any(ranks):
             found += [Adapter(linear, *each, t.lora_scale) for each in zip(pieces, ranks, strict=True)]
+    return found
+
+
+def adapters_by_matrix(run: RunConfig) -> dict[str, list[Adapter]]:
+    """Return the adapters that a run trains, by the name of the matrix beside which they stand."""
+    found: dict[str, list[Adapter]] = {}
+    for block in Architecture(run.model).blocks:
+        for adapter in adapters_of(block, run.train):
+            if adapter.rank:
+                found.setdefault(f"{adapter.linear.name}.w", []).append(adapter)
     return found
 
 

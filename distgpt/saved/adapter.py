@@ -14,7 +14,7 @@ from distgpt.config import RunConfig, differences
 from distgpt.errors import DataError, UsageError
 from distgpt.formatting import size
 from distgpt.kernels.api import Array
-from distgpt.model.lora import AdaptedModel, Adapter, adapter_layout, adapters_of
+from distgpt.model.lora import AdaptedModel, adapter_layout, adapters_by_matrix
 from distgpt.model.model import Architecture
 from distgpt.saved.modelfile import (
     SOURCE_SUM,
@@ -109,21 +109,13 @@ class Folding(Merge):
     """Adds an adapter to the matrices of its model, as they are read."""
 
     def __init__(self, about: Description, tensors: dict[str, Array]) -> None:
-        self.tokenizer, self._tensors = about.tokenizer, tensors
-        self._adapters: dict[str, list[Adapter]] = {}
-        for adapter in all_adapters(about.run):
-            self._adapters.setdefault(f"{adapter.linear.name}.w", []).append(adapter)
+        self.tokenizer, self.tensors = about.tokenizer, tensors
+        self._adapters = adapters_by_matrix(about.run)
 
     def __call__(self, name: str, array: Array) -> None:
         for adapter in self._adapters.get(name, []):
-            b, a = (self._tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
+            b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
             array[adapter.rows] += np.float32(adapter.scale) * (b @ a)
-
-
-def all_adapters(run: RunConfig) -> list[Adapter]:
-    """Return the adapters of all layers."""
-    blocks = Architecture(run.model).blocks
-    return [adapter for block in blocks for adapter in adapters_of(block, run.train) if adapter.rank]
 
 
 def load_frozen(comm: Comm, model: AdaptedModel, path: Path) -> None:
