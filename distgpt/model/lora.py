@@ -140,7 +140,6 @@ class AdaptedModel(Model):
         self.gradient_scale = run.train.lora_scale
         self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
         self._tensors = {**self.frozen, **self._places(), **self.params}
-        self._grads = None
         self._bind()
 
     @property

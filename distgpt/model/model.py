@@ -63,13 +63,13 @@ class Model(Architecture):
     gradient_scale = 1.0  # a factor that the gradients of all parameters share
     packing: Any = None  # its packed weights and their checksums (packed.py), once it has generated
     part: FlatPart | None = None
+    _flags = FLAG_COUNT
+    _grads: FlatBuffer | None = None
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__(config)
         self.kernels = kernels
         self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
-        self._flags = FLAG_COUNT
-        self._grads: FlatBuffer | None = None
         self._bind()
 
     def train(self, ranks: int = 1, own: slice | None = None) -> None:
