@@ -153,7 +153,7 @@ def train(
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
             plan.directory.release()
-    model = GPT(run.model, Description(run.config, run.tokenizer), ready.comm)
+    model = GPT(run.model, run.checkpoints.description, ready.comm)
     return Trained(model, told.metrics, run.directory.path)
 
 
