@@ -27,6 +27,7 @@ from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, int8_of
 from distgpt.model.passes import Pass, Trace, trace
+from distgpt.saved.adapter import with_adapter
 from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
 from distgpt.stages import Stage, connected, open_stage
 from distgpt.training.loop import train as train_run
@@ -71,15 +72,21 @@ def _open(stage: str, threads: int | None = None) -> Stage:
 
 @_ending_together()
 def load(
-    path: str | PathLike[str], stage: str = "serial", dtype: str = "auto", context: int | None = None
+    path: str | PathLike[str],
+    stage: str = "serial",
+    dtype: str = "auto",
+    context: int | None = None,
+    adapter: str | PathLike[str] | None = None,
 ) -> GPT:
     """Load a model from a weights file. `context` changes its context length (not with learned positions).
 
-    `dtype` auto is float32, or int8 for a file in int8; models in int8 cannot be trained.
+    `dtype` auto is float32, or int8 for a file in int8; models in int8 cannot be trained. An `adapter` is
+    merged into the weights.
     """
     opened = _open(stage)
-    chosen = dtype_of(Path(path), dtype, opened.comm, opened.device is not None)
-    model, description = load_model(Path(path), opened.kernels(chosen), opened.comm, context)
+    whole, merge = with_adapter(Path(path), Path(adapter) if adapter else None, opened.comm)
+    chosen = dtype_of(whole, dtype, opened.comm, opened.device is not None)
+    model, description = load_model(whole, opened.kernels(chosen), opened.comm, context, merge)
     return GPT(model, description, opened.comm)
 
 
@@ -146,7 +153,7 @@ def train(
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
             plan.directory.release()
-    model = GPT(run.model, Description(run.config, run.tokenizer), ready.comm)
+    model = GPT(run.model, run.checkpoints.description, ready.comm)
     return Trained(model, told.metrics, run.directory.path)
 
 

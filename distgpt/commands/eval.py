@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, number_options, stage_options
+from distgpt.commands.options import PATH, adapter_option, number_options, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, print_lines
 from distgpt.stages import open_stage
@@ -15,6 +15,7 @@ from distgpt.stages import open_stage
 @click.command(name="eval")
 @stage_options
 @click.option("--weights", type=PATH, required=True, help="The model's weights file.")
+@adapter_option
 @click.option("--val", help="What --data of train takes; of token shards the part for validation.")
 @click.option("--hellaswag", type=PATH, help="The benchmark's file, JSON lines.")
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")

@@ -34,7 +34,8 @@ PATH = click.Path(path_type=Path)
 
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
 OPTIONS = (
-    *("data", "tokenizer", "verify_data", "init", "steps", "train_minutes", "batch_size", BATCH_TOKENS),
+    *("data", "tokenizer", "verify_data", "init", "lora_rank", "lora_alpha", "lora_matrices"),
+    *("steps", "train_minutes", "batch_size", BATCH_TOKENS),
     *(
         "seq_len",
         "grad_accum",
@@ -242,7 +243,7 @@ def dtype_option(command: F) -> F:
 
 
 def model_options(command: F) -> F:
-    """Add --weights, --dtype, --context and --cache-memory, the fields of a ModelSpec."""
+    """Add --weights, --adapter, --dtype, --context and --cache-memory, the fields of a ModelSpec."""
     weights = click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
     context = click.option(
         "--context",
@@ -256,7 +257,17 @@ def model_options(command: F) -> F:
         help="The most memory for keys and values of samples side by side. "
         "[default: 4G, or half of a rank's share of what is free]",
     )
-    return weights(dtype_option(context(memory(command))))
+    return weights(adapter_option(dtype_option(context(memory(command)))))
+
+
+def adapter_option(command: F) -> F:
+    """Add --adapter."""
+    adapter = click.option(
+        "--adapter",
+        type=PATH,
+        help="Merge this adapter, or that of a run with --lora-rank, into the weights.",
+    )
+    return adapter(command)
 
 
 def request_options(defaults: dict[str, Any], unused: Collection[str] = ()) -> Callable[[F], F]:

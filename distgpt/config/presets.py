@@ -307,6 +307,7 @@ PRETRAINED: dict[str, Any] = {
     "head_lr": 0.0,
     "vector_lr": 0.0,
 }
+ADAPTED: dict[str, Any] = {"lr": 2e-4, "weight_decay": 0.0}  # of adapters, which begin at 0
 
 
 def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
@@ -380,7 +381,9 @@ def resolve(
     chosen = preset_name or named or (PRETRAINED_PRESET if init else DEFAULT_PRESET)
     initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
     dialled = dial({**from_file, **flags})
-    run = preset(str(chosen), initial | PRETRAINED if initial else {}, dialled, from_file, flags)
+    held = initial | PRETRAINED if initial else {}
+    held |= ADAPTED if {**from_file, **flags}.get("lora_rank") else {}
+    run = preset(str(chosen), held, dialled, from_file, flags)
     for key, value in initial.items():
         asked = getattr(run.model, key)
         if asked != value and not (key == "seq_len" and _fits(run.model, value)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distgpt.config.setting import Setting, check, setting
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, nearest
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
 NORMS = ("layernorm", "rmsnorm")
@@ -14,6 +14,7 @@ INITS = ("gpt2", "unit", "bigrams")
 POSITIONS = ("learned", "rope", "none")
 ROPE_SCALINGS = ("none", "linear", "llama3")
 OPTIMIZERS = ("adamw", "muon")
+LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 SCHEDULES = ("linear", "cosine", "wsd", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
 INFERENCE_DTYPES = ("auto", *DTYPES, "int8")  # auto: float32, or int8 where the file is in int8
@@ -204,6 +205,21 @@ class TrainConfig:
         "",
         "Train the model of this weights file further, instead of random weights.",
     )
+    lora_rank: int = setting(
+        0,
+        "With --init, leave the model's weights as they are, and train adapters of this rank beside the"
+        " matrices of its layers (LoRA). 0: off.",
+        low=0,
+        most=1 << 12,
+    )
+    lora_alpha: float = setting(
+        0.0, "Scale what adapters add by this number over their rank. 0: twice the rank.", low=0, most=1e6
+    )
+    lora_matrices: str = setting(
+        "all",
+        "Put adapters beside these matrices, separated by commas: q, k, v, o (of attention), gate, up, down"
+        " (of the MLP; gate with swiglu alone). all: beside each.",
+    )
     steps: int = setting(600, "Train for this many optimizer steps.", low=1, changeable=True)
     train_minutes: float = setting(
         0.0,
@@ -225,7 +241,12 @@ class TrainConfig:
         "Update parameters by AdamW, or the layers' matrices by Muon and all others by AdamW.",
         choices=OPTIMIZERS,
     )
-    lr: float = setting(2e-3, "Peak learning rate. With --init 5e-5, if not given.", above=0, changeable=True)
+    lr: float = setting(
+        2e-3,
+        "Peak learning rate. With --init 5e-5, if not given; with --lora-rank 2e-4.",
+        above=0,
+        changeable=True,
+    )
     min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
     embedding_lr: float = setting(
         0.0, "Peak learning rate of the embedding. 0: --lr.", low=0, changeable=True
@@ -385,12 +406,27 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        for name in self.adapted:
+            if name not in LORA_MATRICES:
+                raise UsageError(
+                    f"lora_matrices is {self.lora_matrices!r:.80}: {name!r:.40}{nearest(name, LORA_MATRICES)}"
+                )
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr {self.min_lr} is above lr {self.lr}")
         if self.grad_accum and self.batch_size % self.grad_accum:
             raise UsageError(
                 f"batch_size {self.batch_size} cannot be split into grad_accum {self.grad_accum} parts"
             )
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Return the matrices beside which adapters are trained."""
+        return LORA_MATRICES if self.lora_matrices == "all" else tuple(self.lora_matrices.split(","))
+
+    @property
+    def lora_scale(self) -> float:
+        """Return the factor of what adapters add."""
+        return (self.lora_alpha or 2.0 * self.lora_rank) / max(1, self.lora_rank)
 
     @property
     def matmul_backend(self) -> str:

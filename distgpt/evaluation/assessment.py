@@ -30,6 +30,7 @@ from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Array
 from distgpt.model.model import Model
+from distgpt.saved.adapter import with_adapter
 from distgpt.saved.modelfile import dtype_of, load_model
 from distgpt.stages import Stage
 
@@ -231,6 +232,7 @@ def evaluate(
     matmul: str = "auto",
     context: int | None = None,
     progress: Progress | None = None,
+    adapter: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
 
@@ -238,8 +240,9 @@ def evaluate(
     the text that the model was trained on, only the part that was held out is read.
     """
     comm = stage.comm
-    chosen = dtype_of(weights, dtype, comm, stage.device is not None)
-    model, description = load_model(weights, stage.kernels(chosen, matmul), comm, context)
+    whole, merge = with_adapter(weights, adapter, comm)
+    chosen = dtype_of(whole, dtype, comm, stage.device is not None)
+    model, description = load_model(whole, stage.kernels(chosen, matmul), comm, context, merge)
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))

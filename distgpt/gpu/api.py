@@ -30,7 +30,8 @@ def address(array: Array) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """A kind of matmul, out (m, n) ← a (m, k) · b (k, n), everything row-major and contiguous.
+    """A kind of matmul, out (m, n) ← a (m, k) · b (k, n), everything row-major, without gaps but
+    for `stride`.
 
     With `transpose_a`, a is stored as (k, m); with `transpose_b`, b as (n, k). Types are "bfloat16",
     "float32" or "float64"; sums are taken in one of the latter. `epilogue`, with `extra` beside the factors:
@@ -56,6 +57,7 @@ class Matmul:
     accumulate: bool = False
     has_bias: bool = False  # for "gelu"
     onto: bool = False
+    stride: int = 0  # elements between rows of a, where it is columns of a wider array
 
 
 class Attention(Protocol):

@@ -145,9 +145,9 @@ class CublasLt:
     def set_descriptor(self, descriptor: int, attribute: Desc, value: int) -> None:
         self._set("MatmulDesc", descriptor, attribute, value)
 
-    def layout(self, data_type: DataType, rows: int, columns: int) -> int:
-        """Make the layout of a column-major matrix without gaps."""
-        return self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, rows)
+    def layout(self, data_type: DataType, rows: int, columns: int, stride: int = 0) -> int:
+        """Make the layout of a column-major matrix: without gaps, or columns `stride` elements apart."""
+        return self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, stride or rows)
 
     def algorithms(
         self, descriptor: int, a: int, b: int, d: int, preferences: Mapping[Pref, int], count: int

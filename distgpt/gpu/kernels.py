@@ -239,6 +239,11 @@ class CudaKernels:
     ) -> None:
         self.linears.weights(dwb, dy, x, accumulate, sums)
 
+    def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
+        rank = 0 if a is None else len(a)
+        args = (y, w, b, a, float(scale), y.size, y.shape[1], rank)
+        self._launcher.start("elementwise", "add_low_rank", -(-y.size // BLOCK), BLOCK, *args)
+
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linears.activated(y, pre, x, wb, act)
 

@@ -128,7 +128,11 @@ class Linears:
         m, n = out.shape
         k = a.shape[0] if transpose_a else a.shape[1]
         out_type = TYPE_OF[np.dtype(out.dtype)]
-        return Matmul(m, n, k, transpose_a, transpose_b, self._type, out_type, accumulate=accumulate)
+        row = a.strides[0] // a.itemsize
+        stride = 0 if row == a.shape[1] or len(a) == 1 else row
+        return Matmul(
+            m, n, k, transpose_a, transpose_b, self._type, out_type, accumulate=accumulate, stride=stride
+        )
 
     def matmul(
         self,

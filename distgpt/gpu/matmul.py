@@ -66,7 +66,7 @@ def _alignment(at: int) -> int:
 def _row_bytes(kind: Matmul) -> tuple[int, int, int]:
     """Return the bytes of a row of a, b and out as they are stored."""
     size, out_size = _BYTES[kind.in_type], _BYTES[kind.out_type]
-    a = kind.m if kind.transpose_a else kind.k
+    a = kind.stride or (kind.m if kind.transpose_a else kind.k)
     b = kind.k if kind.transpose_b else kind.n
     return a * size, b * size, kind.n * out_size
 
@@ -220,7 +220,7 @@ class LtMatmul:
         wants = (epilogue in _WITH_BIAS, epilogue in _WITH_AUX)
         in_type, out_type = _TYPES[kind.in_type], _TYPES[kind.out_type]
         m, n, k = kind.m, kind.n, kind.k
-        a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)))
+        a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)), kind.stride)
         b = self._lt.layout(in_type, *((k, n) if kind.transpose_b else (n, k)))
         out = self._lt.layout(out_type, n, m)
         attributes: dict[Desc, int] = {

@@ -24,6 +24,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
+from distgpt.saved.adapter import with_adapter
 from distgpt.saved.modelfile import dtype_of, load_model
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import fingerprint
@@ -129,7 +130,9 @@ class LoadedModel:
 
         `drops`: past the context its lanes drop their older half, which earlier versions computed anew.
         """
-        known = [fingerprint(find_weights(self.path)), self.dtype, self.model.config.seq_len]
+        adapters = {find_weights(each) for each in (self.spec.weights, self.spec.adapter) if each}
+        known = [fingerprint(self.path), self.dtype, self.model.config.seq_len]
+        known += sorted(fingerprint(each) for each in adapters - {self.path})
         known += ["drops"] if drops else []
         return sha256(json.dumps(known).encode()).hexdigest()[:16]
 
@@ -145,13 +148,15 @@ class ModelSpec:
     dtype: str
     context: int | None = None
     cache_memory: int | None = None
+    adapter: Path | None = None  # merged into the weights as they are read
 
     def load(self, stage: Stage) -> LoadedModel:
         """Load the model and its tokenizer, and compile everything. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
+        path, merge = with_adapter(path, self.adapter, comm)
         dtype = dtype_of(path, self.dtype, comm, stage.device is not None)
-        model, about = load_model(path, stage.kernels(dtype), comm, self.context)
+        model, about = load_model(path, stage.kernels(dtype), comm, self.context, merge)
         if about.tokenizer is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         if comm.rank == 0:

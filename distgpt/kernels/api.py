@@ -316,12 +316,24 @@ class Kernels(Protocol):
         """y ← onto + x wᵀ + b"""
 
     def linear_backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
-        """dx ← dy w"""
+        """dx ← dy w. dy may be columns of a wider array."""
 
     def linear_backward_weights(
         self, dwb: Affine, dy: Floats2d, x: Floats2d, accumulate: bool, sums: Wide2d | None = None
     ) -> None:
-        """dw ← dyᵀ x; db ← Σ dy. sums: those of the norm_backward that computed dy."""
+        """dw ← dyᵀ x; db ← Σ dy. sums: those of the norm_backward that computed dy.
+
+        dy may be columns of a wider array.
+        """
+
+    def add_low_rank(
+        self, y: Floats2d, w: Floats2d, b: Floats2d | None, a: Floats2d | None, scale: float
+    ) -> None:
+        """y ← w + scale · b a, or w itself. y, w (outputs, inputs), b (outputs, rank), a (rank, inputs).
+
+        In bfloat16 an element becomes one of its two neighbours, the nearer one more likely, always the same
+        for the same sum: so little is added to w that rounding to the nearest would leave w as it was.
+        """
 
     def linear_act(self, y: Floats2d, pre: Floats2d, x: Floats2d, wb: Affine, act: str) -> None:
         """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""

@@ -26,7 +26,7 @@ from distgpt.kernels.api import (
     Stats,
     Work,
 )
-from distgpt.kernels.fused import attention, attention_short, flat, linear, muon, rowwise
+from distgpt.kernels.fused import attention, attention_short, flat, linear, low_rank, muon, rowwise
 from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
@@ -132,6 +132,18 @@ class CpuKernels(OnHost):
         self.matmuls.backward_weights(dw, dy, x, accumulate)
         if db is not None:
             self._pool.ranges(dy.shape[1], COLUMNS, rowwise.sum_rows, db, dy, accumulate)
+
+    def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
+        if b is None or a is None:
+            self._pool.ranges(len(y), ROWS, low_rank.copy, y, w)
+        else:
+            columns = y.shape[1]
+
+            def some(first: int, last: int) -> None:
+                own = self._memory.of(low_rank.scratch, len(a), columns, self.wide.name)
+                low_rank.add_low_rank(first, last, y, w, b, a, scale, *own)
+
+            self._pool.ranges(len(y), ROWS, some)
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)

@@ -189,6 +189,11 @@ class ReferenceKernels(OnHost):
         if dwb.b is not None:
             _put(dwb.b, dy.sum(0), accumulate)
 
+    def add_low_rank(
+        self, y: Floats2d, w: Floats2d, b: Floats2d | None, a: Floats2d | None, scale: float
+    ) -> None:
+        y[...] = w if b is None else w + scale * (b @ a)
+
     def linear_act(self, y: Floats2d, pre: Floats2d, x: Floats2d, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)
         y[...] = self._activation(act, pre)[0]
@@ -350,7 +355,8 @@ class ReferenceKernels(OnHost):
                 grad[index, targets[rows]] -= 1
                 grad *= scale
                 dx[rows] = grad @ w
-                _put(dw, grad.T @ x[rows], accumulate or start > 0)
+                if dw is not None:
+                    _put(dw, grad.T @ x[rows], accumulate or start > 0)
 
     def sum(self, total: Floats1d, x: Wide1d, scale: float, accumulate: bool) -> None:
         _put(total, scale * x.sum(dtype=np.float64), accumulate)

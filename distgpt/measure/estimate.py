@@ -16,6 +16,7 @@ from distgpt.formatting import count, duration, long_duration, size, size_in_col
 from distgpt.kernels.api import Kernels
 from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
+from distgpt.model.lora import trained_layout
 from distgpt.model.model import Architecture, Model, flag_count
 from distgpt.model.passes import Pass
 from distgpt.stages import ON_GPU, Stage, open_stage
@@ -68,7 +69,7 @@ def estimate(question: Question, say: Say) -> Facts:
     per_step = settled.batch_size * run.model.seq_len
     steps = settled.steps if question.tokens is None else -(-question.tokens // per_step)
     memory = _memory(train, site, ranks) | {"trouble": trouble}
-    counted, flops = parameters(model), operations(model)
+    counted, flops, trained = parameters(model), operations(model), trained_layout(run)
     wide = site.kernels.wide.itemsize
     return {
         "stage": question.stage,
@@ -88,10 +89,10 @@ def estimate(question: Question, say: Say) -> Facts:
         "steps": steps,
         "tokens": steps * per_step,
         "memory": memory,
-        "checkpoint_bytes": buffers_saved(settled, ranks, is_common=True) * model.layout.elements * wide,
+        "checkpoint_bytes": buffers_saved(settled, ranks, is_common=True) * trained.elements * wide,
         "checkpoints_kept": settled.keep,
-        "weights_file_bytes": model.layout.elements * wide,
-        "allreduce_bytes": (model.layout.size + flag_count(ranks)) * wide if ranks > 1 else 0,
+        "weights_file_bytes": trained.elements * wide,
+        "allreduce_bytes": (trained.size + flag_count(ranks)) * wide if ranks > 1 else 0,
         "allreduce_every": settled.outer_every if is_local(settled, ranks) else 1,
         "time": _time(question, train, site, steps, flops.forward + flops.backward, say),
     }
@@ -179,7 +180,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         return needed(changed, kernels, ranks, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
-    gradients = (Architecture(run.model).layout.size + flag_count(ranks)) * kernels.wide.itemsize
+    gradients = (trained_layout(run).size + flag_count(ranks)) * kernels.wide.itemsize
     logits = _logits(run, kernels, _each(t, ranks))
     per_rank = t.batch_size // ranks
     possible = divisors(per_rank)

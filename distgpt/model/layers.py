@@ -8,8 +8,9 @@ all rows at once. The variant of each part is chosen here, once, when the model 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -78,9 +79,11 @@ class Linear(Part):
         self.k.linear_backward(dx, dy, self.wb.w)
 
     def bias_along(self, accumulate: bool) -> Bias:
-        return BiasGradient(self.dwb.b, accumulate) if self.sums_along and self.bias else None
+        return BiasGradient(self.dwb.b, accumulate) if self.sums_along and self.dwb.b is not None else None
 
     def weights(self, dy: Floats2d, x: Floats2d, accumulate: bool, sums: Wide2d | None = None) -> None:
+        if self.dwb.w is None:  # it is not trained
+            return
         dwb = Affine(self.dwb.w, None) if self.sums_along else self.dwb
         self.k.linear_backward_weights(dwb, dy, x, accumulate, sums)
 
@@ -102,7 +105,8 @@ class HeadNorm(Part):
         self.k.qk_norm_gain_backward(dqkv, dgain, xhat, rstd, self.wb.w)
 
     def weights(self, dgain: Wide2d, accumulate: bool) -> None:
-        self.k.sum_rows(self.dwb.w, dgain, accumulate)
+        if self.dwb.w is not None:
+            self.k.sum_rows(self.dwb.w, dgain, accumulate)
 
 
 class ValueEmbedding(Part):
@@ -119,11 +123,13 @@ class ValueEmbedding(Part):
         self.k.add_embedding(qkv, tokens, self.wb.w)
 
     def zero_gradient(self) -> None:
-        self.k.zero(self.dwb.w)
+        if self.dwb.w is not None:
+            self.k.zero(self.dwb.w)
 
     def weights(self, dqkv: Floats2d, tokens: Ints1d) -> None:
         """Add to the gradient. Workers do this together, so none of them may set it to 0 here."""
-        self.k.embed_backward(self.dwb.w, None, dqkv, tokens, 1)
+        if self.dwb.w is not None:
+            self.k.embed_backward(self.dwb.w, None, dqkv, tokens, 1)
 
 
 class LayerNorm(Part):
@@ -289,6 +295,7 @@ class Scratch:
     last_dout: Floats2d | None = None
     last_mid_sums: Wide2d | None = None
     last_out_sums: Wide2d | None = None
+    inner: tuple[tuple[Floats2d, Floats2d], ...] = ()  # of each adapter: x Aᵀ and its gradient, (N, rank)
 
 
 class Block:
@@ -308,6 +315,7 @@ class Block:
         self.fc = Linear(f"{name}.mlp.fc", width, sum(sides), bias, heights=sides)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
         self.values = ValueEmbedding(f"{name}.values", config) if index in config.value_layers else None
+        self.adapters: list[Any] = []  # of lora.py
         # In the order in which the backward pass finishes their gradients.
         parts = [self.proj, self.fc, self.norm2, self.out, self.head_norm, self.qkv, self.norm1]
         self.parts: list[Part] = [part for part in parts if part is not None]
@@ -417,6 +425,8 @@ class Block:
             self.head_norm.backward(tmp.dqkv, tmp.dgain, acts.xhat, acts.qk_rstd)
         self.qkv.backward(tmp.dh1, tmp.dqkv)
         self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)
+        for adapter, inner, dy, x in self._adapted(acts, tmp, tmp.dout):
+            adapter.backward(*inner, dy, x)
 
     def weights(
         self,
@@ -438,6 +448,27 @@ class Block:
         if self.values is not None:
             self.values.weights(tmp.dqkv, tokens)
         self.norm1.weights(tmp.in_sums, tmp.dh1, acts.s1, acts.stats1, accumulate)
+        for adapter, inner, dy, x in self._adapted(acts, tmp, dout):
+            adapter.weights(*inner, dy, x, accumulate)
+
+    def merge(self) -> None:
+        """Make the matrices that this layer computes with, in memory that it shares with the others."""
+        for adapter in self.adapters:
+            adapter.merge()
+
+    def _adapted(
+        self, acts: LayerActivations, tmp: Scratch, dout: Floats2d
+    ) -> Iterator[tuple[Any, tuple[Floats2d, Floats2d], Floats2d, Floats2d]]:
+        """Give each adapter its memory, the gradient of its linear layer's output, and that one's input."""
+        ends = {
+            self.proj: (dout, acts.act),
+            self.fc: (_dpre(acts, tmp), acts.h2),
+            self.out: (tmp.dmid, acts.att),
+            self.qkv: (tmp.dqkv, acts.h1),
+        }
+        trained = (adapter for adapter in self.adapters if adapter.rank)
+        for adapter, inner in zip(trained, tmp.inner, strict=True):
+            yield adapter, inner, *ends[adapter.linear]
 
 
 def _dpre(acts: LayerActivations, tmp: Scratch) -> Floats2d:

@@ -133,7 +133,7 @@ class FlatPart:
 class Rows(Generic[Record]):
     """A record of arrays over the rows of a batch: `all` rows, and `slabs`, the rows of each slab.
 
-    A field is an array, a named tuple of arrays, each of which is cut, or None; fields `uncut` stay whole.
+    A field is an array, a tuple of arrays, each of which is cut, or None; fields `uncut` stay whole.
     """
 
     def __init__(self, slabs: Sequence[slice], record: Record, uncut: Sequence[str] = ()) -> None:
@@ -158,6 +158,8 @@ class Rows(Generic[Record]):
 
 
 def _part(x: Any, rows: slice) -> Any:
+    if type(x) is tuple:
+        return tuple(_part(each, rows) for each in x)
     if isinstance(x, tuple):
         return cast(Any, type(x))(*(_part(each, rows) for each in x))
     return None if x is None else x[rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -60,15 +60,16 @@ class Model(Architecture):
     a rank keeps only a part in full precision, that is `part`, and `weights` are the rounded ones.
     """
 
+    gradient_scale = 1.0  # a factor that the gradients of all parameters share
     packing: Any = None  # its packed weights and their checksums (packed.py), once it has generated
     part: FlatPart | None = None
+    _flags = FLAG_COUNT
+    _grads: FlatBuffer | None = None
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__(config)
         self.kernels = kernels
         self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
-        self._flags = FLAG_COUNT
-        self._grads: FlatBuffer | None = None
         self._bind()
 
     def train(self, ranks: int = 1, own: slice | None = None) -> None:
@@ -129,11 +130,17 @@ class Model(Architecture):
     @property
     def head(self) -> Array:
         """The output layer, with its rows for padding."""
-        return self.params[self._head_name]
+        return self.tensors[self._head_name]
 
     @property
-    def head_grad(self) -> Array:
-        return self.grads[self._head_name]
+    def head_grad(self) -> Array | None:
+        """Return the gradient of the output layer; None where it is not trained."""
+        return self.grads.get(self._head_name)
+
+    @property
+    def tensors(self) -> Mapping[str, Array]:
+        """Return every tensor that the passes read, trained or not."""
+        return self.params
 
     @property
     def _head_name(self) -> str:
@@ -144,12 +151,16 @@ class Model(Architecture):
             self.put(name, values)
         self.refresh()
 
-    def initial(self, seed: int) -> Iterator[tuple[str, Array]]:
-        """Draw each tensor from a random stream of its own, which depends on the seed and its name alone."""
+    def streams(self, seed: int) -> Iterator[tuple[Spec, np.random.Generator]]:
+        """Give each tensor a random stream of its own, which depends on the seed and its name alone."""
         for spec in self.layout.specs:
+            key = np.array([seed, crc32(spec.name.encode())], np.uint64)
+            yield spec, np.random.Generator(np.random.Philox(key=key))
+
+    def initial(self, seed: int) -> Iterable[tuple[str, Array]]:
+        """Draw the first weights."""
+        for spec, stream in self.streams(seed):
             if spec.decay:
-                key = np.array([seed, crc32(spec.name.encode())], np.uint64)
-                stream = np.random.Generator(np.random.Philox(key=key))
                 std = np.float32(initial_std(spec, self.config))
                 values = stream.standard_normal(spec.shape, np.float32) * std
                 if spec.group in (EMBEDDING, VALUES, HEAD) and spec.name != LEARNED:
@@ -166,17 +177,22 @@ class Model(Architecture):
 
     def _bind(self) -> None:
         grads = MappingProxyType({}) if self._grads is None else self._grads
-        self.positions.bind(self.kernels, self.params, grads)
+        tensors = self.tensors
+        self.positions.bind(self.kernels, tensors, grads)
         for part in self.parts():
-            part.bind(self.kernels, self.params, grads)
+            part.bind(self.kernels, tensors, grads)
         for block in self.blocks:
             block.bind(self.kernels)
 
 
-def miniature(config: ModelConfig, kernels: Kernels) -> Model:
-    """Make a very small model of the same kind, which compiles the same loops."""
+def small(config: ModelConfig) -> ModelConfig:
+    """Return a very small model of the same kind, which compiles the same loops."""
     short = replace(config, vocab_size=8, seq_len=8, n_layer=1)
-    return Model(replace(short, n_head=1, n_kv_head=0, n_embd=16, head_dim=0, mlp_width=0), kernels)
+    return replace(short, n_head=1, n_kv_head=0, n_embd=16, head_dim=0, mlp_width=0)
+
+
+def miniature(config: ModelConfig, kernels: Kernels) -> Model:
+    return Model(small(config), kernels)
 
 
 def _norm(name: str, config: ModelConfig, present: bool) -> LayerNorm | None:

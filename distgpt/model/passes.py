@@ -8,7 +8,7 @@ or columns; so it is where reading the weights takes longest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.kernels.api import Affine, Array, Floats1d, Floats2d, Head, Ints1d, Stats, Wide1d, Wide2d, Work
-from distgpt.model.layers import NORMS, Block, LayerActivations, Scratch
+from distgpt.model.layers import NORMS, Block, LayerActivations, Part, Scratch
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
 
@@ -88,7 +88,10 @@ class Pass:
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
         # True if the layer below begins before this one's weight gradients are done, with other buffers.
-        self._overlaps = self.k.capabilities.has_second_stream and self._recompute == "none"
+        is_adapted = any(block.adapters for block in model.blocks)  # little is left to compute beside it
+        self._overlaps = (
+            self.k.capabilities.has_second_stream and self._recompute == "none" and not is_adapted
+        )
         self._buffers = [(*ring, f"last_{ring[0]}") if self._overlaps else ring for ring in BUFFERS]
         self.layers = self._layers()
         self.tmp = self._scratch(training)
@@ -120,8 +123,18 @@ class Pass:
 
         With `caches` (layers, 2, B, K, T_max, head) the tokens follow `start` others whose k and v are there.
         """
-        self.k.each(lambda i: self._forward_slab(i, tokens, caches, start), len(self.slabs))
+        slabs = [self._forward_slab(i, tokens, caches, start) for i in range(len(self.slabs))]
+        for block in self.model.blocks:
+            if block.adapters:  # its matrices are made where those of the layer before were
+                block.merge()
+                self.k.each(lambda i: next(slabs[i]), len(slabs))
+        self.k.each(lambda i: self._finish(slabs[i]), len(slabs))
         return self.ends.all.hidden
+
+    @staticmethod
+    def _finish(slab: Iterator[None]) -> None:
+        for _ in slab:
+            pass
 
     def scores(self, out: Floats2d, hidden: Floats2d) -> None:
         """out (n, padded V) ← the score of every token after each of some hidden states (n, C)."""
@@ -151,7 +164,8 @@ class Pass:
         model, tmp, ready = self.model, self.tmp.all, on_ready or _nothing
         dhead = model.head_grad
         dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
-        self._head_loss(tokens, targets, dhidden, dhead, scale / self.n_rows, accumulate)
+        along = scale * model.gradient_scale / self.n_rows
+        self._head_loss(tokens, targets, dhidden, dhead, along, accumulate)
         self.k.sum(model.grads.flags[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
             ends = self.ends.all
@@ -162,6 +176,7 @@ class Pass:
                 block.values.zero_gradient()
         under_way: list[Block] = []  # whose weight gradients may not be done
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
+            block.merge()
             self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))
             self._join(under_way, ready)
             self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, tokens, accumulate))
@@ -186,7 +201,8 @@ class Pass:
         """Wait for these layers' weight gradients, and report that they are final."""
         while under_way:
             self.k.join()
-            parts = under_way.pop().parts
+            block = under_way.pop()
+            parts: Sequence[Part] = block.adapters or block.parts
             ready(self.model.layout.end_of(spec.name for part in parts for spec in part.specs()))
 
     def _swap_buffers(self, layers: int) -> None:
@@ -237,13 +253,18 @@ class Pass:
         sums = [name for ring in self._buffers for name in ring if "sums" in ring[0]]
         if training and can.norm_sum_rows and (config.norm_gain or config.bias):
             arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in sums}
+        ranks = [adapter.rank for adapter in self.model.blocks[0].adapters if adapter.rank and training]
+        arrays["inner"] = tuple((k.zeros(self.n_rows, r), k.zeros(self.n_rows, r)) for r in ranks)
         return Rows(self.slabs, Scratch(**arrays), uncut=sums)
 
-    def _forward_slab(self, slab: int, tokens: Ints1d, caches: Array | None, start: Ints1d | None) -> None:
+    def _forward_slab(
+        self, slab: int, tokens: Ints1d, caches: Array | None, start: Ints1d | None
+    ) -> Iterator[None]:
+        """Take a slab through all layers, with a pause after each."""
         model, ends, tmp = self.model, self.ends.slabs[slab], self.tmp.slabs[slab]
         x, r = self.layers[0].slabs[slab].s1, None
         first = x if model.embed_norm is None else ends.embedded
-        wte, wpe, own = model.params["wte"], model.positions.wpe, tokens[self.slabs[slab]]
+        wte, wpe, own = model.tensors["wte"], model.positions.wpe, tokens[self.slabs[slab]]
         self.k.embed(first, own, wte, wpe, self.seq_len, start)
         if model.embed_norm is not None:
             model.embed_norm.forward(x, first, ends.embed_stats, first, None)
@@ -258,6 +279,7 @@ class Pass:
                 block.attend_cached(acts, caches[i], start)
             block.after_attention(acts, tmp)
             x, r = block.project(acts, tmp, inputs[i + 1])
+            yield
         if model.final_norm is None:
             if r is not None:
                 self.k.add(ends.hidden, x, r)
@@ -291,17 +313,19 @@ class Pass:
     def _embedding_weights(self, tokens: Ints1d, accumulate: bool) -> None:
         """Compute gradients from that of the first layer's input, which is in tmp.dout."""
         model, ends, tmp = self.model, self.ends.all, self.tmp.all
-        dx, dwpe = tmp.dout, model.positions.dwpe
+        dx, dwte, dwpe = tmp.dout, model.grads.get("wte"), model.positions.dwpe
+        if dwte is None:  # it is not trained
+            return
         if model.embed_norm is not None:
             model.embed_norm.backward(tmp.din, None, tmp.in_sums, dx, None, ends.embedded, ends.embed_stats)
             model.embed_norm.weights(tmp.in_sums, dx, ends.embedded, ends.embed_stats, accumulate)
             dx = tmp.din
         if not accumulate:
             if not model.config.tied:  # tied, the head has written there already
-                self.k.zero(model.grads["wte"])
+                self.k.zero(dwte)
             if dwpe is not None:
                 self.k.zero(dwpe)
-        self.k.embed_backward(model.grads["wte"], dwpe, dx, tokens, self.seq_len)
+        self.k.embed_backward(dwte, dwpe, dx, tokens, self.seq_len)
 
 
 def _slab_count(n_seq: int, threads: int) -> int:

@@ -246,7 +246,7 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
 
     Return what was written and how to use it, for people.
     """
-    _refuse_place(out)
+    refuse_place(out)
     repository = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
     foreign = Foreign(Path(source) if repository is None else download_model(repository, HUB_FILES))
     own = _tokenizer(tokenizer, foreign, note)
@@ -265,7 +265,7 @@ def _page(kind: str, out: Path, tokenizer: str, use: str) -> str:
     return f"{kind:<11}{out}\ntokenizer  {tokenizer}\nnext       {use}"
 
 
-def _refuse_place(out: Path) -> None:
+def refuse_place(out: Path) -> None:
     """Refuse a file that cannot be written before hours of reading."""
     with storage_errors("write", out):
         if out.exists():
@@ -317,6 +317,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     """
     path = find_weights(path)
     description = read_description(path)
+    description.refuse_adapter(path)
     if description.rounded:
         raise UsageError(f"{path} is in int8: export the file that it is from")
     config = description.run.model
@@ -339,14 +340,14 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
             if mapping.transposed:
                 transpose(array, rows)
         refuse_nonfinite(array, mapping.ours, path)
-        return _narrowed(array, dtype, mapping.ours, path)
+        return narrowed(array, dtype, mapping.ours, path)
 
     kinds = {name: (np.dtype(STORED[dtype]), mapping.shape) for name, mapping in mappings.items()}
     files = _texts(family, config, description.tokenizer, dtype)
     note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
     if "F64" in {entry.dtype for entry in header.tensors.values()}:
         note(f"rounding its float64 elements to {dtype}")
-    with _new_directory(out) as directory:
+    with new_directory(out) as directory:
         write_tensors(directory / WHOLE, LazyTensors(kinds, make), {"format": "pt"})
         for name, text in files.items():
             with atomic_file(directory / name) as file:
@@ -359,7 +360,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     return _page("directory", out, described, use)
 
 
-def _narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[Any]:
+def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[Any]:
     """Round to the nearest value of the type, ties to even."""
     if dtype == "float32":
         return array
@@ -406,7 +407,7 @@ def refuse_nonfinite(array: NDArray[Any], name: str, source: object) -> None:
 
 
 @contextmanager
-def _new_directory(final: Path) -> Iterator[Path]:
+def new_directory(final: Path) -> Iterator[Path]:
     """A directory that gets its name once everything in it is on the disk. What killed exports left goes."""
     partial = unfinished(final)
     with storage_errors("write", final):

@@ -15,7 +15,7 @@ from distgpt.model.model import Architecture
 from distgpt.saved import checkpoint
 from distgpt.saved.family import PART_NAMES
 from distgpt.saved.huggingface import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
-from distgpt.saved.modelfile import FORMAT, ORIGIN, read_description
+from distgpt.saved.modelfile import ADAPTER, FORMAT, ORIGIN, read_description
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import Header, read_header, verify_data
 
@@ -40,7 +40,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a directory")
     header = read_header(path)
-    if header.metadata.get("format") == FORMAT:
+    if header.metadata.get("format") in (FORMAT, ADAPTER):
         return _own(path, header)
     if (path.parent / CONFIG).is_file():
         return _foreign(path)
@@ -51,6 +51,10 @@ def inspect(path: Path) -> dict[str, Any]:
 def _own(path: Path, header: Header) -> dict[str, Any]:
     description = read_description(path)
     found = {"kind": "weights", "what": "a model of distgpt"}
+    if description.base:
+        t = description.run.train
+        what = f"an adapter of rank {t.lora_rank} beside {t.lora_matrices} of {description.base.file}"
+        found = {"kind": "adapter", "what": what}
     found |= _model(description.run.model, description.tokenizer)
     if ORIGIN in header.metadata:
         found["origin"] = header.metadata[ORIGIN]

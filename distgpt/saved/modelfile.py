@@ -5,24 +5,28 @@ for each block of columns of a row. All else is float32. The metadata say so, wi
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distgpt.checked import checked, parse_json
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.config import ModelConfig, RunConfig, parse_toml
+from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.data.tokenizers.naming import Tokenizer, tokenizer_from_json
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, command_line
 from distgpt.formatting import size
 from distgpt.kernels.api import Array, Kernels
 from distgpt.kernels.low_precision import MOST, Quantised, quantise, restored
 from distgpt.kernels.matmul.int8 import BLOCK
-from distgpt.model.memory import LEARNED, FlatBuffer, Spec, is_quantised
+from distgpt.model.lora import adapter_layout
+from distgpt.model.memory import LEARNED, FlatBuffer, Layout, Spec, is_quantised
 from distgpt.model.model import Architecture, Model
 from distgpt.saved.rundir import find_weights, import_command
 from distgpt.saved.tensors import (
@@ -47,6 +51,7 @@ if TYPE_CHECKING:  # with compiled loops, which files are read and written witho
 
 INT8_VERSION = "3"  # of the weights format, for files in int8 alone
 QUANTISED, SCALES = "quantised", ".scales"  # in the metadata; behind a matrix's name
+SOURCE_SUM = "source_sha256"  # in the metadata: the checksum of the data that were rounded
 WORDS = f"int8, blocks of {BLOCK}"
 
 
@@ -80,12 +85,23 @@ def refuse_others(header: Header, config: ModelConfig, path: Path) -> None:
             raise DataError(f"{path}: {name} is {found}, not {dtype}")
 
 
-def read_parameter(path: Path, header: Header, spec: Spec) -> Any:
+class Merge(ABC):
+    """Adds to the matrices of a model as they are read; for rank 0, but for the tokenizer."""
+
+    tokenizer: Tokenizer | None  # in place of the model's, if there is one
+
+    @abstractmethod
+    def __call__(self, name: str, array: Array) -> None: ...
+
+
+def read_parameter(path: Path, header: Header, spec: Spec, merge: Merge | None = None) -> Any:
     """A parameter in the form of an Int8Model: a matrix is rounded unless the file has it in int8."""
-    if not is_quantised(spec):
-        return _finite(_read(path, header, spec.name, spec.shape, np.float32), path)
-    if not is_int8(header.metadata):
-        return quantise(_finite(_read(path, header, spec.name, spec.shape, np.float32), path))
+    if merge or not is_int8(header.metadata) or not is_quantised(spec):
+        array = np.empty(spec.shape, np.float32)
+        read_float(path, header, spec, array)
+        if merge:
+            merge(spec.name, array)
+        return quantise(array) if is_quantised(spec) else array
     scales = _read(path, header, spec.name + SCALES, scales_shape(spec), np.float32)
     if not (scales >= 0).all() or not (scales <= np.finfo(np.float32).max / MOST).all():
         raise DataError(f"{path}: {spec.name + SCALES} holds scales that are negative or not finite")
@@ -93,26 +109,36 @@ def read_parameter(path: Path, header: Header, spec: Spec) -> Any:
     return Quantised(_read(path, header, spec.name, spec.shape, np.int8), bits)
 
 
+def read_float(path: Path, header: Header, spec: Spec, array: Array) -> None:
+    """Fill an array of floats with a parameter, or with its first rows, also from a file in int8."""
+    if is_int8(header.metadata) and is_quantised(spec):
+        array[...] = restored(read_parameter(path, header, spec))
+    else:
+        read_rows(path, header, spec.name, array)
+    _finite(array, path)
+
+
 def fill_from_int8(path: Path, host: Mapping[str, Array], config: ModelConfig) -> None:
     """Arrays of float ← the parameters that a file in int8 stands for."""
-    header = _verified(path)
+    header = verified(path)
     for spec in Architecture(config).layout.specs:
-        found = read_parameter(path, header, spec)
-        host[spec.name][...] = restored(found) if isinstance(found, Quantised) else found
+        read_float(path, header, spec, host[spec.name])
 
 
-def load_int8(path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm) -> Int8Model:
+def load_int8(
+    path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm, merge: Merge | None = None
+) -> Int8Model:
     """Rank 0 reads parameter after parameter, and all ranks get them. Collective."""
     from distgpt.model.packed import Int8Model
 
     headers: list[Header] = []
-    on_root(comm, lambda: headers.append(_verified(path)))
+    on_root(comm, lambda: headers.append(verified(path)))
     params: dict[str, Any] = {}
     for spec in Architecture(config).layout.specs:
         found: Any = np.empty(spec.shape, np.float32)
         if is_quantised(spec):
             found = Quantised(np.empty(spec.shape, np.int8), np.empty(scales_shape(spec), np.uint16))
-        on_root(comm, partial(_take, found, path, headers, spec))
+        on_root(comm, partial(_take, found, path, headers, spec, merge))
         for array in found if isinstance(found, Quantised) else (found,):
             comm.broadcast(array.reshape(-1))
         params[spec.name] = found
@@ -122,7 +148,9 @@ def load_int8(path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm)
 def quantize(path: Path, out: Path) -> str:
     """Write a weights file of floats in int8. Return what was done, for people."""
     path = find_weights(path)
-    config, header = read_description(path).run.model, _verified(path)
+    about, header = read_description(path), verified(path)
+    about.refuse_adapter(path)
+    config = about.run.model
     if is_int8(header.metadata):
         raise DataError(f"{path} is in int8 already")
     specs = {spec.name: spec for spec in Architecture(config).layout.specs}
@@ -138,19 +166,21 @@ def quantize(path: Path, out: Path) -> str:
         return found.scales if name.endswith(SCALES) else found.q
 
     kept = {name: text for name, text in header.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
+    if DATA_SUM in header.metadata:
+        kept[SOURCE_SUM] = header.metadata[DATA_SUM]
     write_tensors(out, LazyTensors(kinds, make), {**kept, "format_version": INT8_VERSION, QUANTISED: WORDS})
     before, after = (size(file.stat().st_size) for file in (path, out))
     return f"{out}: {WORDS}; {before} became {after}"
 
 
-def _verified(path: Path) -> Header:
+def verified(path: Path) -> Header:
     header = read_header(path)
     verify_data(path, header)
     return header
 
 
-def _take(to: Any, path: Path, headers: list[Header], spec: Spec) -> None:
-    found = read_parameter(path, headers[0], spec)
+def _take(to: Any, path: Path, headers: list[Header], spec: Spec, merge: Merge | None) -> None:
+    found = read_parameter(path, headers[0], spec, merge)
     pairs = zip(to, found, strict=True) if isinstance(to, Quantised) else [(to, found)]
     for array, values in pairs:
         array[...] = values
@@ -175,6 +205,15 @@ READ = {
     INT8_VERSION: (DATA_SUM, HEADER_SUM),
 }  # which checksums a file must have, by its version
 ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
+ADAPTER, BASE = "distgpt-adapter", "base"  # a format, of adapters alone; in the metadata: their model
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The weights file that adapters stand beside: its path, and the checksum of its data."""
+
+    file: str
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +223,32 @@ class Description:
     run: RunConfig
     tokenizer: Tokenizer | None
     rounded: bool = False  # to int8
+    base: Base | None = None  # of adapters, whose tensors alone are in the file
 
-    def refuse_training(self, path: Path | str) -> None:
-        if self.rounded:
-            raise UsageError(f"{path} is in int8, which cannot be trained further: take the file it is from")
+    def refuse_adapter(self, path: Path | str) -> None:
+        """Refuse a file that holds no whole model."""
+        if self.base:
+            merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")
+            raise UsageError(f"{path} is an adapter, without the model that it stands beside: first {merge}")
+
+    @property
+    def layout(self) -> Layout:
+        """Return the layout of the tensors in the file."""
+        return adapter_layout(self.run) if self.base else Architecture(self.run.model).layout
+
+    def refuse_training(self, t: TrainConfig) -> None:
+        """Refuse to train all weights of a file in int8; adapters may stand beside them."""
+        if self.rounded and not t.lora_rank:
+            raise UsageError(
+                f"{t.init} is in int8, which cannot be trained further: take the file it is from, or train"
+                " adapters beside it (--lora-rank)"
+            )
 
     def to_metadata(self) -> dict[str, str]:
         tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
-        version = {"format": FORMAT, "format_version": FORMAT_VERSION}
-        return {**version, "config": self.run.to_toml(), "tokenizer": tokenizer}
+        version = {"format": ADAPTER if self.base else FORMAT, "format_version": FORMAT_VERSION}
+        base = {BASE: json.dumps(asdict(self.base))} if self.base else {}
+        return {**version, **base, "config": self.run.to_toml(), "tokenizer": tokenizer}
 
 
 def save_model(path: Path, model: Model, description: Description) -> str:
@@ -201,7 +257,7 @@ def save_model(path: Path, model: Model, description: Description) -> str:
 
 
 def load_model(
-    path: Path, kernels: Kernels, comm: Comm, context: int | None = None
+    path: Path, kernels: Kernels, comm: Comm, context: int | None = None, merge: Merge | None = None
 ) -> tuple[Model, Description]:
     """Rank 0 reads the file and checks it before it allocates memory; all ranks get it. Collective.
 
@@ -210,6 +266,9 @@ def load_model(
     """
     path = Path(on_root(comm, lambda: str(find_weights(path))))
     description = load_description(path, comm)
+    on_root(comm, lambda: description.refuse_adapter(path))
+    if merge:
+        description = replace(description, tokenizer=merge.tokenizer or description.tokenizer)
     config = description.run.model
     if context is not None and context != config.seq_len:
         if config.positions == "learned":
@@ -222,11 +281,20 @@ def load_model(
             config = replace(config, seq_len=context)
         except UsageError as error:
             raise shared(error) from None
-    if (int8 := _in_int8(config, kernels, path, comm)) is not None:
+    if (int8 := _in_int8(config, kernels, path, comm, merge)) is not None:
         return int8, description
     model = Model(config, kernels)
-    read = partial(fill_from_int8, config=config) if description.rounded else read_into
-    fill(comm, model, {"": model.weights}, lambda host: read(path, host))
+
+    def read(host: Tensors) -> None:
+        if description.rounded:
+            fill_from_int8(path, host, config)
+        else:
+            read_into(path, host)
+        if merge:
+            for name, array in host.items():
+                merge(name, array)
+
+    fill(comm, model, {"": model.weights}, read)
     if not model.is_finite():
         raise shared(DataError(f"{path} holds weights that are not finite"))
     return model, description
@@ -242,7 +310,9 @@ def dtype_of(path: Path, asked: str, comm: Comm, on_gpu: bool = False) -> str:
     return "int8" if rounded else "float32"
 
 
-def _in_int8(config: ModelConfig, kernels: Kernels, path: Path, comm: Comm) -> Model | None:
+def _in_int8(
+    config: ModelConfig, kernels: Kernels, path: Path, comm: Comm, merge: Merge | None
+) -> Model | None:
     """The model, where the kernels are those of int8. Collective."""
     if kernels.capabilities.is_async:
         return None
@@ -250,7 +320,7 @@ def _in_int8(config: ModelConfig, kernels: Kernels, path: Path, comm: Comm) -> M
 
     if not isinstance(kernels, Int8Kernels):
         return None
-    return load_int8(path, config, kernels, comm)
+    return load_int8(path, config, kernels, comm, merge)
 
 
 def read_shortened(path: Path, host: Tensors) -> None:
@@ -310,18 +380,18 @@ def _checked_metadata(path: Path) -> dict[str, str]:
         )
     if config.n_layer > len(header.tensors):
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
-    specs = Architecture(config).layout.specs
     if description.rounded:
         refuse_others(header, config, path)
     else:
-        refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
+        refuse_misfits(header, {spec.name: spec.shape for spec in description.layout.specs}, path)
     return header.metadata
 
 
 def _own_metadata(header: Header, path: Path) -> dict[str, str]:
     """The metadata of a file written by distgpt in this version of the format."""
     found = header.metadata
-    if found.get("format") != FORMAT or not {"format_version", "config", "tokenizer"} <= found.keys():
+    formats = (ADAPTER,) if BASE in found else (FORMAT,)
+    if found.get("format") not in formats or not {"format_version", "config", "tokenizer"} <= found.keys():
         foreign = path.with_name("config.json").is_file()
         hint = f"; if it is a model of transformers: first {import_command(path.parent)}" if foreign else ""
         raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description{hint}")
@@ -345,4 +415,14 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
         raise DataError(f"{path}: its configuration is nested too deeply") from None
     tokenizer = metadata["tokenizer"]
     rounded = is_int8(metadata)
-    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, rounded)
+    base = None
+    if BASE in metadata:
+        try:
+            base = checked(Base, parse_json(metadata[BASE]))
+        except ValueError as error:
+            raise DataError(
+                f"{path} is damaged: what it says of its model is no such thing: {error}"
+            ) from None
+        if not run.train.lora_rank or rounded:
+            raise DataError(f"{path} is damaged: it is an adapter, and its configuration names no rank")
+    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, rounded, base)

@@ -59,7 +59,7 @@ class Checkpoints:
         best: Best | None = None,
     ) -> None:
         """`comm`: the ranks, each of which may have a part of the moments. `best`: see below."""
-        self._directory, self._description, self._config, self._say = directory, description, config, say
+        self._directory, self.description, self._config, self._say = directory, description, config, say
         self._live: Live = {
             WEIGHTS: {"": model.weights},
             OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
@@ -137,7 +137,7 @@ class Checkpoints:
     def write_weights(self) -> None:
         """Write the weights alone, at the end; a failure is raised. For rank 0, in `on_root`."""
         groups = self._on_host({WEIGHTS: self._live[WEIGHTS]})
-        write_tensors(self._directory.weights, groups[WEIGHTS], self._description.to_metadata())
+        write_tensors(self._directory.weights, groups[WEIGHTS], self.description.to_metadata())
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -229,7 +229,7 @@ class Checkpoints:
         return {**_grouped(own, lambda prefix, buffer: on_host(self._model, buffer)), **gathered}
 
     def _save(self, groups: Groups, state: State, best: Best | None) -> None:
-        begun, metadata = time.perf_counter(), self._description.to_metadata()
+        begun, metadata = time.perf_counter(), self.description.to_metadata()
         if best:
             write_tensors(self._directory.best, groups[WEIGHTS], metadata | best.to_metadata())
             self.best = best

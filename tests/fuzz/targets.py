@@ -54,6 +54,22 @@ def weights_in_int8(folder):
     (folder / "w.safetensors").unlink()
 
 
+def adapter(folder):
+    """A model, and adapters beside it."""
+    weights(folder)
+    words = "--data story --threads 1 --batch-size 8 --seq-len 16 --steps 3 --lora-rank 2 --progress plain"
+    run("train", "--init", folder / "w.safetensors", *words.split(), "--out", folder / "run")
+    shutil.copy(folder / "run" / "weights.safetensors", folder / "a.safetensors")
+    shutil.rmtree(folder / "run")
+
+
+def published_adapter(folder):
+    """The same as PEFT saves it."""
+    adapter(folder)
+    run("weights", "export", folder / "a.safetensors", "--out", folder / "peft")
+    (folder / "a.safetensors").unlink()
+
+
 def published(folder):
     """A model as transformers saves it."""
     run("train", *SMALL, "--tokenizer", "byte", "--out", folder / "run", "--steps", 1, "--progress", "plain")
@@ -183,6 +199,21 @@ TARGETS = {
             "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1",
             "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1 --dtype float32",
         ],
+    ),
+    "adapter": Target(
+        adapter,
+        {"a.safetensors": "safetensors"},
+        [
+            "weights info {}/a.safetensors --json",
+            "infer --weights {}/w.safetensors --adapter {}/a.safetensors --max-new-tokens 3 --threads 1",
+            "weights merge --adapter {}/a.safetensors --weights {}/w.safetensors --out {}/m.safetensors",
+            "weights export {}/a.safetensors --out {}/peft",
+        ],
+    ),
+    "adapter of PEFT": Target(
+        published_adapter,
+        {"peft/adapter_config.json": "json", "peft/adapter_model.safetensors": "safetensors"},
+        ["weights import {}/peft --weights {}/w.safetensors --out {}/o.safetensors"],
     ),
     "published model": Target(
         published,

@@ -151,7 +151,7 @@ class ndarray:
     def __init__(self, xp: FakeCupy, memory: Any) -> None:
         self._xp, self.memory = xp, memory
         self.dtype, self.shape, self.size = memory.dtype, memory.shape, memory.size
-        self.nbytes, self.itemsize = memory.nbytes, memory.itemsize
+        self.nbytes, self.itemsize, self.strides = memory.nbytes, memory.itemsize, memory.strides
         self.flags = SimpleNamespace(c_contiguous=memory.flags.c_contiguous)
         self.data = MemoryPointer(xp, memory.ctypes.data, owner(memory))
 

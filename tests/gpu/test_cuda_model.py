@@ -5,6 +5,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from adapted import adapted, expected
+from adapted import gradients as adapters_gradients
 from devices import ON_GPU, cuda_kernels  # noqa: F401
 from models import VARIANTS, batch, build, one_by_one, sequences_for
 from steps import build_step
@@ -76,6 +78,18 @@ def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
         part = slice(start, start + model.grads[name].size)
         distance = np.linalg.norm(got[part] - expected[part])
         assert distance <= slack * TOLERANCE[dtype] * max(np.linalg.norm(expected[part]), 1e-3), name
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kernels):
+    model, (tokens, targets) = adapted(VARIANTS[kind], cuda_kernels(dtype)), batch(VARIANTS[kind], 3, 7)
+    wanted, _ = expected(model, ReferenceKernels("float64"), tokens, targets)
+    for recompute in ("none", "mlp"):
+        found, _ = adapters_gradients(model, tokens, targets, recompute)
+        for name, gradient in wanted.items():
+            distance = np.linalg.norm(found[name] - gradient)
+            assert distance <= 4 * TOLERANCE[dtype] * np.linalg.norm(gradient), name
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])

@@ -122,6 +122,30 @@ def flat(outputs):
             yield out
 
 
+def test_add_low_rank(both):
+    for case in cases(both):
+        w, factors = case.random(case.h, case.v), {1: 0.5, 2: 2.0, 3: 1.0, 4: 0.1, 9: 3.0}
+        for rank, scale in factors.items():
+            b, a = case.random(case.h, rank), case.random(rank, case.v)
+            case.check("add_low_rank", [w.shape], w, b, a, scale)
+        case.check("add_low_rank", [w.shape], w, None, None, 1.0)
+
+
+def test_gradients_from_columns_of_a_wider_array(both):
+    """As those of queries, keys and values lie side by side."""
+    for case in cases(both):
+        dy, w, x = case.random(case.n, case.c), case.random(5, case.h), case.random(case.n, case.v)
+        for begin in (0, 3, case.c - 5):
+            own = slice(begin, begin + 5)
+            case.check(lambda k, dx, *a: k.linear_backward(dx, a[0][:, own], a[1]), [(case.n, case.h)], dy, w)  # noqa: B023
+            case.check(
+                lambda k, dw, *a: k.linear_backward_weights(Affine(dw, None), a[0][:, own], a[1], False),  # noqa: B023
+                [Wide((5, case.v))],
+                dy,
+                x,
+            )
+
+
 def test_embed(both):
     for case, positions in cases(both, BOTH):
         wpe = case.random(case.t + 3, case.c) if positions else None

@@ -6,6 +6,8 @@ gradients DIR TOKENS.npy OUT.npz  those of the mean loss of each next token, by 
 tokens DIR [texts]             their ids, what these decode to, and the ids that begin and end texts
 generate DIR PROMPT COUNT      what it writes on, greedily, with the tokenizer in DIR
 tokens_after DIR PROMPTS COUNT the same for lists of tokens, one by one
+adapt DIR OUT {settings}       a random adapter of PEFT beside the model
+adapted DIR ADAPTER TOKENS.npy OUT.npz  scores with it, and gradients of the mean loss by parameters
 """
 
 import json
@@ -62,6 +64,31 @@ def tokens_after(directory, prompts, count):
     ids = [torch.tensor([prompt]) for prompt in prompts]
     new = [model.generate(each, attention_mask=torch.ones_like(each), **how) for each in ids]
     return [whole[0, len(prompt) :].tolist() for whole, prompt in zip(new, prompts, strict=True)]
+
+
+def adapt(directory, out, settings):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(out)
+
+
+def adapted(directory, adapter, tokens, out):
+    from peft import PeftModel
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
+    ids = torch.from_numpy(np.load(tokens))
+    scores = model(ids).logits
+    torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    np.savez(out, logits=scores.detach().numpy(), **found)
 
 
 print(json.dumps([globals()[job](*arguments) for job, *arguments in json.loads(sys.argv[1])]))

@@ -43,6 +43,17 @@ __device__ __forceinline__ stored to_stored(real x) {  // to the nearest, ties t
 #endif
 }
 
+// The bits of one of the two bfloat16 around x, the nearer one more likely: by index and key alone.
+__device__ __forceinline__ unsigned short dithered(float x, unsigned index, unsigned key) {
+    unsigned noise = index * 0x9E3779B1u + key;
+    noise = (noise ^ noise >> 16) * 0x85EBCA6Bu;  // Murmur3's finalizer, as in kernels/fused/flat.py
+    noise = (noise ^ noise >> 13) * 0xC2B2AE35u;
+    unsigned bits = __float_as_uint(x);
+    if ((bits & 0x7F800000u) != 0x7F800000u) bits += noise >> 16;
+    else if ((bits & 0x7FFFFFFFu) > 0x7F800000u) bits |= 0x400000u;  // a NaN stays one
+    return (unsigned short)(bits >> 16);
+}
+
 // W elements that lie side by side: one, or as many as 16 bytes hold.
 template <int W>
 struct Elements {

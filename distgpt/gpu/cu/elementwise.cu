@@ -301,3 +301,25 @@ qk_norm_gain_backward(stored* dqkv, real* dgain, const stored* xhat, const real*
             dx[at + j] = to_stored(scale * (to_real(dx[at + j]) * to_real(w[j]) - to_real(x[at + j]) * along));
     }
 }
+
+// y ← w + scale · b a, or w where there is no b; y, w (count,) in rows of `inputs`, b (outputs, rank)
+extern "C" __global__ void
+add_low_rank(stored* y, const stored* w, const stored* b, const stored* a, double scale, int count, int inputs,
+             int rank) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    if (!b) {
+        y[i] = w[i];
+        return;
+    }
+    const stored* factor = b + size_t(i / inputs) * rank;
+    const stored* column = a + i % inputs;
+    real sum = 0;
+    for (int k = 0; k < rank; k++) sum += to_real(factor[k]) * to_real(column[size_t(k) * inputs]);
+    const real total = to_real(w[i]) + real(scale) * sum;
+#if defined(STORAGE_BFLOAT16)
+    y[i] = dithered(total, unsigned(i), 0);
+#else
+    y[i] = total;
+#endif
+}

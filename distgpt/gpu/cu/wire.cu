@@ -6,14 +6,7 @@ __device__ __forceinline__ int own_place() { return blockIdx.x * blockDim.x + th
 // out ← one of the two bfloat16 around x, the nearer one more likely. See `Wire.dither`.
 extern "C" __global__ void dither(unsigned short* out, const real* x, int index, int key, int n) {
     const int i = own_place();
-    if (i >= n) return;
-    unsigned noise = (unsigned(index) + unsigned(i)) * 0x9E3779B1u + unsigned(key);
-    noise = (noise ^ noise >> 16) * 0x85EBCA6Bu;  // Murmur3's finalizer, as in kernels/fused/flat.py
-    noise = (noise ^ noise >> 13) * 0xC2B2AE35u;
-    unsigned bits = __float_as_uint(float(x[i]));
-    if ((bits & 0x7F800000u) != 0x7F800000u) bits += noise >> 16;
-    else if ((bits & 0x7FFFFFFFu) > 0x7F800000u) bits |= 0x400000u;  // a NaN stays one
-    out[i] = (unsigned short)(bits >> 16);
+    if (i < n) out[i] = dithered(float(x[i]), unsigned(index) + unsigned(i), unsigned(key));
 }
 
 __device__ __forceinline__ real widened(real x) { return x; }

@@ -107,7 +107,7 @@ WEYL, MIX = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35)  # of Murmur3's finalizer
 
 
 @intrinsic
-def _dithered(context, value=None, index=None, key=None):
+def dithered(context, value=None, index=None, key=None):
     """The bits of one of the two bfloat16 around a float32, the nearer one more likely: right on average.
 
     Which one depends on index and key alone. As IR, since Numba would count in 64 bits.
@@ -135,7 +135,7 @@ def dither(first, last, out, x, index, key):
     """Elements first … last of out, bfloat16 ← x, which begins at this index of a larger array."""
     oi, xi = out[first:last], x[first:last]
     for i in range(oi.shape[0]):
-        oi[i] = _dithered(xi[i], index + first + i, key)
+        oi[i] = dithered(xi[i], index + first + i, key)
 
 
 @jit

@@ -167,7 +167,7 @@ def linear_few_rows(first, last, y, x, w, b):
 def linear_backward(first, last, dx, dy, w):
     """Rows first … last of dx ← dy w."""
     outputs, inputs = w.shape
-    n, width = last - first, dy.shape[1]
+    n, width = last - first, dy.strides[0] // dy.itemsize
     gemm(PLAIN, PLAIN, n, inputs, outputs, dy[first:], width, w, inputs, 0.0, dx[first:], inputs)
 
 
@@ -175,11 +175,22 @@ def linear_backward(first, last, dx, dy, w):
 def linear_backward_weights(first, last, dw, dy, x, accumulate):
     """Output rows first … last of dw ← [dw +] dyᵀ x."""
     rows, inputs = x.shape
-    width = dy.shape[1]
+    width = dy.strides[0] // dy.itemsize
     beta = 1.0 if accumulate else 0.0
-    # dy's columns from `first` on: the same memory, seen from a later start.
-    shifted = dy.reshape(-1)[first:]
-    gemm(TRANSPOSED, PLAIN, last - first, inputs, rows, shifted, width, x, inputs, beta, dw[first:], inputs)
+    gemm(
+        TRANSPOSED,
+        PLAIN,
+        last - first,
+        inputs,
+        rows,
+        dy[:, first:],
+        width,
+        x,
+        inputs,
+        beta,
+        dw[first:],
+        inputs,
+    )
 
 
 @inline

@@ -144,6 +144,9 @@ OPERATIONS = {
     "linear": Operation(FORWARD, flops=lambda a: matmul_flops(len(a.x), a.wb.w.size)),
     "linear_backward": Operation(INTO_INPUT, flops=lambda a: matmul_flops(len(a.dy), a.w.size)),
     "linear_backward_weights": Operation(INTO_WEIGHTS, flops=lambda a: matmul_flops(len(a.x), a.dwb.w.size)),
+    "add_low_rank": Operation(
+        FORWARD, flops=lambda a: 0.0 if a.b is None else matmul_flops(len(a.y), a.a.size)
+    ),
     "linear_act": Operation(
         "Matmul with activation forward", flops=lambda a: matmul_flops(len(a.x), a.wb.w.size)
     ),

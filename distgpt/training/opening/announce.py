@@ -63,7 +63,8 @@ def note_surprises(
     elif plan.resumed and plan.step == t.steps:
         say(f"all {t.steps:,} steps are done: more are asked for with --steps")
     if t.init and not plan.resumed:
-        say(f"{escape(t.init)} is trained further, with a peak learning rate of {t.lr:g} (--lr)")
+        how = f"gets adapters of rank {t.lora_rank}" if t.lora_rank else "is trained further"
+        say(f"{escape(t.init)} {how}, with a peak learning rate of {t.lr:g} (--lr)")
     tokens, window = len(corpus.train), config.model.seq_len + 1
     if tokens < window:
         say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")

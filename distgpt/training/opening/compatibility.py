@@ -25,6 +25,8 @@ LACKS_ALLTOALL = (
 
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about settings that do not go together."""
+    if t.lora_rank:
+        _check_adapters(t)
     if t.val:
         refuse_beside("--val", {"val-fraction": t.val_fraction}, "each says what is held out")
     if t.reproducible_parts:
@@ -59,6 +61,14 @@ def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
         return "" if comm.threads else WITHOUT_THREADS
     in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"
     return LACKS_ALLTOALL if on_gpu and comm.lacks_alltoall and in_parts else ""
+
+
+def _check_adapters(t: TrainConfig) -> None:
+    """Raise a UsageError about what adapters do not go with."""
+    if not t.init:
+        raise UsageError("--lora-rank trains adapters beside a model's weights: name them with --init FILE")
+    if t.optimizer != "adamw":
+        raise UsageError(f"--lora-rank does not go with --optimizer {t.optimizer}: use adamw")
 
 
 def _check_balance(t: TrainConfig) -> None:

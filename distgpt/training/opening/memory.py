@@ -19,7 +19,7 @@ from distgpt.evaluation.scoring import Scorer
 from distgpt.formatting import count
 from distgpt.formatting import size as size_of
 from distgpt.kernels.api import Array, Kernels, Wire, Work
-from distgpt.model.model import Architecture, Model
+from distgpt.model.lora import model_for, trained_layout
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.stages import Stage
 from distgpt.training.exchange.api import Exchange
@@ -87,7 +87,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     """Count by building the very objects of a run, with kernels that only count."""
     counting = Counting(kernels)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=ranks - 1))  # whose part is the largest
-    model = Model(run.model, cast(Kernels, counting))
+    model = model_for(run, cast(Kernels, counting))
     taken = [0]
 
     def more() -> int:
@@ -151,7 +151,7 @@ def copy_bytes(run: RunConfig, kernels: Kernels, ranks: int) -> int:
     """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
     if run.train.save == "sync" or has_shards(run.train, ranks) or is_local(run.train, ranks):
         return 0
-    layout, optimizer = Architecture(run.model).layout, OPTIMIZERS[run.train.optimizer]
+    layout, optimizer = trained_layout(run), OPTIMIZERS[run.train.optimizer]
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from distgpt.comm.agree import on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches, Tokens
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.packing import PackedBatches
@@ -19,12 +19,14 @@ from distgpt.errors import DataError, Say, StorageError, UsageError
 from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
-from distgpt.model.model import Model, miniature
+from distgpt.model.lora import model_for
+from distgpt.model.model import Model, small
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW, Outer
 from distgpt.model.passes import Pass
+from distgpt.saved.adapter import base_of
 from distgpt.saved.checkpoint import Best, State
-from distgpt.saved.modelfile import Description, load_description
+from distgpt.saved.modelfile import Base, Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage
 from distgpt.training.checkpoints import Checkpoints
@@ -69,6 +71,7 @@ def open_run(
     is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
 
+    described = _described(comm, config, corpus.tokenizer)
     model, progress = _model(config, kernels, comm), Progress()
     batches = _batches(comm, config, corpus.train, corpus.separator)
     optimizer = optimizer_for(model, config.train, comm)
@@ -81,7 +84,6 @@ def open_run(
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
-    described = Description(config, corpus.tokenizer)
     checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best)
     guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
     on_batch = partial(guards.activity.enter, EVALUATING)
@@ -117,8 +119,8 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
             UsageError("--grad-sync auto chooses while it trains: measure one of the others by its name")
         )
     origin = load_description(Path(t.init), comm) if t.init else None
-    if origin is not None and origin.rounded:
-        on_root(comm, lambda: origin.refuse_training(t.init))
+    if origin is not None:
+        on_root(comm, lambda: origin.refuse_training(t))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, Path("runs"), say)
     return make_steps(run, stage, corpus.train, say, corpus.separator)
 
@@ -178,8 +180,16 @@ def _vocab_size(run: RunConfig, origin: Description | None, tokenizer: Tokenizer
     return size
 
 
+def _described(comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
+    """Return what the files of a run say of it: adapters also name their model. Collective."""
+    if not run.train.lora_rank:
+        return Description(run, tokenizer)
+    found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
+    return Description(run, tokenizer, base=Base(**found))
+
+
 def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
-    model = Model(run.model, kernels)
+    model = model_for(run, kernels)
     model.train(comm.size, own_shard(run.train, model.layout, comm))
     return model
 
@@ -259,19 +269,19 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> Non
     """
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            _rehearse(kernels, run.model, run.train.optimizer)
+            _rehearse(kernels, run)
             if stage.comm.size > 1 or run.train.reproducible_parts:
                 rehearse_exchange(kernels, run.train.gradient_dtype)
         stage.comm.barrier()
 
 
-def _rehearse(kernels: Kernels, config: ModelConfig, optimizer: str) -> None:
+def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     """Take one training step of a very small model of the same kind, which compiles every loop it needs."""
-    model = miniature(config, kernels)
+    model = model_for(replace(run, model=small(run.model)), kernels)
     model.train()
     tokens = kernels.integers(np.zeros(8))
     Pass(model, 1, 8, training=True).loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
-    OPTIMIZERS[optimizer](model, TrainConfig()).step(0, 1.0)
+    OPTIMIZERS[run.train.optimizer](model, TrainConfig()).step(0, 1.0)
     outer = Outer(model, TrainConfig())
     outer.begin()
     outer.store_change_as_gradient()

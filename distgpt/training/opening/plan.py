@@ -18,6 +18,7 @@ from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, Say, UsageError, escape
 from distgpt.formatting import count
+from distgpt.saved.adapter import refuse_other_base
 from distgpt.saved.checkpoint import MANIFEST, STATE, State, load_state, newest_intact, verify
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.rundir import RunDirectory, differing, find_weights, place_for
@@ -149,7 +150,11 @@ def _decide(
     weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
     origin = read_description(Path(weights)) if weights else None
     if origin is not None:
-        origin.refuse_training(weights)
+        origin.refuse_training(run.train)
+        if not checkpoint:
+            origin.refuse_adapter(weights)
+        elif origin.base:
+            refuse_other_base(Path(weights), origin, Path(run.train.init))
     _refuse_conflicts(found, run, origin, state["step"], resume is not None)
     return {
         "run": run.to_toml(),

@@ -14,8 +14,10 @@ from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.errors import DataError
 from distgpt.model.bigrams import MOST_TOKENS, learn_bigrams
+from distgpt.model.lora import AdaptedModel
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
+from distgpt.saved.adapter import load_frozen
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill, read_shortened
 from distgpt.saved.tensors import Tensors
@@ -24,6 +26,7 @@ from distgpt.training.exchange.checkpointing import host_buffer, restore_parts, 
 
 def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
     """Fill them from a verified checkpoint. Collective."""
+    _load_frozen(comm, model, optimizer.config)
     load_weights(comm, model, partial(load_group, checkpoint, "weights"))
     if optimizer.is_part:
         restore_parts(comm, model, optimizer, checkpoint)
@@ -53,7 +56,9 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | N
 
     Some are learned from pairs of the tokens in `batches`, where the model wants that.
     """
-    if t.init:
+    if isinstance(model, AdaptedModel):
+        _load_frozen(comm, model, t)
+    elif t.init:
         load_weights(comm, model, partial(read_shortened, Path(t.init)))
         if not model.is_finite():
             raise shared(DataError(f"{t.init} holds weights that are not finite"))
@@ -62,13 +67,19 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | N
     def draw(host: Tensors) -> None:
         for name, values in model.initial(t.seed):
             host[name][...] = values
-        if model.config.init_weights == "bigrams" and batches is not None:
+        if model.config.init_weights == "bigrams" and not t.init and batches is not None:
             tokens, vocab = batches.sample(MOST_TOKENS), model.config.vocab_size
             centred = model.config.norm == "layernorm"
             threads = _threads_of_waiting(comm, model)
             learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, threads)
 
     load_weights(comm, model, draw)
+
+
+def _load_frozen(comm: Comm, model: Model, t: TrainConfig) -> None:
+    """Load the model that adapters stand beside, where they are what is trained. Collective."""
+    if isinstance(model, AdaptedModel):
+        load_frozen(comm, model, Path(t.init))
 
 
 def _threads_of_waiting(comm: Comm, model: Model) -> int:

@@ -1,0 +1,54 @@
+"""Small models with adapters, and what their gradients are by those of the whole matrices."""
+
+import numpy as np
+
+from distgpt.config import RunConfig, TrainConfig
+from distgpt.model.lora import AdaptedModel
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
+
+
+def adapted(config, kernels, matrices="all", rank=3):
+    """A model whose weights and adapters are random, B too."""
+    run = RunConfig(config, TrainConfig(lora_rank=rank, lora_alpha=5.0, lora_matrices=matrices))
+    model, rng = AdaptedModel(run, kernels), np.random.default_rng(0)
+    model.train()
+    for flat in (model.frozen.flat, model.weights.flat):
+        kernels.put(flat, 0.2 * rng.standard_normal(flat.size))
+    model.refresh()
+    return model
+
+
+def host(model, tensors):
+    return {name: np.array(model.kernels.to_host(x), np.float64) for name, x in tensors.items()}
+
+
+def merged(model):
+    """The weights of the same model without adapters."""
+    whole, low = host(model, model.frozen), host(model, model.params)
+    for adapter in (each for block in model.blocks for each in block.adapters if each.rank):
+        b, a = (low[f"{adapter.name}.lora_{kind}"] for kind in "ba")
+        whole[f"{adapter.linear.name}.w"][adapter.rows] += adapter.scale * b @ a
+    return whole
+
+
+def gradients(model, tokens, targets, recompute="mlp", n_seq=3):
+    """Of two micro-batches."""
+    _, k = model.grads, model.kernels
+    work = Pass(model, n_seq, len(tokens) // n_seq, training=True, recompute=recompute)
+    for accumulate in (False, True):
+        work.loss_and_gradients(k.integers(tokens), k.integers(targets), 0.5, accumulate)
+    return host(model, model.grads), float(k.to_host(model.grads.flags)[0])
+
+
+def expected(model, kernels, tokens, targets, n_seq=3):
+    """By the chain rule: dB = scale · dW Aᵀ, dA = scale · Bᵀ dW of the merged model."""
+    plain, low, found = Model(model.config, kernels), host(model, model.params), {}
+    for name, values in merged(model).items():
+        plain.params[name][...] = values
+    whole, loss = gradients(plain, tokens, targets, n_seq=n_seq)
+    for adapter in (each for block in model.blocks for each in block.adapters if each.rank):
+        dw = adapter.scale * whole[f"{adapter.linear.name}.w"][adapter.rows]
+        b, a = (low[f"{adapter.name}.lora_{kind}"] for kind in "ba")
+        found |= {f"{adapter.name}.lora_b": dw @ a.T, f"{adapter.name}.lora_a": b.T @ dw}
+    return found, loss
