@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from distgpt.kernels.api import IGNORED
 from distgpt.kernels.fused.jit import exp, get, inline, jit, largest, number, put
 
 
@@ -24,14 +25,23 @@ def embed(first, last, x, tokens, wte, wpe):
 
 
 @jit
-def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len):
+def embed_placed(first, last, x, tokens, wte, wpe, positions):
+    for i in range(first, last):
+        xi, token_row, position = x[i], wte[tokens[i]], wpe[positions[i]]
+        for j in range(xi.shape[0]):
+            put(xi, j, get(token_row, j) + get(position, j))
+
+
+@jit
+def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len, positions):
     """Columns first … last: every worker goes through all rows in order, so sums do not depend on timing."""
     begin = dx.shape[1] - dwte.shape[1]
     for i in range(dx.shape[0]):
         dxi = dx[i, begin + first : begin + last]
         add_to(dwte[tokens[i], first:last], dxi)
         if dwpe is not None:
-            add_to(dwpe[i % seq_len, first:last], dxi)
+            place = i % seq_len if positions is None else positions[i]
+            add_to(dwpe[place, first:last], dxi)
 
 
 @jit
@@ -165,7 +175,10 @@ def norm_backward_weights(first, last, dw, db, dy, s, mean, rstd, accumulate):
 def cross_entropy(first, last, losses, targets, logits, scale, backward):
     """Rows first … last of a chunk: the loss and, where it is wanted, dlogits in the logits' place."""
     for i in range(first, last):
-        losses[i] = _cross_entropy(logits[i], targets[i], scale, backward)
+        if targets[i] == IGNORED:
+            losses[i], logits[i] = 0, 0
+        else:
+            losses[i] = _cross_entropy(logits[i], targets[i], scale, backward)
 
 
 @inline
@@ -192,6 +205,9 @@ def cross_entropy_narrow(first, last, losses, targets, logits, scale, backward):
     """Compute as `cross_entropy`, in bfloat16: exponentials are not kept, or they would be rounded twice."""
     for i in range(first, last):
         row, target = logits[i], targets[i]
+        if target == IGNORED:
+            losses[i], row[:] = 0, 0
+            continue
         top, hit = largest(row), get(row, target)
         total = _sum_of_exponentials(row, top)
         losses[i] = top + np.log(total) - hit
