@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import (
+    IGNORED,
     PIECE,
     POLAR,
     AdamConstants,
@@ -265,7 +266,34 @@ class CpuKernels(OnHost):
         scale: float,
         accumulate: bool,
     ) -> None:
+        """Leave out rows that are not learned, before all else."""
+        learned = np.flatnonzero(targets != IGNORED)
+        n = len(learned)
+        if n == len(x):
+            self._linear_cross_entropy(losses, dx, dw, x, head, targets, scale, accumulate)
+            return
+        some = None if dx is None else dx[:n]
+        of = x[learned], head, targets[learned], scale, accumulate
+        self._linear_cross_entropy(losses[:n], some, dw, *of)
+        for out in (losses,) if dx is None else (losses, dx):
+            found = out[:n].copy()
+            out[...] = 0
+            out[learned] = found
+
+    def _linear_cross_entropy(
+        self,
+        losses: Array,
+        dx: Array | None,
+        dw: Array | None,
+        x: Array,
+        head: Head,
+        targets: Array,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
         """Leave padding out altogether, of the scratch memory too."""
+        if dw is not None and not len(x) and not accumulate:
+            dw[...] = 0
         vocab = head.vocab
         w, dw = self._unpadded(head.w, vocab), None if dw is None else dw[:vocab]
         packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from distgpt.kernels.api import IGNORED
 from distgpt.kernels.fused.jit import exp, get, inline, jit, largest, number, put
 
 
@@ -175,10 +174,7 @@ def norm_backward_weights(first, last, dw, db, dy, s, mean, rstd, accumulate):
 def cross_entropy(first, last, losses, targets, logits, scale, backward):
     """Rows first … last of a chunk: the loss and, where it is wanted, dlogits in the logits' place."""
     for i in range(first, last):
-        if targets[i] == IGNORED:
-            losses[i], logits[i] = 0, 0
-        else:
-            losses[i] = _cross_entropy(logits[i], targets[i], scale, backward)
+        losses[i] = _cross_entropy(logits[i], targets[i], scale, backward)
 
 
 @inline
@@ -205,9 +201,6 @@ def cross_entropy_narrow(first, last, losses, targets, logits, scale, backward):
     """Compute as `cross_entropy`, in bfloat16: exponentials are not kept, or they would be rounded twice."""
     for i in range(first, last):
         row, target = logits[i], targets[i]
-        if target == IGNORED:
-            losses[i], row[:] = 0, 0
-            continue
         top, hit = largest(row), get(row, target)
         total = _sum_of_exponentials(row, top)
         losses[i] = top + np.log(total) - hit
