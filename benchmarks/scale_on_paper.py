@@ -3,15 +3,15 @@
     python benchmarks/scale_on_paper.py            # the published batches
     python benchmarks/scale_on_paper.py --weak 65536
 
-Nothing here is measured but the speed of one GPU: 598,000 tokens/s of GPT-2 124M on an H100, in bfloat16. Other
-models are given the same floating-point operations per second. A host has 8 GPUs, which NVLink joins; hosts are
-joined at the rate given, that of all ports of a host together. A sum of n bytes over H hosts costs
+Nothing here is measured but the speed of one GPU: 598,000 tokens/s of GPT-2 124M on an H100, in bfloat16.
+Other models are given the same floating-point operations per second. A host has 8 GPUs, which NVLink joins;
+hosts are joined at the rate given, that of all ports of a host together. A sum of n bytes over H hosts costs
 
     in a host        2 n (8 - 1) / 8  bytes at NVLink's rate
     between hosts    2 n (H - 1) / H  bytes at that rate, and 2 ⌈log₂ H⌉ messages
 
-which is how `--grad-sync hierarchical` sums, and about what NCCL's rings and trees do. What overlaps with the backward
-pass is said in predictions.py.
+which is how `--grad-sync hierarchical` sums, and about what NCCL's rings and trees do. What overlaps with the
+backward pass is said in predictions.py.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from distgpt.version import __version__
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
-    *("train", "infer", "chat", "serve", "eval", "data", "tokenizer", "weights", "estimate", "slurm"),
+    *("train", "tune", "infer", "chat", "serve", "eval", "data", "tokenizer", "weights", "estimate", "slurm"),
     *("runs", "plot", "sweep", "compare-stages", "profile", "bench", "doctor"),
 )
 # Those that a launcher may start as several processes.
-TOGETHER = ("train", "infer", "eval", "sweep", "profile", "bench", "doctor")
+TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor")
 
 
 _SPELLED = "distgpt.spelled"

@@ -18,6 +18,9 @@ from distgpt.stages import open_stage
 @adapter_option
 @click.option("--val", help="What --data of train takes; of token shards the part for validation.")
 @click.option("--hellaswag", type=PATH, help="The benchmark's file, JSON lines.")
+@click.option(
+    "--chats", is_flag=True, help="Take --val for chats, as tune does, and count their answers alone."
+)
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
 @click.option("--tokens", "old_tokens", type=click.IntRange(0), hidden=True)  # the former name
 @click.option("--context", type=click.IntRange(1), help="Context length (not with learned positions).")

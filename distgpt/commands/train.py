@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -25,17 +26,64 @@ from distgpt.errors import command_line, escape, escape_model_text
 from distgpt.stages import open_stage
 from distgpt.training.guards.deadline import ending
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def run_options(command: F) -> F:
+    """Add the options of a run: where it is written, its limits, what is shown."""
+    options = (
+        click.option("--out", type=PATH, help="Write the run into this directory. [default: runs/<preset>]"),
+        click.option(
+            "--resume",
+            metavar="auto|PATH",
+            help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
+        ),
+        click.option(
+            "--time-limit",
+            metavar="TIME",
+            callback=parsed_duration,
+            help="Save and exit with 75 before this time (as 3h50m) is over."
+            " [default: the limit of a Slurm job]",
+        ),
+        click.option(
+            "--stall-timeout",
+            metavar="TIME",
+            callback=parsed_duration,
+            help="After this long without progress, say which rank is where."
+            " [default: 10 steps, at least 2m]",
+        ),
+        click.option(
+            "--stall-abort",
+            metavar="TIME",
+            callback=parsed_duration,
+            help="After this long without progress, save if possible and exit with 75. [default: never]",
+        ),
+        click.option(
+            "--progress",
+            type=click.Choice(["auto", "live", "plain"]),
+            default="auto",
+            show_default=True,
+            help="Show a live display or plain lines. auto: live on a terminal.",
+        ),
+        click.option(
+            "--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory."
+        ),
+        click.option(
+            "--profile",
+            is_flag=True,
+            help="At the end, report where the time went, as `distgpt profile` does.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
 
 @click.command()
 @stage_options
 @preset_options
 @settings
-@click.option("--out", type=PATH, help="Write the run into this directory. [default: runs/<preset>]")
-@click.option(
-    "--resume",
-    metavar="auto|PATH",
-    help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
-)
+@run_options
 @click.option(
     "--decay-from",
     metavar="PATH",
@@ -54,36 +102,16 @@ from distgpt.training.guards.deadline import ending
     help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
     " --depth and let the learning rate follow the clock.",
 )
-@click.option(
-    "--time-limit",
-    metavar="TIME",
-    callback=parsed_duration,
-    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the limit of a Slurm job]",
-)
-@click.option(
-    "--stall-timeout",
-    metavar="TIME",
-    callback=parsed_duration,
-    help="After this long without progress, say which rank is where. [default: 10 steps, at least 2m]",
-)
-@click.option(
-    "--stall-abort",
-    metavar="TIME",
-    callback=parsed_duration,
-    help="After this long without progress, save if possible and exit with 75. [default: never]",
-)
-@click.option(
-    "--progress",
-    type=click.Choice(["auto", "live", "plain"]),
-    default="auto",
-    show_default=True,
-    help="Show a live display or plain lines. auto: live on a terminal.",
-)
-@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
-@click.option(
-    "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
-)
-def train(
+def train(**options: Any) -> None:
+    """Train a model.
+
+    Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
+    has its own settings, changed by these.
+    """
+    begin(**options)
+
+
+def begin(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
@@ -99,11 +127,7 @@ def train(
     profile: bool,
     **flags: Any,
 ) -> None:
-    """Train a model.
-
-    Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
-    has its own settings, changed by these.
-    """
+    """Train in a stage, by these settings."""
     end = ending(time_limit)
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
@@ -157,9 +181,9 @@ def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
     from distgpt.training.report import sample
 
-    directory, best = run.directory, run.checkpoints.best
-    text = sample(run.model, run.tokenizer, 0, 240).strip()
-    click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
+    directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
+    text = "" if talks else sample(run.model, run.tokenizer, 0, 240).strip()
+    click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n" * (not talks))
     click.echo(f"weights   {escape(str(directory.weights))}")
     if best:
         at = f" at step {best.step}" if best.step is not None else ""
@@ -169,5 +193,5 @@ def _report(run: Any) -> None:
     weights = directory.best if best else directory.weights
     spoken = [word for word in text.split() if word.isalpha() and len(word) <= 20]
     prompt = next((word for word in spoken if len(word) > 2), spoken[0] if spoken else "a")
-    words = ("infer", "--weights", weights, "--prompt", prompt)
+    words = ("chat", "--weights", weights) if talks else ("infer", "--weights", weights, "--prompt", prompt)
     click.echo(f"next      {escape(command_line(*words))}")

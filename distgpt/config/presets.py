@@ -310,6 +310,20 @@ PRETRAINED: dict[str, Any] = {
 ADAPTED: dict[str, Any] = {"lr": 2e-4, "weight_decay": 0.0}  # of adapters, which begin at 0
 
 
+TUNING_TOKENS = 4096  # of a step, about
+
+
+def tuning(ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model that is tuned on chats, where `given`, with its own, names no others."""
+    if not given.get("init"):
+        raise UsageError("which model is to be tuned? --weights says that")
+    settings_of(ModelConfig)["seq_len"].check("seq_len", given["seq_len"])
+    rows = max(1, TUNING_TOKENS // given["seq_len"])
+    batch = {} if BATCH_KEYS & given.keys() else {"batch_size": -(-rows // ranks) * ranks}
+    epochs = {} if {"steps", "train_minutes"} & given.keys() else {"epochs": 3.0}
+    return {"schedule": "linear", "warmup": 0, "weight_decay": 0.0, **batch, **epochs}
+
+
 def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
     """Return the full configuration behind a preset's name, with changes to it, later ones over earlier ones.
 
@@ -372,15 +386,15 @@ def resolve(
 ) -> tuple[str, RunConfig]:
     """Return the run's name and its configuration. A TOML file may name a preset too; a flag overrides it.
 
-    `model_in` reads the architecture from the weights file that `init` names. What `dial` makes of the
-    settings in file and flags lies between these and the preset.
+    `model_in` reads the architecture from the weights file that `init` names. What `dial` makes of that and
+    the settings in file and flags lies between these and the preset.
     """
     from_file = _read(toml) if toml else {}
     named = from_file.pop("preset", None)
     init = {**from_file, **flags}.get("init")
     chosen = preset_name or named or (PRETRAINED_PRESET if init else DEFAULT_PRESET)
     initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
-    dialled = dial({**from_file, **flags})
+    dialled = dial({**initial, **from_file, **flags})
     held = initial | PRETRAINED if initial else {}
     held |= ADAPTED if {**from_file, **flags}.get("lora_rank") else {}
     run = preset(str(chosen), held, dialled, from_file, flags)

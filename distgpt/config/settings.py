@@ -201,6 +201,11 @@ class TrainConfig:
         "Begin each sequence with a document, and fill it by best fit. What does not fit is left out.",
         flag="--pack/--no-pack",
     )
+    chats: bool = setting(
+        False,
+        "Read --data and --val as chats, in lines of JSON, and learn their answers alone: distgpt tune.",
+        flag="--chats/--no-chats",
+    )
     init: str = setting(
         "",
         "Train the model of this weights file further, instead of random weights.",
@@ -221,6 +226,13 @@ class TrainConfig:
         " (of the MLP; gate with swiglu alone). all: beside each.",
     )
     steps: int = setting(600, "Train for this many optimizer steps.", low=1, changeable=True)
+    epochs: float = setting(
+        0.0,
+        "Train for this many passes over the examples, instead of for --steps. 0: off.",
+        low=0,
+        most=1e6,
+        changeable=True,
+    )
     train_minutes: float = setting(
         0.0,
         "End the run after this many minutes, by which the learning rate falls too, instead of after --steps."

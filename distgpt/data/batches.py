@@ -58,7 +58,7 @@ class Batches:
 
     def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, shift: bool = True) -> None:
         self._tokens = tokens
-        self._seq_len = seq_len
+        self.seq_len = seq_len
         self._rows = np.arange(batch_size, dtype=np.uint64)
         self._seed = seed
         self._shift = np.uint64(shift)
@@ -77,8 +77,17 @@ class Batches:
         """Return the places in the corpus where the rows of this step's global batch begin: int64 (B,)."""
         return self._starts(step, slice(None))
 
-    def fill(self, step: int, rows: slice, x_out: Array, y_out: Array) -> None:
-        """x_out, y_out (n, T) int32 ← inputs and targets of these n rows of the global batch."""
+    def learned_share(self, step: int) -> float:
+        """Return the part of the targets of this step's global batch that are learned."""
+        return 1.0
+
+    def fill(
+        self, step: int, rows: slice, x_out: Array, y_out: Array, positions_out: Array | None = None
+    ) -> None:
+        """x_out, y_out (n, T) int32 ← inputs and targets of these n rows of the global batch.
+
+        positions_out: as in kernels/api.py, for documents side by side.
+        """
         starts = self._starts(step, rows).tolist()
         for start, x, y in zip(starts, x_out, y_out, strict=True):
             window = self._window(start)
@@ -87,7 +96,7 @@ class Batches:
 
     def _window(self, start: int) -> Array:
         """T + 1 tokens from this place on around the ring, which may be shorter than that."""
-        length, missing, pieces = len(self._tokens), self._seq_len + 1, []
+        length, missing, pieces = len(self._tokens), self.seq_len + 1, []
         while missing:
             stop = min(start + missing, length)
             pieces.append(self._tokens.read(start, stop))
@@ -97,8 +106,8 @@ class Batches:
 
     def _starts(self, step: int, rows: slice) -> Array:
         window, key = self._order(step, rows)
-        shift = _mix(key) % self._seq_len * self._shift
-        return ((window * self._seq_len + shift) % len(self._tokens)).astype(np.int64)
+        shift = _mix(key) % self.seq_len * self._shift
+        return ((window * self.seq_len + shift) % len(self._tokens)).astype(np.int64)
 
     def _order(self, step: int, rows: slice) -> tuple[Array, Array]:
         """Return the window of each row, and the key of its epoch, all uint64 (n,)."""

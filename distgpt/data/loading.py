@@ -17,6 +17,7 @@ from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
 from distgpt.config import nearest
 from distgpt.data.batches import ArrayTokens, Tokens
+from distgpt.data.chats.examples import load_examples
 from distgpt.data.hub import PREFIX
 from distgpt.data.prepare.documents import FIELD, documents, find_inputs, is_plain
 from distgpt.data.prepare.preparing import FROM_INPUTS
@@ -142,6 +143,7 @@ class DataRequest:
     splits: tuple[str, ...] = ("train", "val")  # of shards; all that there is if none of these
     existing: Tokenizer | None = None
     val: str = ""  # a held-out text, instead of a part of `data`
+    chats: bool = False  # `data` and `val` are examples to learn from
     kept: Path = Path("runs/tokenized")  # here lie texts of other kinds, tokenized
 
 
@@ -171,7 +173,8 @@ def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) 
     """Load the same corpus on every rank. What any rank finds wrong is raised on all of them. Collective."""
     if not request.val:
         return _load(comm, request, say)
-    on_root(comm, lambda: refuse_missing([request.val], AUTO))  # before the other text is tokenized
+    if not request.chats:
+        on_root(comm, lambda: refuse_missing([request.val], AUTO))  # before the other text is tokenized
     corpus = _load(comm, replace(request, splits=("train",)), say)
     others = replace(request, data=request.val, tokenizer=AUTO, existing=corpus.tokenizer, splits=("val",))
     held_out = _load(comm, others, say).held_out
@@ -179,8 +182,18 @@ def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) 
 
 
 def _load(comm: Comm, request: DataRequest, say: Say) -> Corpus:
+    if request.chats:
+        return _load_chats(comm, request, say)
     folder = on_root(comm, lambda: _folder_of_shards(request, say))
     return _load_shards(comm, Path(folder), request, say) if folder else _load_text(comm, request)
+
+
+def _load_chats(comm: Comm, request: DataRequest, say: Say) -> Corpus:
+    tokenizer, path = request.existing, Path(request.data)
+    if tokenizer is None:
+        raise shared(DataError("chats are read by the tokenizer of the weights, and these have none"))
+    found = load_examples(comm, path, tokenizer, request.seq_len, request.val_fraction, say)
+    return Corpus(tokenizer, dict(found))
 
 
 def _folder_of_shards(request: DataRequest, say: Say) -> str:

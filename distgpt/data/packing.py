@@ -79,9 +79,10 @@ def part_starts(starts: Array, tokens: int, room: int) -> Array:
     return np.repeat(starts, counts) + room * (np.arange(counts.sum()) - before)
 
 
-def pack(starts: Array, tokens: int, room: int) -> Plan:
+def pack(starts: Array, tokens: int, room: int, whole: bool = False) -> Plan:
     """Return the plan for parts that begin at these places of a corpus of this many tokens.
 
+    `whole`: none is cut, so that rows may have room left at their end.
     Rows depend on lengths alone, and come in runs of equal ones. So a row is chosen once for the whole run:
     the work grows with the number of lengths, not of documents.
     """
@@ -91,13 +92,13 @@ def pack(starts: Array, tokens: int, room: int) -> Plan:
     left = dict(zip(sizes.tolist(), np.diff(first, append=len(order)).tolist(), strict=True))
     taken = dict(zip(sizes.tolist(), first.tolist(), strict=True))  # of `order`: the next one of a length
     chosen, taken_of, per_row = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.zeros(1, np.int64)]
-    for row, repeats in _runs(left, room):
+    for row, repeats in _runs(left, room, whole):
         chosen.append(order[_documents(row, repeats, taken)])
         taken_of.append(np.tile(np.array([length for _, length in row], np.int32), repeats))
         per_row.append(np.full(repeats, len(row)))
     begins, pieces = starts[np.concatenate(chosen)], np.concatenate(taken_of)
     cut_off = tokens - int(pieces.sum(dtype=np.int64))
-    missing = -int(pieces.sum(dtype=np.int64)) % room
+    missing = 0 if whole else -int(pieces.sum(dtype=np.int64)) % room
     filler = np.array([*([tokens] * (missing // tokens)), missing % tokens], np.int32)
     filler = filler[filler > 0]
     per_row[-1][-1] += len(filler)
@@ -109,15 +110,17 @@ def pack(starts: Array, tokens: int, room: int) -> Plan:
     )
 
 
-def _runs(left: dict[int, int], room: int) -> Iterator[tuple[Row, int]]:
+def _runs(left: dict[int, int], room: int, whole: bool) -> Iterator[tuple[Row, int]]:
     """Return each different row, and how many of it follow each other. `left`: parts by length."""
     sizes = sorted(left)
     while sizes:
         row: Row = []
         missing = room
         while missing and sizes:
-            at = max(0, bisect_right(sizes, missing) - 1)  # the longest that fits, else the shortest
-            size = sizes[at]
+            at = bisect_right(sizes, missing) - 1  # the longest that fits, else the shortest
+            if at < 0 and whole:
+                break
+            size = sizes[at := max(0, at)]
             row.append((size, min(size, missing)))
             missing -= row[-1][1]
             left[size] -= 1

@@ -10,7 +10,8 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from distgpt.comm.agree import on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Tokens
+from distgpt.data.chats.examples import Examples
 from distgpt.data.loading import DataRequest, load_corpus, read_text, resolve_data
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
@@ -28,7 +30,7 @@ from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.errors import DataError, DistgptError, NonFiniteError, escape, one_line
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import PendingSignals
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import IGNORED, Array
 from distgpt.model.model import Model
 from distgpt.saved.adapter import with_adapter
 from distgpt.saved.modelfile import dtype_of, load_model
@@ -104,6 +106,28 @@ class Validation:
             len(tokenizer.decode(some[some != tokenizer.separator]).encode()) for some in (ids[:1], ids)
         )
         return all_of_it - first
+
+
+class AnswersHeldOut(Validation):
+    """The answers of held-out examples, the first of them with `most` tokens to learn (0: all)."""
+
+    def __init__(self, examples: Examples, most: int = 0) -> None:
+        self.spans, self.count = [], 0
+        for start, stop in pairwise(examples.starts.tolist()):
+            targets = examples.targets[start:stop]
+            ids = np.append(examples.read(start, stop), targets[-1:].clip(0).astype(np.uint32))
+            self.spans.append(Span(ids, learned=targets != IGNORED))
+            self.count += self.spans[-1].count
+            if 0 < most <= self.count:
+                break
+
+    def bits_per_byte(self, loss: float, tokenizer: Tokenizer) -> None:
+        """Return None: answers end with tokens that are no text."""
+
+
+def validation_on(tokens: Tokens, seq_len: int, most: int) -> Validation:
+    """Return the loss to measure on what is held out."""
+    return AnswersHeldOut(tokens, most) if isinstance(tokens, Examples) else Validation(tokens, seq_len, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +255,15 @@ def evaluate(
     dtype: str = "auto",
     matmul: str = "auto",
     context: int | None = None,
+    chats: bool = False,
     progress: Progress | None = None,
     adapter: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
 
-    `val` is what --data can be, of shards the part for validation: its first `val_tokens`, or all if 0. Of
-    the text that the model was trained on, only the part that was held out is read.
+    `val` is what --data can be, of shards the part for validation: its first `val_tokens`, or all if 0. With
+    `chats` their answers alone count. Of what the model was trained on, only the part that was held out is
+    read.
     """
     comm = stage.comm
     whole, merge = with_adapter(weights, adapter, comm)
@@ -253,10 +279,11 @@ def evaluate(
         held_out = on_root(comm, lambda: _held_out(val, description.run.train))
         if held_out is not None:
             stage.notes.add(_of_training(val, held_out))
-        wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
-        corpus = load_corpus(comm, wanted, stage.notes.add)
         length = model.config.seq_len
-        validation = on_every_rank(comm, lambda: Validation(corpus.held_out, length, val_tokens))
+        wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
+        wanted = replace(wanted, chats=True, seq_len=length) if chats else wanted
+        corpus = load_corpus(comm, wanted, stage.notes.add)
+        validation = on_every_rank(comm, lambda: validation_on(corpus.held_out, length, val_tokens))
         held = validation.measure(scorer, progress)
         _refuse_nonfinite(held.loss)
         bits = on_root(comm, lambda: validation.bits_per_byte(held.loss, tokenizer))

@@ -20,14 +20,23 @@ SHORTEST = 32  # lengths are rounded up to this times a power of two: few shapes
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens, of which those from `first` ≥ 1 on are predicted, each from all before it."""
+    """Tokens, of which those from `first` ≥ 1 on are predicted, each from all before it.
+
+    Of these, `learned` (bool) has those that count, where not all do.
+    """
 
     ids: Array
     first: int = 1
+    learned: Array | None = None
 
     @property
     def count(self) -> int:
-        return len(self.ids) - self.first
+        return len(self.ids) - self.first if self.learned is None else int(self.learned.sum())
+
+    def total(self, losses: Array) -> float:
+        """Return the summed loss, of those of the tokens after each."""
+        own = losses[self.first - 1 : len(self.ids) - 1]
+        return float((own if self.learned is None else own[self.learned]).sum(dtype=np.float64))
 
 
 def _nobody(*about: object) -> None:
@@ -109,8 +118,7 @@ class Scorer:
             k.put(device, host.reshape(-1))
         self._lose()
         losses = k.to_host(self._pass.ends.all.losses).reshape(self._host[0].shape)
-        rows = zip(spans, losses, strict=False)
-        return [row[span.first - 1 : len(span.ids) - 1].sum(dtype=np.float64) for span, row in rows]
+        return [span.total(row) for span, row in zip(spans, losses, strict=False)]
 
     def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
         """Indices of spans by padded length, longest first; too few for a batch join longer ones."""

@@ -47,9 +47,17 @@ class OwnAttention:
         self._launcher = launcher
         self._tensor_cores = launcher.device.capability >= TENSOR_CORES
 
-    def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        plan = self._plan(y, qkv, seq_len, n_head, backward=False)
-        self._start(plan, "attention_forward", y, lse, qkv, seq_len, n_head)
+    def forward(
+        self,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        n_head: int,
+        positions: Array | None = None,
+    ) -> None:
+        plan = self._plan(y, qkv, seq_len, n_head, positions, backward=False)
+        self._start(plan, "attention_forward", y, lse, qkv, positions, seq_len, n_head)
 
     def backward(
         self,
@@ -61,8 +69,9 @@ class OwnAttention:
         seq_len: int,
         n_head: int,
         sums: bool = False,
+        positions: Array | None = None,
     ) -> Array | None:
-        plan, sizes = self._plan(y, qkv, seq_len, n_head, backward=True), (seq_len, n_head)
+        plan, sizes = self._plan(y, qkv, seq_len, n_head, positions, backward=True), (seq_len, n_head)
         parts = None
         if sums:
             shape = (math.prod(plan.grid) // n_head, dqkv.shape[1])
@@ -77,23 +86,30 @@ class OwnAttention:
             *(delta, dy, y, len(y) * n_head, *sizes),
             defines=_shape(y, qkv, n_head).defines,
         )
-        args, blocks, group = (dqkv, parts, dy, lse, delta, qkv, *sizes), plan.grid[0], _group(y, qkv)
+        args, blocks, group = (
+            (dqkv, parts, dy, lse, delta, qkv, positions, *sizes),
+            plan.grid[0],
+            _group(y, qkv),
+        )
         self._start(plan, "attention_backward_queries", *args)
         of_keys = replace(plan, grid=(blocks // group, *plan.grid[1:]))
         self._start(of_keys, "attention_backward_keys", *args)
         return parts
 
-    def _plan(self, y: Array, qkv: Array, seq_len: int, n_head: int, backward: bool) -> Plan:
+    def _plan(
+        self, y: Array, qkv: Array, seq_len: int, n_head: int, positions: Array | None, backward: bool
+    ) -> Plan:
+        packed = () if positions is None else ("PACKED=1",)
         heads, head = len(y) // seq_len * n_head, y.shape[1] // n_head
         is_bfloat16 = TYPE_OF[np.dtype(y.dtype)] == "bfloat16"
         if self._tensor_cores and is_bfloat16 and head % SIDE == 0 and head <= LARGEST_HEAD:
             blocks = heads * -(-seq_len // ROWS)
-            defines = mma_defines(head, _group(y, qkv))
+            defines = mma_defines(head, _group(y, qkv)) + packed
             return Plan("attention_mma", defines, (blocks,), ROWS // SIDE * WARP, 0)
         shape = _shape(y, qkv, n_head)
         tile, shared = shape.backward if backward else shape.forward
         grid = heads, -(-seq_len // tile.rows)
-        return Plan("attention", shape.defines, grid, max(WARP, tile.height * tile.lanes), shared)
+        return Plan("attention", shape.defines + packed, grid, max(WARP, tile.height * tile.lanes), shared)
 
     def _start(self, plan: Plan, kernel: str, *args: Array | int | None) -> None:
         self._launcher.start(

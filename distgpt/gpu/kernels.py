@@ -138,16 +138,38 @@ class CudaKernels:
     # -- embedding
 
     def embed(
-        self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
+        self,
+        x: Array,
+        tokens: Array,
+        wte: Array,
+        wpe: Array | None,
+        seq_len: int,
+        start: Array | None,
+        positions: Array | None = None,
     ) -> None:
         n, c = x.shape
-        self._launcher.each("embedding", "embed", c, n * c, x, tokens, wte, wpe, start, n, seq_len, c)
+        of = x, tokens, wte, wpe, start, positions, n, seq_len, c
+        self._launcher.each("embedding", "embed", c, n * c, *of)
 
-    def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
-        (n, width), c = dx.shape, dwte.shape[1]
-        if dwpe is not None:
+    def embed_backward(
+        self,
+        dwte: Array,
+        dwpe: Array | None,
+        dx: Array,
+        tokens: Array,
+        seq_len: int,
+        positions: Array | None = None,
+    ) -> None:
+        n, c = len(dx), dwte.shape[1]
+        if dwpe is not None and positions is not None:
+            self._add_to_rows(dwpe, dx, positions)
+        elif dwpe is not None:
             count = seq_len * c
             self._launcher.each("embedding", "position_gradient", c, count, dwpe, dx, n, seq_len, c)
+        self._add_to_rows(dwte, dx, tokens)
+
+    def _add_to_rows(self, dwte: Array, dx: Array, tokens: Array) -> None:
+        (n, width), c = dx.shape, dwte.shape[1]
         order = self._sorted_rows(tokens, len(dwte))
         chunks = -(-n // CHUNK)
         partial = self._launcher.scratch("tokens", (chunks, 2, c), self.wide)
@@ -289,14 +311,30 @@ class CudaKernels:
             x = some
         sum_parts(self._launcher, total, x, slice(0, c), accumulate)
 
-    def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
-        self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
+    def attention(
+        self, y: Array, lse: Array, qkv: Array, seq_len: int, positions: Array | None = None
+    ) -> None:
+        if positions is None:
+            self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
+        else:  # of which libraries know nothing
+            self._own_attention.forward(y, lse, qkv, seq_len, lse.shape[1], positions)
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
+        self,
+        dqkv: Array,
+        dy: Array,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        db: Bias = None,
+        positions: Array | None = None,
     ) -> None:
-        args = (dqkv, dy, y, lse, qkv, seq_len, lse.shape[1])
-        parts = self._attention_for(y, lse).backward(*args, db is not None)
+        args = (dqkv, dy, y, lse, qkv, seq_len, lse.shape[1], db is not None)
+        if positions is None:
+            parts = self._attention_for(y, lse).backward(*args)
+        else:
+            parts = self._own_attention.backward(*args, positions)
         if db is not None:
             self.linears.bias(db, dqkv, parts)
 

@@ -6,6 +6,8 @@ allocates and nothing waits for results, so that a backend can record a sequence
 B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
 None stands for a part that the architecture does not have.
 `start` (1,) int32 is the position in their context of the first token of a pass; None means 0.
+`positions` (N,) int32 is the place of each row in its document, where documents lie side by side in a
+sequence and do not see each other; None means one document, n mod T.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ POLAR = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 QK_SCALE = 1.2  # length of an element of normalised queries and keys, so that attention can be sharper
+IGNORED = -1  # the target of a row that is not learned: its loss and its gradients are 0
 TINY = 1e-12  # added to norms, which may be 0
 PIECE = 4096  # elements that stay in a cache, and whose squares are summed in their own type
 
@@ -264,13 +267,23 @@ class Kernels(Protocol):
         wpe: Floats2d | None,
         seq_len: int,
         start: Ints1d | None,
+        positions: Ints1d | None = None,
     ) -> None:
-        """x[n] ← wte[tokens[n]] + wpe[start + n mod T]. x (N, C), tokens (N,), wte (V, C), wpe (≥ T, C)"""
+        """x[n] ← wte[tokens[n]] + wpe[start + n mod T]. x (N, C), tokens (N,), wte (V, C), wpe (≥ T, C)
+
+        With `positions`, which have no `start`, wpe[positions[n]] is added.
+        """
 
     def embed_backward(
-        self, dwte: Wide2d, dwpe: Wide2d | None, dx: Floats2d, tokens: Ints1d, seq_len: int
+        self,
+        dwte: Wide2d,
+        dwpe: Wide2d | None,
+        dx: Floats2d,
+        tokens: Ints1d,
+        seq_len: int,
+        positions: Ints1d | None = None,
     ) -> None:
-        """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n]. Always accumulates.
+        """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n], or dwpe[positions[n]]. Always accumulates.
 
         Where dx is wider than dwte, its last columns count.
         """
@@ -392,10 +405,13 @@ class Kernels(Protocol):
     def sum_rows(self, total: Wide1d, x: Wide2d, accumulate: bool) -> None:
         """total ← Σ x, over rows. x (N, C), total (C,)"""
 
-    def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
+    def attention(
+        self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int, positions: Ints1d | None = None
+    ) -> None:
         """y ← softmax(q kᵀ / √head, causal) v per head, (N, H·head); lse ← log of the softmax's denominator.
 
-        lse has N·H elements, as (N, H), in an order that the backend is free to choose.
+        With `positions` a row sees its own document alone: itself and the positions[n] rows before it. lse
+        has N·H elements, as (N, H), in an order that the backend is free to choose.
         """
 
     def attention_backward(
@@ -407,6 +423,7 @@ class Kernels(Protocol):
         qkv: Floats2d,
         seq_len: int,
         db: Bias = None,
+        positions: Ints1d | None = None,
     ) -> None:
         """dqkv ← the gradient with respect to qkv; db ← Σ dqkv, where the backend `sums_bias_gradients`.
 
@@ -435,6 +452,7 @@ class Kernels(Protocol):
     ) -> None:
         """losses[n] ← -log softmax(x wᵀ)[n, targets[n]]; dx, dw ← the gradients of scale · Σ losses.
 
+        losses[n] and dx[n] are 0 where the target is IGNORED.
         With p the softmax: dlogits = scale · (p - onehot(targets)); dx = dlogits w; dw = dlogitsᵀ x.
         Rows of w from `vocab` on are padding: not predicted, without gradient. The rows of x go through
         head.logits chunk by chunk. Without dx: the loss alone.

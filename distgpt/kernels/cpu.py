@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import (
+    IGNORED,
     PIECE,
     POLAR,
     AdamConstants,
@@ -73,14 +74,33 @@ class CpuKernels(OnHost):
     # -- embedding
 
     def embed(
-        self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
+        self,
+        x: Array,
+        tokens: Array,
+        wte: Array,
+        wpe: Array | None,
+        seq_len: int,
+        start: Array | None,
+        positions: Array | None = None,
     ) -> None:
-        added = None if wpe is None else wpe[positions(seq_len, start)]
+        if wpe is not None and positions is not None:
+            self._pool.ranges(len(x), ROWS, rowwise.embed_placed, x, tokens, wte, wpe, positions)
+            return
+        added = None if wpe is None else wpe[following(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
-    def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
+    def embed_backward(
+        self,
+        dwte: Array,
+        dwpe: Array | None,
+        dx: Array,
+        tokens: Array,
+        seq_len: int,
+        positions: Array | None = None,
+    ) -> None:
         columns = dwte.shape[1]
-        self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, dwte, dwpe, dx, tokens, seq_len)
+        of = dwte, dwpe, dx, tokens, seq_len, positions
+        self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, *of)
 
     def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
         self._pool.ranges(len(x), ROWS, rowwise.add_embedding, x, tokens, w)
@@ -164,7 +184,7 @@ class CpuKernels(OnHost):
     def rope(
         self, qkv: Array, angles: Angles, heads: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        cos, sin = (table[positions(seq_len, start)] for table in angles)
+        cos, sin = (table[following(seq_len, start)] for table in angles)
         self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, heads, inverse)
 
     def qk_norm(self, qkv: Array, rstd: Array, head: int, eps: float) -> None:
@@ -182,7 +202,9 @@ class CpuKernels(OnHost):
     def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
         self._pool.ranges(x.shape[1], COLUMNS, rowwise.sum_rows, total, x, accumulate)
 
-    def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
+    def attention(
+        self, y: Array, lse: Array, qkv: Array, seq_len: int, positions: Array | None = None
+    ) -> None:
         n_head, n_seq = lse.shape[1], len(y) // seq_len
         size = y.shape[1] // n_head
 
@@ -190,20 +212,29 @@ class CpuKernels(OnHost):
             scratch = self._memory.of(
                 attention.forward_scratch, seq_len, size, self.dtype.name, self.wide.name
             )
-            attention.attention(i, j, y, lse, qkv, seq_len, scratch)
+            attention.attention(i, j, y, lse, qkv, seq_len, scratch, positions)
 
         def some_short(i: int, j: int) -> None:
             attention_short.attention(
                 i, j, y, lse, qkv, seq_len, self._memory.of(attention_short.scratch, size)
             )
 
-        if self._split_freely and attention_short.fits(n_seq // self.threads, seq_len, size, qkv.dtype):
+        short = attention_short.fits(n_seq // self.threads, seq_len, size, qkv.dtype)
+        if self._split_freely and short and positions is None:
             self._pool.ranges(n_seq, 1, some_short)
         else:
             self._pool.ranges(n_seq * n_head, 1, some)
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
+        self,
+        dqkv: Array,
+        dy: Array,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        db: Bias = None,
+        positions: Array | None = None,
     ) -> None:
         assert db is None
         size = y.shape[1] // lse.shape[1]
@@ -213,7 +244,7 @@ class CpuKernels(OnHost):
             scratch = self._memory.of(
                 attention.backward_scratch, seq_len, size, self.dtype.name, self.wide.name
             )
-            attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch)
+            attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch, positions)
 
         self._pool.ranges(len(y) // seq_len * kv_heads, 1, some)
 
@@ -247,7 +278,34 @@ class CpuKernels(OnHost):
         scale: float,
         accumulate: bool,
     ) -> None:
+        """Leave out rows that are not learned, before all else."""
+        learned = np.flatnonzero(targets != IGNORED)
+        n = len(learned)
+        if n == len(x):
+            self._linear_cross_entropy(losses, dx, dw, x, head, targets, scale, accumulate)
+            return
+        some = None if dx is None else dx[:n]
+        of = x[learned], head, targets[learned], scale, accumulate
+        self._linear_cross_entropy(losses[:n], some, dw, *of)
+        for out in (losses,) if dx is None else (losses, dx):
+            found = out[:n].copy()
+            out[...] = 0
+            out[learned] = found
+
+    def _linear_cross_entropy(
+        self,
+        losses: Array,
+        dx: Array | None,
+        dw: Array | None,
+        x: Array,
+        head: Head,
+        targets: Array,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
         """Leave padding out altogether, of the scratch memory too."""
+        if dw is not None and not len(x) and not accumulate:
+            dw[...] = 0
         vocab = head.vocab
         w, dw = self._unpadded(head.w, vocab), None if dw is None else dw[:vocab]
         packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
@@ -319,7 +377,7 @@ class CpuKernels(OnHost):
         self._pool.ranges(len(state.p), 4096, flat.nesterov, *state, (scale, lr, momentum))
 
 
-def positions(seq_len: int, start: Array | None) -> slice:
+def following(seq_len: int, start: Array | None) -> slice:
     """Return the rows of a table of positions for the tokens of a pass."""
     first = 0 if start is None else int(start[0])
     return slice(first, first + seq_len)

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distgpt.kernels.api import Affine, Array
-from distgpt.kernels.cpu import CpuKernels, positions
+from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding import factors
-from distgpt.kernels.fused import rowwise
 from distgpt.kernels.pool import ROWS
 
 
@@ -53,14 +52,18 @@ class Int8Kernels(CpuKernels):
             self.add(y, y, onto)
 
     def embed(
-        self, x: Array, tokens: Array, wte: Any, wpe: Array | None, seq_len: int, start: Array | None
+        self,
+        x: Array,
+        tokens: Array,
+        wte: Any,
+        wpe: Array | None,
+        seq_len: int,
+        start: Array | None,
+        positions: Array | None = None,
     ) -> None:
-        if not isinstance(wte, Packed):
-            super().embed(x, tokens, wte, wpe, seq_len, start)
-            return
-        added = None if wpe is None else wpe[positions(seq_len, start)]
-        rows = self._rows(wte, tokens)
-        self._pool.ranges(len(x), ROWS, rowwise.embed, x, np.arange(len(tokens)), rows, added)
+        if isinstance(wte, Packed):
+            wte, tokens = self._rows(wte, tokens), np.arange(len(tokens))
+        super().embed(x, tokens, wte, wpe, seq_len, start, positions)
 
     def add_embedding(self, x: Array, tokens: Array, w: Any) -> None:
         super().add_embedding(x, np.arange(len(tokens)), self._rows(w, tokens))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import (
+    IGNORED,
     PIECE,
     POLAR,
     QK_SCALE,
@@ -117,16 +118,27 @@ class ReferenceKernels(OnHost):
         wpe: Floats2d | None,
         seq_len: int,
         start: Ints1d | None,
+        positions: Ints1d | None = None,
     ) -> None:
         x[...] = wte[tokens]
-        if wpe is not None:
+        if wpe is not None and positions is not None:
+            x += wpe[positions]
+        elif wpe is not None:
             x.reshape(-1, seq_len, x.shape[1])[...] += wpe[_positions(seq_len, start)]
 
     def embed_backward(
-        self, dwte: Wide2d, dwpe: Wide2d | None, dx: Floats2d, tokens: Ints1d, seq_len: int
+        self,
+        dwte: Wide2d,
+        dwpe: Wide2d | None,
+        dx: Floats2d,
+        tokens: Ints1d,
+        seq_len: int,
+        positions: Ints1d | None = None,
     ) -> None:
         np.add.at(dwte, tokens, dx[:, -dwte.shape[1] :])
-        if dwpe is not None:
+        if dwpe is not None and positions is not None:
+            np.add.at(dwpe, positions, dx)
+        elif dwpe is not None:
             dwpe[:seq_len] += dx.reshape(-1, seq_len, dx.shape[1]).sum(0)
 
     def add_embedding(self, x: Floats2d, tokens: Ints1d, w: Floats2d) -> None:
@@ -277,10 +289,12 @@ class ReferenceKernels(OnHost):
     def sum_rows(self, total: Wide1d, x: Wide2d, accumulate: bool) -> None:
         _put(total, x.sum(0), accumulate)
 
-    def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
+    def attention(
+        self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int, positions: Ints1d | None = None
+    ) -> None:
         out = _heads_of(y, seq_len, lse.shape[1])
         q, k, v = _heads(qkv, out)
-        scores = self._causal_scores(q, _for_each(q, k), 0)
+        scores = self._causal_scores(q, _for_each(q, k), 0, positions)
         log_sum = self._log_sum_exp(scores)
         out[...] = np.exp(scores - log_sum) @ _for_each(q, v)
         lse.reshape(-1, seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
@@ -294,13 +308,14 @@ class ReferenceKernels(OnHost):
         qkv: Floats2d,
         seq_len: int,
         db: Bias = None,
+        positions: Ints1d | None = None,
     ) -> None:
         n_head = lse.shape[1]
         out, dout = _heads_of(y, seq_len, n_head), _heads_of(dy, seq_len, n_head)
         (q, k, v), (dq, dk, dv) = _heads(qkv, out), _heads(dqkv, out)
         k, v = _for_each(q, k), _for_each(q, v)
         log_sum = lse.reshape(-1, seq_len, n_head).swapaxes(1, 2)[..., None]
-        p = np.exp(self._causal_scores(q, k, 0) - log_sum)
+        p = np.exp(self._causal_scores(q, k, 0, positions) - log_sum)
         dp = dout @ v.swapaxes(2, 3)
         ds = p * (dp - (dout * out).sum(3, keepdims=True)) / math.sqrt(q.shape[3])
         dq[...] = ds @ k
@@ -320,10 +335,13 @@ class ReferenceKernels(OnHost):
         scores = self._causal_scores(q, _for_each(q, keys), first)
         out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
 
-    def _causal_scores(self, q: Array, k: Array, start: int) -> Array:
+    def _causal_scores(self, q: Array, k: Array, start: int, positions: Ints1d | None = None) -> Array:
         scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
-        rows = np.arange(q.shape[2])[:, None] + start
-        return np.where(np.arange(k.shape[2]) > rows, -np.inf, scores)
+        rows, keys = np.arange(q.shape[2])[:, None] + start, np.arange(k.shape[2])
+        hidden = keys > rows
+        if positions is not None:
+            hidden = hidden | (keys < rows - positions.reshape(len(q), 1, -1, 1))
+        return np.where(hidden, -np.inf, scores)
 
     def _log_sum_exp(self, scores: Array) -> Array:
         top = scores.max(-1, keepdims=True)
@@ -349,11 +367,12 @@ class ReferenceKernels(OnHost):
             chunk = x[rows] @ w.T
             chunk[:, head.vocab :] = -np.inf
             log_sum = self._log_sum_exp(chunk)
-            losses[rows] = log_sum[:, 0] - chunk[index, targets[rows]]
+            learned = targets[rows] != IGNORED
+            losses[rows] = np.where(learned, log_sum[:, 0] - chunk[index, targets[rows]], 0)
             if dx is not None:
                 grad = np.exp(chunk - log_sum)
                 grad[index, targets[rows]] -= 1
-                grad *= scale
+                grad *= scale * learned[:, None]
                 dx[rows] = grad @ w
                 if dw is not None:
                     _put(dw, grad.T @ x[rows], accumulate or start > 0)

@@ -355,9 +355,9 @@ class Block:
         # Rotary positions and norms change dqkv after attention's backward pass has summed it.
         self.qkv.sums_along = sums and not (self.positions.rotates or self.qk_norm)
 
-    def attend(self, acts: LayerActivations, seq_len: int) -> None:
+    def attend(self, acts: LayerActivations, seq_len: int, positions: Ints1d | None) -> None:
         self._prepare(acts, seq_len, None)
-        self.k.attention(acts.att, acts.lse, acts.qkv, seq_len)
+        self.k.attention(acts.att, acts.lse, acts.qkv, seq_len, positions)
 
     def attend_cached(self, acts: LayerActivations, cache: Floats5d, start: Ints1d) -> None:
         self._prepare(acts, len(acts.qkv) // cache.shape[1], start)
@@ -402,7 +402,13 @@ class Block:
         return acts.s2, tmp.dh1
 
     def backward(
-        self, acts: LayerActivations, tmp: Scratch, seq_len: int, again: bool, accumulate: bool
+        self,
+        acts: LayerActivations,
+        tmp: Scratch,
+        seq_len: int,
+        again: bool,
+        accumulate: bool,
+        positions: Ints1d | None,
     ) -> None:
         """tmp.din ← the gradient of x (and of r), from tmp.dout, that of s2 + mlp. `weights` reads tmp then.
 
@@ -416,8 +422,8 @@ class Block:
         self.fc.backward(tmp.dh2, _dpre(acts, tmp))
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
         self.out.backward(tmp.datt, tmp.dmid)
-        db = self.qkv.bias_along(accumulate)
-        self.k.attention_backward(tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, seq_len, db)
+        of = acts.att, acts.lse, acts.qkv, seq_len, self.qkv.bias_along(accumulate), positions
+        self.k.attention_backward(tmp.dqkv, tmp.datt, *of)
         if self.qk_norm and self.head_norm is None:
             self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.head)
         self.positions.rotate(tmp.dqkv, seq_len, None, inverse=True)

@@ -69,7 +69,7 @@ class Ends:
 class Pass:
     """Memory and order of work for batches of (n_seq, seq_len) tokens, for all workers or `workers` of them.
 
-    `recompute` is a key of KEPT.
+    `recompute` is a key of KEPT. `positions` (N,), which callers fill, are of documents side by side.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class Pass:
         training: bool,
         recompute: str = "mlp",
         workers: int | None = None,
+        positions: Ints1d | None = None,
     ) -> None:
-        self.model, self.k = model, model.kernels
+        self.model, self.k, self.positions = model, model.kernels, positions
         self._workers = model.kernels.threads if workers is None else workers
         self._wide = not training and _layer_bytes(model) >= WIDE
         self._cut(n_seq, seq_len)
@@ -265,7 +266,7 @@ class Pass:
         x, r = self.layers[0].slabs[slab].s1, None
         first = x if model.embed_norm is None else ends.embedded
         wte, wpe, own = model.tensors["wte"], model.positions.wpe, tokens[self.slabs[slab]]
-        self.k.embed(first, own, wte, wpe, self.seq_len, start)
+        self.k.embed(first, own, wte, wpe, self.seq_len, start, self._positions_of(slab))
         if model.embed_norm is not None:
             model.embed_norm.forward(x, first, ends.embed_stats, first, None)
         last = ends.hidden if model.final_norm is None else ends.s
@@ -274,7 +275,7 @@ class Pass:
             acts = layer.slabs[slab]
             block.before_attention(acts, x, r, own)
             if caches is None:
-                block.attend(acts, self.seq_len)
+                block.attend(acts, self.seq_len, self._positions_of(slab))
             else:
                 block.attend_cached(acts, caches[i], start)
             block.after_attention(acts, tmp)
@@ -306,9 +307,12 @@ class Pass:
         acts, tmp = layer.slabs[slab], self.tmp.slabs[slab]
         if self._recompute == "block":
             block.before_attention(acts, acts.s1, None, tokens[self.slabs[slab]])
-            block.attend(acts, self.seq_len)
+            block.attend(acts, self.seq_len, self._positions_of(slab))
             block.after_attention(acts, tmp)
-        block.backward(acts, tmp, self.seq_len, self._again, accumulate)
+        block.backward(acts, tmp, self.seq_len, self._again, accumulate, self._positions_of(slab))
+
+    def _positions_of(self, slab: int) -> Ints1d | None:
+        return None if self.positions is None else self.positions[self.slabs[slab]]
 
     def _embedding_weights(self, tokens: Ints1d, accumulate: bool) -> None:
         """Compute gradients from that of the first layer's input, which is in tmp.dout."""
@@ -325,7 +329,7 @@ class Pass:
                 self.k.zero(dwte)
             if dwpe is not None:
                 self.k.zero(dwpe)
-        self.k.embed_backward(dwte, dwpe, dx, tokens, self.seq_len)
+        self.k.embed_backward(dwte, dwpe, dx, tokens, self.seq_len, self.positions)
 
 
 def _slab_count(n_seq: int, threads: int) -> int:

@@ -96,9 +96,12 @@ class Step:
         # Gradients are the mean over this rank's rows. The update takes the mean over the ranks.
         weight = n_seq * comm.size / config.batch_size
         self._weight = 1 / config.reproducible_parts if config.reproducible_parts else weight
-        self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
-        self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
-        self._pass = Pass(self.model, n_seq, seq_len, training=True, recompute=config.recompute)
+        # Tokens, targets and, for chats side by side, positions.
+        self._host = tuple(np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.chats else 2))
+        self._inputs = tuple(k.integers(np.zeros(n_seq * seq_len)) for _ in self._host)
+        positions = self._inputs[2] if config.chats else None
+        how: dict[str, Any] = {"training": True, "recompute": config.recompute, "positions": positions}
+        self._pass = Pass(self.model, n_seq, seq_len, **how)
         self._tree = (
             Tree(self.model.grads, k, self._micro_batches) if config.reproducible_parts > comm.size else None
         )
@@ -138,7 +141,8 @@ class Step:
         self.exchange.sum_gradients(number)
         self._exchanged_at = time.perf_counter()
         with self.at_rest:
-            return self._update(number, learning_rate(self.config, number, share))
+            learned = batches.learned_share(number)
+            return self._update(number, learning_rate(self.config, number, share), learned)
 
     def waits(self) -> list[tuple[Any, str, Array]]:
         """Return the methods that wait for other ranks, each with what it sums or sends."""
@@ -172,21 +176,27 @@ class Step:
         else:
             rows = shared_rows(self._shares, rank, micro_batch)
         batches.fill(number, rows, *self._host)
-        for device, host in zip((self._tokens, self._targets), self._host, strict=True):
+        for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
         self._passes[bool(micro_batch and not c.reproducible_parts), self._ready is not None]()
 
     def _gradients(self, accumulate: bool) -> None:
-        self._pass.loss_and_gradients(self._tokens, self._targets, self._weight, accumulate, self._ready)
+        tokens, targets = self._inputs[:2]
+        self._pass.loss_and_gradients(tokens, targets, self._weight, accumulate, self._ready)
 
-    def _update(self, number: int, lr: float) -> StepResult:
-        """Update the weights, unless the summed gradients are bad."""
+    def _update(self, number: int, lr: float, learned: float) -> StepResult:
+        """Update the weights, unless the summed gradients are bad.
+
+        The gradients are those of a mean over all tokens of the batch, of which `learned` is the part that
+        counts: the mean is to be over these.
+        """
         c, k, grads = self.config, self.model.kernels, self.model.grads
         self.activity.enter(UPDATING)
         # The optimizer takes the mean in its only pass over the gradients; units are weighted from the start.
-        mean = 1.0 if c.reproducible_parts else 1.0 / self.comm.size
-        local = is_local(c, self.comm.size)  # then norm² is the mean of those of the ranks
-        grad_scale, norm_scale = (1.0, math.sqrt(mean)) if local else (mean, mean)
+        mean = (1.0 if c.reproducible_parts else 1.0 / self.comm.size) / learned
+        grad_scale, norm_scale = mean, mean
+        if is_local(c, self.comm.size):  # then norm² is the mean of those of the ranks
+            grad_scale, norm_scale = 1.0 / learned, math.sqrt(1.0 / self.comm.size) / learned
         self.exchange.compute_norm(self.optimizer)
         numbers, squares = k.later(grads.flags), k.later(self.optimizer.norm)
         result = StepResult(lr, mean, norm_scale, cache(numbers), cache(squares))
@@ -196,7 +206,7 @@ class Step:
             self.optimizer.prepare(number, lr, grad_scale, norm_scale)
             self.share_updates()
             self.optimizer.apply()
-        if self.optimizer.is_part or local:
+        if self.optimizer.is_part or is_local(c, self.comm.size):
             self.activity.enter(EXCHANGING)
         self.exchange.after_update(number, not result.rejected)
         return result

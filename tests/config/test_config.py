@@ -105,9 +105,10 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
             "verify_every",
             "save_minutes",
         ),
+        *("chats", "epochs"),
     }
     assert {
-        *("data", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
+        *("data", "steps", "epochs", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync"),
         *("recompute", "embedding_lr", "value_lr", "head_lr", "vector_lr", "decay_fraction", "train_minutes"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
@@ -251,8 +252,14 @@ LIMITS = (
     ("lora_rank lora_alpha", "at least 0", 0, -1),
     ("lora_rank", "at most 4096", 4096, 4097),
     ("lora_alpha", "at most", 1e6, 1e7),
-    ("embedding_lr value_lr head_lr vector_lr decay_fraction train_minutes", "at least 0", 0.0, -0.001),
+    (
+        "embedding_lr value_lr head_lr vector_lr decay_fraction train_minutes epochs",
+        "at least 0",
+        0.0,
+        -0.001,
+    ),
     ("train_minutes", "at most", 1e7, 1e8),
+    ("epochs", "at most", 1e6, 1e7),
     ("decay_fraction", "at most 1", 1.0, 1.001),
     ("val_fraction beta1 beta2 momentum outer_momentum", "at least 0", 0.0, -0.001),
     ("val_fraction beta1 beta2 momentum outer_momentum", "below 1", 0.999, 1.0),

@@ -1,5 +1,6 @@
 """Rows of chats to learn from: every shape that people have, what is learned of it, and what is refused."""
 
+import gzip
 import json
 
 import numpy as np
@@ -11,7 +12,7 @@ from tokenizing import small
 from distgpt.data.chats.format import ChatFormat
 from distgpt.data.chats.rows import read_examples
 from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError, StorageError
+from distgpt.errors import DataError
 
 QUESTION, ANSWER = "Where is the lamp?", "In the 12th harbour, naïve 中."
 TURN = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -110,7 +111,20 @@ def test_files_without_rows_and_binary_ones_are_refused(plain, tmp_path):
         (tmp_path / "f").write_bytes(content)
         with pytest.raises(DataError, match=message):
             examples(tmp_path / "f", plain)
-    with pytest.raises(DataError, match="a folder"):
+    with pytest.raises(DataError, match="holds no file"):
         examples(tmp_path, plain)
-    with pytest.raises(StorageError, match="cannot read"):
+    (tmp_path / "a.txt").write_text("A text.")
+    with pytest.raises(DataError, match="holds no chats, which are lines of JSON"):
+        examples(tmp_path, plain)
+    with pytest.raises(DataError, match="no readable file"):
         examples(tmp_path / "missing", plain)
+
+
+def test_folders_and_compressed_files_are_read(plain, tmp_path):
+    row = json.dumps({"messages": TURN})
+    (tmp_path / "a.jsonl").write_text(f"{row}\n{row}")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row.encode()))
+    assert len(examples(tmp_path, plain)) == 3
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row.encode())[:-9])
+    with pytest.raises(DataError, match="damaged"):
+        examples(tmp_path, plain)

@@ -64,6 +64,11 @@ class Case:
     head: int
     group: int = 1
     steep: float = 1.0
+    documents: tuple[int, ...] = ()  # their lengths, side by side in each sequence
+
+    def positions(self, k: CudaKernels) -> Any:
+        of_each = np.concatenate([np.arange(n) for n in self.documents or [0]])
+        return k.integers(np.tile(of_each, self.n_seq)) if self.documents else None
 
     def inputs(self, k: CudaKernels) -> tuple[Any, Any]:
         n, c = self.n_seq * self.seq_len, self.n_head * self.head
@@ -73,9 +78,11 @@ class Case:
     def wanted(self, k: CudaKernels) -> dict[str, Any]:
         qkv, dy = (values(k, array) for array in self.inputs(k))
         y, lse, dqkv = np.empty_like(dy), np.empty((len(dy), self.n_head)), np.empty_like(qkv)
-        REFERENCE.attention(y, lse, qkv, self.seq_len)
+        positions = self.positions(REFERENCE)
+        REFERENCE.attention(y, lse, qkv, self.seq_len, positions)
         db = np.arange(qkv.shape[1], dtype=float)
-        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len, BiasGradient(db, True))
+        bias = BiasGradient(db, True)
+        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len, bias, positions)
         return self._named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv, db)
 
     def computed(self, k: CudaKernels, back: CudaKernels | None = None) -> dict[str, Any]:
@@ -83,14 +90,14 @@ class Case:
         qkv, dy = self.inputs(k)
         y, dqkv = poisoned(k, *dy.shape), poisoned(k, *qkv.shape)
         lse = poisoned(k, len(dy), self.n_head, wide=True)
-        k.attention(y, lse, qkv, self.seq_len)
+        k.attention(y, lse, qkv, self.seq_len, self.positions(k))
         ahead = values(k, y), values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
         arrays = [dqkv, dy, y, lse, qkv]
         if back is not None:
             arrays = [stored(back, k.to_host(array), array is lse) for array in arrays]
         k = back or k
         db = stored(k, np.arange(qkv.shape[1]), wide=True)
-        k.attention_backward(*arrays, self.seq_len, BiasGradient(db, True))
+        k.attention_backward(*arrays, self.seq_len, BiasGradient(db, True), self.positions(k))
         return self._named(*ahead, values(k, arrays[0]), values(k, db))
 
     def check(self, k: CudaKernels, storage: str, back: CudaKernels | None = None) -> None:
@@ -142,6 +149,12 @@ def test_attention_in_bfloat16_without_tensor_cores_is_the_reference_s() -> None
 def test_attention_on_tensor_cores_is_the_reference_s() -> None:
     for sizes in TENSOR_CORES:
         Case(*sizes).check(kernels("bfloat16"), "bfloat16")
+
+
+@pytest.mark.parametrize(("storage", "head"), [("float64", 5), ("bfloat16", 64), ("bfloat16", 80)])
+def test_documents_side_by_side_do_not_see_each_other(storage: str, head: int) -> None:
+    for lengths in [(1, 70, 3, 66, 20), (65, 1)]:
+        Case(2, sum(lengths), 4, head, 2, documents=lengths).check(kernels(storage), storage)
 
 
 @needs_the_processor

@@ -24,6 +24,7 @@ from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.lanes import Feed
 from distgpt.inference.request import Request
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
+from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss
@@ -37,11 +38,18 @@ TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]
 
 
-def gradients(model, n_seq=3, seq_len=7, recompute="mlp"):
-    """Those of two micro-batches that are added up, with the loss behind them."""
+def gradients(model, n_seq=3, seq_len=7, recompute="mlp", documents=()):
+    """Those of two micro-batches that are added up, with the loss behind them.
+
+    `documents`: their lengths, side by side in each sequence; of each the first token is not learned.
+    """
     k = model.kernels
-    work = Pass(model, n_seq, seq_len, training=True, recompute=recompute)
-    tokens, targets = (k.integers(part) for part in batch(model.config, n_seq, seq_len))
+    tokens, targets = batch(model.config, n_seq, seq_len)
+    positions = np.tile(np.concatenate([np.arange(n) for n in documents or (seq_len,)]), n_seq)
+    targets = np.where((positions == 0) & bool(documents), IGNORED, targets)
+    placed = k.integers(positions) if documents else None
+    work = Pass(model, n_seq, seq_len, training=True, recompute=recompute, positions=placed)
+    tokens, targets = k.integers(tokens), k.integers(targets)
     backwards = k.integers(k.to_host(tokens)[::-1].copy())
     work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
     work.loss_and_gradients(backwards, targets, 0.3, accumulate=True)
@@ -67,9 +75,16 @@ def alike(config, kernels):
     ],
 )
 def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
-    config = VARIANTS[kind]
-    model, twin = alike(config, cuda_kernels(dtype))
-    got, expected = gradients(model), gradients(twin)
+    compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("gpt2", "float32"), ("modern", "bfloat16")])
+def test_so_are_those_of_documents_side_by_side(kind, dtype, cuda_kernels):
+    compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype, (1, 4, 2))
+
+
+def compare_gradients(config, model, twin, dtype, documents=()):
+    got, expected = gradients(model, documents=documents), gradients(twin, documents=documents)
     slack = 4 if config.mlp == "relu" else 1  # rounding across the kink makes a gradient jump
     slack = 2 if config.qk_norm_gain else slack  # whose gradient is what many heads leave of each other's
     assert got[-FLAG_COUNT] == pytest.approx(expected[-FLAG_COUNT], rel=TOLERANCE[dtype])

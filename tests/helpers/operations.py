@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 
 from distgpt.kernels.api import (
+    IGNORED,
     PIECE,
     AdamConstants,
     AdamState,
@@ -146,21 +147,30 @@ def test_gradients_from_columns_of_a_wider_array(both):
             )
 
 
+def side_by_side(case):
+    """Positions of rows in documents of random lengths."""
+    begins = case.rng.random((case.b, case.t)) < 4 / case.t
+    begins[:, 0] = True
+    place = np.arange(case.t)
+    return (place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)).reshape(-1).astype(np.int32)
+
+
 def test_embed(both):
     for case, positions in cases(both, BOTH):
         wpe = case.random(case.t + 3, case.c) if positions else None
         inputs = [case.ints(case.v, case.n), case.random(case.v, case.c), wpe, case.t]
         for start in (None, np.array([3], np.int32)):
             case.check("embed", [(case.n, case.c)], *inputs, start)
+        case.check("embed", [(case.n, case.c)], *inputs, None, side_by_side(case))
 
 
 def test_embed_backward(both):
-    for case, positions in cases(both, BOTH):
+    for case, positions, packed in cases(both, BOTH, BOTH):
         dwpe = Wide(case.random(case.t + 2, case.c)) if positions else None
         tokens = case.ints(case.v, case.n)
         tokens[case.n // 3 :] = tokens[0]  # one that is very frequent
         outs, dx = [Wide(case.random(case.v, case.c)), dwpe], case.random(case.n, case.c)
-        case.check("embed_backward", outs, dx, tokens, case.t)
+        case.check("embed_backward", outs, dx, tokens, case.t, side_by_side(case) if packed else None)
 
 
 def test_add_embedding(both):
@@ -283,15 +293,16 @@ def test_rope(both):
 
 
 def test_attention(both):
-    def work(k, y, dqkv, db, dy, qkv, case, accumulate):
+    def work(k, y, dqkv, db, dy, qkv, case, accumulate, positions):
         lse = k.wide_zeros(case.n, case.h)
-        k.attention(y, lse, qkv, case.t)
-        k.attention_backward(dqkv, dy, y, lse, qkv, case.t, into(db, accumulate))
+        k.attention(y, lse, qkv, case.t, positions)
+        k.attention_backward(dqkv, dy, y, lse, qkv, case.t, into(db, accumulate), positions)
 
-    for case, _, wide in grouped(both):
+    for case, _, wide, packed in grouped(both, BOTH):
         qkv, dy = case.random(case.n, wide), case.random(case.n, case.c)
+        positions = side_by_side(case) if packed else None
         for db, accumulate in bias_gradients(case, wide):
-            case.check(work, [dy.shape, qkv.shape, db], dy, qkv, case, accumulate, strict=2.0)
+            case.check(work, [dy.shape, qkv.shape, db], dy, qkv, case, accumulate, positions, strict=2.0)
 
 
 def test_qk_norm(both):
@@ -326,20 +337,22 @@ def test_attention_cached(both):
         case.check("attention_cached", outs, qkv, start)
 
 
-def check_cross_entropy(case, chunk, accumulate):
+def check_cross_entropy(case, chunk, accumulate, ignored=0.0):
     padded = case.v + 3
     dw = case.random(padded, case.c)
     dw[case.v :] = 0
     head = Head(case.random(padded, case.c), np.zeros((min(chunk, case.n), padded)), case.v)
-    inputs = [case.random(case.n, case.c), head, case.ints(case.v, case.n), 0.37, accumulate]
+    targets = np.where(case.rng.random(case.n) < ignored, np.int32(IGNORED), case.ints(case.v, case.n))
+    inputs = [case.random(case.n, case.c), head, targets, 0.37, accumulate]
     outs = [Wide((case.n,)), (case.n, case.c), Wide(dw if accumulate else np.zeros_like(dw))]
-    case.check("linear_cross_entropy", outs, *inputs, strict=2.0)
+    losses, dx, _ = case.check("linear_cross_entropy", outs, *inputs, strict=2.0)
+    assert not losses[targets == IGNORED].any() and not dx[targets == IGNORED].any()
     case.check("linear_cross_entropy", [Wide((case.n,)), None, None], *inputs, strict=2.0)
 
 
 def test_linear_cross_entropy(both):
-    for case, chunk, accumulate in cases(both, [1000, 9], BOTH):
-        check_cross_entropy(case, chunk, accumulate)
+    for case, chunk, accumulate, ignored in cases(both, [1000, 9], BOTH, [0.0, 0.6, 1.0]):
+        check_cross_entropy(case, chunk, accumulate, ignored)
 
 
 def scalars(*numbers):

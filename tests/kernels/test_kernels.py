@@ -12,7 +12,7 @@ from operations import *  # noqa: F403
 
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.kernels.api import Affine, Kernels
+from distgpt.kernels.api import IGNORED, Affine, Head, Kernels
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.model import Model
@@ -32,6 +32,23 @@ def test_signatures_are_identical(backend):
         # The aliases that say an array's type and rank are one type.
         mine, theirs = (inspect.signature(each, eval_str=True) for each in (function, found[name]))
         assert mine == theirs, name
+
+
+@pytest.mark.peer
+def test_the_loss_of_what_is_learned_and_its_gradients_are_those_of_pytorch():
+    torch = pytest.importorskip("torch")
+    random, k = np.random.default_rng(0), CpuKernels("float32", 2)
+    x, w = (random.standard_normal((rows, 24)).astype("float32") for rows in (70, 131))
+    targets = np.where(random.random(70) < 0.6, IGNORED, random.integers(0, 131, 70)).astype(np.int32)
+    losses, dx, dw, learned = k.zeros(70), k.zeros(70, 24), k.zeros(131, 24), (targets != IGNORED).sum()
+    k.linear_cross_entropy(losses, dx, dw, x, Head(w, k.zeros(32, 131), 131), targets, 1 / learned, False)
+    inputs = [torch.tensor(each, requires_grad=True) for each in (x, w)]
+    wanted = torch.from_numpy(np.where(targets == IGNORED, -100, targets).astype(np.int64))
+    loss = torch.nn.functional.cross_entropy(inputs[0] @ inputs[1].T, wanted, ignore_index=-100)
+    loss.backward()
+    np.testing.assert_allclose(losses.sum() / learned, loss.item(), rtol=1e-6)
+    for own, peers in zip((dx, dw), inputs, strict=True):
+        np.testing.assert_allclose(own, peers.grad.numpy(), rtol=0, atol=1e-6)
 
 
 @pytest.fixture(params=[1, 3], ids=["1 thread", "3 threads"])

@@ -21,8 +21,8 @@ import numpy as np
 
 from distgpt.checked import parse_json
 from distgpt.data.chats.format import ChatFormat, Example, Message, checked_messages
+from distgpt.data.prepare.documents import LINES, Input, find_inputs, opened
 from distgpt.errors import DataError, escape
-from distgpt.files import open_regular, storage_errors
 
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names for roles
 LONGEST = 64 << 20  # bytes of a line
@@ -30,10 +30,23 @@ SHAPES = '"messages", "conversations", "prompt" with "completion", "instruction"
 
 
 def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
-    """Yield each row's tokens. A DataError names the file and the first line that is no such row."""
-    number, rows = 0, 0
-    with storage_errors("read", path), open_regular(path) as file:
-        while line := file.readline(LONGEST):
+    """Yield the tokens of each row of a file, or of those in a folder.
+
+    A DataError names the file and the first line that is no such row.
+    """
+    sources = [source for source in find_inputs((path,)) if source.kind == LINES or source.path == path]
+    if not sources:
+        raise DataError(
+            f"{path} holds no chats, which are lines of JSON in files that end in .jsonl or .jsonl.gz"
+        )
+    for source in sources:
+        yield from _of_file(source, chat)
+
+
+def _of_file(source: Input, chat: ChatFormat) -> Iterator[Example]:
+    number, rows, path = 0, 0, source.path
+    with opened(source) as (stream, _):
+        while line := stream.readline(LONGEST):
             number += 1
             if len(line) == LONGEST:
                 raise DataError(f"{path}, line {number} is longer than {LONGEST >> 20} MiB")

@@ -10,6 +10,10 @@
 // qkv is (rows, (heads + 2 heads / GROUP) · HEAD); lse, delta are (sequences, heads, T) of real.
 #include "common.cuh"
 
+#ifndef PACKED
+#define PACKED 0  // 1: documents lie side by side in a sequence, and do not see each other
+#endif
+
 constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // elements moved at once from and to memory
 constexpr int CHUNK = 16 / sizeof(real);          // reals moved at once from and to shared memory
 constexpr int CHUNKS = (HEAD + CHUNK - 1) / CHUNK;
@@ -180,11 +184,16 @@ struct Place {
     }
 };
 
+// The first key that row t sees, and those after it see none before; `positions` as in kernels/api.py.
+__device__ __forceinline__ int first_key(const int* positions, const Place& place, int t) {
+    return PACKED ? t - positions[place.first_row + t] : 0;
+}
+
 // ---- forward
 
 // y ← softmax(q kᵀ / √HEAD, causal) v; lse ← log of the softmax's denominator
 extern "C" __global__ void __launch_bounds__(Forward::THREADS)
-attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_head) {
+attention_forward(stored* y, real* lse, const stored* qkv, const int* positions, int seq_len, int n_head) {
     using T = Forward;
     real* q = reinterpret_cast<real*>(dynamic_shared);
     real* k = q + T::ROWS * STRIDE;
@@ -197,10 +206,15 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
     load_rows<T::ROWS, T::THREADS>(q, qkv + place.in_qkv(0, first), place.qkv_step, rows);
     Sums<T> sums = {};
     real top[T::R], total[T::R];
+    int begin[T::R];
 #pragma unroll
-    for (int r = 0; r < T::R; r++) top[r] = LOWEST, total[r] = 0;
+    for (int r = 0; r < T::R; r++) {
+        top[r] = LOWEST, total[r] = 0;
+        begin[r] = T::row(r) < rows ? first_key(positions, place, first + T::row(r)) : 0;
+    }
 
-    for (int start = 0; start < first + rows; start += T::COLUMNS) {
+    int start = first_key(positions, place, first) / T::COLUMNS * T::COLUMNS;
+    for (; start < first + rows; start += T::COLUMNS) {
         const int columns = min(T::COLUMNS, seq_len - start);
         __syncthreads();
         load_rows<T::COLUMNS, T::THREADS>(k, qkv + place.in_qkv(1, start), place.qkv_step, columns);
@@ -215,7 +229,8 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
 #pragma unroll
             for (int c = 0; c < T::C; c++) {
                 s[r][c] *= scale;
-                if (start + T::column(c) <= query) highest = highest < s[r][c] ? s[r][c] : highest;
+                const int key = start + T::column(c);
+                if (begin[r] <= key && key <= query) highest = highest < s[r][c] ? s[r][c] : highest;
             }
 #pragma unroll
             for (int step = T::LANES / 2; step > 0; step /= 2) {
@@ -228,7 +243,8 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
             sums.scale_row(r, fade);
 #pragma unroll
             for (int c = 0; c < T::C; c++) {
-                s[r][c] = start + T::column(c) <= query ? exp(s[r][c] - highest) : real(0);
+                const int key = start + T::column(c);
+                s[r][c] = begin[r] <= key && key <= query ? exp(s[r][c] - highest) : real(0);
                 total[r] += s[r][c];
             }
         }
@@ -272,7 +288,7 @@ extern "C" __global__ void attention_delta(real* delta, const stored* dy, const 
 // dq ← Σ over keys of ds · k / √HEAD
 extern "C" __global__ void __launch_bounds__(Backward::THREADS)
 attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
-                           const stored* qkv, int seq_len, int n_head) {
+                           const stored* qkv, const int* positions, int seq_len, int n_head) {
     using T = Backward;
     real* q = reinterpret_cast<real*>(dynamic_shared);
     real* dout = q + T::ROWS * STRIDE;
@@ -286,15 +302,18 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
     load_rows<T::ROWS, T::THREADS>(q, qkv + place.in_qkv(0, first), place.qkv_step, rows);
     load_rows<T::ROWS, T::THREADS>(dout, dy + place.in_y(first), place.y_step, rows);
     real log_sum[T::R], mean[T::R];
+    int begin[T::R];
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
+        begin[r] = T::row(r) < rows ? first_key(positions, place, first + T::row(r)) : 0;
         const long long at = (long long)blockIdx.x * seq_len + first + T::row(r);
         log_sum[r] = T::row(r) < rows ? lse[at] : real(0);
         mean[r] = T::row(r) < rows ? delta[at] : real(0);
     }
     Sums<T> dq = {};
 
-    for (int start = 0; start < first + rows; start += T::COLUMNS) {
+    int start = first_key(positions, place, first) / T::COLUMNS * T::COLUMNS;
+    for (; start < first + rows; start += T::COLUMNS) {
         const int columns = min(T::COLUMNS, seq_len - start);
         __syncthreads();
         load_rows<T::COLUMNS, T::THREADS>(k, qkv + place.in_qkv(1, start), place.qkv_step, columns);
@@ -307,7 +326,8 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
         for (int r = 0; r < T::R; r++)
 #pragma unroll
             for (int c = 0; c < T::C; c++) {
-                const bool seen = T::row(r) < rows && start + T::column(c) <= first + T::row(r);
+                const int key = start + T::column(c);
+                const bool seen = T::row(r) < rows && begin[r] <= key && key <= first + T::row(r);
                 s[r][c] = seen ? exp(s[r][c] * scale - log_sum[r]) * (dp[r][c] - mean[r]) : real(0);
             }
         put_weights<T>(weights, s);
@@ -323,7 +343,7 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
 // dk ← Σ over queries of ds · q / √HEAD; dv ← Σ over queries of p · dy
 extern "C" __global__ void __launch_bounds__(Backward::THREADS)
 attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
-                        const stored* qkv, int seq_len, int n_head) {
+                        const stored* qkv, const int* positions, int seq_len, int n_head) {
     using T = Backward;
     real* k = reinterpret_cast<real*>(dynamic_shared);
     real* v = k + T::ROWS * STRIDE;
@@ -338,11 +358,14 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
     load_rows<T::ROWS, T::THREADS>(k, qkv + place.in_qkv(1, first), place.qkv_step, rows);
     load_rows<T::ROWS, T::THREADS>(v, qkv + place.in_qkv(2, first), place.qkv_step, rows);
     Sums<T> dk = {}, dv = {};
+    int stop = first / T::COLUMNS * T::COLUMNS;  // of the queries that see these keys
+    while (stop < seq_len && (stop <= first || first_key(positions, place, stop) < first + rows))
+        stop += T::COLUMNS;
 
 #pragma unroll 1
     for (int member = 0; member < GROUP; member++) {
         const Place of(blockIdx.x * GROUP + member, seq_len, n_head);
-        for (int start = first / T::COLUMNS * T::COLUMNS; start < seq_len; start += T::COLUMNS) {
+        for (int start = first / T::COLUMNS * T::COLUMNS; start < stop; start += T::COLUMNS) {
             const int columns = min(T::COLUMNS, seq_len - start);
             __syncthreads();
             load_rows<T::COLUMNS, T::THREADS>(q, qkv + of.in_qkv(0, start), of.qkv_step, columns);
@@ -356,9 +379,11 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
                 const bool inside = T::column(c) < columns;
                 const long long at = of.head_of_all * seq_len + start + T::column(c);
                 const real log_sum = inside ? lse[at] : real(0), mean = inside ? delta[at] : real(0);
+                const int begin = inside ? first_key(positions, of, start + T::column(c)) : 0;
 #pragma unroll
                 for (int r = 0; r < T::R; r++) {
-                    const bool seen = inside && first + T::row(r) <= start + T::column(c);
+                    const int key = first + T::row(r);
+                    const bool seen = inside && begin <= key && key <= start + T::column(c);
                     s[r][c] = seen ? exp(s[r][c] * scale - log_sum) : real(0);
                     dp[r][c] = s[r][c] * (dp[r][c] - mean);
                 }

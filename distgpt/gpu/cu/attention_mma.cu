@@ -11,6 +11,10 @@
 // attention.cu, whose delta serves too.
 #include "common.cuh"
 
+#ifndef PACKED
+#define PACKED 0  // 1: documents lie side by side in a sequence, and do not see each other
+#endif
+
 // ---- tensor cores and what feeds them, for compute capability 8.0 and later: a warp's product of bfloat16
 // matrices with sums in float, matrices out of shared memory, copies into it that do not wait.
 //
@@ -266,6 +270,33 @@ struct Place {
     __device__ int rows_from(int t) const { return seq_len - t; }
 };
 
+// The first key that row t sees, and those after it see none before; `positions` as in kernels/api.py.
+__device__ __forceinline__ int first_key(const int* positions, const Place& place, int t) {
+    return PACKED ? t - positions[place.first_row + t] : 0;
+}
+
+// Those of a thread's two rows of queries, from row t on
+struct Begins {
+    int at[2] = {0, 0};
+
+    __device__ Begins(const int* positions, const Place& place, int t) {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (PACKED && row_of(2 * half) < place.rows_from(t))
+                at[half] = first_key(positions, place, t + row_of(2 * half));
+    }
+
+    // Scores of keys, from `start` on, before the document of their query
+    template <int COUNT>
+    __device__ __forceinline__ void hide(Sums<COUNT>& s, int start) const {
+#pragma unroll
+        for (int n = 0; PACKED && n < COUNT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (start + n * 8 + pair() + i % 2 < at[i / 2]) s.at[n][i] = LOWEST;
+    }
+};
+
 // The first row of a warp, of those of its block
 __device__ __forceinline__ int warp_row() { return threadIdx.x / WARP * SIDE; }
 
@@ -295,7 +326,8 @@ struct Softmax {
                 highest = fmaxf(highest, fmaxf(s.at[n][2 * half], s.at[n][2 * half + 1]));
             highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 2));
-            const float fade = exp2_fast((top[half] - highest) * scale), offset = -highest * scale;
+            const float fade = exp2_fast((top[half] - highest) * scale);
+            const float offset = PACKED && highest == LOWEST ? 0 : -highest * scale;  // all are hidden
             top[half] = highest;
             total[half] *= fade;
 #pragma unroll
@@ -322,19 +354,21 @@ struct Softmax {
 
 // y ← softmax(q kᵀ / √HEAD, causal) v; lse ← log of the softmax's denominator
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD <= 64 ? 4 : 3)
-attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_head) {
+attention_forward(stored* y, real* lse, const stored* qkv, const int* positions, int seq_len, int n_head) {
     __shared__ __align__(16) stored tiles[2][2][KEYS * STRIDE];  // k and v, now and next
     const Place place(seq_len, n_head);
     const int first = (place.tiles - 1 - place.tile) * ROWS, end = min(first + ROWS, seq_len);
     const int own = first + warp_row(), last = own < end ? own + SIDE - 1 : -1;  // the warp's last column
     const float root = sqrtf(float(HEAD)), scale = LOG2_E / root;
 
-    fetch_keys(tiles[0], qkv, place, 0);
+    int start = first_key(positions, place, first) / KEYS * KEYS;
+    fetch_keys(tiles[0], qkv, place, start);
+    const Begins begins(positions, place, own);
     Factor<STEPS> q;
     load_rows(q, qkv + place.in_qkv(0, own < end ? own : first), place.qkv_step, place.rows_from(own));
     Sums<2 * STEPS> sums = {};
     Softmax softmax;
-    for (int start = 0, stage = 0; start < end; start += KEYS, stage ^= 1) {
+    for (int stage = 0; start < end; start += KEYS, stage ^= 1) {
         wait_for_copies();
         __syncthreads();  // the tiles are here, and nobody reads those before them any more
         if (start + KEYS < end) fetch_keys(tiles[stage ^ 1], qkv, place, start + KEYS);
@@ -342,6 +376,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
         Sums<KEYS / 8> s;
         dots(s, q, tiles[stage][0]);
         if (start + KEYS > own) hide(s, [&](int right) { return right > own - start - ahead(); });
+        begins.hide(s, start);
         softmax.weigh(s, sums, scale);
         add_weighted(sums, s, tiles[stage][1]);
     }
@@ -363,7 +398,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
 // dq ← Σ over keys of ds · k / √HEAD
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD <= 64 ? 3 : 2)
 attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
-                           const stored* qkv, int seq_len, int n_head) {
+                           const stored* qkv, const int* positions, int seq_len, int n_head) {
     __shared__ __align__(16) stored tiles[2][2][KEYS * STRIDE];  // k and v, now and next
     const Place place(seq_len, n_head);
     const int first = (place.tiles - 1 - place.tile) * ROWS, end = min(first + ROWS, seq_len);
@@ -371,7 +406,9 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
     const int rows = place.rows_from(own), from = own < end ? own : first;
     const float root = sqrtf(float(HEAD)), scale = LOG2_E / root;
 
-    fetch_keys(tiles[0], qkv, place, 0);
+    int start = first_key(positions, place, first) / KEYS * KEYS;
+    fetch_keys(tiles[0], qkv, place, start);
+    const Begins begins(positions, place, own);
     Factor<STEPS> q, dout;
     load_rows(q, qkv + place.in_qkv(0, from), place.qkv_step, rows);
     load_rows(dout, dy + place.in_y(from), place.y_step, rows);
@@ -383,7 +420,7 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
         mean[half] = row < rows ? delta[place.in_lse(own + row)] : 0;
     }
     Sums<2 * STEPS> dq = {};
-    for (int start = 0, stage = 0; start < end; start += KEYS, stage ^= 1) {
+    for (int stage = 0; start < end; start += KEYS, stage ^= 1) {
         wait_for_copies();
         __syncthreads();
         if (start + KEYS < end) fetch_keys(tiles[stage ^ 1], qkv, place, start + KEYS);
@@ -395,6 +432,7 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
             dots(dp, dout, v);
             if (start + part + KEY_PART > own)
                 hide(s, [&](int right) { return right > own - start - part - ahead(); });
+            begins.hide(s, start + part);
 #pragma unroll
             for (int n = 0; n < KEY_PART / 8; n++)
 #pragma unroll
@@ -414,7 +452,7 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
 // dk ← Σ over queries of ds · q / √HEAD; dv ← Σ over queries of p · dy
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD <= 64 ? 3 : 2)
 attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
-                        const stored* qkv, int seq_len, int n_head) {
+                        const stored* qkv, const int* positions, int seq_len, int n_head) {
     static_assert(2 * QUERIES <= THREADS, "a thread for each statistic");
     static_assert(4 * QUERIES >= ROWS, "room for results");
     __shared__ __align__(16) stored tiles[2][2][QUERIES * STRIDE];  // q and dy, now and next
@@ -438,6 +476,8 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
     load_rows(k, qkv + place.in_qkv(1, from), place.qkv_step, rows);
     load_rows(v, qkv + place.in_qkv(2, from), place.qkv_step, rows);
     Sums<2 * STEPS> dk = {}, dv = {};
+    int stop = first + QUERIES;  // of the queries that see these keys
+    while (stop < seq_len && first_key(positions, place, stop) < first + ROWS) stop += QUERIES;
 #pragma unroll 1
     for (int member = 0; member < GROUP; member++) {
         const Place of(seq_len, n_head, true, member);
@@ -445,10 +485,10 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
             __syncthreads();  // nobody reads the tiles of the last one any more
             fetch_queries(of, 0, first);
         }
-        for (int start = first, stage = 0; start < seq_len; start += QUERIES, stage ^= 1) {
+        for (int start = first, stage = 0; start < stop; start += QUERIES, stage ^= 1) {
             wait_for_copies();
             __syncthreads();
-            if (start + QUERIES < seq_len) fetch_queries(of, stage ^ 1, start + QUERIES);
+            if (start + QUERIES < stop) fetch_queries(of, stage ^ 1, start + QUERIES);
             if (rows <= 0) continue;
 #pragma unroll 1
             for (int part = 0; part < QUERIES; part += QUERY_PART) {
@@ -459,6 +499,13 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
                 dots(dp, v, dout);
                 if (start + part < own + SIDE)
                     hide(s, [&](int right) { return right < own - start - part - ahead(); });
+#pragma unroll
+                for (int n = 0; PACKED && n < QUERY_PART / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int query = min(start + part + n * 8 + pair() + i % 2, seq_len - 1);
+                        if (own + row_of(i) < first_key(positions, of, query)) s.at[n][i] = LOWEST;
+                    }
 #pragma unroll
                 for (int n = 0; n < QUERY_PART / 8; n++)
 #pragma unroll

@@ -47,13 +47,18 @@ __device__ __forceinline__ Elements<W> load_scores(const stored* row, int j, int
     return x;
 }
 
-// losses[row] ← log Σ e^logits - logits[target]; with `gradient`, logits ← scale · (softmax - onehot), 0 from
+// losses[row] ← log Σ e^logits - logits[target], 0 for a target below 0; with `gradient`, logits ← scale · (softmax - onehot), 0 from
 // `vocab` on. The second reading goes backwards, since what was read last is still in the cache.
 template <int W>
 __device__ void cross_entropy(real* losses, stored* logits, const int* targets, int vocab, int width,
                               double scale, int gradient) {
     stored* row = logits + size_t(blockIdx.x) * width;
     const int target = targets[blockIdx.x], step = blockDim.x * W;
+    if (target < 0) {  // not learned
+        if (threadIdx.x == 0) losses[blockIdx.x] = 0;
+        for (int at = threadIdx.x * W; gradient && at < width; at += step) store<W>(row + at, Elements<W>{});
+        return;
+    }
     Sum sum{LOWEST, 0};
     int j = threadIdx.x * W;
 #pragma unroll 2

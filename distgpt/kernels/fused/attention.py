@@ -104,7 +104,7 @@ def _row(seq_len: int) -> int:
 
 
 @jit
-def attention(first, last, y, lse, qkv, seq_len, s):
+def attention(first, last, y, lse, qkv, seq_len, s, positions):
     width, n_head = y.shape[1], lse.shape[1]
     size, kv_width = width // n_head, (qkv.shape[1] - width) // 2
     group = width // kv_width  # heads of q that share k and v
@@ -117,19 +117,38 @@ def attention(first, last, y, lse, qkv, seq_len, s):
             pack_head(s.values, qkv, row, seq_len, key + kv_width, size)
         for begin in range(0, seq_len, ROWS):
             n = min(ROWS, seq_len - begin)
-            _attend(n, begin + 1, y, lse, head, qkv, row + begin, column, size, s)
+            key = first_key(positions, row, begin) // COLUMNS * COLUMNS
+            _attend(n, begin + 1, key, y, lse, head, qkv, row + begin, column, size, s, positions)
 
 
 @inline
-def _attend(n, seen, y, lse, head, qkv, row, column, size, s):
-    """Attend with up to ROWS queries from `row` on; the first sees `seen` keys and each next one more."""
+def first_key(positions, row, query):
+    """Return the first key that a query of the sequence that begins at `row` sees, and so those after it."""
+    return 0 if positions is None else query - positions[row + query]
+
+
+@inline
+def hide(scores, positions, row, seen):
+    """Hide what lies before a row's document from its scores, which are of `seen` keys, its own the last."""
+    if positions is not None:
+        scores[: max(0, seen - 1 - positions[row])] = UNSEEN
+
+
+@inline
+def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions):
+    """Attend with up to ROWS queries from `row` on; the first sees `seen` keys and each next one more.
+
+    Those before `key`, where a panel begins, are left out.
+    """
+    seen -= key
     stop, scale = seen + n - 1, number(s.out, 1.0 / math.sqrt(size))
-    _against(n, size, qkv[row:, column:], s.keys, stop, s.scores)
+    _against(n, size, qkv[row:, column:], s.keys[key // COLUMNS :], stop, s.scores)
     for i in range(n):
+        hide(s.scores[i], positions, row + i, seen + i)
         softmax(s.scores[i], s.probs[i], seen + i, stop, scale, s.sums[i])
         if lse is not None:
             lse[row + i, head] = s.sums[i, 0] * scale + np.log(s.sums[i, 1])
-    _against(n, stop, s.probs, s.values, size, s.out)
+    _against(n, stop, s.probs, s.values[:, key * COLUMNS :], size, s.out)
     for i in range(n):
         out, of = y[row + i, column : column + size], s.out[i, :size]
         share = number(s.out, 1) / s.sums[i, 1]
@@ -151,7 +170,7 @@ def _padded(row, stop):
 
 
 @jit
-def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s):
+def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions):
     width, n_head = y.shape[1], lse.shape[1]
     size, arrays = width // n_head, (dqkv, dy, y, lse, qkv)
     kv_width = (qkv.shape[1] - width) // 2
@@ -167,32 +186,38 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s):
             pack_head(s.queries, qkv, row, seq_len, head * size, size)
             pack_head(s.grads, dy, row, seq_len, head * size, size)
             for begin in range(0, seq_len, BLOCK):
-                end = min(begin + BLOCK, seq_len)
+                end, seen = min(begin + BLOCK, seq_len), first_key(positions, row, begin) // ROWS * ROWS
+                key = seen // COLUMNS * COLUMNS  # where a panel begins
                 for start in range(begin, end, ROWS):
                     n = min(ROWS, end - start)
-                    _query_gradients(n, start, start - begin, arrays, row, head, size, s)
-                _key_gradients(begin, end, head > kv_head * group, s)
+                    _query_gradients(n, start, start - begin, key, arrays, row, head, size, s, positions)
+                _key_gradients(begin, end, seen, key, head > kv_head * group, s)
         _write(dqkv, row, seq_len, k, size, s.dkeys)
         _write(dqkv, row, seq_len, v, size, s.dvalues)
 
 
 @inline
-def _query_gradients(n, start, place, arrays, row, head, size, s):
-    """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `place` on."""
+def _query_gradients(n, start, place, key, arrays, row, head, size, s, positions):
+    """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `place` on.
+
+    Scores begin with `key`.
+    """
     dqkv, dy, y, lse, qkv = arrays
-    stop, top, q = start + n, row + start, head * size
-    _against(n, size, qkv[top:, q:], s.keys, stop, s.scores)
-    _against(n, size, dy[top:, q:], s.values, stop, s.dprobs)
+    seen, stop, top, q = start + 1 - key, start + n - key, row + start, head * size
+    _against(n, size, qkv[top:, q:], s.keys[key // COLUMNS :], stop, s.scores)
+    _against(n, size, dy[top:, q:], s.values[key // COLUMNS :], stop, s.dprobs)
     scale, end = number(s.dkeys, 1.0 / math.sqrt(size)), _padded(s.scores, stop)
     for i in range(n):
         delta = _dot(y[top + i, q : q + size], dy[top + i, q : q + size])
-        s.scores[i, start + i + 1 : end] = UNSEEN
+        hide(s.scores[i], positions, top + i, seen + i)
+        s.scores[i, seen + i : end] = UNSEEN
         _softmax_backward(s.scores[i, :end], s.dprobs[i, :end], scale, delta, lse[top + i, head])
     _round_rows(n, place, end, s)
     for panel in range((size + COLUMNS - 1) // COLUMNS):
         at = panel * COLUMNS
         columns = min(COLUMNS, size - at)
-        product(n, stop, s.dscores, False, s.plain_keys[panel], dqkv[top:, q + at :], columns, False)
+        keys = s.plain_keys[panel, key * COLUMNS :]
+        product(n, stop, s.dscores, False, keys, dqkv[top:, q + at :], columns, False)
 
 
 @inline
@@ -217,14 +242,14 @@ def _softmax_backward(p, g, scale, delta, lse):
 
 
 @inline
-def _key_gradients(begin, end, onto, s):
-    """Add what queries begin … end give: dv += pᵀ dy; dk += dsᵀ q. Unless `onto` sums of another head, keys
-    from `begin` on have none yet."""
+def _key_gradients(begin, end, seen, key, onto, s):
+    """Add what queries begin … end give keys from `seen` on: dv += pᵀ dy; dk += dsᵀ q. Unless `onto` sums of
+    another head, keys from `begin` on have none yet. Columns of p and ds begin with `key`."""
     two = pair(s.pairs)
-    for start in range(0, end, ROWS):
+    for start in range(seen, end, ROWS):
         n, query, again = min(ROWS, end - start), max(begin, start), onto or start < begin
         line, k = (query - begin) // two, end - query
-        p, ds = s.pairs[line:, start * two :], s.dpairs[line:, start * two :]
+        p, ds = s.pairs[line:, (start - key) * two :], s.dpairs[line:, (start - key) * two :]
         for panel in range(s.grads.shape[0]):
             dv, dk = s.dvalues[start:, panel * COLUMNS :], s.dkeys[start:, panel * COLUMNS :]
             product(n, k, p, True, s.grads[panel, query * COLUMNS :], dv, COLUMNS, again)
@@ -261,7 +286,7 @@ def attention_cached(first, last, y, cache, qkv, start, s):
                 _attend_one(q, keys[: start + i + 1], values[: start + i + 1], out, s)
             for begin in range(0, new if new > FEW else 0, ROWS):
                 n = min(ROWS, new - begin)
-                _attend(n, start + begin + 1, y, None, 0, qkv, seq * new + begin, column, size, s)
+                _attend(n, start + begin + 1, 0, y, None, 0, qkv, seq * new + begin, column, size, s, None)
 
 
 @inline

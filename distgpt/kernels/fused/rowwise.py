@@ -24,14 +24,23 @@ def embed(first, last, x, tokens, wte, wpe):
 
 
 @jit
-def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len):
+def embed_placed(first, last, x, tokens, wte, wpe, positions):
+    for i in range(first, last):
+        xi, token_row, position = x[i], wte[tokens[i]], wpe[positions[i]]
+        for j in range(xi.shape[0]):
+            put(xi, j, get(token_row, j) + get(position, j))
+
+
+@jit
+def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len, positions):
     """Columns first … last: every worker goes through all rows in order, so sums do not depend on timing."""
     begin = dx.shape[1] - dwte.shape[1]
     for i in range(dx.shape[0]):
         dxi = dx[i, begin + first : begin + last]
         add_to(dwte[tokens[i], first:last], dxi)
         if dwpe is not None:
-            add_to(dwpe[i % seq_len, first:last], dxi)
+            place = i % seq_len if positions is None else positions[i]
+            add_to(dwpe[place, first:last], dxi)
 
 
 @jit

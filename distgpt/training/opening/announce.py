@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from distgpt.config import RunConfig
+from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
+from distgpt.data.chats.examples import ExampleBatches
 from distgpt.data.loading import Corpus, resolve_data
 from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import is_shards
@@ -50,6 +51,16 @@ def _seconds_left(plan: Plan, stage: Stage) -> float | None:
     return stage.begun + total - plan.state.seconds - time.monotonic() if total else None
 
 
+def _of_examples(batches: ExampleBatches, t: TrainConfig) -> str:
+    examples, rows = batches.examples, batches.windows_per_epoch
+    full, learned = len(examples) / (rows * batches.seq_len), examples.learned / len(examples)
+    return (
+        f"{count(examples.count, 'example')} of {len(examples):,} tokens, of which {learned:.0%} are learned,"
+        f" in {count(rows, 'sequence')}, {full:.0%} full: {t.batch_size * t.steps / rows:.3g} epochs are"
+        f" {count(t.steps, 'step')} of {count(t.batch_size, 'sequence')}"
+    )
+
+
 def note_surprises(
     plan: Plan, config: RunConfig, corpus: Corpus, batches: Batches, is_evaluated: bool, say: Say
 ) -> None:
@@ -66,7 +77,9 @@ def note_surprises(
         how = f"gets adapters of rank {t.lora_rank}" if t.lora_rank else "is trained further"
         say(f"{escape(t.init)} {how}, with a peak learning rate of {t.lr:g} (--lr)")
     tokens, window = len(corpus.train), config.model.seq_len + 1
-    if tokens < window:
+    if isinstance(batches, ExampleBatches):
+        say(_of_examples(batches, t))
+    elif tokens < window:
         say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
         say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")

@@ -29,6 +29,8 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         _check_adapters(t)
     if t.val:
         refuse_beside("--val", {"val-fraction": t.val_fraction}, "each says what is held out")
+    if t.chats and not t.init:
+        raise UsageError("chats are for a model that has learned to read: distgpt tune --weights")
     if t.reproducible_parts:
         check_parts(t, ranks, on_gpu)
     else:

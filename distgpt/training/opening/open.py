@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,12 @@ from distgpt.comm.agree import on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches, Tokens
+from distgpt.data.chats.examples import ExampleBatches, Examples
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.packing import PackedBatches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
-from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
+from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag, validation_on
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
 from distgpt.model.lora import model_for
@@ -66,6 +68,7 @@ def open_run(
     """
     comm, say = stage.comm, listener.noted
     config, corpus, hellaswag = _load_texts(comm, plan, say)
+    config, batches = _with_batches(comm, config, corpus)
     kernels = stage.kernels(config.train.dtype, config.train.matmul_backend)
     validation = _validation(comm, config, corpus)
     is_evaluated = validation is not None or hellaswag is not None
@@ -73,7 +76,6 @@ def open_run(
 
     described = _described(comm, config, corpus.tokenizer)
     model, progress = _model(config, kernels, comm), Progress()
-    batches = _batches(comm, config, corpus.train, corpus.separator)
     optimizer = optimizer_for(model, config.train, comm)
     _load_state(plan, comm, model, optimizer, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
@@ -167,6 +169,7 @@ def _load_corpus(
         existing=origin.tokenizer if origin else None,
         val=t.val,
         kept=runs / "tokenized",
+        chats=t.chats,
     )
     corpus = load_corpus(comm, wanted, say)
     size = on_root(comm, lambda: _vocab_size(run, origin, corpus.tokenizer))
@@ -197,11 +200,20 @@ def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
 def _batches(comm: Comm, run: RunConfig, tokens: Tokens, separator: int | None) -> Batches:
     """Return the batches. Collective."""
     t, length = run.train, run.model.seq_len
+    if isinstance(tokens, Examples):
+        return ExampleBatches(tokens, length, t.batch_size, t.seed)
     if not t.pack:
         return Batches(tokens, length, t.batch_size, t.seed, t.shift_windows)
     if separator is None:
         raise shared(UsageError(NO_DOCUMENTS))
     return on_every_rank(comm, lambda: PackedBatches(tokens, length, t.batch_size, t.seed, separator))
+
+
+def _with_batches(comm: Comm, run: RunConfig, corpus: Corpus) -> tuple[RunConfig, Batches]:
+    """Return the run with the steps that its epochs take, and its batches. Collective."""
+    t, batches = run.train, _batches(comm, run, corpus.train, corpus.separator)
+    rows = math.ceil(t.epochs * batches.windows_per_epoch)
+    return (run.with_values({"steps": max(1, -(-rows // t.batch_size))}) if rows else run), batches
 
 
 def _load_state(
@@ -280,7 +292,8 @@ def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     model = model_for(replace(run, model=small(run.model)), kernels)
     model.train()
     tokens = kernels.integers(np.zeros(8))
-    Pass(model, 1, 8, training=True).loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
+    work = Pass(model, 1, 8, training=True, positions=tokens if run.train.chats else None)
+    work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     OPTIMIZERS[run.train.optimizer](model, TrainConfig()).step(0, 1.0)
     outer = Outer(model, TrainConfig())
     outer.begin()
@@ -330,7 +343,8 @@ def _validation(comm: Comm, config: RunConfig, corpus: Corpus) -> Validation | N
     tokens = corpus.val
     if tokens is None:
         return None
-    return on_every_rank(comm, lambda: Validation(tokens, config.model.seq_len, config.train.val_tokens))
+    most = config.train.val_tokens
+    return on_every_rank(comm, lambda: validation_on(tokens, config.model.seq_len, most))
 
 
 def _guards(

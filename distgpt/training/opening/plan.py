@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import CHANGEABLE, ModelConfig, RunConfig, TrainConfig, differences, parse_toml
-from distgpt.config.presets import resolve, resumed, run_name
+from distgpt.config.presets import resolve, resumed, run_name, tuning
 from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
-from distgpt.errors import DataError, Say, UsageError, escape
+from distgpt.errors import DataError, Say, UsageError, escape, refuse_beside
 from distgpt.formatting import count
 from distgpt.saved.adapter import refuse_other_base
 from distgpt.saved.checkpoint import MANIFEST, STATE, State, load_state, newest_intact, verify
@@ -29,6 +30,7 @@ from distgpt.training.opening.dial import DEPTH, DIALLED, TOKENS, WITHIN, Dial
 DETERMINISTIC = (
     "deterministic"  # a flag of CPU stages: reproducible_parts, if no source of settings names them
 )
+TUNED = "tune"  # the name of runs on chats
 NO_SETTINGS = (DETERMINISTIC, DEPTH, WITHIN, TOKENS)
 
 
@@ -80,7 +82,7 @@ def configure(
     flags, deterministic, dial = _plain(flags, ranks or comm.size)
 
     def decide() -> list[str]:
-        name, run = _resolved(preset, toml, flags, dial)
+        name, run = _resolved(preset, toml, flags, dial, ranks or comm.size)
         return [name, (_with_parts(run) if deterministic else run).to_toml()]
 
     name, text = on_root(comm, decide)
@@ -131,11 +133,11 @@ def _decide(
     name = _name(preset, toml, flags)
     flags, deterministic, dial = _plain(flags, ranks)
     if resume is None:
-        run = _resolved(preset, toml, flags, dial)[1]
+        run = _resolved(preset, toml, flags, dial, ranks)[1]
         found = Resumption(RunDirectory(out or place_for(Path("runs"), name, resuming=False)))
     else:
         found = find_run(resume, out, name, say)
-        run = _resumed(found, preset, toml, flags, dial)
+        run = _resumed(found, preset, toml, flags, dial, ranks)
     run = _with_parts(run) if deterministic else run
     if dial and not found.settings:
         say(dial.described(run))
@@ -201,17 +203,20 @@ def begins_anew(
 
 
 def _name(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> str:
+    if flags.get("chats") and not toml:
+        return TUNED
     return run_name(DIALLED if not preset and not toml and flags.keys() & {DEPTH, WITHIN} else preset, toml)
 
 
 def _resolved(
-    preset: str | None, toml: Path | None, flags: Mapping[str, Any], dial: Dial | None
+    preset: str | None, toml: Path | None, flags: Mapping[str, Any], dial: Dial | None, ranks: int
 ) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
         return read_description(find_weights(Path(weights))).run.model
 
     if dial is None:
-        name, run = resolve(preset, toml, flags, model_in)
+        of_chats = (partial(tuning, ranks),) if flags.get("chats") else ()
+        name, run = resolve(preset, toml, flags, model_in, *of_chats)
         return name, _with_weights(run)
     if preset not in (None, DIALLED):
         raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {preset}")
@@ -219,11 +224,16 @@ def _resolved(
 
 
 def _resumed(
-    found: Resumption, preset: str | None, toml: Path | None, flags: Mapping[str, Any], dial: Dial | None
+    found: Resumption,
+    preset: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    dial: Dial | None,
+    ranks: int,
 ) -> RunConfig:
     """Return the run's own configuration, changed by what is given now."""
     if found.settings is None:
-        return _resolved(preset, toml, flags, dial)[1]
+        return _resolved(preset, toml, flags, dial, ranks)[1]
     same = {"n_layer": dial.depth} if dial else {}
     return _with_weights(resumed(found.settings, preset, toml, {**same, **flags}))
 
@@ -231,6 +241,9 @@ def _resumed(
 def _plain(flags: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any], bool, Dial | None]:
     """Return the flags that are settings; of the others whether DETERMINISTIC is there, and the dial."""
     settings = {name: value for name, value in flags.items() if name not in NO_SETTINGS}
+    if "steps" in settings:
+        refuse_beside("--steps", {"epochs": settings.get("epochs")}, "each says when a run ends")
+        settings["epochs"] = 0.0
     depth, tokens = flags.get(DEPTH), flags.get(TOKENS, 0.0)
     return settings, bool(flags.get(DETERMINISTIC)), None if depth is None else Dial(depth, tokens, ranks)
 
