@@ -158,7 +158,8 @@ def _report(run: Any) -> None:
     from distgpt.training.report import sample
 
     directory, best = run.directory, run.checkpoints.best
-    text = sample(run.model, run.tokenizer, 0, 240).strip()
+    length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
+    text = sample(run.model, run.tokenizer, 0, length).strip()
     click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
     click.echo(f"weights   {escape(str(directory.weights))}")
     if best:
