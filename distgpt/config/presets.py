@@ -396,7 +396,7 @@ def resolve(
     initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
     dialled = dial({**initial, **from_file, **flags})
     held = initial | PRETRAINED if initial else {}
-    held |= ADAPTED if {**from_file, **flags}.get("lora_rank") else {}
+    held |= ADAPTED if initial and {**from_file, **flags}.get("lora_rank") else {}
     run = preset(str(chosen), held, dialled, from_file, flags)
     for key, value in initial.items():
         asked = getattr(run.model, key)

@@ -13,7 +13,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.api import Kernels
-from distgpt.model.model import Model
+from distgpt.model.lora import model_for
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.step import Step
@@ -85,7 +85,7 @@ class Trial:
     """A small model and what it takes to train it."""
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
-        model, t = Model(run.model, kernels), run.train
+        model, t = model_for(run, kernels), run.train
         model.train()
         model.initialise(t.seed)
         self._optimizer = OPTIMIZERS[t.optimizer](model, t)

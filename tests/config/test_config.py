@@ -40,6 +40,8 @@ def other(name, about):
     default = DEFAULTS[name]
     if about.kind is bool:
         return not default
+    if name == "lora_matrices":
+        return "q,v"
     if about.kind is str:
         return next((choice for choice in about.choices if choice != default), "x")
     return 2 * default or 2 if about.kind is int else default / 2 or 0.001

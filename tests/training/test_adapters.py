@@ -116,6 +116,9 @@ def test_an_adapter_of_another_model_is_refused(base, run, tmp_path):
     shutil.move(base, moved)
     try:
         refused(inside("infer", "--prompt", "a", "--weights", run), 65, "--adapter")
+        refused(inside("train", "--resume", run, "--steps", "50"), 65, "--init")
+        shutil.copytree(run, tmp_path / "run")
+        done("train", "--resume", tmp_path / "run", "--init", moved, "--steps", "44")
         assert done("infer", "--prompt", "a", "--weights", moved, "--adapter", run, "--max-new-tokens", "2")
         shutil.copy(other / "weights.safetensors", base)
         refused(inside("train", "--resume", run, "--steps", "50"), 65, "another model")

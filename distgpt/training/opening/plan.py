@@ -184,12 +184,14 @@ def _refuse_conflicts(
 
 
 def _refuse_moved(t: TrainConfig) -> None:
-    """Refuse to resume a run whose text is gone, or cannot be found from here."""
+    """Refuse to resume a run whose text or model is gone, or cannot be found from here."""
     for option, text in {"--data": t.data, "--val": t.val or t.data}.items():
         try:
             resolve_data(text)
         except DataError as error:
             raise DataError(f"{error}: {option} says where the text of this run is now") from None
+    if t.lora_rank and not Path(t.init).is_file():
+        raise DataError(f"{t.init} is not there: --init says where the model of this run's adapters is now")
 
 
 def begins_anew(
@@ -318,7 +320,9 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     """Raise a UsageError if a setting differs that cannot change when a run resumes."""
-    if different := differing(before, now, CHANGEABLE):
+    # The model beside which adapters stand may lie elsewhere: its content is compared.
+    allowed = CHANGEABLE | {"init"} if now.train.lora_rank else CHANGEABLE
+    if different := differing(before, now, allowed):
         raise UsageError(
             f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
             " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"
