@@ -79,6 +79,11 @@ class LibraryTokenizer(BytesDecoder):
     def contents(self) -> dict[str, Any]:
         return {"document": self._document}
 
+    @property
+    def spells_blanks(self) -> bool:
+        """Return if entries are spelled as in SentencePiece, and not in symbols for bytes."""
+        return "ByteLevel" not in _steps(self._document.get("decoder"), "decoders")
+
     def _encoding(self, text: str) -> Any:
         utf8 = encoded(text, "utf-8")
         if lost := utf8.translate(None, self._has) if self._lacks else b"":
