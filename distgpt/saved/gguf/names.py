@@ -145,6 +145,8 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
         raise DataError(f"{container.path} has no {EMBEDDING}")
     found["vocab_size"] = embedding.shape[0]
     is_gpt2 = arch == "gpt2"
+    if is_gpt2 and type(found["n_embd"]) is int and found["mlp_width"] == 4 * found["n_embd"]:
+        found["mlp_width"] = 0
     if not is_gpt2:
         heads = found["n_head"]
         size = found["n_embd"] // heads if type(heads) is int and heads > 0 else 0

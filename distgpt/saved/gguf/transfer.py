@@ -100,7 +100,7 @@ def _alike(container: Container, left: str, right: str) -> bool:
 def _refuse_others(
     found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], path: Path
 ) -> None:
-    for name in expected.keys() | found.keys():
+    for name in expected | found:
         if name not in found:
             raise DataError(f"{path} has no tensor {name}, which its model needs")
         if name not in expected:
