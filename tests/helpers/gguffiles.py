@@ -19,7 +19,7 @@ LLAMA = shape(300, 32, 2, 4, 64, n_kv_head=2, mlp_width=96, **MODERN)
 
 
 def of_sentencepiece(prefix=True):
-    """A tokenizer.json as transformers makes it of a model of SentencePiece: every pair that gives a piece."""
+    """A tokenizer.json as transformers makes it of SentencePiece's: with every pair that gives a piece."""
     known = json.loads(document("tinyllama"))
     vocab = known["model"]["vocab"]
     merges = []
@@ -52,7 +52,9 @@ def with_tokenizer(path, tokenizer, **more):
 
     of = {**LLAMA, "vocab_size": tokenizer.size + 5, **more}
     random_model(path, of, None)
-    write_tensors(path, tensors_in(path), Description(RunConfig(model=ModelConfig(**of)), tokenizer).to_metadata())
+    write_tensors(
+        path, tensors_in(path), Description(RunConfig(model=ModelConfig(**of)), tokenizer).to_metadata()
+    )
     return path
 
 

@@ -1,43 +1,56 @@
-"""Models as llama.cpp computes them: run in an interpreter that has llama_cpp, with a list of jobs as JSON.
+"""Models as llama.cpp computes them: run in an interpreter that has llama_cpp and gguf, with a list of jobs
+as JSON.
 
-logits FILE TOKENS.npy OUT.npy  scores behind every token of one sequence
-tokens FILE [texts]             their ids, with tokens spelled in the text kept as text, and what ids decode to
-tokens_after FILE IDS COUNT     what it writes on, greedily
+logits FILE TOKENS.npy OUT.npy  the scores behind every token of some sequences
+tokens FILE [texts]             their ids, where none spells a special token; the end's id; the template
+tokens_after FILE [ids] COUNT   what it writes on, greedily
+restored KIND BLOCKS.npy OUT.npy  the floats that these bytes stand for
+quantised KIND X.npy OUT.npy    the bytes that stand for these floats
 """
 
 import json
 import sys
+from itertools import islice
 
 import numpy as np
-from llama_cpp import Llama
+from gguf import GGMLQuantizationType, quants
+from llama_cpp import GGML_TYPE_F32, Llama
 
 
-def opened(file, context=0):
-    return Llama(file, n_ctx=context, n_batch=4096, n_ubatch=512, n_threads=2, logits_all=True, verbose=False)
+def opened(file, context):
+    exact = {"type_k": GGML_TYPE_F32, "type_v": GGML_TYPE_F32}
+    return Llama(file, n_ctx=context, n_threads=2, n_threads_batch=2, logits_all=True, verbose=False, **exact)
 
 
 def logits(file, tokens, out):
-    ids = np.load(tokens).tolist()
-    model = opened(file, len(ids))
-    model.eval(ids)
-    np.save(out, np.array(model.scores[: len(ids)]))
+    rows = np.load(tokens).tolist()
+    model, found = opened(file, len(rows[0])), []
+    for ids in rows:
+        model.reset()
+        model.eval(ids)
+        found.append(np.array(model.scores[: len(ids)]))
+    np.save(out, found)
 
 
 def tokens(file, texts):
     model = opened(file, 64)
     ids = [model.tokenize(text.encode(), add_bos=True, special=False) for text in texts]
-    return {"ids": ids, "eos": model.token_eos(), "template": model.metadata.get("tokenizer.chat_template")}
+    return [ids, model.token_eos(), model.metadata.get("tokenizer.chat_template")]
 
 
 def tokens_after(file, ids, count):
     model = opened(file, len(ids) + count)
-    found = []
-    for token in model.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0):
-        found.append(token)
-        if len(found) == count:
-            return found
+    return list(islice(model.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0), count))
+
+
+def restored(kind, blocks, out):
+    np.save(out, quants.dequantize(np.load(blocks), GGMLQuantizationType[kind]))
+
+
+def quantised(kind, x, out):
+    np.save(out, quants.quantize(np.load(x), GGMLQuantizationType[kind]))
 
 
 if __name__ == "__main__":
-    jobs = {each.__name__: each for each in (logits, tokens, tokens_after)}
+    jobs = {each.__name__: each for each in (logits, tokens, tokens_after, restored, quantised)}
     print(json.dumps([jobs[name](*more) for name, *more in json.loads(sys.argv[1])]))

@@ -48,8 +48,12 @@ def test_smaller_types_round_by_no_more_than_they_must(tmp_path, dtype, error):
     assert rounded == {name for name in arrays if arrays[name].ndim == 2}
     for name in rounded:
         rows = arrays[name].reshape(-1, 32)
-        assert (np.abs(found[name].reshape(-1, 32) - rows) <= error * np.abs(rows).max(1, keepdims=True)).all()
-    kinds = {name: entry.kind.name for name, entry in read_container(path.with_suffix(".gguf")).tensors.items()}
+        assert (
+            np.abs(found[name].reshape(-1, 32) - rows) <= error * np.abs(rows).max(1, keepdims=True)
+        ).all()
+    kinds = {
+        name: entry.kind.name for name, entry in read_container(path.with_suffix(".gguf")).tensors.items()
+    }
     assert kinds["token_embd.weight"] == ("Q8_0" if dtype == "q4_0" else kinds["blk.0.attn_q.weight"])
 
 
@@ -62,7 +66,12 @@ def test_what_was_rounded_once_is_not_rounded_again(tmp_path):
         import_gguf(tmp_path / "again.gguf", tmp_path / "twice.safetensors", None)
         first, second = tensors_in(once), tensors_in(tmp_path / "twice.safetensors")
         assert all(np.allclose(first[name], second[name], rtol=1e-6, atol=0) for name in first)
-        for each in (once, path.with_suffix(".gguf"), tmp_path / "again.gguf", tmp_path / "twice.safetensors"):
+        for each in (
+            once,
+            path.with_suffix(".gguf"),
+            tmp_path / "again.gguf",
+            tmp_path / "twice.safetensors",
+        ):
             each.unlink()
 
 
@@ -149,8 +158,9 @@ def test_tokenizers_that_cannot_encode_every_text_are_refused(tmp_path, kind):
 
 
 def test_merges_that_scores_cannot_say_are_refused(tmp_path):
-    from distgpt.data.tokenizers.foreign import from_document
     from gguffiles import of_sentencepiece
+
+    from distgpt.data.tokenizers.foreign import from_document
 
     learned = of_sentencepiece()
     learned["model"]["merges"].pop(7)
@@ -167,7 +177,8 @@ def test_an_output_layer_that_repeats_the_embedding_is_that(tmp_path):
     arrays = random_model(path, shape(300, 9, 2, 2, 12))
     export_gguf(path, tmp_path / "m.gguf", "float32")
     rewritten_gguf(
-        tmp_path / "m.gguf", lambda _, tensors: tensors.update({"output.weight": tensors["token_embd.weight"]})
+        tmp_path / "m.gguf",
+        lambda _, tensors: tensors.update({"output.weight": tensors["token_embd.weight"]}),
     )
     import_gguf(tmp_path / "m.gguf", tmp_path / "back.safetensors", None)
     assert read_description(tmp_path / "back.safetensors").run.model.tied
@@ -184,14 +195,24 @@ def test_blocks_of_zeros_and_of_one_value_are_exact():
 def test_commands_say_what_to_type(tmp_path):
     random_model(tmp_path / "ours.safetensors", LLAMA)
     path = tmp_path / "m.gguf"
-    done = inside("weights", "export", str(tmp_path / "ours.safetensors"), "--out", str(path), "--dtype", "q8_0")
+    done = inside(
+        "weights", "export", str(tmp_path / "ours.safetensors"), "--out", str(path), "--dtype", "q8_0"
+    )
     assert done.returncode == 0 and path.is_file(), done.stderr
     for command in ("infer", "eval", "serve", "chat"):
         more = ["--val", "story"] if command == "eval" else []
         refused = inside(command, "--weights", str(path), *more)
         assert refused.returncode == 2 and f"weights import {path}" in refused.stderr, refused.stderr
     assert "a llama in GGUF" in inside("weights", "info", str(path)).stdout
-    wrong = inside("weights", "export", str(tmp_path / "ours.safetensors"), "--out", str(tmp_path / "d"), "--dtype", "q4_0")
+    wrong = inside(
+        "weights",
+        "export",
+        str(tmp_path / "ours.safetensors"),
+        "--out",
+        str(tmp_path / "d"),
+        "--dtype",
+        "q4_0",
+    )
     assert wrong.returncode == 2 and "--format gguf" in wrong.stderr
     again = inside("weights", "export", str(tmp_path / "ours.safetensors"), "--out", str(path))
     assert again.returncode == 2 and "exists already" in again.stderr

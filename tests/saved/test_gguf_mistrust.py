@@ -25,7 +25,10 @@ FRONTS = {
     "tensors that are not there": (front(tensors=HUGE), "cut short"),
     "a text of 2^40 bytes": (front(values=1) + struct.pack("<Q", HUGE) + b"abc", "cut short"),
     "a list of 2^40 texts": (front(values=1) + text(b"k") + struct.pack("<IIQ", 9, 8, HUGE), "cut short"),
-    "a list of 2^61 numbers": (front(values=1) + text(b"k") + struct.pack("<IIQ", 9, 12, 1 << 61), "cut short"),
+    "a list of 2^61 numbers": (
+        front(values=1) + text(b"k") + struct.pack("<IIQ", 9, 12, 1 << 61),
+        "cut short",
+    ),
     "a list of lists": (front(values=1) + text(b"k") + struct.pack("<IIQ", 9, 9, 1), "unknown kind 9"),
     "a kind of value that is none": (front(values=1) + text(b"k") + struct.pack("<I", 13), "unknown kind 13"),
     "a key twice": (front(values=2) + (text(b"k") + struct.pack("<IB", 0, 1)) * 2, "twice"),
@@ -36,7 +39,10 @@ FRONTS = {
     "a tensor of no dimensions": (front(tensors=1) + tensor(shape=()), "0 dimensions"),
     "a tensor without elements": (front(tensors=1) + tensor(shape=(4, 0)), "cannot have"),
     "a row that is no block": (front(tensors=1) + tensor(shape=(33,), kind=2), "Q4_0 cannot have"),
-    "a tensor of 2^124 elements": (front(tensors=1) + tensor(shape=(1 << 62, 1 << 62)), "behind the file's end"),
+    "a tensor of 2^124 elements": (
+        front(tensors=1) + tensor(shape=(1 << 62, 1 << 62)),
+        "behind the file's end",
+    ),
     "a type that is not read": (front(tensors=1) + tensor(kind=20), "IQ4_NL"),
     "a type that is none": (front(tensors=1) + tensor(kind=4), "type 4"),
     "a place between two": (front(tensors=1) + tensor(at=4), "multiple"),
@@ -57,7 +63,9 @@ def test_what_a_file_claims_is_held_against_its_size(tmp_path, name):
         read_container(tmp_path / "m.gguf")
     assert tracemalloc.get_traced_memory()[1] < 1 << 22
     tracemalloc.stop()
-    assert str(tmp_path / "m.gguf") in str(refused.value) and len(str(refused.value)) < 300 + len(str(tmp_path))
+    assert str(tmp_path / "m.gguf") in str(refused.value) and len(str(refused.value)) < 300 + len(
+        str(tmp_path)
+    )
 
 
 @pytest.fixture
