@@ -92,8 +92,9 @@ def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
     chat, special = tokenizer.chat, tokenizer.specials
     named = {role: special.get(chat.tokens.get(name, "")) if chat else None for role, name in _NAMED.items()}
     own = [named["eos"], *(chat.ends if chat else ())]
-    ends = list(dict.fromkeys(end for end in own if end is not None)) or [tokenizer.separator]
-    found = dict(zip(_ENDS, [never if end is None else end for end in ends], strict=False))
+    ends = list(dict.fromkeys(end for end in own if end is not None))
+    end = never if tokenizer.separator is None else tokenizer.separator
+    found: dict[str, Any] = dict(zip(_ENDS, ends or [end], strict=False))
     found["bos"] = next(iter(tokenizer.first), never if named["bos"] is None else named["bos"])
     found |= {role: named[role] for role in ("unknown", "padding") if named[role] is not None}
     ids = {f"{role}_token_id": token for role, token in found.items()}
