@@ -5,7 +5,7 @@ import pytest
 from conftest import inside
 from foreignmodels import SHAPES, random_model, same, shape, tensors_in
 from gguffiles import LLAMA, rewritten_gguf, tokenizer_like, with_tokenizer
-from tokenizing import TEXT, small
+from tokenizing import STORY, TEXT, small
 
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
@@ -106,7 +106,7 @@ def test_tokenizers_come_back_with_their_chat_templates(tmp_path, family):
     path = with_tokenizer(tmp_path / "ours.safetensors", ours)
     found = read_description(there_and_back(path)).tokenizer
     spelled = "".join(ours.specials) + " <think> Ünïcode 1234567\n\n\t" + TEXT
-    for text in (TEXT, spelled, " a", "a", ""):
+    for text in (TEXT, STORY, spelled, " a", "a", "", *ours.contents()["document"]["model"]["vocab"]):
         ids = ours.encode(text)
         assert np.array_equal(found.encode(text), ids)
         assert found.decode(ids) == ours.decode(ids)

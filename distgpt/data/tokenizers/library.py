@@ -116,6 +116,12 @@ class LibraryTokenizer(BytesDecoder):
             for token in self._document.get("added_tokens") or []
         ]
         own = {"added_tokens": renamed, "truncation": None, "padding": None, "post_processor": None}
+        model = self._document["model"]
+        if isinstance(
+            model["vocab"], dict
+        ):  # else it would number them by their count, which gaps make wrong
+            known = {token["content"]: token.get("id") for token in renamed}
+            own["model"] = {**model, "vocab": {**model["vocab"], **known}}
         try:
             return Tokenizer.from_str(json.dumps({**self._document, **own}))
         except BaseException as error:  # what is not foreseen there comes as a PanicException

@@ -29,7 +29,7 @@ def _words(digits: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
 
 
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _GPT2 = {**_BYTES, "use_regex": True}
 # How text is cut before it is merged, by the names that GGUF has for it.
 PRE: dict[str, list[dict[str, Any]]] = {
@@ -113,14 +113,12 @@ def _kinds(document: Mapping[str, Any]) -> dict[int, int]:
 def _byte_level(document: Mapping[str, Any], source: object) -> dict[str, Any]:
     model, before = document["model"], document.get("pre_tokenizer") or {}
     defaults = {"ByteLevel": {"add_prefix_space": True, "use_regex": True}}
-    steps = [
-        defaults.get(step["type"], {}) | step
-        for step in before.get("pretokenizers", [before] if before else [])
-    ]
-    plain = [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
-    pre = next((name for name, known in PRE.items() if plain == known), None)
-    normalizer = document.get("normalizer")
-    if model.get("type", "BPE") != "BPE" or pre is None or normalizer not in (None, {"type": "NFC"}):
+    ours = {"ByteLevel": {"trim_offsets": True}}  # which no id depends on
+    parts = before.get("pretokenizers", [before] if before else [])
+    steps = [defaults.get(part["type"], {}) | part | ours.get(part["type"], {}) for part in parts]
+    pre = next((name for name, known in PRE.items() if steps == known), None)
+    nothing = (None, {"type": "Sequence", "normalizers": []}, {"type": "NFC"} if pre == _COMPOSED else None)
+    if model.get("type", "BPE") != "BPE" or pre is None or document.get("normalizer") not in nothing:
         raise _refused(source, f"cuts texts in a way that is none of {', '.join(PRE)}")
     if (pre == _WHOLE) != bool(model.get("ignore_merges")) and not _merges_all(model):
         raise _refused(source, f"takes entries whole, or does not, unlike {pre} in GGUF")
@@ -146,13 +144,11 @@ def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any
     kinds = _kinds(document) | {vocab[entry]: BYTE for entry in BYTE_TOKENS}
     made = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     scores = {piece: -float(rank) for rank, piece in reversed(list(enumerate(made)))}
+    found = {piece: n for piece, n in Counter(made).items() if vocab[piece] not in kinds}
     pieces = [piece for piece, i in vocab.items() if i not in kinds]
-    runs = 1 + sum(a != b for a, b in itertools.pairwise(made))
     expected = {piece: n for piece in pieces if (n := len(_splits(piece, vocab)))}
-    if dict(Counter(made)) != expected or (made and runs != len(scores)):
-        raise _refused(
-            source, "has merges that are not SentencePiece's, which GGUF makes of the pieces' scores"
-        )
+    if found != expected or len(list(itertools.groupby(made))) != len(scores):
+        raise _refused(source, "has merges that are not SentencePiece's, which GGUF makes of scores")
     steps = document.get("normalizer") or {}
     prefixed = any(step["type"] == "Prepend" for step in steps.get("normalizers", [steps] if steps else []))
     before = document.get("pre_tokenizer") or {}
@@ -164,10 +160,9 @@ def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any
 
 def _splits(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """The pairs of entries that a piece is made of, in the order of their ids."""
-    cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-    return sorted(
-        (c for c in cuts if c[0] in vocab and c[1] in vocab), key=lambda c: (vocab[c[0]], vocab[c[1]])
-    )
+    cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+    known = [(a, b) for a, b in cuts if a in vocab and b in vocab]
+    return sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
 
 
 # -- in
@@ -183,10 +178,13 @@ def tokenizer_of(container: Container) -> Tokenizer | None:
         raise DataError(f"{source}: its tokenizer is {model!r:.40}; known are gpt2 and llama")
     tokens, kinds = _tokens(found, source)
     special = {i: tokens[i] for i in range(len(tokens)) if kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)}
-    vocab = {text: i for i, text in enumerate(tokens) if kinds[i] in (NORMAL, BYTE)}
+    # Special tokens among others are entries too, since the library would give their ids away.
+    last = max((i for i, kind in enumerate(kinds) if kind in (NORMAL, BYTE)), default=-1)
+    vocab = {text: i for i, text in enumerate(tokens[: last + 1])}
+    pieces = [text for i, text in enumerate(tokens) if kinds[i] == NORMAL]
     ids = {name: found.get(f"{name}_token_id") for name in (*_NAMED, *_ENDS)}
     roles = {name: i for name, i in ids.items() if type(i) is int and i in special}
-    document = _document(found, vocab, tokens, source)
+    document = _document(found, vocab, pieces, source)
     document["added_tokens"] = [_added(i, text, kinds[i] != USER_DEFINED) for i, text in special.items()]
     begins = found.get("add_bos_token", model == "llama" or found.get("pre") == _WHOLE)
     document["post_processor"] = (
@@ -207,9 +205,7 @@ def _tokens(found: Mapping[str, Any], source: str) -> tuple[list[str], Sequence[
         kinds = np.full(len(tokens), NORMAL)
     if not isinstance(kinds, np.ndarray) or kinds.dtype.kind not in "iu" or len(kinds) != len(tokens):
         raise DataError(f"{source}: {KEY}token_type is no list of {len(tokens):,} numbers")
-    refuse_repeated(
-        [text for text, kind in zip(tokens, kinds.tolist(), strict=True) if kind != UNUSED], source
-    )
+    refuse_repeated(tokens, source)
     return tokens, kinds.tolist()
 
 
@@ -218,12 +214,12 @@ def _is_texts(value: Any) -> bool:
 
 
 def _document(
-    found: Mapping[str, Any], vocab: dict[str, int], tokens: list[str], source: str
+    found: Mapping[str, Any], vocab: dict[str, int], pieces: list[str], source: str
 ) -> dict[str, Any]:
     """What tokenizer.json would say, but for its added tokens."""
     if found["model"] == "llama":
         prefix = found.get("add_space_prefix", True) is not False
-        return _of_blanks(vocab, _merges_by_score(found.get("scores"), vocab, len(tokens), source), prefix)
+        return _of_blanks(vocab, _merges_by_score(found.get("scores"), pieces, vocab, source), prefix)
     said = found.get("pre", "default")
     pre = _SAME.get(said, said) if isinstance(said, str) else "default"
     if pre not in PRE:
@@ -234,21 +230,12 @@ def _document(
     steps = PRE[pre]
     before = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
     normalizer = {"type": "NFC"} if pre == _COMPOSED else None
-    bytes_ = {**_GPT2, "trim_offsets": True}
-    return {"normalizer": normalizer, "pre_tokenizer": _trimming(before), "decoder": bytes_, "model": model}
+    return {"normalizer": normalizer, "pre_tokenizer": before, "decoder": _GPT2, "model": model}
 
 
-def _trimming(step: dict[str, Any]) -> dict[str, Any]:
-    """The library wants to know whether offsets are without blanks, which no id depends on."""
-    if step["type"] == "Sequence":
-        return {**step, "pretokenizers": [_trimming(each) for each in step["pretokenizers"]]}
-    return {**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step
-
-
-def _merges_by_score(scores: Any, vocab: dict[str, int], size: int, source: str) -> list[list[str]]:
-    if not isinstance(scores, np.ndarray) or scores.dtype.kind != "f" or len(scores) != size:
-        raise DataError(f"{source}: {KEY}scores is no list of {size:,} numbers")
-    pieces = [piece for piece in vocab if piece not in BYTE_TOKENS]
+def _merges_by_score(scores: Any, pieces: list[str], vocab: dict[str, int], source: str) -> list[list[str]]:
+    if not isinstance(scores, np.ndarray) or scores.dtype.kind != "f" or len(scores) < len(vocab):
+        raise DataError(f"{source}: {KEY}scores is no list of a number for each token")
     if any(len(piece) > _LONGEST for piece in pieces):
         raise DataError(f"{source}: its vocabulary has a piece of more than {_LONGEST} characters")
     order = sorted(pieces, key=lambda piece: -float(np.nan_to_num(scores[vocab[piece]])))

@@ -62,8 +62,6 @@ class GgufModel:
         tensors = self.container.tensors
         self.has_spare_head = OUTPUT in tensors and _alike(self.container, OUTPUT, EMBEDDING)
         self.family, self.config = model_in(self.container, OUTPUT not in tensors or self.has_spare_head)
-        if self.config.n_layer > len(tensors):
-            raise DataError(f"{path} claims to have {self.config.n_layer} layers, which it does not hold")
         expected = {named(each): shape_of(each) for each in self.family.all_mappings(self.config)}
         expected |= {OUTPUT: expected[EMBEDDING]} if self.has_spare_head else {}
         if (factors := factors_for(self.config)) is not None:
@@ -115,7 +113,7 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
     config = description.run.model
     family = family_in_gguf(config, path)
     refuse_place(out)
-    metadata = {**metadata_for(family, config), "general.name": path.stem}
+    metadata = {**metadata_for(family, config), "general.type": "model", "general.name": path.stem}
     metadata |= {"general.quantization_version": 2, "general.file_type": DTYPES[dtype][1]}
     tokenizer = description.tokenizer
     metadata |= (
