@@ -115,7 +115,12 @@ class LibraryTokenizer(BytesDecoder):
             {**token, "content": self._names[token["id"]], "normalized": False} if token["special"] else token
             for token in self._document.get("added_tokens") or []
         ]
-        own = {"added_tokens": renamed, "truncation": None, "padding": None, "post_processor": None}
+        own: dict[str, Any] = {
+            "added_tokens": renamed,
+            "truncation": None,
+            "padding": None,
+            "post_processor": None,
+        }
         model = self._document["model"]
         if isinstance(
             model["vocab"], dict
