@@ -11,7 +11,7 @@ from foreignmodels import MODERN, shape, tensors_in
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.data.tokenizers.foreign import from_document
 from distgpt.data.tokenizers.plain import checked_chat
-from distgpt.saved.gguf.container import read_container, write_container
+from distgpt.saved.gguf.container import Numbers, read_container, write_container
 from distgpt.saved.modelfile import Description
 from distgpt.saved.tensors import write_tensors
 
@@ -61,7 +61,7 @@ def with_tokenizer(path, tokenizer, **more):
 def rewritten_gguf(path, change):
     """Write the file anew with other metadata, tensors of float32, or order: `change` gets both dicts."""
     found = read_container(path)
-    metadata = {k: v.tolist() if isinstance(v, np.generic) else v for k, v in found.metadata.items()}
+    metadata = {k: v.array if isinstance(v, Numbers) else v for k, v in found.metadata.items()}
     tensors = {
         name: np.concatenate([rows for _, rows in found.rows(name)]).reshape(entry.shape)
         for name, entry in found.tensors.items()

@@ -97,6 +97,11 @@ CHANGES = {
     "a base that is no number": ({"llama.rope.freq_base": float("nan")}, "rope_theta"),
     "yarn": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "'yarn'"),
     "a window": ({"llama.attention.sliding_window": 8}, "sliding_window"),
+    "lists for numbers": ({"llama.block_count": np.ones(3, np.int32)}, "layer to layer"),
+    "a list for a text": ({"general.architecture": np.ones(3, np.int32)}, "known are"),
+    "a list of parts": ({"split.count": np.ones(3, np.int32)}, "merge"),
+    "a list of windows": ({"llama.attention.sliding_window": np.ones(3, np.int32)}, "sliding_window"),
+    "a list of scalings": ({"llama.rope.scaling.type": np.ones(3, np.int32)}, "rope_type"),
     "another width": ({"llama.embedding_length": 32}, "token_embd.weight is (300, 64), not (300, 32)"),
 }
 
@@ -172,6 +177,9 @@ TOKENIZERS = {
     "merges of other entries": {"tokenizer.ggml.merges": ["zz yy"]},
     "no merges": {"tokenizer.ggml.merges": 3},
     "no scores": {"tokenizer.ggml.model": "llama"},
+    "a list for a kind": {"tokenizer.ggml.model": np.ones(3, np.int32)},
+    "a list for a way to cut": {"tokenizer.ggml.pre": np.ones(3, np.int32)},
+    "a template that is a list": {"tokenizer.chat_template": np.ones(3, np.int32)},
     "a template that is a number": {"tokenizer.chat_template": 3},
 }
 

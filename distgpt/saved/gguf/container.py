@@ -45,9 +45,16 @@ class Entry:
         return prod(self.shape) // self.kind.size * self.kind.block.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """A list of numbers in metadata: equal to nothing, so that it may stand where another value belongs."""
+
+    array: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What the front of a file says. Lists of numbers are arrays, numbers in them or not unchecked."""
+    """What the front of a file says. The values of its metadata are of any kind."""
 
     path: Path
     metadata: dict[str, Any]
@@ -132,7 +139,7 @@ class _Front:
         if kind not in _FORMATS:
             raise ValueError(f"a list before byte {self.file.tell():,} is of the unknown kind {kind}")
         dtype = np.dtype(_FORMATS[kind]).newbyteorder("<")
-        return np.frombuffer(self.take(count * dtype.itemsize), dtype)
+        return Numbers(np.frombuffer(self.take(count * dtype.itemsize), dtype))
 
 
 def _parse(front: _Front) -> tuple[dict[str, Any], dict[str, Entry]]:

@@ -15,7 +15,7 @@ from distgpt.model.layers import rope_frequencies
 from distgpt.saved.families import FAMILIES, family_for, recognised
 from distgpt.saved.family import Family, Settings, TensorMapping
 from distgpt.saved.gguf.blocks import Array
-from distgpt.saved.gguf.container import Container
+from distgpt.saved.gguf.container import Container, Numbers
 
 # Those that GGUF knows by the name that transformers has for them too. A Mistral is a llama there.
 ARCHITECTURES = {family.model_type: family for family in FAMILIES if family.model_type != "mistral"}
@@ -154,7 +154,7 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
         found |= {ours: metadata.get(f"{arch}.{key}", defaults[ours]) for ours, key in _HEADS.items()}
         found["rope_base"] = metadata.get(f"{arch}.rope.freq_base", 10_000.0)
     for key, value in found.items():
-        if isinstance(value, np.ndarray):
+        if isinstance(value, Numbers):
             raise DataError(f"{container.path}: {key} differs from layer to layer")
     named = {family.keys[ours][0]: value for ours, value in found.items()}
     window = metadata.get(f"{arch}.attention.sliding_window")

@@ -14,7 +14,7 @@ from distgpt.data.tokenizers.foreign import from_document
 from distgpt.data.tokenizers.library import BLANK, BYTE_TOKENS, LibraryTokenizer
 from distgpt.data.tokenizers.plain import ByteTokenizer, Tokenizer, checked_chat, refuse_repeated
 from distgpt.errors import DataError, UsageError
-from distgpt.saved.gguf.container import Container
+from distgpt.saved.gguf.container import Container, Numbers
 
 KEY, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
@@ -201,12 +201,11 @@ def _tokens(found: Mapping[str, Any], source: str) -> tuple[list[str], Sequence[
     kinds: Any = found.get("token_type")
     if not _is_texts(tokens) or not 0 < len(tokens) < LARGEST:
         raise DataError(f"{source}: {KEY}tokens is missing, or no list of at most {LARGEST:,} texts")
-    if kinds is None:
-        kinds = np.full(len(tokens), NORMAL)
-    if not isinstance(kinds, np.ndarray) or kinds.dtype.kind not in "iu" or len(kinds) != len(tokens):
+    kinds = Numbers(np.full(len(tokens), NORMAL)) if kinds is None else kinds
+    if not isinstance(kinds, Numbers) or len(kinds.array) != len(tokens):
         raise DataError(f"{source}: {KEY}token_type is no list of {len(tokens):,} numbers")
     refuse_repeated(tokens, source)
-    return tokens, kinds.tolist()
+    return tokens, kinds.array.tolist()
 
 
 def _is_texts(value: Any) -> bool:
@@ -234,11 +233,12 @@ def _document(
 
 
 def _merges_by_score(scores: Any, pieces: list[str], vocab: dict[str, int], source: str) -> list[list[str]]:
-    if not isinstance(scores, np.ndarray) or scores.dtype.kind != "f" or len(scores) < len(vocab):
+    if not isinstance(scores, Numbers) or len(scores.array) < len(vocab):
         raise DataError(f"{source}: {KEY}scores is no list of a number for each token")
     if any(len(piece) > _LONGEST for piece in pieces):
         raise DataError(f"{source}: its vocabulary has a piece of more than {_LONGEST} characters")
-    order = sorted(pieces, key=lambda piece: -float(np.nan_to_num(scores[vocab[piece]])))
+    score = np.nan_to_num(scores.array.astype(np.float64))
+    order = sorted(pieces, key=lambda piece: -float(score[vocab[piece]]))
     return [list(pair) for piece in order for pair in _splits(piece, vocab)]
 
 
