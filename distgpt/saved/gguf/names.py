@@ -62,9 +62,7 @@ def order_of(mapping: TensorMapping, family: Family, config: ModelConfig) -> Arr
 
     A llama's RoPE rotates neighbours there, and here the first half of a head against the second.
     """
-    if family.model_type not in ("llama", "mistral") or "_proj" not in mapping.theirs:
-        return None
-    if not re.search(r"self_attn\.[qk]_proj", mapping.theirs):
+    if family.model_type != "llama" or not re.search(r"self_attn\.[qk]_proj", mapping.theirs):
         return None
     rows = np.arange(mapping.rows).reshape(-1, 2, config.head_size // 2)
     return rows.swapaxes(1, 2).reshape(-1)
@@ -75,7 +73,7 @@ def family_in_gguf(config: ModelConfig, source: object) -> Family:
     family = family_for(config, source, "GGUF")
     if config.mlp == "relu":
         raise UsageError(f"{source} cannot be exported: GPT-2 has no ReLU in GGUF")
-    if config.rope_scaling == "llama3" and family.model_type != "llama":
+    if factors_for(config) is not None and family.model_type != "llama":
         raise UsageError(f"{source} cannot be exported: in GGUF only a Llama has Llama 3's rope_scaling")
     return family
 
@@ -86,9 +84,9 @@ def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
     is_gpt2 = arch == "gpt2"
     values = {**_SHAPE, "norm_eps": _EPS.get(arch, _RMS_EPS)}
     found = {f"{arch}.{key}": getattr(config, ours) for ours, key in values.items()}
-    found[f"{arch}.feed_forward_length"] = config.hidden
-    found[f"{arch}.vocab_size"] = config.vocab_size
-    found[f"{arch}.attention.head_count_kv"] = config.kv_heads
+    counts = {"feed_forward_length": config.hidden, "vocab_size": config.vocab_size}
+    counts["attention.head_count_kv"] = config.kv_heads
+    found |= {f"{arch}.{key}": value for key, value in counts.items()}
     own: dict[str, Any] = {}
     if is_gpt2:
         own = {} if config.bias else {_BIAS: False}
@@ -98,7 +96,7 @@ def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
         found[f"{arch}.rope.freq_base"] = config.rope_base
     if config.positions == "rope" and config.rope_scaling == "linear":
         found |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": config.rope_factor}
-    if config.positions == "rope" and config.rope_scaling == "llama3":
+    if factors_for(config) is not None:
         found[f"{arch}.{_OLD_CONTEXT}"] = config.rope_context
         own = {_SLOW: config.rope_slow, _FAST: config.rope_fast}
     return {"general.architecture": arch, **found, **own}

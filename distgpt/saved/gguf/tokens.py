@@ -95,7 +95,8 @@ def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
     ends = list(dict.fromkeys(end for end in own if end is not None))
     end = never if tokenizer.separator is None else tokenizer.separator
     found: dict[str, Any] = dict(zip(_ENDS, ends or [end], strict=False))
-    found["bos"] = next(iter(tokenizer.first), never if named["bos"] is None else named["bos"])
+    begin = named["bos"] if chat else end
+    found["bos"] = next(iter(tokenizer.first), never if begin is None else begin)
     found |= {role: named[role] for role in ("unknown", "padding") if named[role] is not None}
     ids = {f"{role}_token_id": token for role, token in found.items()}
     return {**ids, "add_bos_token": bool(tokenizer.first), "add_eos_token": False}
