@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from foreignmodels import SHAPES, random_model
+from foreignmodels import MODERN, SHAPES, random_model, shape
 from gguffiles import tokenizer_like, with_tokenizer
 from tokenizing import TEXT, small
 
@@ -129,14 +129,40 @@ def test_the_sample_model_is_the_same_there_in_every_type(tmp_path, dtype):
     assert dtype != "float32" or direct == written
 
 
+def test_files_that_llama_cpp_wrote_are_the_same_model_here(tmp_path):
+    """Within what llama.cpp's rounding of activations changes: less than 0.08 of the scores' deviation."""
+    of, mixtures = (
+        shape(512, 64, 1, 4, 256, mlp_width=512, tied=False, **MODERN),
+        ("Q4_K_M", "Q3_K_M", "Q5_1"),
+    )
+    random_model(tmp_path / "ours.safetensors", of, None)
+    export_gguf(tmp_path / "ours.safetensors", tmp_path / "m.gguf", "float32")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 512, (2, 64)))
+    jobs = []
+    for kind in mixtures:
+        file = str(tmp_path / f"{kind}.gguf")
+        jobs.append(["requantised", str(tmp_path / "m.gguf"), kind, file])
+        jobs.append(["logits", file, str(tmp_path / "ids.npy"), f"{file}.npy"])
+    llama_cpp(*jobs)
+    for kind in mixtures:
+        import_gguf(tmp_path / f"{kind}.gguf", tmp_path / f"{kind}.safetensors", None)
+        ours = distgpt.load(tmp_path / f"{kind}.safetensors").logits(np.load(tmp_path / "ids.npy"))
+        theirs = np.load(tmp_path / f"{kind}.gguf.npy")
+        assert np.sqrt(((ours - theirs) ** 2).mean()) < 0.08 * theirs.std(), kind
+
+
 @pytest.mark.parametrize("kind", ["llama3", "qwen", "smollm2", "tinyllama", "mistral", "byte", "bpe"])
 def test_texts_become_the_same_tokens_there(tmp_path, kind):
     own = {"byte": lambda: build_tokenizer("byte", ""), "bpe": small}
     tokenizer = own[kind]() if kind in own else tokenizer_like(kind)
     path, file = with_tokenizer(tmp_path / "ours.safetensors", tokenizer), tmp_path / "m.gguf"
     export_gguf(path, file, "float32")
-    ids, end, template = llama_cpp(["tokens", str(file), TEXTS])[0]
+    special = list(tokenizer.specials.values())[-2:]
+    parts = [part for token in special for part in (token, "user\n", token, "Hello, <harbour>!\n")]
+    spelled = "".join(part if isinstance(part, str) else tokenizer.decode([part]) for part in parts)
+    ids, in_chat, end, template = llama_cpp(["tokens", str(file), TEXTS, spelled])[0]
     assert ids == [tokenizer.encode_prompt(text) for text in TEXTS]
+    assert in_chat == tokenizer.encode_parts(parts)[0].tolist()
     chat = tokenizer.chat
     assert end == (chat.ends[0] if chat else 255 if kind == "byte" else tokenizer.separator)
     assert template == (chat.source if chat else None)
