@@ -184,9 +184,7 @@ def _report(run: Any) -> None:
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
-    click.echo(f"
-{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}
-" * (not talks))
+    click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n" * (not talks))
     click.echo(f"weights   {escape(str(directory.weights))}")
     if best:
         at = f" at step {best.step}" if best.step is not None else ""

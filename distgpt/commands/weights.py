@@ -8,15 +8,16 @@ from pathlib import Path
 import click
 
 from distgpt.commands.options import PATH, Group
-from distgpt.errors import print_lines
+from distgpt.errors import UsageError, print_lines
 
 _STORED = ("float32", "bfloat16", "float16")
+_BLOCKS = ("q8_0", "q4_0")  # of GGUF
 _note = partial(print_lines, err=True)
 
 
 @click.group(name="weights", cls=Group)
 def weights() -> None:
-    """Import models from transformers, export them to it, round them to int8, or describe a file."""
+    """Import models from transformers and GGUF, export them, round them to int8, or describe a file."""
 
 
 @weights.command(name="import")
@@ -25,35 +26,55 @@ def weights() -> None:
 @click.option("--tokenizer", help="byte, gpt2, or the path of one; default: the directory's own.")
 @click.option("--weights", type=PATH, help="Of an adapter of PEFT: its model, imported before.")
 def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None) -> None:
-    """Import a model saved by transformers as a weights file: GPT-2, Llama, Mistral, Qwen 2 or 3.
+    """Import a model of transformers or llama.cpp as a weights file: GPT-2, Llama, Mistral, Qwen 2 or 3.
 
-    SOURCE is the directory with config.json and model.safetensors (or its parts), the file itself, or
-    hub:ORG/NAME, a repository of the Hugging Face Hub. It may also be the directory of an adapter saved by
-    PEFT.
+    SOURCE is the directory with config.json and model.safetensors (or its parts), the file itself, a file in
+    GGUF, or hub:ORG/NAME, a repository of the Hugging Face Hub. It may also be the directory of an adapter
+    saved by PEFT.
     """
+    from distgpt.saved.gguf.container import is_gguf
+    from distgpt.saved.gguf.transfer import import_gguf
     from distgpt.saved.huggingface import import_model
     from distgpt.saved.peft import import_adapter, is_adapter
 
     if is_adapter(source):
         print_lines(import_adapter(source, weights, out, _note))
+    elif is_gguf(Path(source)):
+        print_lines(import_gguf(Path(source), out, tokenizer, _note))
     else:
         print_lines(import_model(source, out, tokenizer, _note))
 
 
 @weights.command()
 @click.argument("weights", type=PATH)
-@click.option("--out", type=PATH, required=True, help="The directory to create.")
-@click.option("--dtype", type=click.Choice(_STORED), default="float32", show_default=True)
-def export(weights: Path, out: Path, dtype: str) -> None:
-    """Export a weights file as a directory that transformers loads, as GPT-2, Llama, Qwen 2 or 3.
+@click.option("--out", type=PATH, required=True, help="The directory to create; a file for GGUF.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(("transformers", "gguf")),
+    help="Default: gguf if --out ends in .gguf, else transformers.",
+)
+@click.option("--dtype", type=click.Choice((*_STORED, *_BLOCKS)), default="float32", show_default=True)
+def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
+    """Export a weights file as GPT-2, Llama, Qwen 2 or 3: a directory that transformers loads, or a file in
+    GGUF for llama.cpp, Ollama and LM Studio. GGUF alone has q8_0 and q4_0.
 
-    Of an adapter, or a run with --lora-rank, as one that PEFT loads.
+    An adapter, or a run with --lora-rank, becomes a directory that PEFT loads.
     """
+    if kind == "gguf" or (kind is None and out.suffix == ".gguf"):
+        from distgpt.saved.gguf.transfer import export_gguf
+
+        print_lines(export_gguf(weights, out, dtype, _note))
+        return
     from distgpt.saved.huggingface import export_model
     from distgpt.saved.modelfile import read_description
     from distgpt.saved.peft import export_adapter
     from distgpt.saved.rundir import find_weights
 
+    if dtype in _BLOCKS:
+        raise UsageError(
+            f"transformers has no --dtype {dtype}: add --format gguf, or take one of {', '.join(_STORED)}"
+        )
     own = export_adapter if read_description(find_weights(weights)).base else export_model
     print_lines(own(weights, out, dtype, _note))
 

@@ -212,7 +212,7 @@ class Rope(NoPositions):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.heads, self.half = config.n_head + config.kv_heads, config.head_size // 2
-        self.frequencies = _frequencies(config)
+        self.frequencies = rope_frequencies(config)
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.k = kernels
@@ -226,7 +226,7 @@ class Rope(NoPositions):
         self.k.rope(qkv, self.angles, self.heads, seq_len, start, inverse)
 
 
-def _frequencies(config: ModelConfig) -> Array:
+def rope_frequencies(config: ModelConfig) -> Array:
     """Return what each pair turns by from one position to the next, (head/2,).
 
     Llama 3 divides by rope_factor those that turn less than rope_slow times in rope_context, leaves those

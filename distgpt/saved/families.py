@@ -106,7 +106,7 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
     return family, config
 
 
-def family_for(config: ModelConfig, source: object) -> Family:
+def family_for(config: ModelConfig, source: object, where: str = "transformers") -> Family:
     """The family that a model of ours can be exported as."""
     lacking = {family: family.lacks(config) for family in FAMILIES}
     for family, features in lacking.items():
@@ -115,4 +115,4 @@ def family_for(config: ModelConfig, source: object) -> Family:
     fewest = min(map(len, lacking.values()))
     told = [family for family in FAMILIES if family in FAMILIES[:2] or len(lacking[family]) == fewest]
     reasons = "; ".join(f"{family.title} has no {', no '.join(lacking[family])}" for family in told)
-    raise UsageError(f"{source} cannot be exported, as transformers has no such model: {reasons}")
+    raise UsageError(f"{source} cannot be exported, as {where} has no such model: {reasons}")

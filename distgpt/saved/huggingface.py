@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,9 @@ class Foreign:
         else:
             stored = self._tensors[mapping.theirs]
             read_rows(stored.path, stored.header, stored.name, out)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return tokenizer_in(self.directory)
 
     def _equal(self, left: str, right: str) -> bool:
         """Compare in strips, as embeddings are large."""
@@ -249,19 +252,45 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
     refuse_place(out)
     repository = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
     foreign = Foreign(Path(source) if repository is None else download_model(repository, HUB_FILES))
+    name = foreign.directory.resolve().name if repository is None else source
+    return import_from(foreign, name, out, tokenizer, note)
+
+
+class Source(Protocol):
+    """A model of others, of whatever format."""
+
+    path: Path
+    family: Family
+    config: ModelConfig
+
+    @property
+    def dtype(self) -> str:
+        """Return NumPy's name for the type that it is imported in."""
+
+    def verify(self) -> None:
+        """Raise a DataError if the data cannot be right."""
+
+    def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
+        """Fill our rows that correspond to this tensor."""
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, None if there is none."""
+
+
+def import_from(foreign: Source, name: str, out: Path, tokenizer: str | None, note: Note) -> str:
+    """Write `out` from a model that goes by this name."""
     own = _tokenizer(tokenizer, foreign, note)
     foreign.verify()
     title = foreign.family.title
     metadata = Description(RunConfig(model=foreign.config), own).to_metadata()
-    name = foreign.directory.resolve().name if repository is None else source
     metadata[ORIGIN] = f"{title} model imported from {name}"
     note(f"reading {title} with {count(foreign.config.n_layer, 'layer')} of width {foreign.config.n_embd}")
     _write_weights(out, foreign, metadata)
     use = command_line("infer", "--weights", out, "--prompt", "…") if own else "distgpt.load in Python"
-    return _page("weights", out, own.describe() if own else "none", use)
+    return page("weights", out, own.describe() if own else "none", use)
 
 
-def _page(kind: str, out: Path, tokenizer: str, use: str) -> str:
+def page(kind: str, out: Path, tokenizer: str, use: str) -> str:
     return f"{kind:<11}{out}\ntokenizer  {tokenizer}\nnext       {use}"
 
 
@@ -274,7 +303,7 @@ def refuse_place(out: Path) -> None:
         raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
 
 
-def _write_weights(out: Path, foreign: Foreign, metadata: dict[str, str]) -> None:
+def _write_weights(out: Path, foreign: Source, metadata: dict[str, str]) -> None:
     dtype = np.dtype(foreign.dtype)
     kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
     sources: dict[str, list[TensorMapping]] = defaultdict(list)
@@ -292,13 +321,13 @@ def _write_weights(out: Path, foreign: Foreign, metadata: dict[str, str]) -> Non
     write_tensors(out, LazyTensors(kinds, make), metadata)
 
 
-def _tokenizer(name: str | None, foreign: Foreign, note: Note) -> Tokenizer | None:
+def _tokenizer(name: str | None, foreign: Source, note: Note) -> Tokenizer | None:
     """The tokenizer asked for, else the directory's, unless that is of a kind we do not have."""
     if name is not None:
         tokenizer: Tokenizer | None = load_tokenizer(name)
     else:
         try:
-            tokenizer = tokenizer_in(foreign.directory)
+            tokenizer = foreign.tokenizer()
         except DistgptError as error:
             note(f"without a tokenizer, as the model's cannot be used; --tokenizer names another ({error})")
             return None
@@ -315,11 +344,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
     Return what was written and how to use it, for people.
     """
-    path = find_weights(path)
-    description = read_description(path)
-    description.refuse_adapter(path)
-    if description.rounded:
-        raise UsageError(f"{path} is in int8: export the file that it is from")
+    path, description = exportable(path)
     config = description.run.model
     family = family_for(config, path)
     if not out.name:
@@ -357,7 +382,17 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     if tokenizer and tokenizer.kind in ("char", "word"):
         described += ", which transformers does not have: kept for distgpt alone"
     use = f"{family.architecture}.from_pretrained({str(out)!r}) in transformers"
-    return _page("directory", out, described, use)
+    return page("directory", out, described, use)
+
+
+def exportable(path: Path) -> tuple[Path, Description]:
+    """The weights file behind a path, and what it holds."""
+    path = find_weights(path)
+    description = read_description(path)
+    description.refuse_adapter(path)
+    if description.rounded:
+        raise UsageError(f"{path} is in int8: export the file that it is from")
+    return path, description
 
 
 def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[Any]:

@@ -14,9 +14,11 @@ from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
 from distgpt.saved import checkpoint
 from distgpt.saved.family import PART_NAMES
-from distgpt.saved.huggingface import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
+from distgpt.saved.gguf.container import is_gguf
+from distgpt.saved.gguf.transfer import GgufModel, describe
+from distgpt.saved.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
 from distgpt.saved.modelfile import ADAPTER, FORMAT, ORIGIN, read_description
-from distgpt.saved.rundir import find_weights
+from distgpt.saved.rundir import find_weights, import_command
 from distgpt.saved.tensors import Header, read_header, verify_data
 
 _WIDTH = 13  # of the first column
@@ -39,6 +41,8 @@ def inspect(path: Path) -> dict[str, Any]:
         return _foreign(path)  # says what is missing, or how to convert a pickle
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a directory")
+    if is_gguf(path):
+        return _gguf(path)
     header = read_header(path)
     if header.metadata.get("format") in (FORMAT, ADAPTER):
         return _own(path, header)
@@ -86,7 +90,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _foreign(path: Path) -> dict[str, Any]:
-    directory, settings, headers = open_files(path)
+    _, settings, headers = open_files(path)
     architectures = settings.values.get("architectures")
     title = architectures[0] if isinstance(architectures, list) and architectures else "model"
     files = f" in {len(headers)} files" if len(headers) > 1 else ""
@@ -97,15 +101,28 @@ def _foreign(path: Path) -> dict[str, Any]:
         foreign.verify()
     except DataError as error:
         return found | data | {"imports": f"no: {error}"}
-    tokenizer, complaint = None, ""
-    try:
-        tokenizer = tokenizer_in(directory)
-    except DistgptError as error:
-        complaint = f"none that can be used: {error}"
-    found |= _model(foreign.config, tokenizer)
-    if complaint:
-        found["tokenizer"] = complaint
+    tokenizer, complaint = _tokenizer(foreign)
+    found |= _model(foreign.config, tokenizer) | complaint
     return found | data | {"imports": f"yes: {command_line('weights', 'import', path, '--out', 'FILE')}"}
+
+
+def _gguf(path: Path) -> dict[str, Any]:
+    found = describe(path)
+    try:
+        model = GgufModel(path)
+    except DataError as error:
+        return found | {"imports": f"no: {error}"}
+    tokenizer, complaint = _tokenizer(model)
+    found |= _model(model.config, tokenizer) | complaint
+    return found | {"imports": f"yes: {import_command(path, path.stem)}"}
+
+
+def _tokenizer(model: Source) -> tuple[Tokenizer | None, dict[str, str]]:
+    """The tokenizer of a model of others, and what the page says where it cannot be used."""
+    try:
+        return model.tokenizer(), {}
+    except DistgptError as error:
+        return None, {"tokenizer": f"none that can be used: {error}"}
 
 
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:

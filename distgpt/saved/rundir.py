@@ -294,6 +294,8 @@ def find_weights(path: Path) -> Path:
     A UsageError names the command to use where the path holds a model of another kind.
     """
     with storage_errors("read", path):
+        if path.suffix == ".gguf" and path.is_file():
+            raise UsageError(f"{path} is in GGUF: first {import_command(path, path.stem)}")
         if not path.is_dir():
             return path
         run = RunDirectory(path)
@@ -307,9 +309,10 @@ def find_weights(path: Path) -> Path:
     raise UsageError(f"{path} is a directory without weights: give a weights file, or the directory of a run")
 
 
-def import_command(directory: Path) -> str:
-    """Return the command that imports a directory of transformers."""
-    return command_line("weights", "import", directory, "--out", f"{directory.resolve().name}.safetensors")
+def import_command(source: Path, name: str = "") -> str:
+    """Return the command that imports a directory of transformers, or a file, to one of this name."""
+    out = f"{name or source.resolve().name}.safetensors"
+    return command_line("weights", "import", source, "--out", out)
 
 
 # metrics.jsonl, read with mistrust: whole lines, each of one step, with numbers by name

@@ -266,6 +266,8 @@ def _parse(file: BinaryIO, size: int) -> Header:
     # Looked at together with the brace: an intact header of 128 bytes starts with \x80 as well.
     if front[8:] != b"{" and front.startswith(_PICKLES):
         raise ValueError("it is a pickled file; distgpt reads safetensors only")
+    if front.startswith(b"GGUF"):
+        raise ValueError("it is in GGUF, which `distgpt weights import` reads")
     if length > min(_HEADER_CAP, size - 8):
         raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
     if front[8:] != b"{" or length < 2:

@@ -112,6 +112,24 @@ def test_a_document_that_cannot_encode_every_text_or_is_damaged_is_refused(tmp_p
         assert "\n" not in str(refusal.value)
 
 
+def test_special_tokens_do_not_fall_on_other_entries(tmp_path):
+    """The library would number tokens that it does not know by their count: here as the last entries."""
+    found = json.loads(document("smollm2"))
+    vocab = found["model"]["vocab"]
+    for token in found["added_tokens"]:
+        vocab.pop(token["content"], None)
+    last = max(vocab, key=vocab.get)
+    text = last.replace("Ġ", " ")
+    for token in found["added_tokens"]:
+        token["id"] += 1
+    vocab[last] = len(vocab)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode(text).tolist() == [vocab[last]]
+    specials = list(tokenizer.specials.values())
+    assert tokenizer.encode_parts([text, *specials])[0].tolist() == [vocab[last], *specials]
+
+
 def test_a_character_whose_bytes_the_vocabulary_lacks_is_named(tmp_path):
     """The library would leave it out."""
     lacking = json.loads(document("smollm2"))

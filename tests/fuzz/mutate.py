@@ -124,6 +124,78 @@ def _safetensors(content, random):
     return len(front).to_bytes(8, "little") + front + data
 
 
+_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+
+def _gguf(content, random):
+    """Change a count, length, kind, value, shape or place in a file of GGUF, or some of its bytes."""
+    try:
+        at, width = random.choice(list(_gguf_fields(content)))
+    except (IndexError, KeyError):
+        return _bytes(content, random)
+    old = int.from_bytes(content[at : at + width], "little")
+    values = (
+        0,
+        1,
+        2,
+        3,
+        old ^ 1,
+        old + 1,
+        old - 1,
+        old * 2,
+        old << 8,
+        32,
+        255,
+        1 << 30,
+        1 << 40,
+        1 << 63,
+        -1,
+    )
+    value = random.choice((*values, random.getrandbits(8 * width))) % (1 << 8 * width)
+    return content[:at] + value.to_bytes(width, "little") + content[at + width :]
+
+
+def _gguf_fields(content):
+    """The place and width of every number in front of the data; of lists the first and the last."""
+
+    def number(at, width):
+        found = int.from_bytes(content[at : at + width], "little")
+        if at + width > len(content) or (width == 8 and found > len(content)):
+            raise IndexError  # damaged before
+        return found
+
+    def value(at, kind):
+        if kind == 8:
+            fields.append((at, 8))
+            return at + 8 + number(at, 8)
+        if kind != 9:
+            fields.append((at, _WIDTHS[kind]))
+            return at + _WIDTHS[kind]
+        inner, count = number(at, 4), number(at + 4, 8)
+        fields.extend(((at, 4), (at + 4, 8)))
+        at += 12
+        for i in range(count):
+            before = len(fields)
+            at = value(at, inner)
+            if 0 < i < count - 1:
+                del fields[before:]
+        return at
+
+    fields = [(4, 4), (8, 8), (16, 8)]
+    at = 24
+    for _ in range(number(16, 8)):
+        at = value(at, 8)
+        fields.append((at, 4))
+        at = value(at + 4, number(at, 4))
+    for _ in range(number(8, 8)):
+        at = value(at, 8)
+        fields += [(at, 4), *((at + 4 + 8 * i, 8) for i in range(min(4, number(at, 4))))]
+        at += 4 + 8 * number(at, 4)
+        fields += [(at, 4), (at + 4, 8)]
+        at += 12
+    return fields
+
+
 def _text(content, random):
     """Replace a word by one that is none."""
     words = re.split(rb"(\s+)", content)
@@ -137,5 +209,6 @@ KINDS = {
     "jsonl": _jsonl,
     "toml": _toml,
     "safetensors": _safetensors,
+    "gguf": _gguf,
     "text": _text,
 }

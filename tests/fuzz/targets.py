@@ -134,6 +134,20 @@ def chatting_model(folder):
     write_family(folder / "hf", "llama3", **settings("llama3"))
 
 
+def in_gguf(family, dtype):
+    """A model in GGUF with this family's tokenizer."""
+
+    def make(folder):
+        from gguffiles import tokenizer_like, with_tokenizer
+
+        path = with_tokenizer(folder / "w.safetensors", tokenizer_like(family))
+        run("weights", "export", path, "--out", folder / "m.gguf", "--dtype", dtype)
+        path.unlink()
+
+    commands = ["weights import {}/m.gguf --out {}/o.safetensors", "weights info {}/m.gguf --json"]
+    return Target(make, {"m.gguf": "gguf"}, commands)
+
+
 def documents(folder):
     texts = [f"Document {i} tells of the harbour and its lamps." for i in range(30)]
     lines = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts))
@@ -281,6 +295,9 @@ TARGETS = {
             "weights info {}/hf --json",
         ],
     ),
+    "gguf": in_gguf("qwen", "float32"),
+    "gguf in four bits": in_gguf("llama3", "q4_0"),
+    "gguf with pieces": in_gguf("tinyllama", "q8_0"),
     "configuration": Target(
         config,
         {"c.toml": "toml"},

@@ -22,13 +22,18 @@ def from_foreign(document: dict[str, Any], path: Path) -> Tokenizer | None:
     """The tokenizer in a file of Hugging Face or GPT-2, and the template beside it. None: it is neither."""
     found: Tokenizer
     if isinstance(document.get("model"), dict):
-        is_ours = _is_like_gpt2(document)
-        found = _from_hugging_face(document, str(path)) if is_ours else LibraryTokenizer(document, str(path))
+        found = from_document(document, str(path))
     elif document and all(type(token_id) is int for token_id in document.values()):
         found = _from_vocab_and_merges(document, path)
     else:
         return None
     return found.with_chat(_chat_beside(path.parent, found))
+
+
+def from_document(document: dict[str, Any], source: str) -> Tokenizer:
+    """The tokenizer that a document of tokenizer.json with a model describes."""
+    is_ours = _is_like_gpt2(document)
+    return _from_hugging_face(document, source) if is_ours else LibraryTokenizer(document, source)
 
 
 def _from_vocab_and_merges(vocab: dict[str, Any], path: Path) -> BpeTokenizer:

@@ -79,6 +79,11 @@ class LibraryTokenizer(BytesDecoder):
     def contents(self) -> dict[str, Any]:
         return {"document": self._document}
 
+    @property
+    def spells_blanks(self) -> bool:
+        """Return if entries are spelled as in SentencePiece, and not in symbols for bytes."""
+        return "ByteLevel" not in _steps(self._document.get("decoder"), "decoders")
+
     def _encoding(self, text: str) -> Any:
         utf8 = encoded(text, "utf-8")
         if lost := utf8.translate(None, self._has) if self._lacks else b"":
@@ -110,7 +115,18 @@ class LibraryTokenizer(BytesDecoder):
             {**token, "content": self._names[token["id"]], "normalized": False} if token["special"] else token
             for token in self._document.get("added_tokens") or []
         ]
-        own = {"added_tokens": renamed, "truncation": None, "padding": None, "post_processor": None}
+        own: dict[str, Any] = {
+            "added_tokens": renamed,
+            "truncation": None,
+            "padding": None,
+            "post_processor": None,
+        }
+        model = self._document["model"]
+        if isinstance(
+            model["vocab"], dict
+        ):  # else it would number them by their count, which gaps make wrong
+            known = {token["content"]: token.get("id") for token in renamed}
+            own["model"] = {**model, "vocab": {**model["vocab"], **known}}
         try:
             return Tokenizer.from_str(json.dumps({**self._document, **own}))
         except BaseException as error:  # what is not foreseen there comes as a PanicException

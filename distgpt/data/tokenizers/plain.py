@@ -374,4 +374,4 @@ def refuse_repeated(vocabulary: Sequence[str], source: str) -> None:
     """Raise a DataError if a vocabulary has an entry twice."""
     commonest, times = Counter(vocabulary).most_common(1)[0] if vocabulary else ("", 0)
     if times > 1:
-        raise DataError(f"{source}: the vocabulary lists {commonest!r} {times} times")
+        raise DataError(f"{source}: the vocabulary lists {commonest!r:.80} {times} times")

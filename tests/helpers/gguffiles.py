@@ -1,0 +1,84 @@
+"""Models in GGUF for the tests: our exports, and files made byte by byte that no program would write."""
+
+import json
+import struct
+
+import numpy as np
+from chattemplates import TEMPLATES
+from families import document
+from foreignmodels import MODERN, shape, tensors_in
+
+from distgpt.config import ModelConfig, RunConfig
+from distgpt.data.tokenizers.foreign import from_document
+from distgpt.data.tokenizers.plain import checked_chat
+from distgpt.saved.gguf.container import Numbers, read_container, write_container
+from distgpt.saved.modelfile import Description
+from distgpt.saved.tensors import write_tensors
+
+LLAMA = shape(300, 32, 2, 4, 64, n_kv_head=2, mlp_width=96, **MODERN)
+
+
+def of_sentencepiece(prefix=True):
+    """A tokenizer.json as transformers makes it of SentencePiece's: with every pair that gives a piece."""
+    known = json.loads(document("tinyllama"))
+    vocab = known["model"]["vocab"]
+    merges = []
+    for piece in sorted(vocab, key=vocab.get):
+        pairs = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        pairs = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
+        merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+    known["model"]["merges"] = [list(pair) for pair in merges]
+    if not prefix:
+        known["normalizer"]["normalizers"].pop(0)
+        known["decoder"]["decoders"].pop()
+    return known
+
+
+def tokenizer_like(family):
+    """A family's tokenizer with its chat template; "tinyllama" and "mistral" as of SentencePiece."""
+    is_piecewise = family in ("tinyllama", "mistral")
+    found = of_sentencepiece(family == "tinyllama") if is_piecewise else json.loads(document(family))
+    tokenizer = from_document(found, family)
+    end = {"llama3": "<|eot_id|>", "tinyllama": "</s>", "mistral": "</s>"}.get(family, "<|im_end|>")
+    begin = {"llama3": "<|begin_of_text|>", "tinyllama": "<s>", "mistral": "<s>"}.get(family)
+    tokens = {"eos_token": end} | ({"bos_token": begin} if begin else {})
+    chat = {"source": TEMPLATES[family], "tokens": tokens, "ends": [tokenizer.specials[end]]}
+    return tokenizer.with_chat(checked_chat(chat, tokenizer.size, family))
+
+
+def with_tokenizer(path, tokenizer, **more):
+    """Write a small random Llama with this tokenizer."""
+    from foreignmodels import random_model
+
+    of = {**LLAMA, "vocab_size": tokenizer.size + 5, **more}
+    random_model(path, of, None)
+    write_tensors(
+        path, tensors_in(path), Description(RunConfig(model=ModelConfig(**of)), tokenizer).to_metadata()
+    )
+    return path
+
+
+def rewritten_gguf(path, change):
+    """Write the file anew with other metadata, tensors of float32, or order: `change` gets both dicts."""
+    found = read_container(path)
+    metadata = {k: v.array if isinstance(v, Numbers) else v for k, v in found.metadata.items()}
+    tensors = {
+        name: np.concatenate([rows for _, rows in found.rows(name)]).reshape(entry.shape)
+        for name, entry in found.tensors.items()
+    }
+    change(metadata, tensors)
+    kinds = {name: ("F32", array.shape) for name, array in tensors.items()}
+    path.unlink()
+    write_container(path, metadata, kinds, lambda name: iter([tensors[name]]))
+
+
+def text(content):
+    return struct.pack("<Q", len(content)) + content
+
+
+def front(version=3, tensors=0, values=0):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, values)
+
+
+def tensor(name=b"x", shape=(4,), kind=0, at=0):
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, at)
