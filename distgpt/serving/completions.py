@@ -180,7 +180,7 @@ def _prompts(value: Any, served: Served, limits: Limits, n: int) -> list[list[in
         raise invalid(
             f"{len(prompts) * n:,} samples are more than {limits.samples:,}", "n" if n > 1 else "prompt"
         )
-    kind: Callable[[Any, Served], list[int]] = _text if isinstance(prompts[0], str) else _tokens
+    kind: Callable[[Any, Served], list[int]] = _text if isinstance(prompts[0], str) else tokens_of
     return [kind(prompt, served) for prompt in prompts]
 
 
@@ -193,11 +193,13 @@ def _text(prompt: Any, served: Served) -> list[int]:
         raise invalid(str(error), "prompt") from None
 
 
-def _tokens(prompt: Any, served: Served) -> list[int]:
+def tokens_of(prompt: Any, served: Served, name: str = "prompt") -> list[int]:
+    """Return a list of tokens that the model has."""
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        raise invalid("prompt must be a text, a list of texts, tokens, or a list of such", "prompt")
+        of_texts = "a text, a list of texts, tokens, or a list of such" if name == "prompt" else "tokens"
+        raise invalid(f"{name} must be {of_texts}", name)
     if not all(0 <= token < served.vocab for token in prompt):
-        raise invalid(f"tokens of the prompt must lie in [0, {served.vocab:,})", "prompt")
+        raise invalid(f"{name}: tokens must lie in [0, {served.vocab:,})", name)
     return prompt
 
 
