@@ -57,6 +57,7 @@ class Served:
     context: int
     created: int  # seconds since 1970
     chat: ChatFormat | DataError | None = None  # or why there is none
+    reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     stream, echo = (checked(found, name, SWITCH, False) for name in ("stream", "echo"))
     settings = parse_settings(found, limits, SETTINGS)
     ends = () if checked(found, "ignore_eos", SWITCH, False) else served.tokenizer.ends
-    settings = replace(settings, ends=ends, prompt_logprobs=echo and settings.logprobs is not None)
+    scored = echo and settings.logprobs is not None
+    settings = replace(settings, ends=ends, prompt_logprobs=scored, reuse=served.reuse)
     with_usage = wants_usage(found)
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
