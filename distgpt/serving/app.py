@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from distgpt.data.chats.format import ChatFormat
 from distgpt.errors import escape, first_line, print_lines
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
@@ -130,7 +131,8 @@ class App:
 
     async def _page(self, request: Request) -> Response:
         self._admit(request, with_key=False)
-        text, policy = page()
+        chat = self._served.chat
+        text, policy = page(isinstance(chat, ChatFormat) and chat.is_taught)
         safe = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe})
 

@@ -8,11 +8,15 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 
+PARTS = ("page.html", "playground.js", "chat.js")
+
 
 @cache
-def page() -> tuple[str, str]:
-    """The page, and the Content-Security-Policy that lets run what is in it alone."""
-    text = files("distgpt.serving").joinpath("page.html").read_text("utf-8")
+def page(chats: bool) -> tuple[str, str]:
+    """The page, for chats or for plain texts, and the Content-Security-Policy that lets run it alone."""
+    frame, *scripts = (files("distgpt.serving").joinpath(name).read_text("utf-8") for name in PARTS)
+    frame = frame.replace("<body>", '<body class="chats">') if chats else frame
+    text = frame.replace("<script></script>", f"<script>\n{''.join(scripts)}</script>")
     script, style = (_sources(text, name) for name in ("script", "style"))
     policy = (
         "default-src 'none'",
