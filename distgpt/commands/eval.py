@@ -11,13 +11,31 @@ from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, print_lines
 from distgpt.stages import open_stage
 
+# The benchmarks of evaluation/questions.py, and what each option takes.
+BENCHMARKS = {
+    "hellaswag": "HellaSwag, as hellaswag_val.jsonl.",
+    "arc_easy": "ARC's easy questions, as ARC-Easy-Test.jsonl.",
+    "arc_challenge": "ARC's challenge, as ARC-Challenge-Test.jsonl.",
+    "piqa": "PIQA, as valid.jsonl, with valid-labels.lst beside it.",
+    "winogrande": "WinoGrande, as dev.jsonl.",
+    "lambada": "LAMBADA, a text on each line, or JSON lines.",
+    "mmlu": "MMLU, a folder with dev/ and test/.",
+}
+
+
+def benchmark_options(command: Any) -> Any:
+    """Add an option for each benchmark."""
+    for name, about in reversed(BENCHMARKS.items()):
+        command = click.option(f"--{name.replace('_', '-')}", type=PATH, help=about)(command)
+    return command
+
 
 @click.command(name="eval")
 @stage_options
 @click.option("--weights", type=PATH, required=True, help="The model's weights file.")
 @adapter_option
 @click.option("--val", help="What --data of train takes; of token shards the part for validation.")
-@click.option("--hellaswag", type=PATH, help="The benchmark's file, JSON lines.")
+@benchmark_options
 @click.option(
     "--chats", is_flag=True, help="Take --val for chats, as tune does, and count their answers alone."
 )
@@ -29,17 +47,18 @@ from distgpt.stages import open_stage
 def eval(
     stage: str, threads: int | None, gpu: GpuConfig, old_tokens: int | None, as_json: bool, **options: Any
 ) -> None:
-    """Measure a model on a text, on shards or on HellaSwag."""
+    """Measure a model on a text, on shards or on benchmarks, in files as their authors publish them."""
     import json
 
     from distgpt.evaluation.assessment import evaluate, page
     from distgpt.show.progress import ItemProgress
 
-    if options["val"] is None and options["hellaswag"] is None:
-        raise UsageError("nothing to evaluate: give --val, --hellaswag or both")
+    benchmarks = {name: path for name in BENCHMARKS if (path := options.pop(name)) is not None}
+    if options["val"] is None and not benchmarks:
+        raise UsageError("nothing to evaluate: give --val, or a benchmark such as --hellaswag")
     ready = open_stage(stage, threads, gpu)
     options["val_tokens"] = options["val_tokens"] or old_tokens or 0
-    found = evaluate(ready, **options, progress=ItemProgress("sequences"))
+    found = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))
     if ready.comm.rank == 0 and as_json:
         print(json.dumps(found, allow_nan=False))
     elif ready.comm.rank == 0:

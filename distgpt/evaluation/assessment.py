@@ -1,63 +1,36 @@
-"""The quality of a model, in training and afterwards: its loss on held-out text, and HellaSwag.
-
-HellaSwag asks which of four endings of a text the model finds likeliest, per token. Its file has a JSON
-object on each line: "ctx", the beginning; "endings", its continuations; "label", the number of the right one.
-"""
+"""The quality of a model, in training and afterwards: its loss on held-out text, and benchmarks."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from distgpt.checked import parse_json
 from distgpt.comm.agree import on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Tokens
 from distgpt.data.chats.examples import Examples
-from distgpt.data.loading import DataRequest, load_corpus, read_text, resolve_data
+from distgpt.data.loading import DataRequest, load_corpus, resolve_data
 from distgpt.data.shards import is_shards, read_manifest
-from distgpt.data.tokenizers.naming import Ids, Tokenizer
+from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.errors import DataError, DistgptError, NonFiniteError, escape, one_line
+from distgpt.evaluation.benchmark import SHOWN, Benchmark, Progress, load_benchmark, with_progress
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import PendingSignals
-from distgpt.kernels.api import IGNORED, Array
+from distgpt.kernels.api import IGNORED
 from distgpt.model.model import Model
 from distgpt.saved.adapter import with_adapter
 from distgpt.saved.modelfile import dtype_of, load_model
 from distgpt.stages import Stage
-
-ENDINGS = 4  # of an example of HellaSwag
-LABELS = tuple(map(str, range(ENDINGS)))  # also written as texts
-
-
-class Progress(Protocol):
-    """Shows how far a measurement has come. Called on rank 0 alone."""
-
-    def noted(self, text: str) -> None: ...
-    def began(self, total: int, done: int) -> None: ...
-    def advanced(self, done: int, tokens: int) -> None: ...
-    def close(self) -> None: ...
-
-
-def sums_with_progress(scorer: Scorer, spans: list[Span], progress: Progress | None) -> Array:
-    """Return the summed loss of each span, and show how far that has come. Collective."""
-    if progress is None or scorer.comm.rank:
-        return scorer.sums(spans)
-    progress.began(len(spans), 0)
-    try:
-        return scorer.sums(spans, progress.advanced)
-    finally:
-        progress.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +60,7 @@ class Validation:
 
     def measure(self, scorer: Scorer, progress: Progress | None = None) -> HeldOutLoss:
         """Return the loss. Collective."""
-        total = float(sums_with_progress(scorer, self.spans, progress).sum())
+        total = float(with_progress(scorer.sums, self.spans, scorer.comm, progress).sum())
         return HeldOutLoss(total / self.count, self.count)
 
     def bits_per_byte(self, loss: float, tokenizer: Tokenizer) -> float | None:
@@ -130,81 +103,6 @@ def validation_on(tokens: Tokens, seq_len: int, most: int) -> Validation:
     return AnswersHeldOut(tokens, most) if isinstance(tokens, Examples) else Validation(tokens, seq_len, most)
 
 
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Fractions of right answers by loss per token, and by summed loss, which favours short endings."""
-
-    per_token: float
-    plain: float
-    examples: int
-    mean_loss: float  # of all tokens of all endings
-
-
-class HellaSwag:
-    """The examples as tokens; `spans` holds four for each."""
-
-    def __init__(self, spans: list[Span], labels: list[int]) -> None:
-        self.spans, self.labels = spans, np.array(labels)
-
-    def measure(self, scorer: Scorer, progress: Progress | None = None) -> Accuracy:
-        """Return the accuracy. Collective."""
-        sums = sums_with_progress(scorer, self.spans, progress).reshape(-1, ENDINGS)
-        counts = np.array([span.count for span in self.spans]).reshape(-1, ENDINGS)
-        right = [(scores.argmin(1) == self.labels).mean() for scores in (sums / counts, sums)]
-        mean_loss = float(sums.sum() / counts.sum())
-        return Accuracy(float(right[0]), float(right[1]), len(self.labels), mean_loss)
-
-
-def load_hellaswag(comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> HellaSwag:
-    """Rank 0 reads the file, and every rank parses its text alike. Collective."""
-    text = on_root(comm, lambda: read_text(path))
-    try:
-        return parse_hellaswag(text, path, tokenizer, seq_len)
-    except DataError as error:
-        raise shared(error) from None
-
-
-def parse_hellaswag(text: str, path: Path, tokenizer: Tokenizer, seq_len: int) -> HellaSwag:
-    """Parse the text of a file. A context that is too long for an ending loses its beginning."""
-    spans: list[Span] = []
-    labels: list[int] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        context, endings, label = _example(line, f"{path}, line {number}")
-        try:
-            begun = tokenizer.encode(context)
-            spans += (_span(begun, tokenizer.encode(" " + ending), seq_len) for ending in endings)
-        except DataError as error:
-            raise DataError(f"{path}, line {number}: {error}") from None
-        labels.append(label)
-    if not labels:
-        raise DataError(f"{path} holds no examples")
-    return HellaSwag(spans, labels)
-
-
-def _span(begun: Ids, ending: Ids, seq_len: int) -> Span:
-    if not len(begun) or not len(ending):
-        raise DataError("a context or an ending gives no tokens")
-    ending = ending[:seq_len]
-    begun = begun[max(0, len(begun) + len(ending) - seq_len - 1) :]
-    return Span(np.concatenate([begun, ending]), len(begun))
-
-
-def _example(line: str, where: str) -> tuple[str, list[str], int]:
-    try:
-        found = parse_json(line)
-        context, endings, label = found["ctx"], found["endings"], found["label"]
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{where}: no JSON object with ctx, endings and label") from None
-    texts = [context, *endings] if isinstance(endings, list) else []
-    if len(texts) != ENDINGS + 1 or not all(isinstance(text, str) and text for text in texts):
-        raise DataError(f"{where}: ctx and its {ENDINGS} endings must be texts, none of them empty")
-    if str(label) not in LABELS or isinstance(label, bool):
-        raise DataError(f"{where}: label is {label!r:.40}, there are {ENDINGS} endings")
-    return context, endings, int(label)
-
-
 class Assessment:
     """Validation, HellaSwag or both; false without either."""
 
@@ -213,7 +111,7 @@ class Assessment:
         model: Model,
         comm: Comm,
         validation: Validation | None,
-        hellaswag: HellaSwag | None,
+        hellaswag: Benchmark | None,
         tokenizer: Tokenizer,
         signals: PendingSignals,
         on_batch: Callable[[], None],
@@ -235,8 +133,8 @@ class Assessment:
             if (bits := self.bits_per_byte(held.loss)) is not None:
                 found["bits_per_byte"] = bits
         if self.hellaswag is not None:
-            accuracy = self.hellaswag.measure(self.scorer)
-            found |= {"hellaswag": accuracy.per_token, "hellaswag_examples": accuracy.examples}
+            result = self.hellaswag.measure(self.scorer)
+            found |= {"hellaswag": result.acc_norm, "hellaswag_examples": result.examples}
         return found
 
     def bits_per_byte(self, loss: float | None) -> float | None:
@@ -250,7 +148,7 @@ def evaluate(
     stage: Stage,
     weights: Path,
     val: str | None = None,
-    hellaswag: Path | None = None,
+    benchmarks: Mapping[str, Path] | None = None,
     val_tokens: int = 0,
     dtype: str = "auto",
     matmul: str = "auto",
@@ -290,12 +188,11 @@ def evaluate(
         perplexity = held.perplexity if math.isfinite(held.perplexity) else None  # of a loss beyond 700
         found |= {"val": val, "val_tokens": held.tokens, "val_loss": held.loss}
         found |= {"perplexity": perplexity, "bits_per_byte": bits}
-    if hellaswag is not None:
-        examples = load_hellaswag(comm, hellaswag, tokenizer, model.config.seq_len)
-        accuracy = examples.measure(scorer, progress)
-        _refuse_nonfinite(accuracy.mean_loss)
-        found |= {"hellaswag": accuracy.per_token, "hellaswag_unnormalised": accuracy.plain}
-        found |= {"hellaswag_examples": accuracy.examples}
+    for name, path in (benchmarks or {}).items():
+        benchmark = load_benchmark(comm, name, path, tokenizer, model.config.seq_len)
+        result = benchmark.measure(scorer, progress)
+        _refuse_nonfinite(result.loss)
+        found |= {f"{name}_{key}": value for key, value in result.published(name).items()}
     return found
 
 
@@ -333,12 +230,19 @@ def page(found: dict[str, Any]) -> str:
             f"perplexity     {_known(found['perplexity'], '.2f', 'beyond 1e304')}",
             f"bits per byte  {_known(found['bits_per_byte'], '.4f', 'unknown: the text has no bytes')}",
         ]
-    if "hellaswag" in found:
-        lines += [
-            f"HellaSwag      {found['hellaswag']:.2%} of {found['hellaswag_examples']:,} right, "
-            f"by loss per token ({found['hellaswag_unnormalised']:.2%} by summed loss; chance is 25 %)"
-        ]
+    for name in [key.removesuffix("_acc") for key in found if key.endswith("_acc")]:
+        values = {key: found[f"{name}_{key}"] for key in SHOWN if f"{name}_{key}" in found}
+        examples = found[f"{name}_examples"]
+        words = [f"{key} {value:.2%} ± {_error(value, examples):.2%}" for key, value in values.items()]
+        if f"{name}_perplexity" in found:
+            words.append(f"perplexity {_known(found[f'{name}_perplexity'], '.2f', 'beyond 1e304')}")
+        lines.append(f"{name:<14} {', '.join(words)} ({examples:,} questions)")
     return "\n".join(map(one_line, lines))
+
+
+def _error(fraction: float, examples: int) -> float:
+    """The standard error of a fraction."""
+    return math.sqrt(fraction * (1 - fraction) / max(1, examples - 1))
 
 
 def _known(value: float | None, form: str, unknown: str) -> str:

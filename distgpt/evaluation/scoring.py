@@ -1,9 +1,10 @@
-"""The loss of many spans of text, the same on any number of ranks."""
+"""The loss of many spans of text, and if they are the likeliest; the same on any number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +12,12 @@ from distgpt.comm.api import Comm
 from distgpt.interrupts import Interrupted, PendingSignals, signal_of
 from distgpt.kernels.api import Array, Work
 from distgpt.model.model import Model
-from distgpt.model.passes import Pass
+from distgpt.model.passes import Ends, Pass
 
 # Tokens per forward pass; a GPU needs more of them to be busy.
 AT_A_TIME, AT_A_TIME_QUEUED = 1 << 12, 1 << 15
 SHORTEST = 32  # lengths are rounded up to this times a power of two: few shapes, little padding
+SCORED = 128  # predictions whose scores of all tokens are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Scorer:
         self.model, self.comm, self._signals, self._on_batch = model, comm, signals, on_batch
         self._most = AT_A_TIME_QUEUED if model.kernels.capabilities.is_async else AT_A_TIME
         self._pass: Pass | None = None
-        self._lose: Work | None = None
+        self._recorded: dict[str, Work] = {}
 
     def reserve(self, length: int, spans: int) -> None:
         """Allocate memory for batches of `spans` spans, or of as many as fit into one pass."""
@@ -69,14 +71,14 @@ class Scorer:
         shape = min(max(1, self._most // padded), spans), padded
         if self._pass is not None and self._pass.shape == shape:
             return
-        self._pass = self._lose = None  # its memory first
+        self._pass, config = None, self.model.config  # its memory first
         self._pass = Pass(self.model, *shape, training=False)
         self._pass.expect_losses()
+        self._recorded = {}
         self._host = np.zeros((2, *shape), np.int32)
         k = self.model.kernels
         self._tokens, self._targets = (k.integers(side.reshape(-1)) for side in self._host)
-        work, tokens, targets = self._pass, self._tokens, self._targets
-        self._lose = k.record(lambda: work.losses(tokens, targets))
+        self._hidden, self._scores = k.zeros(SCORED, config.n_embd), k.zeros(SCORED, config.padded_vocab)
 
     def sums(self, spans: Sequence[Span], advanced: Callable[[int, int], None] = _nobody) -> Array:
         """The summed loss of each span, float64 (n,). Collective.
@@ -85,40 +87,112 @@ class Scorer:
         A signal on any rank ends it on all, as an Interrupted.
         """
         sums = np.zeros(len(spans))
+
+        def score(rows: list[list[int]]) -> None:
+            sums[[i for i, *_ in rows]] = self._losses([spans[i] for i, *_ in rows])
+
+        self._in_batches(spans, [[i] for i in range(len(spans))], score, advanced)
+        self.comm.sum(sums)  # each place is zero on all ranks but one
+        return sums
+
+    def likelihoods(self, spans: Sequence[Span], advanced: Callable[[int, int], None] = _nobody) -> Array:
+        """The summed loss of each span, and 1 where every token of it is the likeliest: (n, 2). Collective.
+
+        Only predicted tokens are scored, and spans that differ in their last token alone share a sequence.
+        """
+        found = np.zeros((len(spans), 2))
+        together: dict[bytes, list[int]] = {}
+        for i, span in enumerate(spans):
+            together.setdefault(np.asarray(span.ids[:-1], np.int32).tobytes(), []).append(i)
+
+        def score(rows: list[list[int]]) -> None:
+            found[[i for row in rows for i in row]] = self._likelihoods([[spans[i] for i in r] for r in rows])
+
+        self._in_batches(spans, list(together.values()), score, advanced)
+        self.comm.sum(found)
+        return found
+
+    def _in_batches(
+        self,
+        spans: Sequence[Span],
+        rows: list[list[int]],
+        score: Callable[[list[list[int]]], None],
+        advanced: Callable[[int, int], None],
+    ) -> None:
+        """Call `score` with each batch, on one rank each. A row has the indices of its spans. Collective."""
         number = done = 0
-        for length, places in self._groups(spans):
+        for length, places in self._groups([spans[row[0]] for row in rows]):
             self.reserve(length, len(places))
             each = len(self._host[0])
             for first in range(0, len(places), each):
-                chosen = places[first : first + each]
+                chosen = [rows[place] for place in places[first : first + each]]
                 if number % self.comm.size == self.comm.rank:
-                    sums[chosen] = self._score([spans[i] for i in chosen])
+                    score(chosen)
                 number += 1
-                done += len(chosen)
-                advanced(done, sum(spans[i].count for i in chosen))
+                done += sum(map(len, chosen))
+                advanced(done, sum(spans[i].count for row in chosen for i in row))
                 if number % self.comm.size == 0:
                     self._stop_on_signal()
-        self.comm.sum(sums)  # each place is zero on all ranks but one
-        return sums
 
     def _stop_on_signal(self) -> None:
         """Collective."""
         if self._signals is not None and (code := self.comm.allreduce_max(self._signals.exit_code)):
             raise Interrupted(signal_of(code), shared=True)
 
-    def _score(self, spans: list[Span]) -> list[float]:
+    def _losses(self, spans: list[Span]) -> list[float]:
+        self._put(spans)
+        ends = self._run("losses", lambda work: work.losses(self._tokens, self._targets))
+        losses = self.model.kernels.to_host(ends.losses).reshape(self._host[0].shape)
+        return [span.total(row) for span, row in zip(spans, losses, strict=False)]
+
+    def _likelihoods(self, rows: list[list[Span]]) -> Array:
+        """The loss of each span and whether it is the likeliest (n, 2); those of a row share their tokens."""
+        self._put([row[0] for row in rows])
+        ends = self._run("hidden", lambda work: work.hidden(self._tokens))
+        hidden = self.model.kernels.to_host(ends.hidden).reshape(*self._host[0].shape, -1)
+        spans = [(i, span) for i, row in enumerate(rows) for span in row]
+        states = np.concatenate([hidden[i, span.first - 1 : len(span.ids) - 1] for i, span in spans])
+        targets = np.concatenate([span.ids[span.first :] for _, span in spans])
+        each = np.concatenate(
+            [
+                self._of_states(states[start : start + SCORED], targets[start : start + SCORED])
+                for start in range(0, len(states), SCORED)
+            ]
+        )
+        starts = np.cumsum([0, *(span.count for _, span in spans[:-1])])
+        sums = np.add.reduceat(each[:, 0], starts)
+        return np.stack([sums, np.minimum.reduceat(each[:, 1], starts)], axis=1)
+
+    def _of_states(self, states: Array, targets: Array) -> Array:
+        """The loss of each target behind its state, and whether none is likelier (n, 2)."""
+        k, count = self.model.kernels, len(states)
+        assert self._pass is not None
+        k.put(self._hidden[:count], states)
+        self._pass.scores(self._scores[:count], self._hidden[:count])
+        scores = k.to_host(self._scores[:count])[:, : self.model.config.vocab_size]
+        top = scores.max(1)
+        hit = scores[np.arange(count), targets]
+        total = np.exp(scores - top[:, None]).sum(1, dtype=np.float64)
+        return np.stack([np.log(total) + top - hit, hit == top], axis=1)
+
+    def _put(self, spans: list[Span]) -> None:
+        """Tell the pass the tokens and targets of its sequences."""
         self._on_batch()
         self._host[:] = 0
         for span, tokens, targets in zip(spans, *self._host, strict=False):
             tokens[: len(span.ids) - 1] = span.ids[:-1]
             targets[: len(span.ids) - 1] = span.ids[1:]
-        k = self.model.kernels
-        assert self._pass is not None and self._lose is not None
         for device, host in zip((self._tokens, self._targets), self._host, strict=True):
-            k.put(device, host.reshape(-1))
-        self._lose()
-        losses = k.to_host(self._pass.ends.all.losses).reshape(self._host[0].shape)
-        return [span.total(row) for span, row in zip(spans, losses, strict=False)]
+            self.model.kernels.put(device, host.reshape(-1))
+
+    def _run(self, name: str, what: Callable[[Pass], Any]) -> Ends:
+        """Do something with the pass, recorded under this name."""
+        work = self._pass
+        assert work is not None
+        if name not in self._recorded:
+            self._recorded[name] = self.model.kernels.record(lambda: what(work))
+        self._recorded[name]()
+        return work.ends.all
 
     def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
         """Indices of spans by padded length, longest first; too few for a batch join longer ones."""

@@ -12,7 +12,13 @@ from distgpt.inference.lanes import Feed, check_drop
 from distgpt.interrupts import signals_deferred
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import decode
-from distgpt.kernels.decoding.cached_attention import cache_of, cache_shapes, shift_cache, thread_scratch
+from distgpt.kernels.decoding.cached_attention import (
+    cache_of,
+    cache_shapes,
+    copy_lane,
+    shift_cache,
+    thread_scratch,
+)
 from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.jit import PackedArgs, entry
@@ -26,6 +32,8 @@ WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake ot
 
 class CompiledLanes:
     """`count` sequences of at most the context's length. Cached in bfloat16 unless weights are float32."""
+
+    is_exact = True
 
     def __init__(self, config: ModelConfig, weights: Weights, count: int, threads: int) -> None:
         self.count, self.length, self.can_drop = count, config.seq_len, config.positions != "learned"
@@ -60,8 +68,7 @@ class CompiledLanes:
         return scores
 
     def copy(self, source: int, target: int, length: int) -> None:
-        for array in self._cache:
-            array[:, target] = array[:, source]
+        copy_lane(self._cache, source, target, length)
 
     def drop(self, lane: int, count: int, kept: int) -> None:
         check_drop(self, lane, count, kept)

@@ -107,6 +107,7 @@ class _Leading:
     def __init__(self, own: Lanes, comm: Comm) -> None:
         self._own, self._comm = own, comm
         self.count, self.length, self.can_drop = own.count, own.length, own.can_drop
+        self.is_exact = own.is_exact
 
     def feed(self, work: Sequence[Feed]) -> Array:
         broadcast(self._comm, ("feed", work))

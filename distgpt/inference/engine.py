@@ -8,8 +8,9 @@
 `step` feeds one token of every sample that is being decoded, and beside them a chunk of the prompts that
 wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
 not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
-belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a free lane
-holds of its prompt, as the next turn of a chat does; then rounding depends on how that came about.
+belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a lane holds
+of its prompt, as the next turn of a chat does. Lanes of requests that are done keep their tokens until
+another takes them, the least recently used first. Where lanes are not exact, rounding depends on that.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from distgpt.inference.request import Completion, Event, Request
 from distgpt.inference.sample import MOST_SCORED, Sample, SharedPrompt
 
 CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
+WORTHWHILE = 64  # tokens that are copied from another lane rather than computed: on GPUs a copy is slow
 
 
 class Engine:
@@ -40,7 +42,7 @@ class Engine:
         self._tickets = count()
         self._waiting: deque[tuple[SharedPrompt, int]] = deque()  # samples without a lane: request, choice
         self._running: list[Sample] = []
-        self._free = list(range(lanes.count))
+        self._free = list(range(lanes.count))  # the least recently used first
         self._prompts: dict[int, SharedPrompt] = {}  # lanes that begin with the prompt of a request
         self._held: set[int] = set()  # tickets of requests that make no tokens for now
         self._kept: dict[int, list[int]] = {}  # the tokens in free lanes, for prompts that begin with them
@@ -146,38 +148,49 @@ class Engine:
         return events
 
     def _join(self, shared: SharedPrompt, choice: int) -> list[Event]:
-        """Give a sample a lane: with its prompt where another sample's lane has it."""
-        lane = min(self._free, key=lambda lane: self._worth(lane, shared))
+        """Give a sample a lane, with what another lane has of its prompt: all where a sample computed it."""
+        ready = next((lane for lane, held in self._prompts.items() if held is shared), None)
+        ready = None if shared.scores is None else ready
+        source, length = self._begun(shared) if ready is None else (ready, len(shared.request.prompt))
+        lane = self._lane_for(source, self._lanes.length if ready is not None else length)
+        if ready is None and lane != source and length < WORTHWHILE:
+            source, length = None, 0
         self._free.remove(lane)
+        self._kept.pop(lane, None)
         sample = Sample(shared, choice, self._tokenizer, self._lanes.length)
-        sample.lane = lane
+        sample.lane, sample.cached = lane, min(length, self._lanes.length)
         self._running.append(sample)
         shared.to_come -= 1
-        source = next((each for each, held in self._prompts.items() if held is shared), None)
-        held = self._kept.pop(lane, [])
-        if shared.scores is None or source is None:
-            shared.scores, shared.under_way = None, True
-            sample.begin_with(held)
-            if sample.cached:
-                self._prompts.pop(lane, None)
-            return []
-        sample.cached = min(len(shared.request.prompt), self._lanes.length)
-        if source != lane:
+        if source is not None and source != lane:
             self._lanes.copy(source, lane, sample.cached)
-            self._prompts[lane] = shared
+        if ready is None:
+            shared.scores, shared.under_way = None, True
+            self._prompts.pop(lane, None)
+            return []
+        self._prompts[lane] = shared
+        assert shared.scores is not None
         event = sample.choose(shared.scores)
         if not shared.to_come:  # its lanes are like any other
             self._prompts = {lane: held for lane, held in self._prompts.items() if held is not shared}
         return [event]
 
-    def _worth(self, lane: int, shared: SharedPrompt) -> tuple[int, int]:
-        """Rank the lanes to take: that with the same prompt, else one whose prompt nobody waits for.
+    def _begun(self, shared: SharedPrompt) -> tuple[int | None, int]:
+        """Return the lane that holds most of a prompt, and how many tokens of it."""
+        if not shared.reuses or len(shared.request.prompt) > self._lanes.length:
+            return None, 0
+        held = self._kept | {sample.lane: sample.held for sample in self._running}
+        common = {lane: shared.common(tokens) for lane, tokens in held.items()}
+        lane = max(common, key=lambda lane: (common[lane], -len(held[lane])), default=None)
+        return (None, 0) if lane is None or not common[lane] else (lane, common[lane])
 
-        Of these the one where reuse gains the most, and the least is lost that others may reuse.
+    def _lane_for(self, source: int | None, length: int) -> int:
+        """Choose a free lane: the source, if these tokens are most of what it holds, or one to copy them to.
+
+        That is one whose prompt nobody waits for, an empty one, or the least recently used.
         """
-        of_request, held = self._prompts.get(lane), self._kept.get(lane, [])
-        rank = 0 if of_request is shared else 1 if of_request is None else 2
-        return rank, len(held) - 2 * shared.common(held)
+        if source in self._free and 2 * length >= len(self._kept.get(source, ())):
+            return source
+        return min(self._free, key=lambda lane: (lane in self._prompts, lane in self._kept))
 
     def _work(self) -> list[tuple[Sample, Feed]]:
         """Build the next batch: one token and its guesses of each sample that decodes, `chunk` of prompts.

@@ -26,6 +26,7 @@ class Lanes(Protocol):
     count: int  # lanes
     length: int  # positions of each: the context
     can_drop: bool  # whether positions may move: not where the model has learned a vector for each
+    is_exact: bool  # whether the same bits come out however a sequence is cut into feeds
 
     def feed(self, work: Sequence[Feed]) -> Array:
         """float32 (Σ scored, V) on the host, in the order of `work`; V without padding."""

@@ -79,7 +79,7 @@ class Request(Sampling):
 
     # Not settings, as they depend on a tokenizer, and on who asks.
     ends: tuple[int, ...] = ()  # tokens that end the text, which lacks them
-    reuse: bool = False  # begin with what a lane still holds of another prompt: sooner, but rounded otherwise
+    reuse: bool = False  # begin with what a lane holds of another prompt; exact lanes give the same bits
 
     def __post_init__(self) -> None:
         for name, about in REQUEST_SETTINGS.items():

@@ -29,10 +29,15 @@ class SharedPrompt:
         """Tell whether all log-probabilities that are wanted of the prompt are known."""
         return not self.request.prompt_logprobs or len(self.likelihoods) == len(self.request.prompt)
 
+    @property
+    def reuses(self) -> bool:
+        """Tell whether it takes over what lanes hold of the prompt."""
+        return self.request.reuse and not self.request.prompt_logprobs
+
     def common(self, held: Sequence[int]) -> int:
-        """Return how many tokens of the prompt these begin with, if it reuses any; never its last one."""
-        prompt, wanted = self.request.prompt, self.request.reuse and not self.request.prompt_logprobs
-        most = min(len(held), len(prompt) - 1) if wanted else 0
+        """Return how many tokens of the prompt these begin with; never its last one."""
+        prompt = self.request.prompt
+        most = min(len(held), len(prompt) - 1)
         return next((i for i in range(most) if held[i] != prompt[i]), most)
 
     def empty_event(self, choice: int) -> Event:
@@ -64,10 +69,6 @@ class Sample:
     def is_at_prompt(self) -> bool:
         """Tell whether the prompt is being computed: nothing is chosen yet."""
         return self.new == 0
-
-    def begin_with(self, held: Sequence[int]) -> None:
-        """Take over the beginning of the prompt as far as its lane holds it."""
-        self.cached = self.shared.common(held) if self.begin == 0 else 0
 
     @property
     def held(self) -> list[int]:

@@ -25,6 +25,8 @@ class UncompiledLanes:
     when it is first used.
     """
 
+    is_exact = False
+
     def __init__(self, model: Model, count: int) -> None:
         self.model, self.count, self.length = model, count, model.config.seq_len
         self.can_drop = model.config.positions != "learned"

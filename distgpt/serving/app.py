@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from functools import cache, partial
-from hashlib import sha256
+from functools import partial
 from hmac import compare_digest
-from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from distgpt.data.chats.format import ChatFormat
 from distgpt.errors import escape, first_line, print_lines
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
@@ -39,9 +36,12 @@ from distgpt.serving.limits import (
     unread,
 )
 from distgpt.serving.metrics import Metrics
+from distgpt.serving.page import page
 from distgpt.serving.runner import Call, Runner
+from distgpt.serving.tokens import about_tokenizer, detokenize, tokenize
 
-Parser = Callable[[bytes, Served, Limits], ParsedBody]
+Parsed = TypeVar("Parsed")
+Parser = Callable[[bytes, Served, Limits], Parsed]
 
 ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
 NOTE = "distgpt.note"  # of a scope: what the log says besides
@@ -52,7 +52,11 @@ PIECE = 1 << 16  # bytes sent at once
 LONG = 1 << 14  # tokens and log-probabilities of an answer that is put together beside the loop
 REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
 DROPPED = 1 << 30  # bytes of it
-COMPLETIONS: dict[str, Parser] = {"/v1/completions": parse_body, "/v1/chat/completions": parse_chat}
+COMPLETIONS: dict[str, Parser[ParsedBody]] = {
+    "/v1/completions": parse_body,
+    "/v1/chat/completions": parse_chat,
+}
+TOKENS: dict[str, Parser[dict[str, Any]]] = {"/tokenize": tokenize, "/detokenize": detokenize}
 
 
 class App:
@@ -76,6 +80,8 @@ class App:
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             *(Route(path, self._completions, methods=["POST"]) for path in COMPLETIONS),
+            Route("/tokenizer_info", self._tokenizer),
+            *(Route(path, self._tokens, methods=["POST"]) for path in TOKENS),
         ]
         handlers: dict[Any, Any] = {Refusal: _refused, HTTPException: _not_found, Exception: _internal}
         middleware = []
@@ -125,7 +131,8 @@ class App:
 
     async def _page(self, request: Request) -> Response:
         self._admit(request, with_key=False)
-        text, policy = page()
+        chat = self._served.chat
+        text, policy = page(isinstance(chat, ChatFormat) and chat.is_taught)
         safe = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe})
 
@@ -161,27 +168,38 @@ class App:
             "max_tokens": self.limits.max_tokens,
         }
 
+    async def _tokenizer(self, request: Request) -> Response:
+        self._admit(request)
+        return JSONResponse(about_tokenizer(self._served))
+
+    async def _tokens(self, request: Request) -> Response:
+        self._admit(request)
+        return JSONResponse(await self._parsed(request, TOKENS[request.url.path]))
+
     async def _completions(self, request: Request) -> Response:
         self._admit(request)
         if self.runner.is_leaving:
             raise leaving()
+        begun = time.monotonic()
+        parsed = await self._parsed(request, COMPLETIONS[request.url.path])
+        call = self.runner.submit(parsed.requests, begun)
+        self._metrics.prompt_tokens += parsed.prompt_tokens
+        return _Completion(self, parsed, call)
+
+    async def _parsed(self, request: Request, parse: Parser[Parsed]) -> Parsed:
+        """Read a body, and parse it beside the loop."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # pages of other sites cannot send this without a preflight
             raise Refusal(415, "send the body as Content-Type: application/json")
-        begun = time.monotonic()
         try:
             async with asyncio.timeout(min(ARRIVING, self.limits.seconds)):
                 body = await _body(request, self.limits.body)
                 loop = asyncio.get_running_loop()
-                parse = COMPLETIONS[request.url.path]
-                parsed = await loop.run_in_executor(self._pool, parse, body, self._served, self.limits)
+                return await loop.run_in_executor(self._pool, parse, body, self._served, self.limits)
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise Refusal(499, "the client has left") from None
-        call = self.runner.submit(parsed.requests, begun)
-        self._metrics.prompt_tokens += parsed.prompt_tokens
-        return _Completion(self, parsed, call)
 
     async def answer(self, parsed: ParsedBody, call: Call, scope: Scope) -> AsyncGenerator[bytes]:
         """The pieces of a streamed answer, or its whole. Frees what the call has when it is closed."""
@@ -320,27 +338,3 @@ async def _not_found(request: Request, error: Exception) -> Response:
 async def _internal(request: Request, error: Exception) -> Response:
     print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
     return _response(broken("internal error"))
-
-
-@cache
-def page() -> tuple[str, str]:
-    """The page, and the Content-Security-Policy that lets run what is in it alone."""
-    text = files("distgpt.serving").joinpath("page.html").read_text("utf-8")
-    script, style = (_sources(text, name) for name in ("script", "style"))
-    policy = (
-        "default-src 'none'",
-        f"script-src {script}",
-        f"style-src {style}",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-    return text, "; ".join(policy)
-
-
-def _sources(text: str, name: str) -> str:
-    """Hashes of all inline elements of this name."""
-    inside = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
-    return " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in inside)

@@ -57,6 +57,7 @@ class Served:
     context: int
     created: int  # seconds since 1970
     chat: ChatFormat | DataError | None = None  # or why there is none
+    reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     stream, echo = (checked(found, name, SWITCH, False) for name in ("stream", "echo"))
     settings = parse_settings(found, limits, SETTINGS)
     ends = () if checked(found, "ignore_eos", SWITCH, False) else served.tokenizer.ends
-    settings = replace(settings, ends=ends, prompt_logprobs=echo and settings.logprobs is not None)
+    scored = echo and settings.logprobs is not None
+    settings = replace(settings, ends=ends, prompt_logprobs=scored, reuse=served.reuse)
     with_usage = wants_usage(found)
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
@@ -180,7 +182,7 @@ def _prompts(value: Any, served: Served, limits: Limits, n: int) -> list[list[in
         raise invalid(
             f"{len(prompts) * n:,} samples are more than {limits.samples:,}", "n" if n > 1 else "prompt"
         )
-    kind: Callable[[Any, Served], list[int]] = _text if isinstance(prompts[0], str) else _tokens
+    kind: Callable[[Any, Served], list[int]] = _text if isinstance(prompts[0], str) else tokens_of
     return [kind(prompt, served) for prompt in prompts]
 
 
@@ -193,11 +195,13 @@ def _text(prompt: Any, served: Served) -> list[int]:
         raise invalid(str(error), "prompt") from None
 
 
-def _tokens(prompt: Any, served: Served) -> list[int]:
+def tokens_of(prompt: Any, served: Served, name: str = "prompt") -> list[int]:
+    """Return a list of tokens that the model has."""
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        raise invalid("prompt must be a text, a list of texts, tokens, or a list of such", "prompt")
+        of_texts = "a text, a list of texts, tokens, or a list of such" if name == "prompt" else "tokens"
+        raise invalid(f"{name} must be {of_texts}", name)
     if not all(0 <= token < served.vocab for token in prompt):
-        raise invalid(f"tokens of the prompt must lie in [0, {served.vocab:,})", "prompt")
+        raise invalid(f"{name}: tokens must lie in [0, {served.vocab:,})", name)
     return prompt
 
 

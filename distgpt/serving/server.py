@@ -108,7 +108,10 @@ class Server:
         self._about = f"{name} ({count(lanes.count, 'lane')} of {config.seq_len} tokens)"
         self.runner = Runner(lambda: loaded.engine(lanes), lanes.count, where.limits, self.metrics, self.fail)
         chat = _chat_format(loaded)
-        served = Served(name, loaded.tokenizer, config.vocab_size, config.seq_len, int(time.time()), chat)
+        created = int(time.time())
+        served = Served(
+            name, loaded.tokenizer, config.vocab_size, config.seq_len, created, chat, lanes.is_exact
+        )
         self._app = App(served, self.runner, self.metrics, where)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:

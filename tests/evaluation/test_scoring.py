@@ -1,4 +1,4 @@
-"""Losses of spans, validation and HellaSwag: against the plain model, and on any number of ranks."""
+"""Losses of spans and validation: against the plain model, and on any number of ranks."""
 
 import json
 import math
@@ -14,9 +14,9 @@ from distgpt.config import ModelConfig
 from distgpt.data.batches import ArrayTokens
 from distgpt.data.loading import bundled, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import UsageError
 from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Validation, evaluate, parse_hellaswag
+from distgpt.evaluation.assessment import Validation, evaluate
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
@@ -90,58 +90,6 @@ def test_the_predicted_text_is_as_long_as_it_is_written():
     assert Validation(ArrayTokens(ids[[0, 3]]), 2).bits_per_byte(1.0, tokenizer) is None
 
 
-# HellaSwag
-
-
-def examples(*right, contexts="ape bee cat dog"):
-    endings = ["eel fox", "gnu", "hen hen hen", "ape"]
-    lines = [{"ctx": contexts, "endings": endings, "label": label, "ind": 4} for label in right]
-    return "\n".join(map(json.dumps, lines)) + "\n"
-
-
-TOKENIZER = build_tokenizer("word", " ".join(WORDS))
-
-
-def test_the_likeliest_ending_per_token_is_the_answer():
-    spans = parse_hellaswag(examples(0), "file", TOKENIZER, 48).spans
-    sums, counts = np.array([plain_sum(span) for span in spans]), np.array([2, 1, 3, 1])
-    per_token, plain = int((sums / counts).argmin()), int(sums.argmin())
-    assert per_token != plain
-    labels = (*[per_token] * 3, plain, *({0, 1, 2, 3} - {per_token, plain}))
-    parsed = parse_hellaswag(examples(*labels), "file", TOKENIZER, 48)
-    accuracy = parsed.measure(Scorer(model(), SerialComm()))
-    assert (accuracy.per_token, accuracy.plain, accuracy.examples) == (3 / 6, 1 / 6, 6)
-
-
-def test_only_the_ending_counts_and_a_long_context_loses_its_beginning():
-    spans = parse_hellaswag(examples(1, contexts=" ".join(WORDS * 8)), "file", TOKENIZER, 48).spans
-    assert [span.count for span in spans] == [2, 1, 3, 1]
-    assert all(len(span.ids) == 49 for span in spans)
-    assert TOKENIZER.decode(spans[2].ids[spans[2].first :]) == "hen hen hen"
-    assert TOKENIZER.decode(spans[2].ids[: spans[2].first]).endswith("fox gnu hen")
-    long = parse_hellaswag(examples(1), "file", TOKENIZER, 2).spans[2]
-    assert len(long.ids) == 3 and long.first == 1
-
-
-def test_a_file_of_another_kind_is_refused():
-    def line(context="ape", last="ape", label=1):
-        return json.dumps({"ctx": context, "endings": ["ape", "ape", "ape", last], "label": label})
-
-    for text, message in (
-        ("", "no examples"),
-        ("{", "line 1: no JSON object"),
-        ("[]\n", "line 1: no JSON object"),
-        ('\n{"ctx": "ape", "endings": ["ape"], "label": 0}', "line 2: ctx and its 4 endings"),
-        (line(context=""), "none of them empty"),
-        (line(label=4), "label is 4"),
-        (line(label=""), "label is ''"),
-        (line(last="owl"), "'owl'"),
-        (line(context=" "), "gives no tokens"),
-    ):
-        with pytest.raises(DataError, match=message):
-            parse_hellaswag(text, "file", TOKENIZER, 48)
-
-
 def test_an_evaluation_counts_bits_by_the_byte_under_either_name_of_its_length(capsys):
     sample = bundled("weights", "sample.safetensors")
     tokenizer = read_description(sample).tokenizer
@@ -155,5 +103,5 @@ def test_an_evaluation_counts_bits_by_the_byte_under_either_name_of_its_length(c
         words = f"eval --weights {sample} --val story {option} 300 --threads 1 --json"
         cli.main(words.split(), standalone_mode=False)
         assert json.loads(capsys.readouterr().out) == found, option
-    with pytest.raises(UsageError, match="nothing to evaluate: give --val, --hellaswag or both"):
+    with pytest.raises(UsageError, match="nothing to evaluate: give --val, or a benchmark"):
         cli.main(["eval", "--weights", "any"], standalone_mode=False)

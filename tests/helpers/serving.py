@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from distgpt.comm.serial import SerialComm
 from distgpt.data.loading import bundled
+from distgpt.data.tokenizers.plain import ChatTemplate
 from distgpt.errors import DistgptError
 from distgpt.inference.engine_setup import LoadedModel, ModelSpec, lanes_for
 from distgpt.interrupts import Interrupted
@@ -36,7 +37,7 @@ class Paced:
     def __init__(self, lanes, seconds=0.0):
         self._lanes, self.seconds, self.spoil = lanes, seconds, 0
         self.count, self.length, self.copy = lanes.count, lanes.length, lanes.copy
-        self.can_drop, self.drop = lanes.can_drop, lanes.drop
+        self.can_drop, self.drop, self.is_exact = lanes.can_drop, lanes.drop, lanes.is_exact
 
     def feed(self, work):
         time.sleep(self.seconds)
@@ -50,8 +51,10 @@ class Paced:
 class Server:
     """A server that runs, and what it ended with."""
 
-    def __init__(self, lanes, seconds, limits, place):
+    def __init__(self, lanes, seconds, limits, place, template):
         model, tokenizer = sample()
+        if template:
+            tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()))
         self.lanes = Paced(lanes_for(model, lanes), seconds)
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
         loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
@@ -132,8 +135,8 @@ def until(condition, seconds=10.0):
 
 
 @contextmanager
-def server(lanes=4, seconds=0.0, limits=None, **place):
-    found = Server(lanes, seconds, limits, place)
+def server(lanes=4, seconds=0.0, limits=None, template="", **place):
+    found = Server(lanes, seconds, limits, place, template)
     try:
         yield found
     finally:

@@ -1,11 +1,19 @@
 """Later turns of a chat take over what a lane holds of them; tokens that end a text."""
 
+from dataclasses import replace
+
 import pytest
+from models import VARIANTS
 from test_engine import LANES, both_lanes, model
 
 from distgpt.data.tokenizers.plain import CharTokenizer
 from distgpt.inference.engine import Engine, complete
+from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.request import Request
+from distgpt.kernels.cpu_int8 import Int8Kernels
+from distgpt.model.model import Model
+from distgpt.model.packed import int8_of
+from distgpt.stages import open_stage
 
 LETTERS = CharTokenizer("abcdefghijklm")
 
@@ -16,7 +24,7 @@ class Counting:
     def __init__(self, lanes):
         self._lanes, self.fed = lanes, []
         self.count, self.length, self.can_drop = lanes.count, lanes.length, lanes.can_drop
-        self.copy, self.drop = lanes.copy, lanes.drop
+        self.copy, self.drop, self.is_exact = lanes.copy, lanes.drop, lanes.is_exact
 
     def feed(self, work):
         self.fed += [(each.lane, each.start, len(each.tokens)) for each in work]
@@ -71,6 +79,69 @@ def test_each_chat_finds_its_own_lane_and_a_stranger_takes_an_empty_one():
         lanes.fed.clear()
         complete(engine, [Request([*chat, 3], max_new_tokens=1, overflow="stop", reuse=True)])
         assert lanes.fed[0][1] == 6, chat
+
+
+def served(lanes, engine, *prompts):
+    """Where the computing of each prompt begins: the first lane and place that it is fed."""
+    found = []
+    for prompt in prompts:
+        lanes.fed.clear()
+        complete(engine, [Request(prompt, max_new_tokens=1, overflow="stop", reuse=True)])
+        found.append(lanes.fed[0][:2])
+    return found
+
+
+def test_the_least_recently_used_lane_goes_first():
+    made, dtype = LANES["compiled"]
+    lanes, engine = engine_of(made, dtype, count=3, seq_len=64, vocab_size=50)
+    chats = [[first, *range(2, 9 + 4 * first)] for first in range(4)]  # the shortest first
+    at = dict(enumerate(served(lanes, engine, *chats[:3])))
+    assert {lane for lane, _ in at.values()} == {0, 1, 2}
+    assert served(lanes, engine, [*chats[0], 9]) == [(at[0][0], len(chats[0]))]
+    assert served(lanes, engine, chats[3]) == [(at[1][0], 0)]
+    assert served(lanes, engine, [*chats[2], 9]) == [(at[2][0], len(chats[2]))]
+    assert served(lanes, engine, chats[1]) == [(at[0][0], 0)]
+
+
+@both_lanes
+def test_a_common_beginning_is_copied_and_its_own_lane_kept(made, dtype, monkeypatch):
+    monkeypatch.setattr("distgpt.inference.engine.WORTHWHILE", 4)
+    lanes, engine = engine_of(made, dtype, count=3, seq_len=32)
+    system = [1, 2, 3, 4, 5]
+    chats = [[*system, other, *range(2, 12)] for other in (6, 7)]
+    (first, _), (second, begun) = served(lanes, engine, *chats)
+    assert first != second and begun == len(system)
+    for chat, lane in zip(chats, (first, second), strict=True):
+        assert served(lanes, engine, [*chat, 3]) == [(lane, len(chat))]
+    engine.submit(Request([*system, 8, 8], max_new_tokens=9, reuse=True))
+    engine.step()
+    engine.step()
+    engine.submit(Request([*system, 8, 8, 9], max_new_tokens=1, reuse=True))
+    lanes.fed.clear()
+    engine.step()
+    assert lanes.fed[-1][1] == len(system) + 2  # from a lane that still runs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_exact_lanes_give_the_same_bits_whatever_was_taken_over(dtype, monkeypatch):
+    monkeypatch.setattr("distgpt.inference.engine.WORTHWHILE", 4)
+    chats = [[i % 3, *range(1, 40), *range(i, 90, 3)] for i in range(6)]
+    hot = {"max_new_tokens": 9, "temperature": 1.0, "logprobs": 3, "overflow": "stop"}
+    kernels = open_stage("serial", 2).kernels("float32" if dtype == "int8" else dtype)
+    one = Model(replace(VARIANTS["modern"], seq_len=200, vocab_size=97), kernels)
+    one.initialise(1)
+    one = int8_of(one, Int8Kernels(2)) if dtype == "int8" else one
+    lanes = Counting(lanes_for(one, 3))
+    engine = Engine(lanes, chunk=16)
+    assert lanes.is_exact
+    for _ in range(2):  # the second turn goes behind the first
+        anew = [complete(engine, [Request(chat, **hot)])[0][0] for chat in chats]
+        taken = complete(engine, [Request(chat, **hot, reuse=True) for chat in chats])
+        assert [each[0] for each in taken] == anew
+        chats = [[*chat, *said.tokens, 5, 6] for chat, said in zip(chats, anew, strict=True)]
+    lanes.fed.clear()
+    assert complete(engine, [Request([*chats[-1], 1], **hot, reuse=True)])
+    assert lanes.fed[0][1] > 60
 
 
 @both_lanes

@@ -1,4 +1,4 @@
-"""The playground in a real browser: it writes, shows alternatives, stops; it fits, and can be read."""
+"""The page in a real browser, playground and chat: it writes, stops, fits, and can be read."""
 
 import pytest
 
@@ -125,7 +125,8 @@ MEASURED = """(() => {
     found.contrasts.push([contrast(colour(getComputedStyle(node).color), behind(node)), text]);
   }
   for (const node of document.querySelectorAll('input, textarea, select, button')) {
-    if (!node.labels?.length && !node.innerText) found.unnamed.push(node.id);
+    if (!node.getClientRects().length) continue;
+    if (!node.labels?.length && !node.innerText && !node.ariaLabel) found.unnamed.push(node.id);
     if (node.getBoundingClientRect().height < 24) found.small.push(node.id);
   }
   return found;
@@ -146,6 +147,105 @@ def test_it_fits_and_can_be_read(page, width, scheme):
         worst, told = min(seen["contrasts"])
         assert worst >= 4.5, told
         assert page.shot().startswith(b"\x89PNG")
+
+
+# The chat
+
+
+TURNS = "[...document.querySelectorAll('.turn')].map(node => node.innerText)"
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
+def said_to(page, text, **values):
+    set_to(page, message=text, **values)
+    page.value("document.getElementById('message').focus()")
+    page.key("Enter", 13)
+    page.until("running !== null")
+
+
+def answered(page):
+    page.until("running === null")
+    assert text_of(page, "trouble") == ""
+    return page.value(TURNS)
+
+
+def test_a_chat_goes_on_begins_anew_and_is_found_again(page):
+    with server(template=TEMPLATE) as found:
+        opened(page, found)
+        assert text_of(page, "title") == "distgpt chat" and page.value(TURNS) == []
+        said_to(page, "The harbour", temperature=0, max_tokens=12)
+        turns = answered(page)
+        settings, messages = (
+            {"temperature": 0, "max_tokens": 12},
+            [{"role": "user", "content": "The harbour"}],
+        )
+        message = found.ask(CHAT, {"messages": messages, **settings})[2]["choices"][0]["message"]
+        assert turns == ["The harbour", message["content"].strip()] and "to the first" in text_of(
+            page, "pace"
+        )
+        said_to(page, "<b>And</b>?", system="Brief.")
+        messages = [{"role": "system", "content": "Brief."}, *messages]
+        messages += [
+            {"role": "assistant", "content": message["content"]},
+            {"role": "user", "content": "<b>And</b>?"},
+        ]
+        second = found.ask(CHAT, {"messages": messages, **settings})[2]["choices"][0]["message"]["content"]
+        whole = [*turns, "<b>And</b>?", second.strip()]
+        assert answered(page) == whole
+        page.value("document.getElementById('again').click()")
+        assert answered(page) == whole
+        page.value("document.getElementById('fresh').click()")
+        assert page.value(TURNS) == []
+        opened(page, found)  # as after closing the page
+        page.value(CHOOSE % "'The harbour'")
+        assert page.value(TURNS) == whole
+        page.value(CHOOSE % "'Forget all of them'")
+        assert page.value(TURNS) == [] and page.value("localStorage.getItem('distgpt.chats')") == "[]"
+
+
+CHAT = "/v1/chat/completions"
+CHOOSE = """(() => {
+  const box = document.getElementById('earlier');
+  box.value = [...box.options].find(each => each.text === %s).value;
+  box.dispatchEvent(new Event('change'));
+})()"""
+
+
+def test_a_chat_is_stopped_loses_its_oldest_turns_and_says_what_went_wrong(page):
+    with server(template=TEMPLATE) as found:
+        opened(page, found)
+        found.lanes.seconds = 0.02
+        said_to(page, "x" * 60, temperature=0)
+        page.until(f"({TURNS})[1]?.length > 2")
+        page.key("Escape", 27)
+        first = answered(page)
+        assert len(first) == 2 and len(first[1]) < 60
+        until(lambda: found.is_free)
+        found.lanes.seconds = 0.0
+        said_to(page, "y" * 70, max_tokens=5)
+        assert len(answered(page)) == 4 and "oldest turns" in text_of(page, "pace")
+        said_to(page, "z" * 200)
+        page.until("document.getElementById('trouble').textContent.includes('context is 128 tokens')")
+        assert len(page.value(TURNS)) == 4
+        assert page.value("document.getElementById('message').value") == "z" * 200
+
+
+@pytest.mark.parametrize(("width", "scheme"), WINDOWS)
+def test_a_chat_fits_and_can_be_read(page, width, scheme):
+    with server(template=TEMPLATE) as found:
+        opened(page, found, width, scheme)
+        for _ in range(3):
+            said_to(page, "The harbour " + "x" * 50, max_tokens=20)
+            answered(page)
+        if width < 600:
+            page.value("document.getElementById('toggle').click()")
+        seen = page.value(MEASURED % CONTRAST)
+        assert seen["dark"] == (scheme == "dark") and seen["page"] <= width
+        assert len(seen["contrasts"]) > 10 and not seen["unnamed"] and not seen["small"]
+        worst, told = min(seen["contrasts"])
+        assert worst >= 4.5, told
+        bottom = page.value("document.getElementById('ask').getBoundingClientRect().bottom")
+        assert bottom <= 860 >= page.value("document.documentElement.scrollHeight")
 
 
 def test_the_tab_key_goes_through_it_in_order(page):

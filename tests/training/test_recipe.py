@@ -106,7 +106,7 @@ def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_ro
     assert some["val_tokens"] == 40 < full["val_tokens"]
     page = inside("eval", "--weights", weights, "--val", "story").stdout
     assert f"{full['perplexity']:.2f}" in page and "bits per byte" in page
-    refused(inside("eval", "--weights", weights), 2, "--val, --hellaswag")
+    refused(inside("eval", "--weights", weights), 2, "--val", "--hellaswag")
     refused(inside("infer", "--weights", weights, "--context", "32"), 2, "learned positions", "16")
     rotary = train(tmp_path / "run", "--steps", "5", *ROPE) / "weights.safetensors"
     at_once = evaluated(rotary, "--val", "story", "--context", "64")
@@ -125,10 +125,10 @@ def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
     logged = [line for line in lines(out) if "hellaswag" in line]
     assert [line["step"] for line in logged] == [0, 5, 10]
     assert {line["hellaswag"] for line in logged} == {0.25}  # each of the four has another right ending
-    assert evaluated(out / "weights.safetensors", "--hellaswag", file)["hellaswag"] == 0.25
+    assert evaluated(out / "weights.safetensors", "--hellaswag", file)["hellaswag_acc"] == 0.25
     file.write_text("{}")
     damaged = inside("train", "--data", "story", "--hellaswag", file, "--out", tmp_path / "x")
-    refused(damaged, 65, "line 1", "ctx")
+    refused(damaged, 65, "line 1", "endings")
     assert not (tmp_path / "x").exists()
 
 

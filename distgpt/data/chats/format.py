@@ -89,6 +89,11 @@ class ChatFormat:
             return "the model's own chat template"
         return "no chat template: " + ("User and Assistant as plain text" if self.stops else "ChatML")
 
+    @property
+    def is_taught(self) -> bool:
+        """Tell whether the model seems to know chats: it has a template, or tokens for turns."""
+        return self.source != PLAIN
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens behind which the next answer comes."""
         ids: list[int] = self.tokenizer.encode_parts(self._rendered(messages, True).parts)[0].tolist()

@@ -195,6 +195,13 @@ def append_keys_and_values(rows, k, v, size, keys, values, place):
     return in_pairs if keys.dtype == types.uint16 else plain
 
 
+def copy_lane(cache: Cache, source: int, target: int, length: int) -> None:
+    """Copy the keys and values of the first positions, in whole panels and pairs."""
+    panels, elements = -(-length // COLUMNS), -(-length // 2) * 2 * COLUMNS
+    cache.keys[:, target, :, :panels] = cache.keys[:, source, :, :panels]
+    cache.values[:, target, ..., :elements] = cache.values[:, source, ..., :elements]
+
+
 @jit
 def shift_cache(first, last, cache, lane, cos, sin, count, kept):
     """Drop the first `count` positions of a lane, for heads first … last of all layers; `kept` move up.

@@ -18,7 +18,8 @@ from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.packing import PackedBatches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
-from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag, validation_on
+from distgpt.evaluation.assessment import Assessment, Validation, validation_on
+from distgpt.evaluation.benchmark import Benchmark, load_benchmark
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
 from distgpt.model.lora import model_for
@@ -142,14 +143,18 @@ def make_steps(
     return Step(optimizer, comm, settings, make_exchange(comm, optimizer, settings, say)), batches
 
 
-def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, HellaSwag | None]:
+def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, Benchmark | None]:
     """Return the run with its vocabulary size, its texts, and HellaSwag. Collective."""
     t = plan.run.train
     tokenizer = AUTO if plan.checkpoint else t.tokenizer  # a resumed run has its own
     run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, plan.directory.path.parent, say)
     if not t.hellaswag:
         return run, corpus, None
-    return run, corpus, load_hellaswag(comm, Path(t.hellaswag), corpus.tokenizer, run.model.seq_len)
+    return (
+        run,
+        corpus,
+        load_benchmark(comm, "hellaswag", Path(t.hellaswag), corpus.tokenizer, run.model.seq_len),
+    )
 
 
 def _load_corpus(
