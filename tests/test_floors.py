@@ -32,7 +32,7 @@ LONGER = {
     "commands.bench:add",
     "commands.bench:forward_options",
     "commands.slurm:slurm",
-    "commands.train:begin",
+    "commands.train:train",
     "data.tokenizers.bpe_fast:fill_ids",
 }
 # What must not know each other, though the order would allow it.

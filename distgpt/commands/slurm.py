@@ -13,6 +13,7 @@ import click
 
 from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import train
+from distgpt.commands.tune import as_train, tune
 from distgpt.config import RunConfig
 from distgpt.errors import DataError, UsageError, command_line, print_lines
 from distgpt.jobs.batchscript import PMI, Job, script
@@ -67,13 +68,14 @@ def slurm(
     \b
       distgpt slurm --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh
     """
-    if words[0] != "train":
-        raise UsageError(f"distgpt slurm is for distgpt train, not for {words[0]}")
-    command: click.Command = train
+    command: click.Command | None = {"train": train, "tune": tune}.get(words[0])
+    if command is None:
+        raise UsageError(f"distgpt slurm is for distgpt train and tune, not for {words[0]}")
     with command.make_context(
-        "distgpt train", list(words[1:])
+        f"distgpt {words[0]}", list(words[1:])
     ) as context:  # which refuses what it cannot read
         asked, stage_given = context.params, _is_given(context, "stage")
+    asked = as_train(**asked) if command is tune else asked
     ranks_per_node = ranks_per_node or gpus_per_node or 1
     cpus = cpus_per_task or asked["threads"] or 1
     stage = asked["stage"] if stage_given else _stage(nodes * ranks_per_node, gpus_per_node)
@@ -97,7 +99,7 @@ def slurm(
         mpi=mpi or _mpi_of(stage),
         lines=lines,
         out=out,
-        command=[*_program(), "train", *added, *words[1:], *ending],
+        command=[*_program(), words[0], *added, *words[1:], *ending],
         made_by=command_line(*sys.argv[1:]),
     )
     text = script(job).encode()
@@ -151,7 +153,9 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     if asked["resume"] not in (None, "auto"):
         raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
     out: Path | None = asked["out"]
-    flags = set_by_user({key: asked[key] for key in (*OPTIONS, "depth", "within")})
+    flags = set_by_user(
+        {key: asked[key] for key in (*OPTIONS, "depth", "within", "epochs", "chats") if key in asked}
+    )
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own

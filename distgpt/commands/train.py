@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -26,64 +25,17 @@ from distgpt.errors import command_line, escape, escape_model_text
 from distgpt.stages import open_stage
 from distgpt.training.guards.deadline import ending
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def run_options(command: F) -> F:
-    """Add the options of a run: where it is written, its limits, what is shown."""
-    options = (
-        click.option("--out", type=PATH, help="Write the run into this directory. [default: runs/<preset>]"),
-        click.option(
-            "--resume",
-            metavar="auto|PATH",
-            help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
-        ),
-        click.option(
-            "--time-limit",
-            metavar="TIME",
-            callback=parsed_duration,
-            help="Save and exit with 75 before this time (as 3h50m) is over."
-            " [default: the limit of a Slurm job]",
-        ),
-        click.option(
-            "--stall-timeout",
-            metavar="TIME",
-            callback=parsed_duration,
-            help="After this long without progress, say which rank is where."
-            " [default: 10 steps, at least 2m]",
-        ),
-        click.option(
-            "--stall-abort",
-            metavar="TIME",
-            callback=parsed_duration,
-            help="After this long without progress, save if possible and exit with 75. [default: never]",
-        ),
-        click.option(
-            "--progress",
-            type=click.Choice(["auto", "live", "plain"]),
-            default="auto",
-            show_default=True,
-            help="Show a live display or plain lines. auto: live on a terminal.",
-        ),
-        click.option(
-            "--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory."
-        ),
-        click.option(
-            "--profile",
-            is_flag=True,
-            help="At the end, report where the time went, as `distgpt profile` does.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
 
 @click.command()
 @stage_options
 @preset_options
 @settings
-@run_options
+@click.option("--out", type=PATH, help="Write the run into this directory. [default: runs/<preset>]")
+@click.option(
+    "--resume",
+    metavar="auto|PATH",
+    help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
+)
 @click.option(
     "--decay-from",
     metavar="PATH",
@@ -102,16 +54,36 @@ def run_options(command: F) -> F:
     help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
     " --depth and let the learning rate follow the clock.",
 )
-def train(**options: Any) -> None:
-    """Train a model.
-
-    Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
-    has its own settings, changed by these.
-    """
-    begin(**options)
-
-
-def begin(
+@click.option(
+    "--time-limit",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the limit of a Slurm job]",
+)
+@click.option(
+    "--stall-timeout",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="After this long without progress, say which rank is where. [default: 10 steps, at least 2m]",
+)
+@click.option(
+    "--stall-abort",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="After this long without progress, save if possible and exit with 75. [default: never]",
+)
+@click.option(
+    "--progress",
+    type=click.Choice(["auto", "live", "plain"]),
+    default="auto",
+    show_default=True,
+    help="Show a live display or plain lines. auto: live on a terminal.",
+)
+@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
+@click.option(
+    "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
+)
+def train(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
@@ -127,7 +99,11 @@ def begin(
     profile: bool,
     **flags: Any,
 ) -> None:
-    """Train in a stage, by these settings."""
+    """Train a model.
+
+    Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
+    has its own settings, changed by these.
+    """
     end = ending(time_limit)
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
