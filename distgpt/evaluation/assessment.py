@@ -174,26 +174,39 @@ def evaluate(
         stage.notes.report_to(progress.noted)
     scorer, found = Scorer(model, comm), {"weights": str(weights), "context": model.config.seq_len}
     if val is not None:
-        held_out = on_root(comm, lambda: _held_out(val, description.run.train))
-        if held_out is not None:
-            stage.notes.add(_of_training(val, held_out))
-        length = model.config.seq_len
-        wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
-        wanted = replace(wanted, chats=True, seq_len=length) if chats else wanted
-        corpus = load_corpus(comm, wanted, stage.notes.add)
-        validation = on_every_rank(comm, lambda: validation_on(corpus.held_out, length, val_tokens))
-        held = validation.measure(scorer, progress)
-        _refuse_nonfinite(held.loss)
-        bits = on_root(comm, lambda: validation.bits_per_byte(held.loss, tokenizer))
-        perplexity = held.perplexity if math.isfinite(held.perplexity) else None  # of a loss beyond 700
-        found |= {"val": val, "val_tokens": held.tokens, "val_loss": held.loss}
-        found |= {"perplexity": perplexity, "bits_per_byte": bits}
+        found |= _on_text(stage, scorer, description.run.train, tokenizer, val, val_tokens, chats, progress)
     for name, path in (benchmarks or {}).items():
         benchmark = load_benchmark(comm, name, path, tokenizer, model.config.seq_len)
         result = benchmark.measure(scorer, progress)
         _refuse_nonfinite(result.loss)
         found |= {f"{name}_{key}": value for key, value in result.published(name).items()}
     return found
+
+
+def _on_text(
+    stage: Stage,
+    scorer: Scorer,
+    trained: TrainConfig,
+    tokenizer: Tokenizer,
+    val: str,
+    most: int,
+    chats: bool,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    comm, length = stage.comm, scorer.model.config.seq_len
+    held_out = on_root(comm, lambda: _held_out(val, trained))
+    if held_out is not None:
+        stage.notes.add(_of_training(val, held_out))
+    wanted = DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
+    wanted = replace(wanted, chats=True, seq_len=length) if chats else wanted
+    corpus = load_corpus(comm, wanted, stage.notes.add)
+    validation = on_every_rank(comm, lambda: validation_on(corpus.held_out, length, most))
+    held = validation.measure(scorer, progress)
+    _refuse_nonfinite(held.loss)
+    bits = on_root(comm, lambda: validation.bits_per_byte(held.loss, tokenizer))
+    perplexity = held.perplexity if math.isfinite(held.perplexity) else None  # of a loss beyond 700
+    found = {"val": val, "val_tokens": held.tokens, "val_loss": held.loss}
+    return found | {"perplexity": perplexity, "bits_per_byte": bits}
 
 
 def _held_out(val: str, t: TrainConfig) -> float | None:
