@@ -1,0 +1,62 @@
+"""Rounding to int4 as low_precision.py defines it, in compiled loops: seconds for a large model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distgpt.kernels.api import Array, Floats2d
+from distgpt.kernels.fused.jit import get, inline, jit, put
+from distgpt.kernels.low_precision import BITS, LEAST, MOST, NEAREST, TRIED, Quantised
+from distgpt.kernels.matmul.int8 import BLOCK
+from distgpt.kernels.pool import pool_of
+
+WIDE, PARTS = NEAREST.astype(np.float32), np.array(TRIED, np.float32)
+
+
+def rounded(w: Floats2d, threads: int) -> Quantised:
+    """Round a float32 matrix to int4."""
+    n, k = w.shape
+    q, scales = np.empty((n, k), np.int8), np.empty((n, -(-k // BLOCK)), BITS)
+    pool_of(threads).ranges(n, 16, _round_rows, q, scales, w)
+    return Quantised(q, scales, 4)
+
+
+@jit
+def _round_rows(first, last, q, scales, w):
+    for i in range(first, last):
+        for block in range(scales.shape[1]):
+            left, right = block * BLOCK, min((block + 1) * BLOCK, w.shape[1])
+            x, to = w[i, left:right], q[i, left:right]
+            put(scales[i], block, _best_scale(x))
+            inverse = _inverse(get(scales[i], block))
+            for j in range(x.shape[0]):
+                to[j] = NEAREST[_place(x[j] * inverse)]
+
+
+@inline
+def _best_scale(x):
+    """Return the scale that leaves a block the least error, of those that those tried lead to."""
+    top, best, scale = np.float32(0), np.float32(0), np.float32(0)
+    for j in range(x.shape[0]):
+        top = max(top, abs(x[j]))
+    for part in PARTS:
+        tried = top / np.float32(MOST) * part
+        inverse, product, square = _inverse(tried), np.float32(0), np.float32(1)
+        for j in range(x.shape[0]):
+            level = WIDE[_place(x[j] * inverse)]
+            product += x[j] * inverse * level
+            square += level * level
+        gain = product * part * product * part / square
+        if gain > best:
+            best, scale = gain, np.float32(np.float64(product) / square * tried)
+    return scale
+
+
+@inline
+def _inverse(scale):
+    return np.float32(0) if abs(scale) < np.float32(LEAST) else np.float32(1) / scale
+
+
+@inline
+def _place(x):
+    return np.int32(min(max(np.rint(x), np.float32(-MOST)), np.float32(MOST))) + np.int32(MOST)
