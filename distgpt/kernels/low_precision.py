@@ -99,6 +99,24 @@ def _nearest(x: Array) -> Array:
     return found
 
 
+_PLACES = np.zeros(256, np.uint8)
+_PLACES[np.array(LEVELS, np.int8).view(np.uint8)] = range(len(LEVELS))
+_PAIRS = np.array([(low, high) for high in LEVELS for low in LEVELS], np.int8)
+
+
+def to_nibbles(q: Array) -> Array:
+    """Return the places of LEVELS, two columns in a byte, the first in its lower half."""
+    n, k = q.shape
+    places = np.zeros((n, k + k % 2), np.uint8)
+    places[:, :k] = _PLACES[q.view(np.uint8)]
+    return places[:, ::2] | places[:, 1::2] << 4
+
+
+def from_nibbles(halves: Array, k: int) -> Array:
+    """Return the LEVELS of k columns."""
+    return np.ascontiguousarray(_PAIRS[halves].reshape(len(halves), -1)[:, :k])
+
+
 def restored(x: Quantised) -> Floats2d:
     """Return the float32 matrix that this stands for."""
     return x.q * np.repeat(from_bfloat16(x.scales), BLOCK, axis=1)[:, : x.q.shape[1]]

@@ -318,7 +318,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     path = find_weights(path)
     description = read_description(path)
     if description.rounded:
-        raise UsageError(f"{path} is in int8: export the file that it is from")
+        raise UsageError(f"{path} is in {description.rounded}: export the file that it is from")
     config = description.run.model
     family = family_for(config, path)
     if not out.name:

@@ -1,7 +1,6 @@
-"""A model as one self-describing file: its weights, in float or int8, its configuration and its tokenizer.
+"""A model as one self-describing file: its weights, its configuration and its tokenizer.
 
-In int8 a matrix is stored as I8 under its name, and its scales as BF16 under its name and ".scales": one
-for each block of columns of a row. All else is float32. The metadata say so, with the size of a block."""
+The weights are floats, or rounded to int8 or int4 (rounded.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,159 +18,26 @@ from distgpt.data.tokenizers.naming import Tokenizer, tokenizer_from_json
 from distgpt.errors import DataError, UsageError
 from distgpt.formatting import size
 from distgpt.kernels.api import Array, Kernels
-from distgpt.kernels.low_precision import MOST, Quantised, quantise, restored
-from distgpt.kernels.matmul.int8 import BLOCK
-from distgpt.model.memory import LEARNED, FlatBuffer, Spec, is_quantised
+from distgpt.model.memory import LEARNED, FlatBuffer
 from distgpt.model.model import Architecture, Model
+from distgpt.saved import rounded
 from distgpt.saved.rundir import find_weights, import_command
 from distgpt.saved.tensors import (
     DATA_SUM,
     HEADER_SUM,
     Header,
-    Kind,
-    LazyTensors,
     Tensors,
     read_header,
     read_into,
-    read_rows,
     refuse_misfits,
-    verify_data,
     write_tensors,
 )
 
-if TYPE_CHECKING:  # with compiled loops, which files are read and written without
-    from distgpt.kernels.cpu_int8 import Int8Kernels
-    from distgpt.model.packed import Int8Model
-
-
-INT8_VERSION = "3"  # of the weights format, for files in int8 alone
-QUANTISED, SCALES = "quantised", ".scales"  # in the metadata; behind a matrix's name
-WORDS = f"int8, blocks of {BLOCK}"
-
-
-def is_int8(metadata: Mapping[str, str]) -> bool:
-    """Return if a file with this metadata is in int8: only its version says so."""
-    return metadata["format_version"] == INT8_VERSION
-
-
-def scales_shape(spec: Spec) -> tuple[int, int]:
-    return spec.shape[0], -(-spec.shape[1] // BLOCK)
-
-
-def tensors_of(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtype and shape of every tensor."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for spec in Architecture(config).layout.specs:
-        found[spec.name] = ("I8" if is_quantised(spec) else "F32", spec.shape)
-        if is_quantised(spec):
-            found[spec.name + SCALES] = ("BF16", scales_shape(spec))
-    return found
-
-
-def refuse_others(header: Header, config: ModelConfig, path: Path) -> None:
-    """A DataError unless the file is one in int8 that we can read, of this model."""
-    if header.metadata.get(QUANTISED) != WORDS:
-        raise DataError(f"{path} is quantised in a way that this distgpt does not read: it reads {WORDS}")
-    known = tensors_of(config)
-    refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
-    for name, (dtype, _) in known.items():
-        if (found := header.tensors[name].dtype) != dtype:
-            raise DataError(f"{path}: {name} is {found}, not {dtype}")
-
-
-def read_parameter(path: Path, header: Header, spec: Spec) -> Any:
-    """A parameter in the form of an Int8Model: a matrix is rounded unless the file has it in int8."""
-    if not is_quantised(spec):
-        return _finite(_read(path, header, spec.name, spec.shape, np.float32), path)
-    if not is_int8(header.metadata):
-        return quantise(_finite(_read(path, header, spec.name, spec.shape, np.float32), path))
-    scales = _read(path, header, spec.name + SCALES, scales_shape(spec), np.float32)
-    if not (scales >= 0).all() or not (scales <= np.finfo(np.float32).max / MOST).all():
-        raise DataError(f"{path}: {spec.name + SCALES} holds scales that are negative or not finite")
-    bits = (scales.view(np.uint32) >> 16).astype(np.uint16)
-    return Quantised(_read(path, header, spec.name, spec.shape, np.int8), bits)
-
-
-def fill_from_int8(path: Path, host: Mapping[str, Array], config: ModelConfig) -> None:
-    """Arrays of float ← the parameters that a file in int8 stands for."""
-    header = _verified(path)
-    for spec in Architecture(config).layout.specs:
-        found = read_parameter(path, header, spec)
-        host[spec.name][...] = restored(found) if isinstance(found, Quantised) else found
-
-
-def load_int8(path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm) -> Int8Model:
-    """Rank 0 reads parameter after parameter, and all ranks get them. Collective."""
-    from distgpt.model.packed import Int8Model
-
-    headers: list[Header] = []
-    on_root(comm, lambda: headers.append(_verified(path)))
-    params: dict[str, Any] = {}
-    for spec in Architecture(config).layout.specs:
-        found: Any = np.empty(spec.shape, np.float32)
-        if is_quantised(spec):
-            found = Quantised(np.empty(spec.shape, np.int8), np.empty(scales_shape(spec), np.uint16))
-        on_root(comm, partial(_take, found, path, headers, spec))
-        for array in found if isinstance(found, Quantised) else (found,):
-            comm.broadcast(array.reshape(-1))
-        params[spec.name] = found
-    return Int8Model(config, kernels, params)
-
-
-def quantize(path: Path, out: Path) -> str:
-    """Write a weights file of floats in int8. Return what was done, for people."""
-    path = find_weights(path)
-    config, header = read_description(path).run.model, _verified(path)
-    if is_int8(header.metadata):
-        raise DataError(f"{path} is in int8 already")
-    specs = {spec.name: spec for spec in Architecture(config).layout.specs}
-    types = {"I8": np.int8, "BF16": np.uint16, "F32": np.float32}
-    kinds: dict[str, Kind] = {
-        name: (np.dtype(types[dtype]), shape) for name, (dtype, shape) in tensors_of(config).items()
-    }
-
-    def make(name: str) -> Array:
-        found = read_parameter(path, header, specs[name.removesuffix(SCALES)])
-        if not isinstance(found, Quantised):
-            return found
-        return found.scales if name.endswith(SCALES) else found.q
-
-    kept = {name: text for name, text in header.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
-    write_tensors(out, LazyTensors(kinds, make), {**kept, "format_version": INT8_VERSION, QUANTISED: WORDS})
-    before, after = (size(file.stat().st_size) for file in (path, out))
-    return f"{out}: {WORDS}; {before} became {after}"
-
-
-def _verified(path: Path) -> Header:
-    header = read_header(path)
-    verify_data(path, header)
-    return header
-
-
-def _take(to: Any, path: Path, headers: list[Header], spec: Spec) -> None:
-    found = read_parameter(path, headers[0], spec)
-    pairs = zip(to, found, strict=True) if isinstance(to, Quantised) else [(to, found)]
-    for array, values in pairs:
-        array[...] = values
-
-
-def _read(path: Path, header: Header, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    array = np.empty(shape, dtype)
-    read_rows(path, header, name, array)
-    return array
-
-
-def _finite(array: Array, path: Path) -> Array:
-    if not np.isfinite(array).all():
-        raise DataError(f"{path} holds weights that are not finite")
-    return array
-
-
-FORMAT, FORMAT_VERSION = "distgpt-weights", "2"
+FORMAT, FORMAT_VERSION, ROUNDED_VERSION = "distgpt-weights", "2", "3"
 READ = {
     "1": (),
     "2": (DATA_SUM, HEADER_SUM),
-    INT8_VERSION: (DATA_SUM, HEADER_SUM),
+    ROUNDED_VERSION: (DATA_SUM, HEADER_SUM),
 }  # which checksums a file must have, by its version
 ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
 
@@ -183,11 +48,13 @@ class Description:
 
     run: RunConfig
     tokenizer: Tokenizer | None
-    rounded: bool = False  # to int8
+    rounded: str = ""  # to int8 or int4
 
     def refuse_training(self, path: Path | str) -> None:
         if self.rounded:
-            raise UsageError(f"{path} is in int8, which cannot be trained further: take the file it is from")
+            raise UsageError(
+                f"{path} is in {self.rounded}, which cannot be trained further: take the file it is from"
+            )
 
     def to_metadata(self) -> dict[str, str]:
         tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
@@ -222,10 +89,10 @@ def load_model(
             config = replace(config, seq_len=context)
         except UsageError as error:
             raise shared(error) from None
-    if (int8 := _in_int8(config, kernels, path, comm)) is not None:
-        return int8, description
+    if (small := _rounded(config, kernels, path, comm)) is not None:
+        return small, description
     model = Model(config, kernels)
-    read = partial(fill_from_int8, config=config) if description.rounded else read_into
+    read = partial(rounded.fill, config=config) if description.rounded else read_into
     fill(comm, model, {"": model.weights}, lambda host: read(path, host))
     if not model.is_finite():
         raise shared(DataError(f"{path} holds weights that are not finite"))
@@ -233,24 +100,34 @@ def load_model(
 
 
 def dtype_of(path: Path, asked: str, comm: Comm, on_gpu: bool = False) -> str:
-    """The dtype to compute in: what was asked for; of `auto` float32, on CPUs int8 for a file in int8."""
+    """The dtype to compute in: what was asked for; of `auto` float32, on CPUs that of a rounded file."""
     if asked != "auto":
         return asked
     if on_gpu:
         return "float32"
-    rounded = on_root(comm, lambda: read_description(find_weights(path)).rounded)
-    return "int8" if rounded else "float32"
+    return on_root(comm, lambda: read_description(find_weights(path)).rounded) or "float32"
 
 
-def _in_int8(config: ModelConfig, kernels: Kernels, path: Path, comm: Comm) -> Model | None:
+def quantize(path: Path, out: Path, dtype: str = "int8") -> str:
+    """Write a weights file of floats in int8 or int4. Return what was done, for people."""
+    path = find_weights(path)
+    description, header = read_description(path), rounded.verified(path)
+    if description.rounded:
+        raise DataError(f"{path} is in {description.rounded} already")
+    kept = {name: text for name, text in header.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
+    known = {**kept, "format_version": ROUNDED_VERSION, rounded.QUANTISED: rounded.WORDS[dtype]}
+    write_tensors(out, rounded.lazy_tensors(path, header, description.run.model, dtype), known)
+    before, after = (size(file.stat().st_size) for file in (path, out))
+    return f"{out}: {rounded.WORDS[dtype]}; {before} became {after}"
+
+
+def _rounded(config: ModelConfig, kernels: Kernels, path: Path, comm: Comm) -> Model | None:
     """The model, where the kernels are those of int8. Collective."""
     if kernels.capabilities.is_async:
         return None
     from distgpt.kernels.cpu_int8 import Int8Kernels  # which compiled loops come with
 
-    if not isinstance(kernels, Int8Kernels):
-        return None
-    return load_int8(path, config, kernels, comm)
+    return rounded.load(path, config, kernels, comm) if isinstance(kernels, Int8Kernels) else None
 
 
 def read_shortened(path: Path, host: Tensors) -> None:
@@ -312,7 +189,7 @@ def _checked_metadata(path: Path) -> dict[str, str]:
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
     specs = Architecture(config).layout.specs
     if description.rounded:
-        refuse_others(header, config, path)
+        rounded.refuse_others(header, config, description.rounded, path)
     else:
         refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
     return header.metadata
@@ -331,7 +208,7 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
         )
     if lost := [name for name in READ[version] if name not in found]:
         raise DataError(f"{path} is damaged: its checksum {lost[0]} is missing")
-    if QUANTISED in found and not is_int8(found):
+    if rounded.QUANTISED in found and version != ROUNDED_VERSION:
         raise DataError(f"{path} says that it is quantised, which format version {version} cannot be")
     return found
 
@@ -344,5 +221,6 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     except RecursionError:
         raise DataError(f"{path}: its configuration is nested too deeply") from None
     tokenizer = metadata["tokenizer"]
-    rounded = is_int8(metadata)
-    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, rounded)
+    is_rounded = metadata["format_version"] == ROUNDED_VERSION
+    dtype = rounded.dtype_of(metadata, path) if is_rounded else ""
+    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, dtype)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.decoding import factors
-from distgpt.kernels.decoding.factors import A_RECORD, DOT, blocks_tile, packed_int8, quantise_row, unpacked
+from distgpt.kernels.decoding.factors import A_RECORD, DOT, blocks_tile, pack_rounded, quantise_row, unpacked
 from distgpt.kernels.fused.jit import jit
 from distgpt.kernels.low_precision import from_bfloat16, quantise, quantise4, restored
 from distgpt.kernels.matmul import assembled, int4, int8
@@ -55,9 +55,7 @@ def panel_of(q, scales, columns, dot, of):
 
 def compiled(registers, dot, of):
     """The microkernel as a Python function, and what keeps it alive."""
-    engine = llvm.create_mcjit_compiler(
-        assembled._verified(of.module(registers, dot)), assembled._machine()
-    )
+    engine = llvm.create_mcjit_compiler(assembled._verified(of.module(registers, dot)), assembled._machine())
     engine.finalize_object()
     i, p = ctypes.c_int64, ctypes.c_void_p
     kind = ctypes.CFUNCTYPE(None, i, i, p, i, p, p, i, i, p, i)
@@ -97,6 +95,12 @@ def test_integers_are_exact_in_every_way(way, of):
     assert alive
 
 
+def panels_of(w, columns):
+    panels = factors.rounded_panels(w, 1, columns)[0]
+    pack_rounded(panels, w, 0, len(w.q))
+    return panels
+
+
 @jit
 def multiplied(c, a, x, w, panels):
     """c ← x wᵀ by way of rows a of int8"""
@@ -129,7 +133,7 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
     if rounding is quantise:
         step = np.repeat(from_bfloat16(rounded.scales), BLOCK, axis=1)[:, :k]
         assert (np.abs(near - w) <= step / 2 * (1 + 1e-6)).all()
-    packed = packed_int8([rounded], -(-n // 64) * 64)[0]
+    packed = panels_of(rounded, -(-n // 64) * 64)
     found = np.zeros((n, k), np.float32)
     elements(found, packed)
     np.testing.assert_array_equal(found, near)
@@ -149,7 +153,7 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
 def test_zeros_stay_zeros_and_nan_and_infinity_show():
     nothing = quantise(np.zeros((3, 70), np.float32))
     assert not nothing.q.any() and not restored(nothing).any()
-    a, w = aligned((4, 2 * A_RECORD), "uint8"), packed_int8([quantise(np.ones((64, 70), np.float32))], 64)[0]
+    a, w = aligned((4, 2 * A_RECORD), "uint8"), panels_of(quantise(np.ones((64, 70), np.float32)), 64)
     x = np.zeros((4, 70), np.float32)
     x[1, 3], x[2, 69], x[3] = np.nan, np.inf, 1
     c = np.zeros((4, 64), np.float32)

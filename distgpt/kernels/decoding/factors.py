@@ -109,14 +109,17 @@ _BLOCKS = {
 }
 
 
-def packed_int8(ws: list[Quantised], columns: int) -> Array:
-    """Pack matrices of one shape in panels, padded to `columns`: int4 in an array of int8."""
-    blocks, halves = ws[0].scales.shape[1], ws[0].bits == 4
+def rounded_panels(w: Quantised, count: int, columns: int) -> Array:
+    """Make memory for `count` matrices like this one in panels, padded to `columns`: int4 as int8."""
+    halves = w.bits == 4
     record = BLOCK * COLUMNS // (2 if halves else 1) + SCALES
-    out = aligned((len(ws), columns // COLUMNS, blocks * record), "int8" if halves else "uint8")
-    for to, w in zip(out, ws, strict=True):
-        _pack(to.view(np.uint8), w.q, w.scales, halves)
-    return out
+    shape = count, columns // COLUMNS, w.scales.shape[1] * record
+    return aligned(shape, "int8" if halves else "uint8")
+
+
+def pack_rounded(panels: Array, w: Quantised, first: int, last: int) -> None:
+    """Panels ← rows first … last of a matrix."""
+    _pack(panels.view(np.uint8), w.q[first:last], w.scales[first:last], w.bits == 4)
 
 
 @jit
@@ -212,7 +215,9 @@ def multiply_columns(first, last, y, a, w, bias, k):
             if bias is None:
                 blocks_tile(rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, panel, 0)
             else:
-                blocks_tile(rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, bias[column:], BIAS)
+                blocks_tile(
+                    rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, bias[column:], BIAS
+                )
 
 
 @jit

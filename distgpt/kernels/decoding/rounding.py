@@ -1,20 +1,24 @@
-"""Rounding to int4 as low_precision.py defines it, in compiled loops: seconds for a large model."""
+"""Rounding as low_precision.py defines it, to int4 in compiled loops: seconds for a large model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from distgpt.kernels.api import Array, Floats2d
+from distgpt.kernels.api import Floats2d
 from distgpt.kernels.fused.jit import get, inline, jit, put
-from distgpt.kernels.low_precision import BITS, LEAST, MOST, NEAREST, TRIED, Quantised
+from distgpt.kernels.low_precision import BITS, LEAST, MOST, NEAREST, TRIED, Quantised, quantise
 from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.pool import pool_of
 
 WIDE, PARTS = NEAREST.astype(np.float32), np.array(TRIED, np.float32)
 
 
-def rounded(w: Floats2d, threads: int) -> Quantised:
-    """Round a float32 matrix to int4."""
+def rounded(w: Floats2d, bits: int, threads: int) -> Quantised:
+    """Round a float32 matrix to int8 or int4."""
+    if bits == 8:
+        return quantise(w)
     n, k = w.shape
     q, scales = np.empty((n, k), np.int8), np.empty((n, -(-k // BLOCK)), BITS)
     pool_of(threads).ranges(n, 16, _round_rows, q, scales, w)
@@ -36,7 +40,9 @@ def _round_rows(first, last, q, scales, w):
 @inline
 def _best_scale(x):
     """Return the scale that leaves a block the least error, of those that those tried lead to."""
-    top, best, scale = np.float32(0), np.float32(0), np.float32(0)
+    top: Any = np.float32(0)
+    best: Any = np.float32(0)
+    scale: Any = np.float32(0)
     for j in range(x.shape[0]):
         top = max(top, abs(x[j]))
     for part in PARTS:
