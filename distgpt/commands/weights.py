@@ -50,11 +50,12 @@ def export(weights: Path, out: Path, dtype: str) -> None:
 @click.argument("weights", type=PATH)
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
 @click.option("--dtype", type=click.Choice(ROUNDED_DTYPES), default="int8", show_default=True)
-def quantize(weights: Path, out: Path, dtype: str) -> None:
+@click.option("--calibrate", type=PATH, help="Round for what such a text makes a model compute (int4).")
+def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> None:
     """Round a weights file to int8, a quarter of its size, or to int4; infer and eval then compute in it."""
     from distgpt.saved.modelfile import quantize
 
-    print_lines(quantize(weights, out, dtype))
+    print_lines(quantize(weights, out, dtype, calibrate))
 
 
 @weights.command()

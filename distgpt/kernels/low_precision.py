@@ -77,14 +77,14 @@ def quantise4(w: Floats2d) -> Quantised:
     top = np.abs(each).max(2) / np.float32(MOST)
     best, scale = np.zeros_like(top), np.zeros_like(top)
     for part in TRIED:
-        x = each * _inverse(top * part)[..., None]
-        q = _nearest(x).astype(np.float32)
-        product, square = (x * q).sum(2), (q * q).sum(2) + 1
+        tried = (top * part)[..., None]
+        x, q = each * _inverse(tried), nearest(each, tried).astype(np.float32)
+        product, square = (x * q).sum(2), (q * q).sum(2) + np.float32(LEAST)
         gain = (product * part) ** 2 / square
         scale = np.where(gain > best, product / square * (top * part), scale)
         best = np.maximum(best, gain)
     bits = to_bfloat16(scale)
-    q = _nearest(each * _inverse(from_bfloat16(bits))[..., None])
+    q = nearest(each, from_bfloat16(bits)[..., None])
     return Quantised(np.ascontiguousarray(q.reshape(n, -1)[:, :k]), bits, 4)
 
 
@@ -94,8 +94,9 @@ def _inverse(scale: Array) -> Array:
     return found
 
 
-def _nearest(x: Array) -> Array:
-    found: Array = NEAREST[np.clip(np.rint(x), -MOST, MOST).astype(np.int16) + MOST]
+def nearest(w: Array, scale: Array) -> Array:
+    """Return the levels that stand for elements best."""
+    found: Array = NEAREST[np.clip(np.rint(w * _inverse(scale)), -MOST, MOST).astype(np.int16) + MOST]
     return found
 
 

@@ -171,15 +171,19 @@ class _Parameters(Mapping[str, Any]):
         return len(self._specs)
 
 
-def lazy_tensors(path: Path, header: Header, config: ModelConfig, dtype: str) -> LazyTensors:
-    """The tensors of a file in int8 or int4, made of one of floats as they are asked for."""
+def lazy_tensors(
+    path: Path, header: Header, config: ModelConfig, dtype: str, done: Mapping[str, Quantised]
+) -> LazyTensors:
+    """The tensors of a file in int8 or int4, made of floats as they are asked for, but for those done."""
     specs = {spec.name: spec for spec in Architecture(config).layout.specs}
     known = tensors_of(config, dtype)
     kinds: dict[str, Kind] = {name: (np.dtype(_STORED[kind]), shape) for name, (kind, shape) in known.items()}
 
     def make(name: str) -> Array:
         spec = specs[name.removesuffix(SCALES)]
-        found = read_parameter(path, header, spec, bits_of(spec, dtype), len(usable_cores()))
+        found = done.get(spec.name) or read_parameter(
+            path, header, spec, bits_of(spec, dtype), len(usable_cores())
+        )
         if not isinstance(found, Quantised):
             return found
         if name.endswith(SCALES):
