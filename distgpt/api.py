@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import leave
-from distgpt.config import DEFAULT_TEMPERATURE, ModelConfig, RunConfig
+from distgpt.config import DEFAULT_TEMPERATURE, ROUNDED_DTYPES, ModelConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -80,8 +80,8 @@ def load(
 ) -> GPT:
     """Load a model from a weights file. `context` changes its context length (not with learned positions).
 
-    `dtype` auto is float32, or int8 for a file in int8; models in int8 cannot be trained. An `adapter` is
-    merged into the weights.
+    `dtype` auto is float32, or int8 or int4 for such a file; models in these cannot be trained. An `adapter`
+    is merged into the weights.
     """
     opened = _open(stage)
     whole, merge = with_adapter(Path(path), Path(adapter) if adapter else None, opened.comm)
@@ -98,11 +98,11 @@ def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype:
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
     opened = _open(stage)
-    kernels = opened.kernels("float32" if dtype == "int8" else dtype)
+    kernels = opened.kernels("float32" if dtype in ROUNDED_DTYPES else dtype)
     model = Model(config, kernels)
     model.initialise(seed)
-    if dtype == "int8":
-        model = int8_of(model, Int8Kernels(kernels.threads))
+    if dtype in ROUNDED_DTYPES:
+        model = int8_of(model, Int8Kernels(kernels.threads, dtype))
     return GPT(model, Description(RunConfig(model=config), None), opened.comm)
 
 
@@ -198,7 +198,7 @@ class GPT:
         c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
         dtype = k.dtype.name if k.dtype == k.wide else "bfloat16"
         if isinstance(self._model, Int8Model):
-            dtype = "int8"
+            dtype = self._model.kernels.rounded
         sizes = (
             f"{count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, {c.n_embd} wide, context {c.seq_len}"
         )
@@ -277,8 +277,9 @@ class GPT:
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model as a weights file, on rank 0."""
         if isinstance(self._model, Int8Model):
+            dtype = self._model.kernels.rounded
             raise UsageError(
-                "a model in int8 is not saved: save it in float, then run distgpt weights quantize"
+                f"a model in {dtype} is not saved: save it in float, then run distgpt weights quantize"
             )
         self._refuse_a_part()
         on_root(self._comm, lambda: save_model(Path(path), self._model, self._description))

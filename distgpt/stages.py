@@ -23,7 +23,7 @@ from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, boot_id, usable_cores
 from distgpt.comm.launched import launched_as
 from distgpt.comm.serial import SerialComm
-from distgpt.config import DTYPES, GpuConfig, nearest
+from distgpt.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError, first_line
 from distgpt.formatting import count
 from distgpt.kernels.api import Kernels
@@ -86,10 +86,10 @@ class Stage:
         if disk_cache.folder() is None:
             self.notes.add(NOT_KEPT)
         disk_cache.announce(self.notes.add)
-        if dtype == "int8":
+        if dtype in ROUNDED_DTYPES:
             from distgpt.kernels.cpu_int8 import Int8Kernels
 
-            return Int8Kernels(self.threads)
+            return Int8Kernels(self.threads, dtype)
         if dtype == "bfloat16":
             from distgpt.kernels.cpu import Bfloat16Kernels
             from distgpt.kernels.matmul import processor
@@ -102,10 +102,10 @@ class Stage:
         return CpuKernels(dtype, self.threads, matmul)
 
     def _trouble_with(self, dtype: str) -> str:
-        if dtype not in (known := (*DTYPES, "int8")):
+        if dtype not in (known := (*DTYPES, *ROUNDED_DTYPES)):
             return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
-        if dtype == "int8" and self.device is not None:
-            return f"stage {self.name!r} computes on a GPU: int8 is for the CPU stages"
+        if dtype in ROUNDED_DTYPES and self.device is not None:
+            return f"stage {self.name!r} computes on a GPU: {dtype} is for the CPU stages"
         if dtype != "bfloat16" or self.device is None:
             return ""
         from distgpt.gpu.probe import OLDEST_BFLOAT16

@@ -11,7 +11,7 @@ import click
 
 from distgpt.comm.launched import launched_as
 from distgpt.commands.options import FiniteRange, Group, launch_options, settings, stage_options
-from distgpt.config import DTYPES, nearest
+from distgpt.config import DTYPES, ROUNDED_DTYPES, nearest
 from distgpt.errors import UsageError
 from distgpt.measure.published import METHODS, NAMES
 
@@ -203,9 +203,9 @@ def infer_options(command: F) -> F:
         click.option(
             "--dtype",
             "dtypes",
-            type=click.Choice(("float32", "bfloat16", "int8")),
+            type=click.Choice(("float32", "bfloat16", *ROUNDED_DTYPES)),
             multiple=True,
-            default=("float32", "bfloat16", "int8"),
+            default=("float32", "bfloat16", *ROUNDED_DTYPES),
             show_default=True,
         ),
         click.option("--threads", type=click.IntRange(1), help="All cores if left out."),

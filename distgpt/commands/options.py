@@ -237,7 +237,7 @@ def dtype_option(command: F) -> F:
         type=click.Choice(INFERENCE_DTYPES),
         default="auto",
         show_default=True,
-        help="Compute in this number format. auto: float32, or int8 where the weights are in int8.",
+        help="Compute in this number format. auto: float32, or what the weights are rounded to.",
     )
     return dtype(command)
 

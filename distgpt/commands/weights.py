@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from distgpt.commands.options import PATH, Group
+from distgpt.config import ROUNDED_DTYPES
 from distgpt.errors import UsageError, print_lines
 
 _STORED = ("float32", "bfloat16", "float16")
@@ -17,7 +18,7 @@ _note = partial(print_lines, err=True)
 
 @click.group(name="weights", cls=Group)
 def weights() -> None:
-    """Import models from transformers and GGUF, export them, round them to int8, or describe a file."""
+    """Import models from transformers and GGUF, export them, round them, or describe a file."""
 
 
 @weights.command(name="import")
@@ -82,11 +83,13 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
 @weights.command()
 @click.argument("weights", type=PATH)
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
-def quantize(weights: Path, out: Path) -> None:
-    """Round a weights file to int8, a quarter of its size; infer and eval then compute in int8."""
+@click.option("--dtype", type=click.Choice(ROUNDED_DTYPES), default="int8", show_default=True)
+@click.option("--calibrate", type=PATH, help="Round for what such a text makes a model compute (int4).")
+def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> None:
+    """Round a weights file to int8, a quarter of its size, or to int4; infer and eval then compute in it."""
     from distgpt.saved.modelfile import quantize
 
-    print_lines(quantize(weights, out))
+    print_lines(quantize(weights, out, dtype, calibrate))
 
 
 @weights.command()

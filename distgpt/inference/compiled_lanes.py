@@ -152,5 +152,5 @@ def lane_bytes(model: Model) -> int:
 
 
 def compiled_lanes(model: Model, count: int) -> CompiledLanes:
-    """Lanes for a model as it is now, which has to compute on CPUs, in float32, bfloat16 or int8."""
+    """Lanes for a model as it is now, which has to compute on CPUs, in any type but float64."""
     return CompiledLanes(model.config, packed_of(model), count, model.kernels.threads)

@@ -1,4 +1,4 @@
-"""The vocabulary on CPU cores with weights in int8: their matmuls quantise activations, all else is float32.
+"""The vocabulary on CPU cores with weights in int8 or int4: their matmuls quantise activations too.
 
 Forward passes only. A matrix is a `Packed`; other parameters are arrays.
 """
@@ -27,10 +27,11 @@ class Packed(NamedTuple):
 
 
 class Int8Kernels(CpuKernels):
-    """CpuKernels that multiply by matrices in int8."""
+    """CpuKernels that multiply by matrices in int8. `rounded`: int4, where those of layers are in int4."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, rounded: str = "int8") -> None:
         super().__init__("float32", threads)
+        self.rounded = rounded
 
     def to_host(self, array: Any) -> Any:
         return restored(array) if isinstance(array, Packed) else array

@@ -53,6 +53,13 @@ def is_quantised(spec: Spec) -> bool:
     return spec.decay and spec.name != LEARNED
 
 
+def bits_of(spec: Spec, dtype: str) -> int:
+    """Return the bits of its integers in a model rounded to int8 or int4; 0: it stays float32."""
+    if not is_quantised(spec):
+        return 0
+    return 4 if dtype == "int4" and spec.group == MATRIX else 8
+
+
 class Layout:
     """Specs laid out one after the other, in the order given. Arithmetic only: allocates nothing.
 

@@ -1,4 +1,4 @@
-"""Packed weights for inference: a trained model's, kept until they change, and models with int8 matrices."""
+"""Packed weights for inference: a model's, kept until they change, and models of rounded matrices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from distgpt.config import ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Angles, Array
 from distgpt.kernels.cpu_int8 import Int8Kernels, Packed
+from distgpt.kernels.decoding.rounding import rounded
 from distgpt.kernels.decoding.weights import Layer, Weights, checksums_of, packed_weights
-from distgpt.kernels.low_precision import quantise
 from distgpt.kernels.pool import pool_of
 from distgpt.model.layers import LearnedPositions, Rope
-from distgpt.model.memory import FlatBuffer, is_quantised
+from distgpt.model.memory import FlatBuffer, bits_of
 from distgpt.model.model import Architecture, Model
 
-REFUSED = "a model in int8 cannot be trained: its weights are rounded; train it in float32 or bfloat16"
+REFUSED = "a model in {} cannot be trained: its weights are rounded; train it in float32 or bfloat16"
 
 
 class Int8Model(Model):
-    """`params` are by name: int8 matrices, and float32 arrays for norms, biases and positions."""
+    """`params` are by name: int8 or int4 matrices, and float32 arrays for norms, biases and positions."""
+
+    kernels: Int8Kernels
 
     def __init__(self, config: ModelConfig, kernels: Int8Kernels, params: Mapping[str, Any]) -> None:
         Architecture.__init__(self, config)
@@ -32,18 +34,18 @@ class Int8Model(Model):
         self.positions.bind(kernels, {}, {})
         self.packed = packed_weights(config, params, angles_of(self.positions))
         of_packed: Any = _by_name(config, self.packed)
-        self.params = self.weights = of_packed | {k: x for k, x in params.items() if k not in of_packed}
+        self.params = self.weights = of_packed | {k: params[k] for k in params if k not in of_packed}
         self._bind()
 
     def train(self, ranks: int = 1, own: slice | None = None) -> None:
-        raise UsageError(REFUSED)
+        raise UsageError(REFUSED.format(self.kernels.rounded))
 
     @property
     def grads(self) -> FlatBuffer:
-        raise UsageError(REFUSED)
+        raise UsageError(REFUSED.format(self.kernels.rounded))
 
     def initialise(self, seed: int) -> None:
-        raise UsageError(REFUSED)
+        raise UsageError(REFUSED.format(self.kernels.rounded))
 
     def is_finite(self) -> bool:
         """Return whether all that is not in int8 is finite: matrices were checked before."""
@@ -52,11 +54,12 @@ class Int8Model(Model):
 
 
 def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
-    """Return the same model, rounded to int8."""
+    """Return the same model, rounded to what the kernels are for."""
     params = {}
     for spec in model.layout.specs:
         x = model.kernels.to_host(model.weights[spec.name])
-        params[spec.name] = quantise(x) if is_quantised(spec) else np.array(x, np.float32)
+        bits = bits_of(spec, kernels.rounded)
+        params[spec.name] = rounded(x, bits, kernels.threads) if bits else np.array(x, np.float32)
     return Int8Model(model.config, kernels, params)
 
 
@@ -87,7 +90,7 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
 
 
 def packed_of(model: Model) -> Weights:
-    """Return a model's weights as they are now, packed for decoding. On CPUs, in float32, bfloat16 or int8.
+    """Return a model's weights as they are now, packed for decoding. On CPUs, in any type but float64.
 
     Anybody may write into its parameters, so checksums tell whether they have changed: reading them all
     takes a small part of the time of packing them.

@@ -16,16 +16,8 @@ from distgpt.formatting import size
 from distgpt.kernels.api import Array
 from distgpt.model.lora import AdaptedModel, adapter_layout, adapters_by_matrix
 from distgpt.model.model import Architecture
-from distgpt.saved.modelfile import (
-    SOURCE_SUM,
-    Base,
-    Description,
-    Merge,
-    load_description,
-    read_description,
-    read_float,
-    verified,
-)
+from distgpt.saved.modelfile import Base, Description, load_description, read_description
+from distgpt.saved.rounded import SOURCE_SUM, Merge, read_float, verified
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import (
     DATA_SUM,
@@ -137,7 +129,7 @@ def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
         raise UsageError(f"{adapter} is no adapter but a whole model: there is nothing to merge")
     about, header = read_description(whole), verified(whole)
     if about.rounded:
-        raise UsageError(f"{whole} is in int8: merge into the file that it is from, then quantize")
+        raise UsageError(f"{whole} is in {about.rounded}: merge into the file that it is from, then quantize")
     specs = {spec.name: spec for spec in Architecture(about.run.model).layout.specs}
     kinds = {name: (np.dtype(np.float32), spec.shape) for name, spec in specs.items()}
 

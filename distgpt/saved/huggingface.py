@@ -391,7 +391,7 @@ def exportable(path: Path) -> tuple[Path, Description]:
     description = read_description(path)
     description.refuse_adapter(path)
     if description.rounded:
-        raise UsageError(f"{path} is in int8: export the file that it is from")
+        raise UsageError(f"{path} is in {description.rounded}: export the file that it is from")
     return path, description
 
 

@@ -25,9 +25,9 @@ Tensors = Mapping[str, NDArray[Any]]
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
-_STORED = DTYPES | {"I8": "<i1"}  # int8 is read only where it is expected (int8file.py)
+_STORED = DTYPES | {"I8": "<i1", "U8": "<u1"}  # integers are read only where they are expected (rounded.py)
 _NAMES = {np.dtype(stored): name for name, stored in _STORED.items()}
-_OTHERS = {"BOOL": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
+_OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
 DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # in the metadata
 _PIECE = 1 << 20  # elements in flight at a time, so that no tensor is ever copied whole
@@ -73,7 +73,7 @@ class LazyTensors(Mapping[str, NDArray[Any]]):
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """Write arrays of float types, or int8; equal input gives equal bytes.
+    """Write arrays of float types, or integers of 8 bits; equal input gives equal bytes.
 
     Each is used twice, so those that are lazy are made twice, since the checksum of the data stands in the
     header in front of them. Returned is that of the header, which covers the data's and so the whole file.
@@ -227,7 +227,7 @@ def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -
 def refuse_misfits(
     header: Header, expected: Mapping[str, tuple[int, ...]], path: Path, integers: bool = False
 ) -> None:
-    """A DataError unless the file holds exactly these tensors, in these shapes, of floats or also of int8."""
+    """A DataError unless the file holds exactly these tensors, in these shapes, of floats (or integers)."""
     readable = _STORED if integers else DTYPES
     wrong = {
         "missing": [name for name in expected if name not in header.tensors],

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -48,9 +49,9 @@ def weights(folder):
     shutil.rmtree(folder / "run")
 
 
-def weights_in_int8(folder):
+def rounded_weights(folder, dtype):
     weights(folder)
-    run("weights", "quantize", folder / "w.safetensors", "--out", folder / "q.safetensors")
+    run("weights", "quantize", folder / "w.safetensors", "--dtype", dtype, "--out", folder / "q.safetensors")
     (folder / "w.safetensors").unlink()
 
 
@@ -205,15 +206,18 @@ TARGETS = {
             "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1 --temperature 1 --json",
         ],
     ),
-    "int8": Target(
-        weights_in_int8,
-        {"q.safetensors": "safetensors"},
-        [
-            "weights info {}/q.safetensors --json",
-            "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1",
-            "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1 --dtype float32",
-        ],
-    ),
+    **{
+        dtype: Target(
+            partial(rounded_weights, dtype=dtype),
+            {"q.safetensors": "safetensors"},
+            [
+                "weights info {}/q.safetensors --json",
+                "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1",
+                "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1 --dtype float32",
+            ],
+        )
+        for dtype in ("int8", "int4")
+    },
     "adapter": Target(
         adapter,
         {"a.safetensors": "safetensors"},

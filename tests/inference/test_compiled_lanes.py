@@ -34,9 +34,10 @@ TYPES = {
     "float32": lambda threads: CpuKernels("float32", threads),
     "bfloat16": Bfloat16Kernels,
     "int8": Int8Kernels,
+    "int4": lambda threads: Int8Kernels(threads, "int4"),
 }
 # Each is compiled anew; bfloat16 shares its cache with int8, its weights with training.
-KINDS = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "int8"]
+KINDS = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "int8", "int4"]
 LENGTHS = (1, 2, 15, 33, 50)
 
 
@@ -86,7 +87,7 @@ def distance(found, expected):
 def test_scores_are_those_of_the_forward_pass(variant, kind):
     exact = build(variant, ReferenceKernels("float64"))
     lanes, texts = lanes_of(variant, kind, len(LENGTHS)), sequences(variant)
-    tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2}[kind]
+    tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2, "int4": 6e-2}[kind]
     found = lanes.feed([Feed(i, 0, text[: len(text) // 2], 0) for i, text in enumerate(texts) if text[1:]])
     assert found.shape == (0, exact.config.vocab_size)
     rest = [Feed(i, len(text) // 2, text[len(text) // 2 :], 1 + (i > 2)) for i, text in enumerate(texts)]
@@ -96,7 +97,9 @@ def test_scores_are_those_of_the_forward_pass(variant, kind):
     assert distance(scores, np.concatenate(expected)) < tolerance
 
 
-@pytest.mark.parametrize("variant, kind", [("llama", "float32"), ("odd", "float32"), ("odd", "int8")])
+@pytest.mark.parametrize(
+    "variant, kind", [("llama", "float32"), ("odd", "float32"), ("odd", "int8"), ("odd", "int4")]
+)
 def test_a_sequence_gets_the_same_bits_alone_or_not_in_pieces_or_not_on_any_number_of_threads(variant, kind):
     texts, found = sequences(variant), []
     for threads in (1, 2, 3):

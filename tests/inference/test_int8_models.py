@@ -1,4 +1,4 @@
-"""Models in int8: their files, what they compute in passes and in lanes, and what is refused."""
+"""Models in int8 and int4: their files, what they compute in passes and in lanes, and what is refused."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, seq
 from distgpt import api
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
+from distgpt.data.loading import bundled
 from distgpt.errors import DataError, UsageError
 from distgpt.inference.compiled_lanes import compiled_lanes
 from distgpt.inference.engine_setup import lanes_for, rehearse
@@ -16,9 +17,11 @@ from distgpt.inference.lanes import Feed
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.low_precision import quantise, restored
-from distgpt.model.memory import is_quantised
+from distgpt.kernels.low_precision import quantise, quantise4, restored
+from distgpt.kernels.matmul.int4 import LEVELS
+from distgpt.model.memory import bits_of, is_quantised
 from distgpt.model.packed import int8_of
+from distgpt.saved.calibration import round_for
 from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
 from distgpt.saved.tensors import read_header, read_rows, write_tensors
 
@@ -38,14 +41,26 @@ def files(tmp_path):
     return model, wide, narrow, quantize(wide, narrow)
 
 
+@pytest.fixture
+def in_int4(files, tmp_path):
+    _, wide, _, _ = files
+    quantize(wide, tmp_path / "int4.safetensors", "int4")
+    return tmp_path / "int4.safetensors"
+
+
+def round_alike(x, spec, dtype):
+    bits = bits_of(spec, dtype)
+    return restored((quantise if bits == 8 else quantise4)(x)) if bits else x
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant):
+def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant, dtype):
     """Activations are rounded too, to the 127th part of the largest in a block."""
-    rounded = build(variant, Int8Kernels(2))
+    rounded = build(variant, Int8Kernels(2, dtype))
     near = build(variant, CpuKernels("float32", 2))
     for spec in near.layout.specs:
-        if is_quantised(spec):
-            near.params[spec.name][:] = restored(quantise(near.params[spec.name]))
+        near.params[spec.name][:] = round_alike(near.params[spec.name], spec, dtype)
     for text in sequences(variant):
         exact, found = plain(near, text), plain(rounded, text)
         assert distance(found, exact) < 6e-2
@@ -71,6 +86,31 @@ def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
         expected = model.params[spec.name]
         expected = restored(quantise(expected)) if is_quantised(spec) else expected
         np.testing.assert_array_equal(widened.params[spec.name], expected)
+
+
+def test_a_file_in_int4_gives_the_same_model_as_rounding_and_int8_can_hold_it(files, in_int4):
+    model, wide, narrow, _ = files
+    assert in_int4.stat().st_size < narrow.stat().st_size
+    kinds = {entry.dtype for entry in read_header(in_int4).tensors.values()}
+    assert kinds == {"U8", "I8", "BF16", "F32"}
+    text = sequences("llama")[3]
+    scores = {}
+    for path, dtype in ((wide, "int4"), (in_int4, "int4"), (in_int4, "int8"), (narrow, "int4")):
+        found, _ = load_model(path, Int8Kernels(1, dtype), COMM)
+        scores[path, dtype] = compiled_lanes(found, 1).feed([Feed(0, 0, text, len(text))])
+    np.testing.assert_array_equal(scores[wide, "int4"], scores[in_int4, "int4"])
+    np.testing.assert_array_equal(scores[in_int4, "int8"], scores[in_int4, "int4"])
+    assert distance(scores[narrow, "int4"], scores[in_int4, "int4"]) < 0.3  # rounded twice
+    widened, about = load_model(in_int4, CpuKernels("float32", 1), COMM)
+    assert about.rounded == "int4" == dtype_of(in_int4, "auto", COMM)
+    for spec in model.layout.specs:
+        expected = round_alike(model.params[spec.name], spec, "int4")
+        np.testing.assert_allclose(widened.params[spec.name], expected, atol=1e-6)
+    assert "int4" in repr(api.load(in_int4)) and "int4" in repr(api.init(config_of("odd"), dtype="int4"))
+    with pytest.raises(DataError, match="in int4 already"):
+        quantize(in_int4, narrow)
+    with pytest.raises(UsageError, match="in int4, which cannot be trained further"):
+        api.train("tiny", init=str(in_int4), steps=1, out=narrow.parent / "run")
 
 
 def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
@@ -133,7 +173,7 @@ def stored(path):
     header, found = read_header(path), {}
     for name, entry in header.tensors.items():
         found[name] = np.empty(
-            entry.shape, {"I8": np.int8, "BF16": np.uint16, "F32": np.float32}[entry.dtype]
+            entry.shape, {"U8": np.uint8, "I8": np.int8, "BF16": np.uint16, "F32": np.float32}[entry.dtype]
         )
         read_rows(path, header, name, found[name])
     return found, {name: text for name, text in header.metadata.items() if not name.endswith("sha256")}
@@ -162,3 +202,56 @@ def test_lanes_are_compiled_where_they_can_be(files):
     assert trained.grads is not None and isinstance(lanes_for(trained, 1), UncompiledLanes)
     rehearse(build("odd", Int8Kernels(1)))
     rehearse(int8_of(build("bare", CpuKernels("float64", 1)), Int8Kernels(1)))
+
+
+def test_scales_in_int4_may_be_negative_and_must_be_finite_and_all_there(in_int4, tmp_path):
+    tensors, metadata = stored(in_int4)
+    name = "blocks.0.attn.qkv.w"
+    for bits in (0x7F80, 0x7FC0, 0xFF80, 0x7F7F):
+        changed = tensors[name + ".scales"].copy()
+        changed[1, 0] = bits
+        write_tensors(tmp_path / "w", tensors | {name + ".scales": changed}, metadata)
+        with pytest.raises(DataError, match="holds scales that are not finite"):
+            load_model(tmp_path / "w", Int8Kernels(1, "int4"), COMM)
+    for cut, problem in ((name + ".scales", "wrong shape"), (name, "wrong shape")):
+        write_tensors(tmp_path / "w", tensors | {cut: tensors[cut][:, :-1]}, metadata)
+        with pytest.raises(DataError, match=problem):
+            load_model(tmp_path / "w", Int8Kernels(1, "int4"), COMM)
+    write_tensors(tmp_path / "w", tensors | {name: tensors[name].view(np.int8)}, metadata)
+    with pytest.raises(DataError, match="is I8, not U8"):
+        load_model(tmp_path / "w", Int8Kernels(1, "int4"), COMM)
+
+
+def test_calibrated_rounding_moves_outputs_less_than_rounding_alone():
+    """Inputs that depend on each other, as those of trained models do."""
+    random = np.random.default_rng(3)
+    mixing = random.standard_normal((24, 130)) * np.exp(random.standard_normal(130))
+    x = (random.standard_normal((600, 24)) @ mixing + 0.1 * random.standard_normal((600, 130))).astype(
+        np.float32
+    )
+    w = random.standard_normal((70, 130)).astype(np.float32)
+    moved = [np.square(x @ (restored(q) - w).T).sum() for q in (quantise4(w), round_for(w, x.T @ x))]
+    assert moved[1] < 0.5 * moved[0]
+    assert set(np.unique(round_for(w, x.T @ x).q)) <= set(LEVELS)
+    unused = round_for(w, np.zeros((130, 130), np.float32))  # nothing came: rounding alone
+    np.testing.assert_allclose(restored(unused), restored(quantise4(w)), atol=0.5)
+    assert (unused.q != quantise4(w).q).mean() < 0.01  # scales that are as good as each other
+
+
+def test_a_text_calibrates_a_file(tmp_path):
+    text, out = tmp_path / "text", tmp_path / "q.safetensors"
+    text.write_text("The harbour lamp was lit, and the boats came home. " * 20)
+    sample = bundled("weights", "sample.safetensors")
+    assert "int4" in quantize(sample, out, "int4", text)
+    plain_way = tmp_path / "plain.safetensors"
+    quantize(sample, plain_way, "int4")
+    found, plain_file = stored(out)[0], stored(plain_way)[0]
+    differ = {name for name in found if not np.array_equal(found[name], plain_file[name])}
+    kinds = {name: entry.dtype for name, entry in read_header(out).tensors.items()}
+    assert {name for name, kind in kinds.items() if kind == "U8"} <= differ
+    assert not any(name.startswith(("wte", "head")) for name in differ)
+    text.write_text("short")
+    with pytest.raises(DataError, match="calibrate with 128 or more"):
+        quantize(sample, out, "int4", text)
+    with pytest.raises(UsageError, match="for int4"):
+        quantize(sample, out, "int8", text)

@@ -1,4 +1,4 @@
-"""int8 matmul against NumPy, integers to the bit, in every way that a processor may have."""
+"""int8 and int4 matmul against NumPy, integers to the bit, in every way that a processor may have."""
 
 import ctypes
 
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.decoding import factors
-from distgpt.kernels.decoding.factors import A_RECORD, DOT, int8_tile, packed_int8, quantise_row, unpacked
+from distgpt.kernels.decoding.factors import A_RECORD, DOT, blocks_tile, pack_rounded, quantise_row, unpacked
 from distgpt.kernels.fused.jit import jit
-from distgpt.kernels.low_precision import from_bfloat16, quantise, restored
-from distgpt.kernels.matmul import assembled, int8
+from distgpt.kernels.low_precision import from_bfloat16, quantise, quantise4, restored
+from distgpt.kernels.matmul import assembled, int4, int8
 from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.packing import aligned
 from distgpt.kernels.matmul.processor import features
@@ -38,11 +38,13 @@ def rows_of(q, scales, dot):
     return a
 
 
-def panel_of(q, scales, columns, dot):
+def panel_of(q, scales, columns, dot, of):
     """A panel of B, of (columns, k) and bits of scales."""
     blocks = q.shape[1] // BLOCK
-    words = (q.astype(np.int16) + 128).astype(np.uint8).reshape(columns, blocks, BLOCK // 4, 4)
-    words = words[..., np.argsort(dot.order)]
+    values = (q.astype(np.int16) + 128) if of is int8 else np.searchsorted(int4.LEVELS, q)
+    words = values.astype(np.uint8).reshape(columns, blocks, BLOCK // 4, 4)[..., np.argsort(dot.order)]
+    if of is int4:
+        words = words[:, :, ::2] | words[:, :, 1::2] << 4
     bits = np.ascontiguousarray(scales.T).view(np.uint8).reshape(blocks, -1)
     steps = words.transpose(1, 2, 0, 3).reshape(blocks, -1)
     flat = np.concatenate([steps, bits], axis=1)
@@ -51,19 +53,18 @@ def panel_of(q, scales, columns, dot):
     return out
 
 
-def compiled(registers, dot):
+def compiled(registers, dot, of):
     """The microkernel as a Python function, and what keeps it alive."""
-    engine = llvm.create_mcjit_compiler(
-        assembled._verified(int8.module(registers, dot)), assembled._machine()
-    )
+    engine = llvm.create_mcjit_compiler(assembled._verified(of.module(registers, dot)), assembled._machine())
     engine.finalize_object()
     i, p = ctypes.c_int64, ctypes.c_void_p
     kind = ctypes.CFUNCTYPE(None, i, i, p, i, p, p, i, i, p, i)
     return kind(engine.get_function_address("tile")), engine
 
 
+@pytest.mark.parametrize("of", [int8, int4], ids=["int8", "int4"])
 @pytest.mark.parametrize("way", WAYS)
-def test_integers_are_exact_in_every_way(way):
+def test_integers_are_exact_in_every_way(way, of):
     """With scales that are powers of two, all sums are integers that float32 holds."""
     registers, given, kind = WAYS[way]
     needed = given | ({"avx512f"} if registers is AVX512 else set())
@@ -71,17 +72,18 @@ def test_integers_are_exact_in_every_way(way):
     assert dot.kind == kind
     if not needed <= features():
         pytest.skip(f"needs {needed}")
-    tile, alive = compiled(registers, dot)
+    tile, alive = compiled(registers, dot, of)
     random = np.random.default_rng(5)
     n = registers.columns
     for rows in range(1, dot.rows + 1):
         for blocks, columns, extremes in ((1, n, True), (3, n - 5, False), (2, 1, True)):
             choice = [-127, 127] if extremes else np.arange(-127, 128)
-            a, b = (random.choice(choice, (of, blocks * BLOCK)).astype(np.int8) for of in (rows, n))
+            a = random.choice(choice, (rows, blocks * BLOCK)).astype(np.int8)
+            b = random.choice(choice if of is int8 else int4.LEVELS, (n, blocks * BLOCK)).astype(np.int8)
             row_scales = 2.0 ** random.integers(-1, 2, (rows, blocks))
             scales = 2.0 ** random.integers(-1, 2, (n, blocks)).astype(np.float32)
             bits = (scales.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            left, right = rows_of(a, row_scales, dot), panel_of(b, bits, n, dot)
+            left, right = rows_of(a, row_scales, dot), panel_of(b, bits, n, dot, of)
             dots = np.einsum("rbk,cbk->rcb", *(x.reshape(-1, blocks, BLOCK).astype(np.int64) for x in (a, b)))
             exact = (dots * row_scales[:, None] * scales).sum(2)
             c, bias = np.full((rows, n + 3), np.nan, np.float32), np.arange(n, dtype=np.float32)
@@ -91,6 +93,12 @@ def test_integers_are_exact_in_every_way(way):
                 np.testing.assert_array_equal(c[:, :columns], expected[:, :columns])
                 assert np.isnan(c[:, columns:]).all()
     assert alive
+
+
+def panels_of(w, columns):
+    panels = factors.rounded_panels(w, 1, columns)[0]
+    pack_rounded(panels, w, 0, len(w.q))
+    return panels
 
 
 @jit
@@ -103,7 +111,7 @@ def multiplied(c, a, x, w, panels):
     for i in range(x.shape[0]):
         for panel in range(panels):
             to, b = c[i:, panel * wide :], w[panel]
-            int8_tile(1, blocks, a[i:], a.strides[0], b, to, c.strides[0], wide, b, 0)
+            blocks_tile(1, blocks, a[i:], a.strides[0], b, to, c.strides[0], wide, b, 0)
 
 
 @jit
@@ -113,17 +121,19 @@ def elements(out, w):
             out[i, k] = unpacked(w, i, k)
 
 
+@pytest.mark.parametrize("rounding", [quantise, quantise4])
 @pytest.mark.parametrize("n, k", [(1, 1), (70, 64), (33, 130), (128, 200)])
-def test_a_matrix_is_rounded_packed_and_multiplied(n, k):
+def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
     random = np.random.default_rng(n + k)
     w = (random.standard_normal((n, k)) * np.exp(random.standard_normal((n, 1)))).astype(np.float32)
     x = random.standard_normal((5, k)).astype(np.float32)
-    rounded = quantise(w)
+    rounded = rounding(w)
     assert rounded.q.min() >= -127
     near = restored(rounded)
-    step = np.repeat(from_bfloat16(rounded.scales), BLOCK, axis=1)[:, :k]
-    assert (np.abs(near - w) <= step / 2 * (1 + 1e-6)).all()
-    packed = packed_int8([rounded], -(-n // 64) * 64)[0]
+    if rounding is quantise:
+        step = np.repeat(from_bfloat16(rounded.scales), BLOCK, axis=1)[:, :k]
+        assert (np.abs(near - w) <= step / 2 * (1 + 1e-6)).all()
+    packed = panels_of(rounded, -(-n // 64) * 64)
     found = np.zeros((n, k), np.float32)
     elements(found, packed)
     np.testing.assert_array_equal(found, near)
@@ -143,7 +153,7 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k):
 def test_zeros_stay_zeros_and_nan_and_infinity_show():
     nothing = quantise(np.zeros((3, 70), np.float32))
     assert not nothing.q.any() and not restored(nothing).any()
-    a, w = aligned((4, 2 * A_RECORD), "uint8"), packed_int8([quantise(np.ones((64, 70), np.float32))], 64)[0]
+    a, w = aligned((4, 2 * A_RECORD), "uint8"), panels_of(quantise(np.ones((64, 70), np.float32)), 64)
     x = np.zeros((4, 70), np.float32)
     x[1, 3], x[2, 69], x[3] = np.nan, np.inf, 1
     c = np.zeros((4, 64), np.float32)

@@ -135,9 +135,9 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, width, kind.hidden, rows.a, weights.fc, i, rows.pre, BIAS)
+        _linear(threads, n, width, kind.hidden, rows.a, weights.fc, i, rows.pre, BIAS, UNIT)
         if kind.act == 2:
-            _linear(threads, n, width, kind.hidden, rows.a, weights.gates, i, rows.gates, BIAS)
+            _linear(threads, n, width, kind.hidden, rows.a, weights.gates, i, rows.gates, BIAS, UNIT)
         _activate(threads, n, kind, rows)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, BIAS | ACCUMULATE)
@@ -205,14 +205,14 @@ def _last_norm(kind, norm, x, y, a):
 
 
 @inline
-def _linear(threads, n, k, columns, a, layer, i, c, flags):
-    _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
+def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
+    _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags, unit)
 
 
 @inline
-def _columns(threads, n, k, columns, a, w, c, bias, flags):
+def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
     """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
-    begin, end = _own_columns(threads, columns)
+    begin, end = _own_columns(threads, columns, unit)
     longest, most = stretch(w), most_rows(w)
     strips = (n + most - 1) // most  # of rows, about as many in each
     group = COLUMNS if strips <= 1 else GROUP * COLUMNS
@@ -231,7 +231,7 @@ def _columns(threads, n, k, columns, a, w, c, bias, flags):
 @inline
 def _add_values(threads, kind, values, tokens, qkv):
     """A thread's columns of v += the value embedding of each token."""
-    begin, end = _own_columns(threads, kind.qkv)
+    begin, end = _own_columns(threads, kind.qkv, COLUMNS)
     before = kind.qkv - kind.kv_heads * kind.size
     for row in range(tokens.shape[0]):
         for column in range(max(begin, before), end):
@@ -239,15 +239,15 @@ def _add_values(threads, kind, values, tokens, qkv):
 
 
 @inline
-def _own_columns(threads, columns):
-    first, last = part(threads, (columns + UNIT - 1) // UNIT)
-    return first * UNIT, min(last * UNIT, columns)
+def _own_columns(threads, columns, unit):
+    first, last = part(threads, (columns + unit - 1) // unit)
+    return first * unit, min(last * unit, columns)
 
 
 @inline
 def _activate(threads, n, kind, rows):
     """A thread's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
-    begin, end = _own_columns(threads, kind.hidden)
+    begin, end = _own_columns(threads, kind.hidden, UNIT)
     for row in range(n):
         for left in range(begin, end, UNIT):
             x = rows.pre[row, left : left + UNIT]

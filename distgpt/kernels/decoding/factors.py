@@ -1,6 +1,7 @@
 """Operands of the decoder's matmuls: rows in the form that packed weights want, and tiles of them.
 
-The form is that of the weights: float32, bfloat16 as uint16, or int8 as uint8.
+The form is that of the weights: float32, bfloat16 as uint16, or int8 as uint8. Weights in int4 are packed as
+int8, and take rows of uint8.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from numba import types
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put
 from distgpt.kernels.low_precision import MOST, Quantised
-from distgpt.kernels.matmul import int8
+from distgpt.kernels.matmul import int4, int8
 from distgpt.kernels.matmul.assembled import external, tile
 from distgpt.kernels.matmul.int8 import BLOCK, OFFSET
 from distgpt.kernels.matmul.microkernel import BIAS
@@ -70,7 +71,7 @@ def element(w, column, k):
     def restored(w, column, k):
         return unpacked(w, column, k)
 
-    return restored if w.dtype == types.uint8 else plain
+    return restored if w.dtype in _BLOCKS else plain
 
 
 @by_types(**FORCED)
@@ -83,57 +84,84 @@ def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
 
     def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
         blocks = (end - begin + BLOCK - 1) // BLOCK
-        int8_tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
+        blocks_tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
 
-    return by_blocks if panel.dtype == types.uint8 else by_tile
+    return by_blocks if panel.dtype in _BLOCKS else by_tile
 
 
-# -- matrices in int8 (low_precision.py), packed for the microkernel of matmul/int8.py
+# -- matrices in int8 and int4 (low_precision.py), packed for the microkernels of matmul/
 
 DOT = int8.dot_of(shape(), features())
 INT8_ROWS = DOT.rows
 ORDER = DOT.order
 INTEGER, INTEGERS, A_RECORD = np.dtype(DOT.integer), DOT.integers, DOT.a_record
-B_RECORD = int8.b_record(shape())
+SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
+LEVELS = np.array(int4.LEVELS, np.int8)
+PLACES = np.array([int4.LEVELS.index(q) if q in int4.LEVELS else 0 for q in range(-OFFSET, OFFSET)], np.uint8)
 
 _I, _P = types.int64, types.voidptr
-# Registered when this file is imported, as microkernels are.
-_TILE = external(
-    "tile-int8", partial(int8.module, shape(), DOT), tile=(_I, _I, _P, _I, _P, _P, _I, _I, _P, _I)
-)["tile"]
+# Registered when this file is imported, as microkernels are. By the types of packed matrices.
+_BLOCKS = {
+    kind: external(
+        f"tile-{name}", partial(of.module, shape(), DOT), tile=(_I, _I, _P, _I, _P, _P, _I, _I, _P, _I)
+    )["tile"]
+    for kind, name, of in ((types.uint8, "int8", int8), (types.int8, "int4", int4))
+}
 
 
-def packed_int8(ws: list[Quantised], columns: int) -> Array:
-    """Pack matrices of one shape in panels, padded to `columns`."""
-    k = ws[0].q.shape[1]
-    out = aligned((len(ws), columns // COLUMNS, -(-k // BLOCK) * B_RECORD), "uint8")
-    for to, w in zip(out, ws, strict=True):
-        _pack(to, w.q, w.scales)
-    return out
+def rounded_panels(w: Quantised, count: int, columns: int) -> Array:
+    """Make memory for `count` matrices like this one in panels, padded to `columns`: int4 as int8."""
+    halves = w.bits == 4
+    record = BLOCK * COLUMNS // (2 if halves else 1) + SCALES
+    shape = count, columns // COLUMNS, w.scales.shape[1] * record
+    return aligned(shape, "int8" if halves else "uint8")
+
+
+def pack_rounded(panels: Array, w: Quantised, first: int, last: int) -> None:
+    """Panels ← rows first … last of a matrix."""
+    _pack(panels.view(np.uint8), w.q[first:last], w.scales[first:last], w.bits == 4)
 
 
 @jit
-def _pack(out, q, scales):
+def _pack(out, q, scales, halves):
     rows, depth = q.shape
+    size = out.shape[1] // scales.shape[1]
     for column in range(out.shape[0] * COLUMNS):
         for block in range(scales.shape[1]):
             place = column % COLUMNS
-            to = out[column // COLUMNS, block * B_RECORD : (block + 1) * B_RECORD]
+            to = out[column // COLUMNS, block * size : (block + 1) * size]
             for i in range(BLOCK):
-                k = block * BLOCK + i
-                there = column < rows and k < depth
-                to[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]] = OFFSET + (q[column, k] if there else 0)
-            of = to[BLOCK * COLUMNS :].view(np.uint16)
+                k, step = block * BLOCK + i, i // 4
+                value = OFFSET + (q[column, k] if column < rows and k < depth else 0)
+                if halves:
+                    at = (step // 2 * COLUMNS + place) * 4 + ORDER[i % 4]
+                    to[at] = PLACES[value] | to[at] if step % 2 == 0 else PLACES[value] << 4 | to[at]
+                else:
+                    to[(step * COLUMNS + place) * 4 + ORDER[i % 4]] = value
+            of = to[size - SCALES :].view(np.uint16)
             of[place] = scales[column, block] if column < rows else 0
 
 
-@inline
+@by_types(**FORCED)
 def unpacked(w, column, k):
     """Return an element of a packed matrix."""
-    record = w[column // COLUMNS, k // BLOCK * B_RECORD : (k // BLOCK + 1) * B_RECORD]
-    place, i = column % COLUMNS, k % BLOCK
-    q = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]]) - np.int32(OFFSET)
-    return np.float32(q) * get(record[BLOCK * COLUMNS :].view(np.uint16), place)
+
+    def of_bytes(w, column, k):
+        size = BLOCK * COLUMNS + SCALES
+        record = w[column // COLUMNS, k // BLOCK * size : (k // BLOCK + 1) * size]
+        place, i = column % COLUMNS, k % BLOCK
+        q = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]]) - np.int32(OFFSET)
+        return np.float32(q) * get(record[BLOCK * COLUMNS :].view(np.uint16), place)
+
+    def of_halves(w, column, k):
+        size = BLOCK * COLUMNS // 2 + SCALES
+        record = w[column // COLUMNS, k // BLOCK * size : (k // BLOCK + 1) * size]
+        place, i = column % COLUMNS, k % BLOCK
+        both = record[(i // 8 * COLUMNS + place) * 4 + ORDER[i % 4]]
+        q = LEVELS[both >> (i // 4 % 2 * 4) & 15]
+        return np.float32(q) * get(record[BLOCK * COLUMNS // 2 :].view(np.uint16), place)
+
+    return of_bytes if w.dtype == types.uint8 else of_halves
 
 
 @inline
@@ -158,10 +186,15 @@ def quantise_row(to, x, first, last):
         record[INTEGERS + 4 :].view(np.int32)[0] = -OFFSET * total
 
 
-@inline
-def int8_tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
-    """Compute a tile of C inside compiled loops; see matmul/int8.py."""
-    _TILE(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
+@by_types()
+def blocks_tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
+    """Compute a tile of C inside compiled loops; see matmul/int8.py and int4.py."""
+    routine = _BLOCKS[b.dtype]
+
+    def call(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
+        routine(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
+
+    return call
 
 
 @jit
@@ -180,9 +213,11 @@ def multiply_columns(first, last, y, a, w, bias, k):
         for top in range(0, n, INT8_ROWS):
             rows, of, to = min(INT8_ROWS, n - top), a[top:], y[top:, column:]
             if bias is None:
-                int8_tile(rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, panel, 0)
+                blocks_tile(rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, panel, 0)
             else:
-                int8_tile(rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, bias[column:], BIAS)
+                blocks_tile(
+                    rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, bias[column:], BIAS
+                )
 
 
 @jit

@@ -6,14 +6,14 @@ one compiled decoder serves them all. Checksums tell whether weights have change
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Angles, Array
-from distgpt.kernels.decoding.factors import UNIT, packed_int8
+from distgpt.kernels.decoding.factors import UNIT, pack_rounded, rounded_panels
 from distgpt.kernels.fused.jit import jit
 from distgpt.kernels.low_precision import BITS, Quantised, from_bfloat16
 from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed
@@ -46,34 +46,50 @@ class Weights(NamedTuple):
 
 
 def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Angles | None) -> Weights:
-    """Pack parameters of float32, of bfloat16 as uint16, or with matrices in int8 but for positions."""
+    """Pack parameters of float32, of bfloat16 as uint16, or with rounded matrices but for positions.
+
+    Each is asked for as it is packed, the largest first, so that those of a file need never be there at once.
+    """
     c, vocab, gated = config.n_embd, config.vocab_size, config.mlp == "swiglu"
     block = [f"blocks.{i}" for i in range(config.n_layer)]
 
-    def layer(name: str, first: int, last: int) -> Layer:
-        ws = [_rows(params[f"{each}.{name}.w"], first, last) for each in block]
-        bs = [params.get(f"{each}.{name}.b") for each in block]
-        bias = np.zeros((len(ws), _up(last - first)), np.float32)
-        for to, b in zip(bias, bs, strict=True):
-            if b is not None:
-                to[: last - first] = wide(b)[first:last]
-        return Layer(_packed(ws), bias)
+    def matrix(name: str, rows: int) -> Array:
+        return _packed((params[name] for _ in range(1)), 1, [rows])[0][0]
 
-    fc = layer("mlp.fc", 0, config.hidden)
-    none = Layer(fc.w[:, :0], fc.bias[:, :0])
-    values = [params[f"blocks.{i}.values.w"] for i in config.value_layers]
-    head = _packed([_rows(params["wte" if config.tied else "head.w"], 0, vocab)])[0]
+    def layers(name: str, *rows: int) -> list[Layer]:
+        """Return the layers that a matrix of each block holds, one below the other."""
+        ws = _packed((params[f"{each}.{name}.w"] for each in block), len(block), rows)
+        bias = np.zeros((len(block), sum(rows)), np.float32)
+        for to, each in zip(bias, block, strict=True):
+            if f"{each}.{name}.b" in params:
+                to[:] = wide(params[f"{each}.{name}.b"])
+        ends = np.cumsum(rows)
+        parts = [bias[:, end - count : end] for end, count in zip(ends, rows, strict=True)]
+        padded = [np.pad(part, ((0, 0), (0, _up(part.shape[1]) - part.shape[1]))) for part in parts]
+        return [Layer(w, b) for w, b in zip(ws, padded, strict=True)]
+
+    head = matrix("wte" if config.tied else "head.w", vocab)
+    embedding = head if config.tied else matrix("wte", vocab)
+    fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1))
+    (qkv,), (out,), (proj,) = (
+        layers("attn.qkv", config.qkv_width),
+        layers("attn.proj", c),
+        layers("mlp.proj", c),
+    )
+    values = (params[f"blocks.{i}.values.w"] for i in config.value_layers)
     return Weights(
-        qkv=layer("attn.qkv", 0, config.qkv_width),
-        out=layer("attn.proj", 0, c),
-        gates=layer("mlp.fc", config.hidden, 2 * config.hidden) if gated else none,
+        qkv=qkv,
+        out=out,
+        gates=gates[0] if gated else Layer(fc.w[:, :0], fc.bias[:, :0]),
         fc=fc,
-        proj=layer("mlp.proj", 0, c),
+        proj=proj,
         norms=_norms(config, params, block),
         head_gains=_head_gains(config, params, block),
         head=head,
-        embedding=head if config.tied else _packed([_rows(params["wte"], 0, vocab)])[0],
-        values=_packed([_rows(w, 0, vocab) for w in values]) if values else head[None][:0],
+        embedding=embedding,
+        values=_packed(values, len(config.value_layers), [vocab])[0]
+        if config.value_layers
+        else head[None][:0],
         places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
         cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
         sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,
@@ -84,27 +100,34 @@ def wide(x: Array) -> Array:
     return from_bfloat16(x) if x.dtype == BITS else np.asarray(x, np.float32)
 
 
-def _rows(w: Any, first: int, last: int) -> Any:
-    if isinstance(w, Quantised):
-        return Quantised(w.q[first:last], w.scales[first:last])
-    return w[first:last]
-
-
 def _up(columns: int) -> int:
     return -(-columns // UNIT) * UNIT
 
 
-def _packed(ws: list[Any]) -> Array:
-    """Matrices (columns, k) of one shape, transposed, in panels of COLUMNS columns, k after k."""
-    if isinstance(ws[0], Quantised):
-        return packed_int8(ws, _up(len(ws[0].q)))
-    columns, k = ws[0].shape
-    pair = 2 if ws[0].dtype == BITS else 1
-    shape = len(ws), _up(columns) // COLUMNS, -(-k // pair) * pair * COLUMNS
-    out = aligned(shape, ws[0].dtype.name)
-    for to, w in zip(out, ws, strict=True):
-        pack_transposed(0, columns, to, w, 0, k)
-    return out
+def _packed(ws: Iterable[Any], count: int, parts: Sequence[int]) -> list[Array]:
+    """Cut `count` matrices (columns, k) of one shape into parts of so many rows: a packed array for each.
+
+    Transposed, in panels of COLUMNS columns, k after k.
+    """
+    found: list[Array] = []
+    for i, w in enumerate(ws):
+        first = 0
+        for part, rows in enumerate(parts):
+            if i == 0:
+                found.append(_memory(w, count, _up(rows)))
+            if isinstance(w, Quantised):
+                pack_rounded(found[part][i], w, first, first + rows)
+            else:
+                pack_transposed(0, rows, found[part][i], w[first : first + rows], 0, w.shape[1])
+            first += rows
+    return found
+
+
+def _memory(w: Any, count: int, columns: int) -> Array:
+    if isinstance(w, Quantised):
+        return rounded_panels(w, count, columns)
+    pair = 2 if w.dtype == BITS else 1
+    return aligned((count, columns // COLUMNS, -(-w.shape[1] // pair) * pair * COLUMNS), w.dtype.name)
 
 
 def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:

@@ -13,6 +13,7 @@ k and k + 1, so that one mask widens them both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distgpt.kernels.matmul.microkernel import Tile, choice, declarations
@@ -25,11 +26,6 @@ UNROLLED = 2  # steps of pairs
 ARGUMENTS = (
     "i64 %rows, i64 %k, ptr %a, i64 %row, ptr %b, ptr %c, i64 %ldc, i64 %columns, ptr %bias, i64 %flags"
 )
-
-
-def b_record(shape: Shape) -> int:
-    """Return the bytes of a block of a panel of B."""
-    return (BLOCK + 2) * shape.columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +75,14 @@ def dot_of(shape: Shape, features: set[str]) -> Dot:
 
 def module(shape: Shape, dot: Dot) -> str:
     """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
-    tiles = [Int8Tile(shape, dot, rows).text() for rows in range(1, dot.rows + 1)]
-    declared = [*declarations(shape, FLOAT32, FLOAT32), dot.declaration(f"<{shape.lanes} x i32>")]
-    return "\n".join([*declared, *tiles, choice(dot.rows, dot.rows, ARGUMENTS)])
+    return module_of([Int8Tile(shape, dot, rows) for rows in range(1, dot.rows + 1)])
+
+
+def module_of(tiles: Sequence[Int8Tile], *others: str) -> str:
+    """The IR of `tile` by tiles of 1, 2, … rows, and of what else they call."""
+    shape, dot = tiles[0].shape, tiles[0].dot
+    declared = [*declarations(shape, FLOAT32, FLOAT32), dot.declaration(f"<{shape.lanes} x i32>"), *others]
+    return "\n".join([*declared, *(tile.text() for tile in tiles), choice(dot.rows, dot.rows, ARGUMENTS)])
 
 
 class Int8Tile(Tile):
@@ -91,6 +92,11 @@ class Int8Tile(Tile):
         super().__init__(shape, FLOAT32, FLOAT32, rows)
         self.dot, self.ints = dot, f"<{shape.lanes} x i32>"
         self.shorts = f"<{2 * shape.lanes} x i16>"
+
+    @property
+    def integers(self) -> int:
+        """The bytes of B's integers in a block of a panel."""
+        return BLOCK * self.shape.columns
 
     def text(self) -> str:
         self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
@@ -118,7 +124,7 @@ class Int8Tile(Tile):
                 total = self.new(f"sitofp {self.ints} {sums[r, v]} to {self.vector}")
                 total = self.fma(total, factor, f"%s{r}_{v}")
                 self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
-        self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {b_record(self.shape)}")
+        self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {self.integers + 2 * self.shape.columns}")
         self.add(f"  %at1 = add i64 %at, {self.dot.a_record}\n  %i1 = add i64 %i, 1")
         self.add("  %more = icmp ult i64 %i1, %k\n  br i1 %more, label %loop, label %summed\nsummed:")
         self.totals = {(r, v): f"%n{r}_{v}" for r, v in self.cells()}
@@ -135,7 +141,7 @@ class Int8Tile(Tile):
         """Return the exact sums of the products in a block."""
         sums = self._less()
         for step in range(BLOCK // 4):
-            b = [self._split(self._of_panel(step, v), "lshr") for v in range(self.shape.vectors)]
+            b = [self._split(self.four("%pb", step, v), "lshr") for v in range(self.shape.vectors)]
             for r in range(self.rows):
                 a = self._split(self.everywhere("i32", self._of_row(r, "i32", 4 * step)), "ashr")
                 for v in range(self.shape.vectors):
@@ -158,7 +164,7 @@ class Int8Tile(Tile):
             self.add(f"  %m{r}_{v} = bitcast {self.ints} {sums[r, v]} to {self.ints}")
         for r in range(self.rows):
             self.add(f"  %ak{r} = getelementptr i8, ptr %aj{r}, i64 {8 * UNROLLED}")
-        self.add(f"  %pj1 = getelementptr i8, ptr %pj, i64 {4 * self.shape.columns * UNROLLED}")
+        self.add(f"  %pj1 = getelementptr i8, ptr %pj, i64 {self.integers * UNROLLED * 4 // BLOCK}")
         self.add(f"  %j1 = add i64 %j, 1\n  %further = icmp ult i64 %j1, {BLOCK // 4 // UNROLLED}")
         self.add("  br i1 %further, label %steps, label %counted\ncounted:")
         return {(r, v): f"%m{r}_{v}" for r, v in self.cells()}
@@ -177,10 +183,9 @@ class Int8Tile(Tile):
 
     def _half(self, step: int, v: int, second: bool) -> str:
         """Return two of the four bytes of each column, as 16 bits; loaded each time, as in microkernel.py."""
-        offset = 4 * (self.shape.columns * step + self.shape.lanes * v)
-        place = self.new(f"getelementptr i8, ptr %pj, i64 {offset}")
-        load, widen, by = ("load volatile", "lshr", 8) if second else ("load", "and", 255)
-        shorts = self.new(f"{load} {self.shorts}, ptr {place}, align {2 * self.shape.lanes}")
+        word = self.four("%pj", step, v, "load volatile" if second else "load")
+        shorts = self.new(f"bitcast {self.ints} {word} to {self.shorts}")
+        widen, by = ("lshr", 8) if second else ("and", 255)
         kept = self.new(f"{widen} {self.shorts} {shorts}, splat (i16 {by})")
         return self.new(f"bitcast {self.shorts} {kept} to {self.ints}")
 
@@ -188,14 +193,19 @@ class Int8Tile(Tile):
         place = self.new(f"getelementptr i8, ptr {self.blocks[r]}, i64 {offset}")
         return self.new(f"load {type}, ptr {place}, align 4")
 
-    def _of_panel(self, step: int, v: int) -> str:
-        offset = 4 * (self.shape.columns * step + self.shape.lanes * v)
-        place = self.new(f"getelementptr i8, ptr %pb, i64 {offset}")
-        return self.new(f"load {self.ints}, ptr {place}, align {2 * self.shape.lanes}")
+    def four(self, panel: str, step: int, v: int, load: str = "load") -> str:
+        """Return four of B's bytes of each column."""
+        return self.word(panel, step, v, load)
+
+    def word(self, panel: str, i: int, v: int, load: str) -> str:
+        """Load word i of each column."""
+        offset = 4 * (self.shape.columns * i + self.shape.lanes * v)
+        place = self.new(f"getelementptr i8, ptr {panel}, i64 {offset}")
+        return self.new(f"{load} {self.ints}, ptr {place}, align {2 * self.shape.lanes}")
 
     def _scale(self, v: int) -> str:
         n = self.shape.lanes
-        offset = BLOCK * self.shape.columns + 2 * n * v
+        offset = self.integers + 2 * n * v
         place = self.new(f"getelementptr i8, ptr %pb, i64 {offset}")
         bits = self.new(f"load <{n} x i16>, ptr {place}, align {2 * n}")
         upper = self.new(

@@ -13,7 +13,7 @@ import numpy as np
 
 from distgpt.checked import parse_json
 from distgpt.comm.cores import usable_cores
-from distgpt.config import ModelConfig
+from distgpt.config import ROUNDED_DTYPES, ModelConfig
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
 from distgpt.formatting import duration
@@ -38,7 +38,7 @@ class InferOptions(BenchOptions):
 
     preset: str = "gpt2"
     threads: int | None = None
-    dtypes: Sequence[str] = ("float32", "bfloat16", "int8")
+    dtypes: Sequence[str] = ("float32", "bfloat16", *ROUNDED_DTYPES)
     requests: Sequence[int] = (1, 8, 32)
     prompt: int = 256
     new: int = 64
@@ -117,10 +117,10 @@ def measure_own(asked: str) -> None:
     job = parse_json(asked)
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
-    model = Model(config_of(job["preset"]), stage.kernels("float32" if dtype == "int8" else dtype))
+    model = Model(config_of(job["preset"]), stage.kernels("float32" if dtype in ROUNDED_DTYPES else dtype))
     model.initialise(1)
-    if dtype == "int8":
-        model = int8_of(model, Int8Kernels(job["threads"]))
+    if dtype in ROUNDED_DTYPES:
+        model = int8_of(model, Int8Kernels(job["threads"], dtype))
     rehearse(model)
     lanes = lanes_for(model, requests)
     random = np.random.default_rng(1)

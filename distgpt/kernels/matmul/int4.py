@@ -1,0 +1,61 @@
+"""Microkernels of int4: those of int8, with weights that are looked up in a table of 16 integers.
+
+A panel of B holds, in a block, words of 32 bits, each eight k of a column: the lower halves of its bytes are
+the first four, the upper halves the next four, in the order of int8's. A half is the place of a weight's
+integer in `LEVELS`. All else is as in int8.py.
+"""
+
+from __future__ import annotations
+
+from distgpt.kernels.matmul.int8 import OFFSET, Dot, Int8Tile, module_of
+from distgpt.kernels.matmul.vectors import Shape
+
+# Dense where weights are: nearly the best for normal and Student's t distributions (8 degrees of freedom),
+# each block of 64 with the scale, of either sign, that suits it best. The positive ones end earlier, so that
+# the sign can put the largest weight at the end that fits it.
+LEVELS = (-127, -97, -75, -58, -44, -32, -20, -9, 0, 12, 23, 34, 47, 62, 79, 105)
+HALF = 0x0F0F0F0F  # the lower halves of four bytes
+
+
+def module(shape: Shape, dot: Dot) -> str:
+    """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
+    tiles = [Int4Tile(shape, dot, rows) for rows in range(1, dot.rows + 1)]
+    bytes = tiles[0].bytes
+    declared = f"declare {bytes} @{tiles[0].shuffle}({bytes}, {bytes})"
+    return module_of(tiles, "" if dot.kind == "plain" else declared)
+
+
+class Int4Tile(Int8Tile):
+    """Writes the function for one number of rows."""
+
+    def __init__(self, shape: Shape, dot: Dot, rows: int) -> None:
+        super().__init__(shape, dot, rows)
+        self.bytes = f"<{4 * shape.lanes} x i8>"
+        self.shuffle = "llvm.x86.avx512.pshuf.b.512" if shape.lanes == 16 else "llvm.x86.avx2.pshuf.b"
+
+    @property
+    def integers(self) -> int:
+        return super().integers // 2
+
+    def four(self, panel: str, step: int, v: int, load: str = "load") -> str:
+        word = self.word(panel, step // 2, v, load)
+        if step % 2:
+            word = self.new(f"lshr {self.ints} {word}, splat (i32 4)")
+        halves = self.new(f"and {self.ints} {word}, splat (i32 {HALF})")
+        places = self.new(f"bitcast {self.ints} {halves} to {self.bytes}")
+        found = self._chosen(places, 0, LEVELS) if self.dot.kind == "plain" else self._shuffled(places)
+        return self.new(f"bitcast {self.bytes} {found} to {self.ints}")
+
+    def _shuffled(self, places: str) -> str:
+        table = ", ".join(f"i8 {OFFSET + level}" for level in LEVELS * (self.shape.lanes // 4))
+        return self.new(f"call {self.bytes} @{self.shuffle}({self.bytes} <{table}>, {self.bytes} {places})")
+
+    def _chosen(self, places: str, bit: int, levels: tuple[int, ...]) -> str:
+        """Return the levels at these places by choosing halves of the table: for any processor."""
+        if len(levels) == 1:
+            return f"splat (i8 {OFFSET + levels[0]})"
+        even, odd = (self._chosen(places, bit + 1, levels[first::2]) for first in (0, 1))
+        kept = self.new(f"and {self.bytes} {places}, splat (i8 {1 << bit})")
+        is_odd = self.new(f"icmp ne {self.bytes} {kept}, zeroinitializer")
+        mask = f"<{4 * self.shape.lanes} x i1>"
+        return self.new(f"select {mask} {is_odd}, {self.bytes} {odd}, {self.bytes} {even}")

@@ -1,0 +1,83 @@
+"""Rounding to int4 with a text at hand: what a weight's rounding changes, the weights behind it take back.
+
+GPTQ: inputs x of a matrix give H = Σ x xᵀ, and rounding moves the output by (w - q) H (w - q)ᵀ. Columns are
+rounded one after the other, and those that are still to come move to where they make up for it best. Layers
+are rounded in order, each for the inputs that the rounded ones before it give.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from distgpt.comm.serial import SerialComm
+from distgpt.data.loading import read_text
+from distgpt.errors import DataError
+from distgpt.kernels.api import Affine, Array, Floats2d
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.decoding.rounding import rounded
+from distgpt.kernels.low_precision import Quantised, from_bfloat16, nearest, restored
+from distgpt.kernels.matmul.int8 import BLOCK
+from distgpt.model.memory import bits_of
+from distgpt.model.passes import Pass
+from distgpt.saved.modelfile import load_model
+
+TOKENS, LENGTH = 8192, 512  # of the text that is read, and of a sequence at most
+DAMPING = 0.01  # of H's mean diagonal, added to it: inputs that hardly occurred
+
+
+def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
+    """Return a model's matrices that int4 rounds, by name, rounded for what this text gives them to read."""
+    kernels = _Rounding()
+    model, about = load_model(path, kernels, SerialComm())
+    length = min(LENGTH, model.config.seq_len)
+    if about.tokenizer is None:
+        raise DataError(f"{path} has no tokenizer, so it cannot read text")
+    tokens = about.tokenizer.encode(read_text(text))[:TOKENS]
+    if len(tokens) < length:
+        raise DataError(f"{text} has {len(tokens)} tokens: calibrate with {length} or more, best {TOKENS:,}")
+    rows = len(tokens) // length
+    kernels.names = {
+        model.weights[spec.name].ctypes.data: spec.name
+        for spec in model.layout.specs
+        if bits_of(spec, "int4") == 4
+    }
+    Pass(model, rows, length, training=False).hidden(np.array(tokens[: rows * length]))
+    return kernels.found
+
+
+class _Rounding(CpuKernels):
+    """Kernels that round a matrix, in place, as the first inputs come to it."""
+
+    def __init__(self) -> None:
+        super().__init__("float32", 1)  # so that all inputs come at once
+        self.names: dict[int, str] = {}  # of matrices, by their addresses
+        self.found: dict[str, Quantised] = {}
+
+    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
+        if name := self.names.pop(wb.w.ctypes.data, None):
+            self.found[name] = round_for(wb.w, x.T @ x)
+            wb.w[...] = restored(self.found[name])
+        super().linear(y, x, wb, onto)
+
+
+def round_for(w: Floats2d, products: Floats2d) -> Quantised:
+    """Round a matrix (n, k) to int4, given the sum of the products of its inputs (k, k)."""
+    left, (n, k) = w.astype(np.float32), w.shape
+    h = products.astype(np.float64)
+    h[np.diag_indices(k)] += DAMPING * np.trace(h) / k or 1.0
+    upper = np.linalg.cholesky(np.linalg.inv(h)).T.astype(np.float32)
+    q, scales = np.empty((n, k), np.int8), np.empty((n, -(-k // BLOCK)), np.uint16)
+    for first in range(0, k, BLOCK):
+        last = min(first + BLOCK, k)
+        costs = np.diag(upper)[first:last] ** -2  # of an error that the columns behind it make up for
+        bits = rounded(np.ascontiguousarray(left[:, first:last]), 4, 1, costs / costs.max()).scales[:, 0]
+        scale, errors = from_bfloat16(bits), np.empty((n, last - first), np.float32)
+        for j in range(first, last):
+            q[:, j] = nearest(left[:, j], scale)
+            errors[:, j - first] = (left[:, j] - q[:, j] * scale) / upper[j, j]
+            left[:, j:last] -= np.outer(errors[:, j - first], upper[j, j:last])
+        left[:, last:] -= errors @ upper[first:last, last:]
+        scales[:, first // BLOCK] = bits
+    return Quantised(q, scales, 4)
