@@ -98,10 +98,13 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return what settings were and are now, by name. An unknown vocabulary size differs from none."""
+    """Return what settings were and are now, by name. What is not known yet differs from none: a
+    vocabulary size, and the steps of some epochs."""
     old, new = ({**asdict(run.model), **asdict(run.train)} for run in (before, now))
     if not now.model.vocab_size:
         del new["vocab_size"]
+    if now.train.epochs:
+        del new["steps"]
     return {name: (old[name], value) for name, value in new.items() if old[name] != value}
 
 

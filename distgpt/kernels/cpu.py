@@ -278,40 +278,17 @@ class CpuKernels(OnHost):
         scale: float,
         accumulate: bool,
     ) -> None:
-        """Leave out rows that are not learned, before all else."""
+        """Leave out rows that are not learned, and padding, of the scratch memory too."""
         learned = np.flatnonzero(targets != IGNORED)
-        n = len(learned)
-        if n == len(x):
-            self._linear_cross_entropy(losses, dx, dw, x, head, targets, scale, accumulate)
-            return
-        some = None if dx is None else dx[:n]
-        of = x[learned], head, targets[learned], scale, accumulate
-        self._linear_cross_entropy(losses[:n], some, dw, *of)
-        for out in (losses,) if dx is None else (losses, dx):
-            found = out[:n].copy()
-            out[...] = 0
-            out[learned] = found
-
-    def _linear_cross_entropy(
-        self,
-        losses: Array,
-        dx: Array | None,
-        dw: Array | None,
-        x: Array,
-        head: Head,
-        targets: Array,
-        scale: float,
-        accumulate: bool,
-    ) -> None:
-        """Leave padding out altogether, of the scratch memory too."""
-        if dw is not None and not len(x) and not accumulate:
-            dw[...] = 0
+        n, few = len(learned), len(learned) < len(x)
+        if few:
+            x, targets = x[learned], targets[learned]
         vocab = head.vocab
         w, dw = self._unpadded(head.w, vocab), None if dw is None else dw[:vocab]
         packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
-        for start in range(0, len(x), len(packed)):
-            rows = slice(start, start + len(packed))
-            chunk = packed[: len(x[rows])]
+        for start in range(0, n, len(packed)):
+            rows = slice(start, min(n, start + len(packed)))
+            chunk = packed[: rows.stop - start]
             self.linear(chunk, x[rows], Affine(w, None))
             of_rows = losses[rows], targets[rows], chunk, scale, dx is not None
             self._pool.ranges(len(chunk), ROWS, self.loss_loop, *of_rows)
@@ -319,6 +296,13 @@ class CpuKernels(OnHost):
                 self.linear_backward(dx[rows], chunk, w)
             if dw is not None:
                 self.linear_backward_weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
+        if dw is not None and not n and not accumulate:
+            dw[...] = 0
+        for out in (losses, dx) if few else ():
+            if out is not None:
+                found = out[:n].copy()
+                out[...] = 0
+                out[learned] = found
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         total[0] = scale * x.sum(dtype=np.float64) + (total[0] if accumulate else 0.0)

@@ -9,14 +9,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from chattemplates import settings
 from conftest import in_one_job, inside, losses, metrics, needs_mpi, popen, refused
+from families import write_family
 from models import VARIANTS
 from steps import build_step
 from test_signals import at_call
 from threadranks import on_all_ranks
 
 from distgpt.comm.serial import SerialComm
-from distgpt.config import TrainConfig
+from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.chats.examples import ExampleBatches, Examples, load_examples
 from distgpt.data.loading import bundled
 from distgpt.data.tokenizers.naming import build_tokenizer
@@ -26,6 +28,7 @@ from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
+from distgpt.saved.modelfile import Description, read_description, save_model
 from distgpt.training.step import Step
 
 SAMPLE = bundled("weights", "sample.safetensors")
@@ -201,6 +204,7 @@ def test_a_run_that_is_stopped_resumes_with_the_same_bits(chats, tmp_path, monke
         assert losses(tmp_path / run) == losses(tmp_path / "whole")
     one, other = (tmp_path / run / "weights.safetensors" for run in ("whole", "halves"))
     assert one.read_bytes() == other.read_bytes()
+    refused(tune(chats, tmp_path / "halves", *words), 2, "holds this run already; add --resume auto")
     longer = inside(
         "tune", "--out", tmp_path / "halves", "--resume", "auto", "--steps", "9", "--threads", "1"
     )
@@ -215,6 +219,23 @@ def test_a_run_that_is_stopped_resumes_with_the_same_bits(chats, tmp_path, monke
 
 def chats_of(folder):
     return folder / "chats.jsonl"
+
+
+def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, tmp_path):
+    tokenizer = write_family(tmp_path / "model", "smollm2", **settings("smollm2"))
+    config = replace(VARIANTS["modern"], vocab_size=tokenizer.size, seq_len=96)
+    model = Model(config, CpuKernels("float32", 1))
+    for name, values in model.initial(3):
+        model.weights[name][...] = values
+    base = tmp_path / "base.safetensors"
+    save_model(base, model, Description(RunConfig(config), tokenizer))
+    words = ("--weights", base, "--data", chats, "--epochs", "1", "--threads", "1", "--out", tmp_path / "run")
+    result = inside("tune", *words)
+    assert result.returncode == 0, result.stderr
+    kept = read_description(tmp_path / "run" / "weights.safetensors").tokenizer
+    assert kept.to_json() == tokenizer.to_json() and kept.chat.source
+    answered = inside("infer", "--weights", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2")
+    assert answered.returncode == 0, answered.stderr
 
 
 @needs_mpi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
 import threading
@@ -44,20 +45,17 @@ class Renderer:
             self._process = _started()
         process = self._process
         assert process.stdin and process.stdout
-        timer = threading.Timer(self._seconds, process.kill)
-        timer.daemon = True
-        timer.start()
+        waiting = select.poll()  # no timer: a thread for each text takes longer than the text
+        waiting.register(process.stdout, select.POLLIN)
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            answer = process.stdout.readline()
+            answer = process.stdout.readline() if waiting.poll(1000 * self._seconds) else b""
         except OSError:
             answer = b""
         except BaseException:  # an interrupt: its answer would be taken for that to the next question
             self.close()
             raise
-        finally:
-            timer.cancel()
         if answer.endswith(b"\n"):
             found: dict[str, str] = json.loads(answer)
             return found
