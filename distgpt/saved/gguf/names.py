@@ -31,6 +31,7 @@ _SHAPE = {
 _HEADS = {"n_kv_head": "attention.head_count_kv", "head_dim": "attention.key_length"}
 _EPS = {"gpt2": "attention.layer_norm_epsilon"}
 _RMS_EPS = "attention.layer_norm_rms_epsilon"
+_MOST_FACTORS = 1 << 12
 _OLD_CONTEXT = "rope.scaling.original_context_length"
 # Of ours, where GGUF has no key: biases that are zeros, and what Llama 3's factors were made with.
 _BIAS, _SLOW, _FAST = "distgpt.bias", "distgpt.rope_slow", "distgpt.rope_fast"
@@ -170,8 +171,10 @@ def _scaling(container: Container, arch: str) -> Mapping[str, Any]:
     if factors is None:
         factor = metadata.get(f"{arch}.rope.scaling.factor", 1.0)
         return {} if kind == "none" else {"rope_type": kind, "factor": factor}
-    if len(factors.shape) != 1 or kind != "none":
+    if kind != "none":
         raise DataError(f"{container.path}: {FACTORS} and {arch}.rope.scaling.type scale RoPE in two ways")
+    if len(factors.shape) != 1 or factors.shape[0] > _MOST_FACTORS:
+        raise DataError(f"{container.path}: {FACTORS} has the shape {factors.shape!r:.80}")
     most = max(float(rows.max()) for _, rows in container.rows(FACTORS))
     return {
         "rope_type": "llama3",
