@@ -7,6 +7,7 @@ GPT-2's c_attn, its A goes to each of them; on the way out theirs has the sum of
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,7 +80,8 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     family, path = family_for(about.run.model, weights), folder / TENSORS
     layers = {family.full_name(m.theirs).removesuffix(".weight"): m for m in _layers(family, about.run)}
     found = _read(path, read_header(path), layers, _scales(settings, str(folder / SETTINGS)))
-    run = _run_of(replace_init(about.run, weights), found, layers)
+    beside = replace(about.run, train=replace(about.run.train, init=str(weights)))
+    run = _run_of(beside, found, layers)
     tensors = {spec.name: np.zeros(spec.shape, np.float32) for spec in adapter_layout(run).specs}
     ours = adapters_by_matrix(run)
     for name, theirs in found.items():
@@ -92,10 +94,6 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     note(f"adapters of rank {run.train.lora_rank} beside {run.train.lora_matrices} of {weights}")
     use = command_line("infer", "--weights", weights, "--adapter", out, "--prompt", "…")
     return f"adapter    {out}\nnext       {use}"
-
-
-def replace_init(run: RunConfig, weights: Path) -> RunConfig:
-    return replace(run, train=replace(run.train, init=str(weights)))
 
 
 def _layers(family: Family, run: RunConfig) -> list[TensorMapping]:
@@ -124,6 +122,8 @@ def _scales(settings: Mapping[str, Any], source: str) -> Any:
         patterns = checked(dict[str, float], settings.get("alpha_pattern") or {}, ("alpha_pattern",))
     except ValueError as error:
         raise DataError(f"{source}: {error}") from None
+    if odd := [name for name in patterns if not re.fullmatch(r"[\w.]+", name)]:
+        raise DataError(f"{source}: alpha_pattern has {odd[0]!r:.40}, which is no plain name of a layer")
     if not all(0 < each <= 1e6 for each in (alpha, *patterns.values())):
         raise DataError(f"{source}: lora_alpha must be above 0, and at most 1,000,000")
 

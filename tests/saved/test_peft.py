@@ -164,6 +164,7 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
         ({"lora_alpha": "much"}, "lora_alpha"),
         ({"lora_alpha": 0}, "lora_alpha"),
         ({"alpha_pattern": [1]}, "alpha_pattern"),
+        ({"alpha_pattern": {"layers.[01].*": 2}}, "alpha_pattern"),
     ):
         shutil.copy(kept / "adapter_config.json", folder)
         change_json(folder / "adapter_config.json", **changes)
