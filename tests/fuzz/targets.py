@@ -17,6 +17,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
 from conftest import SMALL, inside
 
+from distgpt.data.loading import bundled
 from distgpt.data.prepare.progress import Progress
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
@@ -193,6 +194,30 @@ def swept(folder):
     run(*SWEEP.format(folder, folder).split())
 
 
+EVALUATE = (
+    "eval --weights {}/w.safetensors --hellaswag {}/h.jsonl --arc-easy {}/arc.jsonl --piqa {}/p.jsonl "
+    "--winogrande {}/w.jsonl --lambada {}/l.txt --mmlu {} --threads 1 --json"
+)
+
+
+def benchmarks(folder):
+    shutil.copy(bundled("weights", "sample.safetensors"), folder / "w.safetensors")
+    story = "harbour lamp"
+    choices = [{"text": story, "label": label} for label in "ABC"]
+    for name, line in {
+        "h": {"activity_label": story, "ctx_a": story, "ctx_b": "the", "endings": ["a", story], "label": "1"},
+        "arc": {"question": {"stem": story, "choices": choices}, "answerKey": "C"},
+        "p": {"goal": story, "sol1": "the", "sol2": story},
+        "w": {"sentence": "the _ harbour", "option1": "a", "option2": "lamp", "answer": "2"},
+    }.items():
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(line)}\n" * 3)
+    (folder / "p-labels.lst").write_text("0\n1\n0\n")
+    (folder / "l.txt").write_text("the harbour and the lamp\nthe lamp\n")
+    for part in ("dev", "test"):
+        (folder / part).mkdir()
+        (folder / part / f"law_{part}.csv").write_text('"the, harbour",a,the,lamp,and,B\n' * 3)
+
+
 TARGETS = {
     "weights": Target(
         weights,
@@ -321,6 +346,20 @@ TARGETS = {
             "train --n-layer 1 --n-head 1 --n-embd 16 --seq-len 16 --batch-size 2 --steps 1 --threads 1 "
             "--data {}/a.jsonl --val {}/b.jsonl.gz --out {}/run --progress plain",
         ],
+    ),
+    "benchmarks": Target(
+        benchmarks,
+        {
+            "h.jsonl": "jsonl",
+            "arc.jsonl": "jsonl",
+            "p.jsonl": "jsonl",
+            "p-labels.lst": "text",
+            "w.jsonl": "jsonl",
+            "l.txt": "text",
+            "test/law_test.csv": "text",
+            "dev/law_dev.csv": "text",
+        },
+        [EVALUATE],
     ),
     "tables": Target(
         tables,

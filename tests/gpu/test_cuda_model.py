@@ -233,6 +233,17 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cu
         np.testing.assert_allclose(got, expected, rtol=0, atol=3 * TOLERANCE[dtype] * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_likelihoods_of_spans_are_the_reference_s(dtype, cuda_kernels):
+    model, twin = alike(VARIANTS["modern"], cuda_kernels(dtype))
+    spans = [
+        Span(np.array(ids), 1 + i % (len(ids) - 1)) for i, ids in enumerate(sequences_for(model.config, 20))
+    ]
+    found, expected = (Scorer(each, SerialComm()).likelihoods(spans) for each in (model, twin))
+    np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=3 * TOLERANCE[dtype])
+    assert dtype == "bfloat16" or np.array_equal(found[:, 1], expected[:, 1])
+
+
 @pytest.mark.parametrize("kind, dtype", EACH_ONCE)
 def test_the_mean_loss_of_sequences_of_many_lengths_is_the_reference_s(kind, dtype, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
