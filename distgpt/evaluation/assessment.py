@@ -172,7 +172,8 @@ def evaluate(
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))
     if progress is not None and comm.rank == 0:
         stage.notes.report_to(progress.noted)
-    scorer, found = Scorer(model, comm), {"weights": str(weights), "context": model.config.seq_len}
+    scorer = Scorer(model, comm)
+    found: dict[str, Any] = {"weights": str(weights), "dtype": chosen, "context": model.config.seq_len}
     if val is not None:
         found |= _on_text(stage, scorer, description.run.train, tokenizer, val, val_tokens, chats, progress)
     for name, path in (benchmarks or {}).items():
@@ -235,7 +236,7 @@ def _refuse_nonfinite(loss: float) -> None:
 
 def page(found: dict[str, Any]) -> str:
     """For people, a line each."""
-    lines = [f"weights        {found['weights']}"]
+    lines = [f"weights        {found['weights']}", f"dtype          {found['dtype']}"]
     if "val_loss" in found:
         lines += [
             f"text           {found['val']}: {found['val_tokens']:,} tokens, {found['context']:,} at once",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, sequences
+from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, round_alike, sequences
 
 from distgpt import api
 from distgpt.comm.serial import SerialComm
@@ -19,7 +19,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.low_precision import quantise, quantise4, restored
 from distgpt.kernels.matmul.int4 import LEVELS
-from distgpt.model.memory import bits_of, is_quantised
+from distgpt.model.memory import is_quantised
 from distgpt.model.packed import int8_of
 from distgpt.saved.calibration import round_for
 from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
@@ -46,11 +46,6 @@ def in_int4(files, tmp_path):
     _, wide, _, _ = files
     quantize(wide, tmp_path / "int4.safetensors", "int4")
     return tmp_path / "int4.safetensors"
-
-
-def round_alike(x, spec, dtype):
-    bits = bits_of(spec, dtype)
-    return restored((quantise if bits == 8 else quantise4)(x)) if bits else x
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

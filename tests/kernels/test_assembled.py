@@ -9,6 +9,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from distgpt.kernels.matmul import assembled, int8
+from distgpt.kernels.matmul.int4 import Int4Tile
 from distgpt.kernels.matmul.int8 import Int8Tile, dot_of
 from distgpt.kernels.matmul.microkernel import Tile, declarations, module
 from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16
@@ -128,21 +129,20 @@ def innermost_loop(text, processor):
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 def test_the_sums_of_most_rows_stay_in_registers(processor, kind):
     shape, features = PROCESSORS[processor]
-    if kind == "int8":
+    if kind.startswith("int"):
         dot = dot_of(shape, features)
-        tile = Int8Tile(shape, dot, dot.rows)
+        tile = (Int8Tile if kind == "int8" else Int4Tile)(shape, dot, dot.rows)
         declared = [*declarations(shape, "float32", "float32"), dot.declaration(f"<{shape.lanes} x i32>")]
+        declared += [tile.declaration()] if kind == "int4" else []
     else:
         tile = Tile(shape, kind, "float32", shape.at_once(kind))
         declared = declarations(shape, kind, "float32")
     text = "\n".join([*declared, tile.text().replace("define internal", "define")])
     loop = innermost_loop(text, processor)
     products = sum("vfmadd" in line or "vpmaddwd" in line for line in loop)
-    assert (
-        products == tile.rows * shape.vectors * {"float32": 1, "bfloat16": 2, "int8": 2 * int8.UNROLLED}[kind]
-    )
+    assert products == tile.rows * shape.vectors * {"float32": 1, "bfloat16": 2}.get(kind, 2 * int8.UNROLLED)
     on_the_stack = [line for line in loop if re.search(r"\(%r[sb]p\)", line) and re.search(r"%[yz]mm", line)]
     assert len(on_the_stack) <= 4, on_the_stack

@@ -20,9 +20,7 @@ HALF = 0x0F0F0F0F  # the lower halves of four bytes
 def module(shape: Shape, dot: Dot) -> str:
     """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
     tiles = [Int4Tile(shape, dot, rows) for rows in range(1, dot.rows + 1)]
-    bytes = tiles[0].bytes
-    declared = f"declare {bytes} @{tiles[0].shuffle}({bytes}, {bytes})"
-    return module_of(tiles, "" if dot.kind == "plain" else declared)
+    return module_of(tiles, tiles[0].declaration())
 
 
 class Int4Tile(Int8Tile):
@@ -32,6 +30,9 @@ class Int4Tile(Int8Tile):
         super().__init__(shape, dot, rows)
         self.bytes = f"<{4 * shape.lanes} x i8>"
         self.shuffle = "llvm.x86.avx512.pshuf.b.512" if shape.lanes == 16 else "llvm.x86.avx2.pshuf.b"
+
+    def declaration(self) -> str:
+        return f"declare {self.bytes} @{self.shuffle}({self.bytes}, {self.bytes})"
 
     @property
     def integers(self) -> int:
