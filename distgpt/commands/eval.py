@@ -6,13 +6,14 @@ from typing import Any
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH, number_options, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, print_lines
 from distgpt.stages import open_stage
 
 
-@click.command(name="eval")
+@command(name="eval", example="distgpt eval --weights runs/mine --val held-out.txt")
 @stage_options
 @click.option("--weights", type=PATH, required=True, help="The model's weights file.")
 @click.option("--val", help="What --data of train takes; of token shards the part for validation.")

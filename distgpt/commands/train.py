@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from distgpt.comm.launched import shown_on_terminal
+from distgpt.commands.help import command, option
 from distgpt.commands.options import (
     PATH,
     deterministic_as_parts,
@@ -26,62 +27,87 @@ from distgpt.stages import open_stage
 from distgpt.training.guards.deadline import ending
 
 
-@click.command()
+@command(example="distgpt train --data my.txt --within 30m")
 @stage_options
 @preset_options
 @settings
-@click.option("--out", type=PATH, help="Write the run into this directory. [default: runs/<preset>]")
-@click.option(
+@option(
+    "--out",
+    group="saving",
+    first=True,
+    type=PATH,
+    help="Write the run into this directory. [default: runs/<preset>]",
+)
+@option(
     "--resume",
+    group="saving",
+    first=True,
     metavar="auto|PATH",
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
-@click.option(
+@option(
     "--decay-from",
+    group="schedule",
     metavar="PATH",
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )
-@click.option(
+@option(
     "--depth",
+    group="model",
+    first=True,
     type=click.IntRange(1, DEEPEST),
     help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
     " follow from that and from the text.",
 )
-@click.option(
+@option(
     "--within",
+    group="schedule",
+    first=True,
     metavar="TIME",
     help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
     " --depth and let the learning rate follow the clock.",
 )
-@click.option(
+@option(
     "--time-limit",
+    group="saving",
     metavar="TIME",
     callback=parsed_duration,
     help="Save and exit with 75 before this time (as 3h50m) is over. [default: the limit of a Slurm job]",
 )
-@click.option(
+@option(
     "--stall-timeout",
+    group="trouble",
     metavar="TIME",
     callback=parsed_duration,
     help="After this long without progress, say which rank is where. [default: 10 steps, at least 2m]",
 )
-@click.option(
+@option(
     "--stall-abort",
+    group="trouble",
     metavar="TIME",
     callback=parsed_duration,
     help="After this long without progress, save if possible and exit with 75. [default: never]",
 )
-@click.option(
+@option(
     "--progress",
+    group="display",
     type=click.Choice(["auto", "live", "plain"]),
     default="auto",
     show_default=True,
     help="Show a live display or plain lines. auto: live on a terminal.",
 )
-@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
-@click.option(
-    "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
+@option(
+    "--tensorboard",
+    group="display",
+    is_flag=True,
+    help="Also write TensorBoard events into the run directory.",
+)
+@option(
+    "--profile",
+    group="display",
+    is_flag=True,
+    help="At the end, report where the time went, as `distgpt profile` does.",
 )
 def train(
     stage: str,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from distgpt.commands.options import PATH, Group
+from distgpt.commands.help import Group
+from distgpt.commands.options import PATH
 from distgpt.errors import print_lines
 
 _STORED = ("float32", "bfloat16", "float16")
@@ -19,7 +20,7 @@ def weights() -> None:
     """Import models from transformers, export them to it, round them to int8, or describe a file."""
 
 
-@weights.command(name="import")
+@weights.command(name="import", example="distgpt weights import DIR --out model.safetensors")
 @click.argument("source", metavar="SOURCE")
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
 @click.option("--tokenizer", help="byte, gpt2, or the path of one; default: the directory's own.")
@@ -34,7 +35,7 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
     print_lines(import_model(source, out, tokenizer, _note))
 
 
-@weights.command()
+@weights.command(example="distgpt weights export runs/mine --out for-transformers")
 @click.argument("weights", type=PATH)
 @click.option("--out", type=PATH, required=True, help="The directory to create.")
 @click.option("--dtype", type=click.Choice(_STORED), default="float32", show_default=True)
@@ -45,7 +46,7 @@ def export(weights: Path, out: Path, dtype: str) -> None:
     print_lines(export_model(weights, out, dtype, _note))
 
 
-@weights.command()
+@weights.command(example="distgpt weights quantize model.safetensors --out small.safetensors")
 @click.argument("weights", type=PATH)
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
 def quantize(weights: Path, out: Path) -> None:
@@ -55,7 +56,7 @@ def quantize(weights: Path, out: Path) -> None:
     print_lines(quantize(weights, out))
 
 
-@weights.command()
+@weights.command(example="distgpt weights info model.safetensors")
 @click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def info(path: Path, as_json: bool) -> None:

@@ -4,7 +4,16 @@ Frozen dataclasses whose fields carry their own help, choices and range; presets
 Not here: the options made of them (commands/options.py), and anything that computes.
 """
 
-from distgpt.config.presets import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
+from distgpt.config.presets import (
+    CHANGEABLE,
+    DEFAULT_PRESET,
+    PRESETS,
+    SETTINGS,
+    RunConfig,
+    differences,
+    parse_toml,
+    resolve,
+)
 from distgpt.config.setting import Setting, settings_of
 from distgpt.config.settings import (
     ALLREDUCES,
@@ -14,6 +23,7 @@ from distgpt.config.settings import (
     DTYPES,
     GRAD_SYNCS,
     GRADIENT_DTYPES,
+    GROUPS,
     INFERENCE_DTYPES,
     MLPS,
     NORMS,
@@ -31,14 +41,17 @@ __all__ = [
     "BATCH_IN_TOKENS",
     "BATCH_TOKENS",
     "CHANGEABLE",
+    "DEFAULT_PRESET",
     "DEFAULT_TEMPERATURE",
     "DTYPES",
     "GRADIENT_DTYPES",
     "GRAD_SYNCS",
+    "GROUPS",
     "INFERENCE_DTYPES",
     "MLPS",
     "NORMS",
     "POSITIONS",
+    "PRESETS",
     "RECOMPUTE",
     "SCHEDULES",
     "SETTINGS",
@@ -50,5 +63,6 @@ __all__ = [
     "differences",
     "nearest",
     "parse_toml",
+    "resolve",
     "settings_of",
 ]
