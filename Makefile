@@ -17,7 +17,7 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # Two workers; what starts ranks or measures time is in one group and runs one after the other.
 PYTEST := python -m pytest -n 2 --dist loadgroup
 
-.PHONY: train test test-all test-cluster mutations fuzz torture lint format bench test-gpu bench-gpu sample clean
+.PHONY: train test test-all test-cluster mutations fuzz torture lint format bench test-gpu bench-gpu sample examples clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -65,6 +65,9 @@ sample: .venv/train ## make the bundled sample model anew
 	rm -rf build/sample
 	$(BIN)/distgpt train --config weights/sample.toml --out build/sample --progress $(PROGRESS)
 	cp build/sample/weights.safetensors weights/sample.safetensors
+
+examples: .venv/train ## make the example batch scripts anew, by distgpt slurm
+	$(BIN)/python examples/slurm/remake.py
 
 clean: ## remove environments and caches
 	rm -rf .venv .venv-peer .mypy_cache .pytest_cache .ruff_cache build dist
