@@ -88,23 +88,25 @@ class Command(click.Command):
         return [*params, HELP_ALL] if any(_hides(param) for param in self.params) else params
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        params = self.get_params(context)
-        everything = context.meta.get(__name__) or HELP_ALL not in params
-        name = _preset_of(context, params)
+        for group, records in self.sections(context, bool(context.meta.get(__name__))).items():
+            if records:
+                with formatter.section(group.capitalize() or "Options"):
+                    formatter.write_dl(records)
+        if name := _preset_of(context, self.params):
+            formatter.write(f"\nDefaults are those of the preset {name}. Of another: --preset gpt2 --help\n")
+
+    def sections(self, context: click.Context, everything: bool) -> dict[str, list[tuple[str, str]]]:
+        """Return what --help lists, or --help-all, by the name of the section."""
+        name = _preset_of(context, self.params)
         run = resolve(name, None, {}, lambda path: ModelConfig())[1] if name else None
-        sections: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
-        for param in params:
+        found: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
+        for param in self.get_params(context):
             group, shown = "", param.get_help_record(context)
             if isinstance(param, Option):
                 group, shown = param.group, param.record(context, run)
             if shown and not isinstance(param, click.Argument) and (everything or not _hides(param)):
-                sections[group if everything else ""].append(shown)
-        for group, records in sections.items():
-            if records:
-                with formatter.section(group.capitalize() or "Options"):
-                    formatter.write_dl(records)
-        if run:
-            formatter.write(f"\nDefaults are those of the preset {name}. Of another: --preset gpt2 --help\n")
+                found[group if everything else ""].append(shown)
+        return found
 
     def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_help_text(context, formatter)
