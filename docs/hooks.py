@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -13,7 +14,8 @@ import click
 from distgpt.cli import cli
 from distgpt.commands.help import Command
 from distgpt.commands.options import OPTIONS
-from distgpt.config import CHANGEABLE, GROUPS, PRESETS, SETTINGS, ModelConfig, RunConfig, Setting, resolve
+from distgpt.config import CHANGEABLE, GROUPS, SETTINGS, ModelConfig, RunConfig, Setting
+from distgpt.config.presets import PRESETS, resolve
 
 MARK = re.compile(r"<!-- generated: (\w+) -->")
 NOTE = re.compile(r"\n\(On the site .*?\)\n", re.DOTALL)  # for those who read the plain file
@@ -27,12 +29,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return MARK.sub(lambda mark: made[mark[1]](), NOTE.sub("", markdown))
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [[*heads], ["---"] * len([*heads]), *rows]
-    return (
-        "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-        + "\n"
-    )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def commands() -> str:
@@ -81,25 +80,19 @@ def settings() -> str:
     parts = []
     for group in GROUPS:
         found = [(name, about) for name, about in SETTINGS.items() if about.group == group]
-        rows = [
-            (f"`{name}`", _kind(about), f"`{values[name]!r}`", _marks(name), about.help)
-            for name, about in found
-        ]
-        parts.append(f"### {group.capitalize()}\n\n" + table(("key", "values", "default", "", ""), rows))
+        rows = [(f"`{name}`", f"{about.help} *{_kind(name, about, values[name])}*") for name, about in found]
+        parts.append(f"### {group.capitalize()}\n\n" + table(("key", ""), rows))
     return "\n".join(parts)
 
 
-def _marks(name: str) -> str:
-    return " ".join(["on resume"] * (name in CHANGEABLE) + ["file only"] * (name not in OPTIONS))
-
-
-def _kind(about: Setting) -> str:
-    if about.choices:
-        return ", ".join(f"`{choice}`" for choice in about.choices)
+def _kind(name: str, about: Setting, default: Any) -> str:
+    """Return what a value may be, the default, and where it can be set."""
     signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
-    return ", ".join(
-        [about.kind.__name__, *(f"{sign} {limit:,}" for sign, limit in signs if limit is not None)]
-    )
+    bounds = [f"{sign} {limit:,}" for sign, limit in signs if limit is not None]
+    kind = " or ".join(about.choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip()
+    places = ["may change on resume"] * (name in CHANGEABLE) + ["no option"] * (name not in OPTIONS)
+    shown = json.dumps(default)  # as TOML writes it
+    return "; ".join([kind, f"default {shown}", *places])
 
 
 def presets() -> str:
@@ -107,7 +100,7 @@ def presets() -> str:
     for name in PRESETS:
         run = resolve(name, None, {}, lambda path: ModelConfig())[1]
         model, train = run.model, run.train
-        shape = (model.n_layer, model.n_embd, model.n_head, model.seq_len)
+        shape = map(str, (model.n_layer, model.n_embd, model.n_head, model.seq_len))
         tokens = train.batch_size * model.seq_len
         rows.append(
             (f"`{name}`", *shape, f"{train.steps:,}", f"{tokens:,}", train.optimizer, f"{train.lr:g}")

@@ -9,21 +9,19 @@ from typing import Any
 
 import click
 
-from distgpt.config import GROUPS, ModelConfig, RunConfig, resolve
+from distgpt.config import GROUPS, ModelConfig, RunConfig
+from distgpt.config.presets import resolve
 
 COMMON = 5  # commands that a list of commands shows first
 # What other programs call an option, and what it is called here.
 ELSEWHERE = {
     **dict.fromkeys(("learning-rate", "max-lr", "rate"), "lr"),
     **dict.fromkeys(("epochs", "max-steps", "max-iters", "iterations"), "steps"),
-    **dict.fromkeys(("layers", "num-layers", "n-layers"), "n-layer"),
     **dict.fromkeys(("heads", "num-heads", "n-heads"), "n-head"),
     **dict.fromkeys(("dim", "width", "hidden-size", "d-model"), "n-embd"),
     **dict.fromkeys(("block-size", "context-length", "max-seq-len", "max-length"), "seq-len"),
     **dict.fromkeys(("fp16", "bf16", "precision", "half"), "dtype"),
     **dict.fromkeys(("device", "gpu", "gpus", "cuda", "backend"), "stage"),
-    **dict.fromkeys(("output", "output-dir", "out-dir"), "out"),
-    **dict.fromkeys(("max-tokens", "length", "num-tokens"), "max-new-tokens"),
     **dict.fromkeys(("model", "checkpoint", "ckpt"), "weights"),
     **dict.fromkeys(("dataset", "input", "text", "corpus"), "data"),
 }
@@ -58,10 +56,11 @@ def _default(name: str, run: RunConfig) -> Any:
     return f"{value:g}" if isinstance(value, float) else value
 
 
-def _preset_of(context: click.Context, params: Iterable[click.Parameter]) -> str | None:
+def _preset_of(context: click.Context) -> str | None:
     """Return the preset whose values are the defaults of a command's settings, if it begins with one."""
-    known = {param.name: param for param in params}
-    says = getattr(known.get("preset"), "show_default", None)
+    says = next(
+        (getattr(p, "show_default", None) for p in context.command.params if p.name == "preset"), None
+    )
     return context.params.get("preset") or (says if isinstance(says, str) else None)
 
 
@@ -92,12 +91,12 @@ class Command(click.Command):
             if records:
                 with formatter.section(group.capitalize() or "Options"):
                     formatter.write_dl(records)
-        if name := _preset_of(context, self.params):
+        if name := _preset_of(context):
             formatter.write(f"\nDefaults are those of the preset {name}. Of another: --preset gpt2 --help\n")
 
     def sections(self, context: click.Context, everything: bool) -> dict[str, list[tuple[str, str]]]:
         """Return what --help lists, or --help-all, by the name of the section."""
-        name = _preset_of(context, self.params)
+        name = _preset_of(context)
         run = resolve(name, None, {}, lambda path: ModelConfig())[1] if name else None
         found: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
         for param in self.get_params(context):

@@ -19,14 +19,13 @@ from distgpt.commands.help import option
 from distgpt.config import (
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
-    DEFAULT_PRESET,
     INFERENCE_DTYPES,
-    PRESETS,
     SETTINGS,
     GpuConfig,
     Setting,
     settings_of,
 )
+from distgpt.config.presets import DEFAULT_PRESET, PRESETS
 from distgpt.errors import UsageError
 from distgpt.formatting import parse_duration, parse_size
 from distgpt.inference.request import REQUEST_SETTINGS, Request

@@ -4,16 +4,7 @@ Frozen dataclasses whose fields carry their own help, choices and range; presets
 Not here: the options made of them (commands/options.py), and anything that computes.
 """
 
-from distgpt.config.presets import (
-    CHANGEABLE,
-    DEFAULT_PRESET,
-    PRESETS,
-    SETTINGS,
-    RunConfig,
-    differences,
-    parse_toml,
-    resolve,
-)
+from distgpt.config.presets import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
 from distgpt.config.setting import Setting, settings_of
 from distgpt.config.settings import (
     ALLREDUCES,
@@ -41,7 +32,6 @@ __all__ = [
     "BATCH_IN_TOKENS",
     "BATCH_TOKENS",
     "CHANGEABLE",
-    "DEFAULT_PRESET",
     "DEFAULT_TEMPERATURE",
     "DTYPES",
     "GRADIENT_DTYPES",
@@ -51,7 +41,6 @@ __all__ = [
     "MLPS",
     "NORMS",
     "POSITIONS",
-    "PRESETS",
     "RECOMPUTE",
     "SCHEDULES",
     "SETTINGS",
@@ -63,6 +52,5 @@ __all__ = [
     "differences",
     "nearest",
     "parse_toml",
-    "resolve",
     "settings_of",
 ]
