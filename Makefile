@@ -67,7 +67,7 @@ sample: .venv/train ## make the bundled sample model anew
 	cp build/sample/weights.safetensors weights/sample.safetensors
 
 docs: .venv/docs ## build the documentation into site/; to read it with its search: python3 -m http.server -d site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-docs: .venv/test ## run the shell commands of README and the tutorials, in small sizes
 	$(BIN)/python tests/documents/run.py $(ARGS)

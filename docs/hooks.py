@@ -18,11 +18,13 @@ from distgpt.config import CHANGEABLE, GROUPS, SETTINGS, ModelConfig, RunConfig,
 from distgpt.config.presets import PRESETS, resolve
 
 MARK = re.compile(r"<!-- generated: (\w+) -->")
+OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+((?:benchmarks|distgpt|examples|tests)/[^)]+)\)")
 NOTE = re.compile(r"\n\(On the site .*?\)\n", re.DOTALL)  # for those who read the plain file
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace each mark by what it names; mkdocs calls this for every page."""
+    """Replace each mark by what it names, and links to other files of the repository by their names."""
+    markdown = OUTSIDE.sub(r"\1 (`\2`)", markdown)
     if not MARK.search(markdown):
         return markdown
     made = {"commands": commands, "settings": settings, "presets": presets}
