@@ -1,12 +1,17 @@
 """Documents: links lead somewhere, commands work, and the site is built without a warning."""
 
+import contextlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 
+import click
 import pytest
 from run import DOCUMENTS, ROOT, Failed, blocks, main, run
+
+from distgpt.cli import cli
 
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
 FENCED = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
@@ -20,6 +25,7 @@ distgpt runs
 false | cat
 ```
 """
+COMMAND = re.compile(r"^(?:[^#\n]*(?:mpirun|[|&]) [^#\n]*)?distgpt ([a-z].*)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -38,6 +44,33 @@ def test_every_link_leads_to_a_file_and_its_heading():
                 target = (page.parent / path).resolve() if path else page
                 assert target.exists(), f"{page.name}: {link}"
                 assert not anchor or anchor in slugs(target), f"{page.name}: {link}"
+
+
+def commands(text):
+    """Return the words of each distgpt command in the shell blocks of a page."""
+    for script in re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in re.findall(COMMAND, script.replace("\\\n", "")):
+            with contextlib.suppress(ValueError):  # a drawing, or output
+                yield shlex.split(re.split(r" [|>&;]|&&|; |\)$", line)[0], comments=True)
+
+
+def test_every_command_in_a_document_exists_and_has_its_options():
+    seen = set()
+    for page in PAGES:
+        for words in commands(page.read_text()):
+            found, path, rest = cli, "distgpt", list(words)
+            while isinstance(found, click.Group) and rest:
+                path, found = f"{path} {rest[0]}", found.get_command(click.Context(found), rest.pop(0))
+            assert isinstance(found, click.Command), f"{page.name}: {path}"
+            flags = {
+                flag for p in found.get_params(click.Context(found)) for flag in (*p.opts, *p.secondary_opts)
+            }
+            own = rest[: rest.index("--")] if "--" in rest else rest
+            wrong = {word.partition("=")[0] for word in own if word[:2] == "--"} - flags
+            wrong -= {"--partition", "--account"} if path == "distgpt slurm" else set()
+            assert not wrong, f"{page.name}: {path} has no {wrong}"
+            seen.add(path)
+    assert {"distgpt train", "distgpt weights import", "distgpt slurm"} <= seen
 
 
 def test_blocks_are_found_and_failures_are_noticed(tmp_path):
