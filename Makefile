@@ -17,7 +17,7 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # Two workers; what starts ranks or measures time is in one group and runs one after the other.
 PYTEST := python -m pytest -n 2 --dist loadgroup
 
-.PHONY: train test test-all test-cluster mutations fuzz torture lint format bench test-gpu bench-gpu sample clean
+.PHONY: train test test-all test-cluster mutations fuzz torture lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -66,16 +66,26 @@ sample: .venv/train ## make the bundled sample model anew
 	$(BIN)/distgpt train --config weights/sample.toml --out build/sample --progress $(PROGRESS)
 	cp build/sample/weights.safetensors weights/sample.safetensors
 
+docs: .venv/docs ## build the documentation into site/; to read it with its search: python3 -m http.server -d site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+test-docs: .venv/test ## run the shell commands of README and the tutorials, in small sizes
+	$(BIN)/python tests/documents/run.py $(ARGS)
+
+examples: .venv/train ## make the example batch scripts anew, by distgpt slurm
+	$(BIN)/python examples/slurm/remake.py
+
 clean: ## remove environments and caches
-	rm -rf .venv .venv-peer .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-peer .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/train: extras := mpich
 .venv/test: extras := mpich,test
 .venv/lint: extras := mpich,lint
+.venv/docs: extras := mpich,docs
 .venv/sass: extras := mpich,test,sass
 .venv/gpu: extras := mpich,test,$(CUDA)
-.venv/train .venv/test .venv/sass .venv/lint .venv/gpu: pyproject.toml
+.venv/train .venv/test .venv/sass .venv/lint .venv/docs .venv/gpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(extras)]'
 	touch $@

@@ -7,7 +7,7 @@ hold. What happens follows from the seed and the trial's number. A campaign may 
   python benchmarks/torture.py --trials 1000 --seconds 1800 --out FILE      one line of FILE per trial
   python benchmarks/torture.py --trials 1000 --resume --out FILE            the rest of them
   python benchmarks/torture.py --show 17 --out FILE                         trial 17 of it again, loudly
-  python benchmarks/torture.py table FILE                                   what came out, for docs/torture.md
+  python benchmarks/torture.py table FILE                                   what came out, for its page
 
 Needs Linux, a C compiler, an mpirun and root for a small file system; without them it leaves out some kinds.
 """

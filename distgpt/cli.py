@@ -12,10 +12,11 @@ from io import TextIOWrapper
 from pathlib import Path
 
 import click
+from click.shell_completion import shell_complete
 
 from distgpt import interrupts
 from distgpt.comm.launched import ignore_further, launched_as, launched_rank, leave, let_rank_0_speak
-from distgpt.commands.options import Group, NoCommand
+from distgpt.commands.help import Group, NoCommand
 from distgpt.config import nearest
 from distgpt.errors import UsageError, one_line
 from distgpt.stages import connected
@@ -23,13 +24,13 @@ from distgpt.version import __version__
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
-    *("train", "tune", "infer", "chat", "serve", "eval", "data", "tokenizer", "weights", "estimate", "slurm"),
+    *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate", "slurm"),
     *("runs", "plot", "sweep", "compare-stages", "profile", "bench", "doctor"),
 )
 # Those that a launcher may start as several processes.
 TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor")
 
-
+COMPLETE = "_DISTGPT_COMPLETE"  # set by the shell's completion
 _SPELLED = "distgpt.spelled"
 _IN_ASCII = {"→": "->", "×": "x", "…": "...", "•": "*", "·": "*", "─": "-", "–": "-", "—": "-", "−": "-"}
 _IN_ASCII |= {"µ": "u", "≥": ">=", "≤": "<=", "“": '"', "”": '"', "’": "'", "α": "alpha", "β": "beta"}
@@ -51,8 +52,10 @@ class Commands(Group):
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, context: click.Context, name: str) -> click.Command:
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
+            if context.resilient_parsing:  # the shell asks how to complete this
+                return None
             context.fail(f"no such command {name!r}{nearest(name, COMMANDS)}")
         module = name.replace("-", "_")
         command: click.Command = getattr(import_module(f"distgpt.commands.{module}"), module)
@@ -100,6 +103,8 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors=_SPELLED)
+        if instruction := os.environ.get(COMPLETE):
+            raise click.exceptions.Exit(shell_complete(cli, {}, "distgpt", COMPLETE, instruction))
         # Not cli.main(), which handles interrupts and closed pipes itself.
         with cli.make_context("distgpt", sys.argv[1:]) as context:
             cli.invoke(context)
@@ -107,7 +112,7 @@ def main() -> None:
         code = 0
         if connected and connected[-1].rank:
             ignore_further()  # rank 0 alone has more to do, and ends all if it is interrupted
-    except click.exceptions.Exit as done:  # --help and --version
+    except click.exceptions.Exit as done:  # --help, --version, completion
         code = done.exit_code
     except click.ClickException as error:
         code = 2

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from distgpt.comm.launched import launched_as
-from distgpt.commands.options import FiniteRange, Group, launch_options, settings, stage_options
+from distgpt.commands.help import Group
+from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
 from distgpt.config import DTYPES, ROUNDED_DTYPES, nearest
 from distgpt.errors import UsageError
 from distgpt.measure.published import METHODS, NAMES
@@ -141,7 +142,7 @@ def forward_options(methods: Sequence[str]) -> Callable[[F], F]:
     )
 
 
-@bench.command("forward")
+@bench.command("forward", example="distgpt bench forward --preset S --names 1000")
 @forward_options(METHODS)
 def forward(**given: Any) -> None:
     """Time the mean loss over thousands of names, one at a time and batched, on cores, ranks and a GPU.
@@ -160,7 +161,7 @@ def train_options(command: F) -> F:
     return stage_options(launch_options(preset(settings(results(command)))))
 
 
-@bench.command("train")
+@bench.command("train", example="distgpt bench train --preset gpt-mini --ranks 2 --stage mpi")
 @train_options
 @click.option(MEASURING, is_flag=True, hidden=True)  # for the processes that this starts
 def train(measure_peak: bool, **given: Any) -> None:
@@ -213,7 +214,7 @@ def infer_options(command: F) -> F:
     )(command)
 
 
-@bench.command("infer")
+@bench.command("infer", example="distgpt bench infer --preset gpt-mini")
 @infer_options
 @click.option("--measure", hidden=True)  # for the processes that this starts
 def infer(measure: str | None, **given: Any) -> None:
@@ -229,7 +230,7 @@ def infer(measure: str | None, **given: Any) -> None:
         infer.bench(to_options(infer.InferOptions, given))
 
 
-@bench.command("allreduce")
+@bench.command("allreduce", example="distgpt bench allreduce --ranks 2")
 @click.option("--stage", type=click.Choice(["mpi", "mpi-cuda"]), default="mpi", show_default=True)
 @launch_options
 @click.option("--sizes", metavar="BYTES,…", help="Sizes of the arrays, in this order, as in 8,64K,16M.")

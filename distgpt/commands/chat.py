@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import LocaleText, model_options, request_options, stage_options
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.inference.request import REQUEST_SETTINGS, Request
@@ -16,7 +17,7 @@ DEFAULTS = {"max_new_tokens": 512, "temperature": DEFAULT_TEMPERATURE}
 UNUSED = ("n", "logprobs", "prompt_logprobs", "overflow")
 
 
-@click.command()
+@command(example='distgpt chat --weights model.safetensors --system "Be brief."')
 @stage_options
 @click.option("--system", default="", type=LocaleText(), help="What the model is told before all turns.")
 @request_options(DEFAULTS, UNUSED)

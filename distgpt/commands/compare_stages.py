@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH, launch_options, set_by_user, settings
 from distgpt.config import DTYPES
 from distgpt.errors import UsageError
@@ -17,7 +18,7 @@ from distgpt.stages import ON_GPU, STAGES
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
 
 
-@click.command(name="compare-stages")
+@command(name="compare-stages", example="distgpt compare-stages --ranks 2")
 @click.option("--stages", metavar="STAGE,…", help="Only these; all that can run here if left out.")
 @launch_options
 @click.option("--threads", type=click.IntRange(1), help="Threads per rank of the CPU stages.")

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Group, max_document
+from distgpt.commands.help import Group
+from distgpt.commands.options import PATH, max_document
 
 VAL_FRACTION = 0.05
 
@@ -19,7 +20,7 @@ def data() -> None:
     """Make token shards of texts, or inspect them."""
 
 
-@data.command()
+@data.command(example="distgpt data prepare texts/ --tokenizer gpt2 --out shards")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option(
     "--tokenizer",
@@ -98,7 +99,7 @@ def prepare(
         prepare_and_report(request, progress)
 
 
-@data.command()
+@data.command(example="distgpt data info shards")
 @click.argument("folder", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
 @click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")

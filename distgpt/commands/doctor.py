@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH
 from distgpt.errors import UsageError
 from distgpt.stages import STAGES
 
 
-@click.command()
+@command(example="distgpt doctor --hostfile hostfile --ssh")
 @click.option("--stage", type=click.Choice(STAGES), help="Exit with 2 if this stage cannot run here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything known.")
 @click.option(

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import (
     deterministic_as_parts,
     preset_options,
@@ -20,7 +21,7 @@ from distgpt.errors import print_lines
 from distgpt.formatting import parse_count
 
 
-@click.command()
+@command(example="distgpt estimate --preset gpt2 --batch-tokens 65536 --tokens 2.5B")
 @stage_options
 @preset_options
 @settings

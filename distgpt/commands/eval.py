@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH, adapter_option, number_options, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, print_lines
@@ -30,7 +31,7 @@ def benchmark_options(command: Any) -> Any:
     return command
 
 
-@click.command(name="eval")
+@command(name="eval", example="distgpt eval --weights runs/mine --val held-out.txt")
 @stage_options
 @click.option("--weights", type=PATH, required=True, help="The model's weights file.")
 @adapter_option

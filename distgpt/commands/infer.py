@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from distgpt.comm.agree import on_every_rank
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH, LocaleText, model_options, request_options, stage_options
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.inference.request import REQUEST_SETTINGS, Request
@@ -16,7 +17,7 @@ from distgpt.stages import open_stage
 DEFAULTS = {"max_new_tokens": 200, "temperature": DEFAULT_TEMPERATURE}  # where a request has others
 
 
-@click.command()
+@command(example='distgpt infer --weights runs/mine --prompt "The harbour" --n 3')
 @stage_options
 @click.option("--prompt", type=LocaleText(), help="Text to continue.")
 @click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")

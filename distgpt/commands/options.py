@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from distgpt.comm.launched import launched_rank
+from distgpt.commands.help import option
 from distgpt.config import (
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
@@ -24,6 +25,7 @@ from distgpt.config import (
     Setting,
     settings_of,
 )
+from distgpt.config.presets import DEFAULT_PRESET, PRESETS
 from distgpt.errors import UsageError
 from distgpt.formatting import parse_duration, parse_size
 from distgpt.inference.request import REQUEST_SETTINGS, Request
@@ -71,7 +73,6 @@ OPTIONS = (
 
 _HELP = {
     "save_every": "Save a checkpoint every N steps (as 500), at times (as 10m), or only at the end (end)."
-    " [default: 5m]"
 }
 
 
@@ -159,26 +160,6 @@ def max_document(command: F) -> F:
     )(command)
 
 
-class NoCommand(click.UsageError):
-    """A group was named without a command: its help is the answer."""
-
-
-class Group(click.Group):
-    """A list of commands whose summaries are wrapped, not cut, where the terminal is narrow."""
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Refuse a missing command the same way in every version of click."""
-        if not args and not context.resilient_parsing:
-            raise NoCommand(context.get_help(), context)
-        return super().parse_args(context, args)
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        named = ((name, self.get_command(context, name)) for name in self.list_commands(context))
-        shown = [(name, found.get_short_help_str(500)) for name, found in named if found and not found.hidden]
-        with formatter.section("Commands"):
-            formatter.write_dl(shown)
-
-
 def settings(command: F) -> F:
     """Add an option for each name in OPTIONS. None has a default: only what is given overrides the preset."""
     return settings_but()(command)
@@ -208,10 +189,20 @@ def set_by_user(flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _presets(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    return [name for name in PRESETS if name.startswith(begun)]
+
+
 def preset_options(command: F) -> F:
     """Add --preset and --config, from which the settings start."""
-    preset = click.option("--preset", help="Start from a named configuration (tiny, gpt-mini, gpt2, …).")
-    config = click.option("--config", type=PATH, help="Read settings from this TOML file.")
+    preset = option(
+        "--preset",
+        is_eager=True,  # --help shows its values
+        show_default=DEFAULT_PRESET,
+        shell_complete=_presets,
+        help="Start from a named configuration (tiny, fast, gpt2, …).",
+    )
+    config = option("--config", type=PATH, help="Read settings from this TOML file.")
     return preset(config(command))
 
 
@@ -224,8 +215,11 @@ def stage_options(command: F) -> F:
         show_default=True,
         help="Where to compute: one process or several (mpi), on CPUs or on GPUs (cuda).",
     )
-    threads = click.option(
-        "--threads", type=int, help="Use this many CPU threads per rank. [default: its share of the cores]"
+    threads = option(
+        "--threads",
+        type=int,
+        group="computing",
+        help="Use this many CPU threads per rank. [default: its share of the cores]",
     )
     return stage(threads(_gpu_options(command)))
 
@@ -322,7 +316,7 @@ def spelled(name: str, about: Setting) -> str:
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
     how = {"type": _kind(name, about), "help": _HELP.get(name, about.help), **more}
-    return click.option(spelled(name, about), name, **how)
+    return option(spelled(name, about), name, group=about.group, first=about.first, **how)
 
 
 def _kind(name: str, about: Setting) -> Any:

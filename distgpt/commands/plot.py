@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH, LocaleText
 from distgpt.errors import print_lines
 
 
-@click.command()
+@command(example="distgpt plot runs/one runs/other")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
 @click.option(
     "--out",

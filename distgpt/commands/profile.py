@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import (
     PATH,
     deterministic_as_parts,
@@ -31,7 +32,7 @@ UNUSED = (
 )
 
 
-@click.command()
+@command(example="distgpt profile --preset gpt-mini --steps 20")
 @stage_options
 @preset_options
 @settings_but(*UNUSED)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH
 from distgpt.errors import print_lines
 
 _SORTED_BY = ("name", "steps", "state", "loss", "validation", "speed", "when")
 
 
-@click.command()
+@command(example="distgpt runs")
 @click.argument("directory", type=PATH, default=Path("runs"), metavar="[DIR]")
 @click.option(
     "--sort",

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import LocaleText, model_options, parsed_size, setting_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
@@ -24,7 +25,7 @@ def limit_options(command: Any) -> Any:
     return command
 
 
-@click.command()
+@command(example="distgpt serve --weights runs/mine --port 8000")
 @stage_options
 @click.option("--name", type=LocaleText(), help="The model's name for clients; that of the file if left out.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import train
 from distgpt.commands.tune import as_train, tune
@@ -22,7 +23,10 @@ from distgpt.stages import ON_GPU, WITH_MPI
 SECONDS_FOR_SLURM = 60
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@command(
+    context_settings={"allow_interspersed_args": False},
+    example="distgpt slurm --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh",
+)
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Machines.")
 @click.option(
     "--ranks-per-node", type=click.IntRange(1), help="Processes on each machine. [default: its GPUs, or 1]"
@@ -64,9 +68,6 @@ def slurm(
 
     Whatever ends an attempt early, the time limit, a preemption or a lost node, the job is queued again and
     resumes.
-
-    \b
-      distgpt slurm --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh
     """
     command: click.Command | None = {"train": train, "tune": tune}.get(words[0])
     if command is None:

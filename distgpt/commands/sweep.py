@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH, parsed_duration, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, print_lines
 
 
-@click.command()
+@command(example="mpirun -n 4 distgpt sweep GRID.toml")
 @click.argument("grid", type=PATH, metavar="GRID.toml")
 @stage_options
 @click.option("--out", type=PATH, help="Write the sweep into this directory. [default: runs/<name of GRID>]")

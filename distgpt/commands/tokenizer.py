@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Group, LocaleText, max_document
+from distgpt.commands.help import Group
+from distgpt.commands.options import PATH, LocaleText, max_document
 from distgpt.errors import print_lines
 
 
@@ -15,7 +16,7 @@ def tokenizer() -> None:
     """Learn a tokenizer from texts, or inspect one."""
 
 
-@tokenizer.command()
+@tokenizer.command(example="distgpt tokenizer train texts/ --vocab-size 8192 --out bpe.json")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--out", required=True, type=PATH, help="The file to write (.json).")
 @click.option("--kind", type=click.Choice(["bpe", "char", "word"]), default="bpe", show_default=True)
@@ -46,7 +47,7 @@ def train(inputs: tuple[str, ...], **options: Any) -> None:
     print_lines(learn_file([*map(resolve_data, inputs)], **options))
 
 
-@tokenizer.command()
+@tokenizer.command(example='distgpt tokenizer info gpt2 --text "The harbour"')
 @click.argument("name_or_path")
 @click.option("--text", type=LocaleText(), help="The text to split; a sample if left out.")
 def info(name_or_path: str, text: str | None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from distgpt.comm.launched import shown_on_terminal
+from distgpt.commands.help import command, option
 from distgpt.commands.options import (
     PATH,
     deterministic_as_parts,
@@ -25,62 +27,69 @@ from distgpt.errors import command_line, escape, escape_model_text
 from distgpt.stages import open_stage
 from distgpt.training.guards.deadline import ending
 
+_schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
+_trouble, _display = partial(option, group="trouble"), partial(option, group="display")
 
-@click.command()
+
+@command(example="distgpt train --data my.txt --within 30m")
 @stage_options
 @preset_options
 @settings
-@click.option("--out", type=PATH, help="Write the run into this directory. [default: runs/<preset>]")
-@click.option(
+@_saving("--out", first=True, type=PATH, help="Write the run into this directory. [default: runs/<preset>]")
+@_saving(
     "--resume",
+    first=True,
     metavar="auto|PATH",
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
-@click.option(
+@_schedule(
     "--decay-from",
     metavar="PATH",
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )
-@click.option(
+@option(
     "--depth",
+    group="model",
+    first=True,
     type=click.IntRange(1, DEEPEST),
     help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
     " follow from that and from the text.",
 )
-@click.option(
+@_schedule(
     "--within",
+    first=True,
     metavar="TIME",
     help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
     " --depth and let the learning rate follow the clock.",
 )
-@click.option(
+@_saving(
     "--time-limit",
     metavar="TIME",
     callback=parsed_duration,
     help="Save and exit with 75 before this time (as 3h50m) is over. [default: the limit of a Slurm job]",
 )
-@click.option(
+@_trouble(
     "--stall-timeout",
     metavar="TIME",
     callback=parsed_duration,
     help="After this long without progress, say which rank is where. [default: 10 steps, at least 2m]",
 )
-@click.option(
+@_trouble(
     "--stall-abort",
     metavar="TIME",
     callback=parsed_duration,
     help="After this long without progress, save if possible and exit with 75. [default: never]",
 )
-@click.option(
+@_display(
     "--progress",
     type=click.Choice(["auto", "live", "plain"]),
     default="auto",
     show_default=True,
     help="Show a live display or plain lines. auto: live on a terminal.",
 )
-@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
-@click.option(
+@_display("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
+@_display(
     "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
 )
 def train(

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.help import command
 from distgpt.commands.options import PATH, setting_option
 from distgpt.commands.train import train
 from distgpt.config import SETTINGS, ModelConfig, settings_of
@@ -28,7 +29,7 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
     return {**dict.fromkeys(option.name or "" for option in train.params), **options, **own}
 
 
-@click.command()
+@command(example="distgpt tune --weights model.safetensors --data chats.jsonl --out runs/tuned")
 @click.option("--weights", type=PATH, help="The model to tune: a weights file, or a run.")
 @click.option(
     "--data",
@@ -39,7 +40,7 @@ def tune(**options: Any) -> None:
     """Teach a model chats of your own: it learns their answers alone.
 
     A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]},
-    {"prompt": "...", "completion": "..."} or one of the other shapes in docs/tuning.md. The defaults are 3
+    {"prompt": "...", "completion": "..."} or one of the other shapes in docs/how-to/tuning.md. The defaults are 3
     epochs and learning rates for trained weights.
     """
     assert train.callback is not None

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from distgpt.commands.options import PATH, Group
+from distgpt.commands.help import Group
+from distgpt.commands.options import PATH
 from distgpt.config import ROUNDED_DTYPES
 from distgpt.errors import UsageError, print_lines
 
@@ -21,7 +22,7 @@ def weights() -> None:
     """Import models from transformers and GGUF, export them, round them, or describe a file."""
 
 
-@weights.command(name="import")
+@weights.command(name="import", example="distgpt weights import DIR --out model.safetensors")
 @click.argument("source", metavar="SOURCE")
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
 @click.option("--tokenizer", help="byte, gpt2, or the path of one; default: the directory's own.")
@@ -46,7 +47,7 @@ def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None)
         print_lines(import_model(source, out, tokenizer, _note))
 
 
-@weights.command()
+@weights.command(example="distgpt weights export runs/mine --out for-transformers")
 @click.argument("weights", type=PATH)
 @click.option("--out", type=PATH, required=True, help="The directory to create; a file for GGUF.")
 @click.option(
@@ -80,7 +81,7 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
     print_lines(own(weights, out, dtype, _note))
 
 
-@weights.command()
+@weights.command(example="distgpt weights quantize model.safetensors --out small.safetensors")
 @click.argument("weights", type=PATH)
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
 @click.option("--dtype", type=click.Choice(ROUNDED_DTYPES), default="int8", show_default=True)
@@ -92,7 +93,7 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
     print_lines(quantize(weights, out, dtype, calibrate))
 
 
-@weights.command()
+@weights.command(example="distgpt weights merge --adapter runs/lora --out merged.safetensors")
 @click.option("--weights", type=PATH, help="The model's weights file; default: the one the adapter names.")
 @click.option("--adapter", type=PATH, required=True, help="The adapter, or a run with --lora-rank.")
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
@@ -104,7 +105,7 @@ def merge(weights: Path | None, adapter: Path, out: Path) -> None:
     print_lines(merge(weights, adapter, out, SerialComm()))
 
 
-@weights.command()
+@weights.command(example="distgpt weights info model.safetensors")
 @click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def info(path: Path, as_json: bool) -> None:

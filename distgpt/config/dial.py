@@ -1,4 +1,4 @@
-"""One dial: what follows from a depth and a text, by laws fitted on small models (docs/learning.md)."""
+"""One dial: what follows from a depth and a text, by fitted laws (docs/explanation/learning.md)."""
 
 from __future__ import annotations
 

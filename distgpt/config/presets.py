@@ -186,7 +186,7 @@ def _microgpt(n_layer: int, n_embd: int, seq_len: int, n_head: int) -> dict[str,
     }
 
 
-# What brings a loss soonest (docs/learning.md). Of the learning rates, `lr` is that of the layers' matrices.
+# What brings a loss soonest (docs/explanation/learning.md). `lr` is the rate of the layers' matrices.
 _FAST: dict[str, Any] = {
     "norm": "rmsnorm",
     "norm_gain": False,

@@ -28,6 +28,8 @@ class Setting:
     above: float | None = None
     most: float | None = None
     below: float | None = None
+    group: str = ""  # the section of --help-all
+    first: bool = False  # --help shows it too
     flag: str = ""  # the option's spelling, where it is not "--" and the name
     changeable: bool = False  # on resume: what the steps so far computed stays as it is
     formerly: str = ""  # a name that files and scripts may still have
@@ -74,6 +76,16 @@ def brief(value: Any) -> str:
 def setting(default: T, help: str, **known: Any) -> T:
     """Return a dataclass field with this default, of the default's type; `known` are fields of Setting."""
     return field(default=default, metadata={"setting": Setting(type(default), help, **known)})
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Declares settings of one section of --help-all."""
+
+    name: str
+
+    def __call__(self, default: T, help: str, **known: Any) -> T:
+        return setting(default, help, group=self.name, **known)
 
 
 def settings_of(config: Any) -> dict[str, Setting]:

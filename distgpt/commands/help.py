@@ -1,0 +1,181 @@
+"""How help is printed: options in groups, with defaults; and what is suggested for a wrong option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import click
+
+from distgpt.config import GROUPS, ModelConfig, RunConfig
+from distgpt.config.presets import resolve
+
+COMMON = 5  # commands that a list of commands shows first
+# What other programs call an option, and what it is called here.
+ELSEWHERE = {
+    **dict.fromkeys(("learning-rate", "max-lr", "rate"), "lr"),
+    **dict.fromkeys(("epochs", "max-steps", "max-iters", "iterations"), "steps"),
+    **dict.fromkeys(("heads", "num-heads", "n-heads"), "n-head"),
+    **dict.fromkeys(("dim", "width", "hidden-size", "d-model"), "n-embd"),
+    **dict.fromkeys(("block-size", "context-length", "max-seq-len", "max-length"), "seq-len"),
+    **dict.fromkeys(("fp16", "bf16", "precision", "half"), "dtype"),
+    **dict.fromkeys(("device", "gpu", "gpus", "cuda", "backend"), "stage"),
+    **dict.fromkeys(("model", "checkpoint", "ckpt"), "weights"),
+    **dict.fromkeys(("dataset", "input", "text", "corpus"), "data"),
+}
+
+
+class Option(click.Option):
+    """An option and the section of --help-all that lists it. Without one, --help lists it too."""
+
+    def __init__(self, *words: Any, group: str = "", first: bool = False, **how: Any) -> None:
+        super().__init__(*words, **how)
+        self.group, self.first = group, first
+
+    def record(self, context: click.Context, run: RunConfig | None) -> tuple[str, str] | None:
+        """Return the option's spelling and its help, with the value that it has in `run` if left out."""
+        record = super().get_help_record(context)
+        value = _default(self.name or "", run) if run and self.default is None else None
+        if record is None or value in (None, ""):
+            return record
+        if isinstance(value, bool):
+            value = (self.opts if value else self.secondary_opts)[0].strip("-")
+        return record[0], f"{record[1]}  [default: {value}]"
+
+
+option = partial(click.option, cls=Option)
+
+
+def _default(name: str, run: RunConfig) -> Any:
+    if name == "save_every":
+        return run.train.save_every or (f"{run.train.save_minutes:g}m" if run.train.save_minutes else "end")
+    half = run.model if hasattr(run.model, name) else run.train
+    value = getattr(half, name, None)
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def _preset_of(context: click.Context) -> str | None:
+    """Return the preset whose values are the defaults of a command's settings, if it begins with one."""
+    says = next(
+        (getattr(p, "show_default", None) for p in context.command.params if p.name == "preset"), None
+    )
+    return context.params.get("preset") or (says if isinstance(says, str) else None)
+
+
+def _show_all(context: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[__name__] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+_SWITCH: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+HELP_ALL = click.Option(["--help-all"], help="Show all options, by groups, and exit.", **_SWITCH)
+
+
+class Command(click.Command):
+    """A command that lists the options needed first; --help-all lists the others, in groups."""
+
+    def __init__(self, *args: Any, example: str = "", **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.example = example
+
+    def get_params(self, context: click.Context) -> list[click.Parameter]:
+        params = super().get_params(context)
+        return [*params, HELP_ALL] if any(_hides(param) for param in self.params) else params
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        for group, records in self.sections(context, bool(context.meta.get(__name__))).items():
+            if records:
+                with formatter.section(group.capitalize() or "Options"):
+                    formatter.write_dl(records)
+        if name := _preset_of(context):
+            formatter.write(f"\nDefaults are those of the preset {name}. Of another: --preset gpt2 --help\n")
+
+    def sections(self, context: click.Context, everything: bool) -> dict[str, list[tuple[str, str]]]:
+        """Return what --help lists, or --help-all, by the name of the section."""
+        name = _preset_of(context)
+        run = resolve(name, None, {}, lambda path: ModelConfig())[1] if name else None
+        found: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
+        for param in self.get_params(context):
+            group, shown = "", param.get_help_record(context)
+            if isinstance(param, Option):
+                group, shown = param.group, param.record(context, run)
+            if shown and not isinstance(param, click.Argument) and (everything or not _hides(param)):
+                found[group if everything else ""].append(shown)
+        return found
+
+    def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_help_text(context, formatter)
+        if self.example:
+            formatter.write(f"\n  Example: {self.example}\n")
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            shown = (p for p in self.get_params(context) if not getattr(p, "hidden", False))
+            flags = [flag for p in shown for flag in (*p.opts, *p.secondary_opts)]
+            alike = ", ".join(similar(error.option_name, flags))
+            hint = f". Did you mean {alike}?" if alike else ""
+            raise click.UsageError(f"No such option {error.option_name!r}{hint}", context) from None
+
+
+command = partial(click.command, cls=Command)
+
+
+def _hides(param: click.Parameter) -> bool:
+    """Return whether --help leaves an option to --help-all."""
+    return isinstance(param, Option) and bool(param.group) and not param.first and not param.hidden
+
+
+def similar(wrong: str, known: Iterable[str]) -> list[str]:
+    """Return what a wrong option may stand for: by other programs' names, by its letters, or by its words."""
+    wrong, flags = wrong.lstrip("-").replace("_", "-").lower(), [flag for flag in known if flag[:2] == "--"]
+    if (elsewhere := f"--{ELSEWHERE.get(wrong)}") in flags:
+        return [elsewhere]
+    if close := get_close_matches(f"--{wrong}", flags, n=1, cutoff=0.85):
+        return close
+    likeness = {flag: _likeness(wrong.split("-"), flag[2:].split("-")) for flag in flags}
+    most = max(likeness.values(), default=(0, 0))
+    found = [flag for flag in flags if likeness[flag] == most]
+    return found if any(most) and len(found) <= 3 else []
+
+
+def _likeness(words: list[str], others: list[str]) -> tuple[int, int]:
+    """Return whether the first words are alike, and how many are in all."""
+    pairs = ((word, other) for word in words for other in others if word != "no")
+    return _alike(words[0], others[0]), sum(_alike(*pair) for pair in pairs)
+
+
+def _alike(one: str, other: str) -> bool:
+    """Return whether words are the same, or one begins with the other."""
+    shorter, longer = sorted((one, other), key=len)
+    return one == other or (len(shorter) > 2 and longer.startswith(shorter))
+
+
+class NoCommand(click.UsageError):
+    """A group was named without a command: its help is the answer."""
+
+
+class Group(click.Group):
+    """A list of commands whose summaries are wrapped, not cut, where the terminal is narrow."""
+
+    command_class = Command
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Refuse a missing command the same way in every version of click."""
+        if not args and not context.resilient_parsing:
+            raise NoCommand(context.get_help(), context)
+        return super().parse_args(context, args)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        named = ((name, self.get_command(context, name)) for name in self.list_commands(context))
+        shown = [(name, found.get_short_help_str(500)) for name, found in named if found and not found.hidden]
+        common = len(shown) if len(shown) <= 2 * COMMON else COMMON
+        for title, records in (("Commands", shown[:common]), ("More commands", shown[common:])):
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)

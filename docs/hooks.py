@@ -1,0 +1,111 @@
+"""The site's reference: commands, settings and presets, made from the package's own declarations."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from distgpt.cli import cli
+from distgpt.commands.help import Command
+from distgpt.commands.options import OPTIONS
+from distgpt.config import CHANGEABLE, GROUPS, SETTINGS, ModelConfig, RunConfig, Setting
+from distgpt.config.presets import PRESETS, resolve
+
+MARK = re.compile(r"<!-- generated: (\w+) -->")
+OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+((?:benchmarks|distgpt|examples|tests)/[^)]+)\)")
+NOTE = re.compile(r"\n\(On the site .*?\)\n", re.DOTALL)  # for those who read the plain file
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace each mark by what it names, and links to other files of the repository by their names."""
+    markdown = OUTSIDE.sub(r"\1 (`\2`)", markdown)
+    if not MARK.search(markdown):
+        return markdown
+    made = {"commands": commands, "settings": settings, "presets": presets}
+    return MARK.sub(lambda mark: made[mark[1]](), NOTE.sub("", markdown))
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [[*heads], ["---"] * len([*heads]), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def commands() -> str:
+    return "\n".join(_command(name, found, context) for name, found, context in _all(cli, "distgpt"))
+
+
+def _all(group: click.Group, path: str) -> Iterator[tuple[str, click.Command, click.Context]]:
+    context = click.Context(group, info_name=path)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        if isinstance(found, click.Group):
+            yield f"{path} {name}", found, click.Context(found, info_name=f"{path} {name}")
+            yield from _all(found, f"{path} {name}")
+        elif found:
+            yield (
+                f"{path} {name}",
+                found,
+                click.Context(found, info_name=f"{path} {name}"),
+            )
+
+
+def _command(name: str, found: click.Command, context: click.Context) -> str:
+    level = "##" if name.count(" ") == 1 else "###"
+    parts = [f"{level} {name}\n", _prose(found.help or ""), f"```\n{found.get_usage(context)}\n```\n"]
+    if isinstance(found, Command):
+        parts.append(f"For example:\n\n```bash\n{found.example}\n```\n")
+        for group, records in found.sections(context, everything=True).items():
+            rows = [(f"`{spelling}`", text) for spelling, text in records]
+            title = f"**{group.capitalize()}**\n\n" if group else ""
+            parts += [title + table(("option", ""), rows)] * bool(rows)
+    return "\n".join(parts)
+
+
+def _prose(text: str) -> str:
+    """Return a command's help as Markdown: what keeps its lines is code."""
+    blocks = []
+    for block in inspect.cleandoc(text).split("\n\n"):
+        kept = block.startswith("\b\n")
+        blocks.append("```\n" + block[2:] + "\n```" if kept else block)
+    return "\n\n".join(blocks) + "\n"
+
+
+def settings() -> str:
+    defaults = RunConfig()
+    values = asdict(defaults.model) | asdict(defaults.train)
+    parts = []
+    for group in GROUPS:
+        found = [(name, about) for name, about in SETTINGS.items() if about.group == group]
+        rows = [(f"`{name}`", f"{about.help} *{_kind(name, about, values[name])}*") for name, about in found]
+        parts.append(f"### {group.capitalize()}\n\n" + table(("key", ""), rows))
+    return "\n".join(parts)
+
+
+def _kind(name: str, about: Setting, default: Any) -> str:
+    """Return what a value may be, the default, and where it can be set."""
+    signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
+    bounds = [f"{sign} {limit:,}" for sign, limit in signs if limit is not None]
+    kind = " or ".join(about.choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip()
+    places = ["may change on resume"] * (name in CHANGEABLE) + ["no option"] * (name not in OPTIONS)
+    shown = json.dumps(default)  # as TOML writes it
+    return "; ".join([kind, f"default {shown}", *places])
+
+
+def presets() -> str:
+    rows = []
+    for name in PRESETS:
+        run = resolve(name, None, {}, lambda path: ModelConfig())[1]
+        model, train = run.model, run.train
+        shape = map(str, (model.n_layer, model.n_embd, model.n_head, model.seq_len))
+        tokens = train.batch_size * model.seq_len
+        rows.append(
+            (f"`{name}`", *shape, f"{train.steps:,}", f"{tokens:,}", train.optimizer, f"{train.lr:g}")
+        )
+    heads = ("preset", "layers", "width", "heads", "context", "steps", "tokens a step", "optimizer", "lr")
+    return table(heads, rows)

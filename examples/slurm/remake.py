@@ -1,0 +1,33 @@
+"""The example batch scripts, each made by the command in its own fourth line: python examples/slurm/remake.py
+
+They are what `distgpt slurm` prints, with `distgpt` in place of the path to this machine's.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PROGRAM = re.compile(r"\S+/python\S* -m distgpt|\S*/distgpt(?= )")
+
+
+def remade(script: Path) -> str:
+    """Return what the script's own command prints."""
+    made_by = next(line for line in script.read_text().splitlines() if line.startswith("# distgpt slurm "))
+    with tempfile.TemporaryDirectory() as folder:
+        texts = Path(folder, "texts")  # which the command wants to see
+        texts.mkdir()
+        texts.joinpath("a.txt").write_text("some text")
+        words = [sys.executable, "-m", "distgpt", *shlex.split(made_by)[2:]]
+        here = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+        result = subprocess.run(words, capture_output=True, text=True, check=True, cwd=folder, env=here)
+    return PROGRAM.sub("distgpt", result.stdout)
+
+
+if __name__ == "__main__":
+    for script in sorted(HERE.glob("*.sbatch")):
+        script.write_text(remade(script))

@@ -1,0 +1,111 @@
+"""Run documents' shell commands, in order, in a scratch folder: python tests/documents/run.py [FILE.md…]
+
+A comment before a block changes how it is run:
+
+  <!-- not run: WHY -->
+  <!-- run with: train --steps 5; infer --max-new-tokens 9 -->     appended to each such command of distgpt
+
+The scratch folder has what documents name as yours: my.txt, held-out.txt and texts/.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))
+BLOCK = re.compile(r"(?:<!-- (not run|run with): (.*?) -->\n)?```(?:bash|sh)\n(.*?)```", re.DOTALL)
+
+# In front of the real one on the PATH, mpirun's too: it appends what a comment asks for.
+WRAPPER = """#!/bin/sh
+name=$(echo "$1" | tr a-z- A-Z_)
+eval "more=\\$MORE_$name"
+exec "{python}" -m distgpt "$@" $more
+"""
+
+
+class Block(NamedTuple):
+    """A shell block: the line of its first command, its commands, and what is appended to which of them."""
+
+    line: int
+    script: str
+    skipped: str  # why, if it is
+    more: dict[str, str]
+
+
+class Failed(Exception):
+    """A block that did not end with 0."""
+
+
+def blocks(text: str) -> Iterator[Block]:
+    for found in BLOCK.finditer(text):
+        how, what, script = found.groups()
+        pairs = [part.strip().partition(" ") for part in what.split(";")] if how == "run with" else []
+        more = {f"MORE_{name.upper().replace('-', '_')}": words for name, _, words in pairs}
+        line = text.count("\n", 0, found.start(3)) + 1
+        yield Block(line, script, what if how == "not run" else "", more)
+
+
+def prepare(scratch: Path) -> dict[str, str]:
+    """Put into the folder what documents take for granted, and return the environment of their commands."""
+    program = scratch / ".bin" / "distgpt"
+    program.parent.mkdir()
+    program.write_text(WRAPPER.format(python=sys.executable))
+    program.chmod(0o755)
+    corpus = (ROOT / "data" / "corpus.txt").read_bytes()
+    (scratch / "my.txt").write_bytes(corpus)
+    (scratch / "held-out.txt").write_bytes(corpus[:5000])
+    (scratch / "texts").mkdir()
+    for number in range(8):
+        (scratch / "texts" / f"{number}.txt").write_bytes(corpus[number * 9000 : (number + 1) * 9000])
+    path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+
+
+def run(document: Path, scratch: Path) -> None:
+    """Run a document's blocks, each in a shell of its own; the first that fails ends it."""
+    environment = prepare(scratch)
+    for block in blocks(document.read_text()):
+        where = f"{document.name}:{block.line}"
+        if block.skipped:
+            print(f"{where}: not run: {block.skipped}", flush=True)
+            continue
+        begun = time.monotonic()
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.script],
+            cwd=scratch,
+            env={**environment, **block.more},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if result.returncode:
+            raise Failed(f"{where}: left with {result.returncode}\n{block.script}{result.stdout[-2000:]}")
+        print(f"{where}: {time.monotonic() - begun:.1f} s", flush=True)
+
+
+def main(documents: list[Path]) -> int:
+    for document in documents:
+        scratch = Path(tempfile.mkdtemp(prefix="distgpt-documents-"))
+        try:
+            run(document, scratch)
+        except Failed as failed:
+            print(failed, file=sys.stderr)
+            return 1
+        finally:
+            shutil.rmtree(scratch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(word) for word in sys.argv[1:]] or list(DOCUMENTS)))

@@ -1,0 +1,104 @@
+"""Documents: links lead somewhere, commands work, and the site is built without a warning."""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import click
+import pytest
+from run import DOCUMENTS, ROOT, Failed, blocks, main, run
+
+from distgpt.cli import cli
+
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
+FENCED = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+PAGE = """<!-- not run: x -->
+```bash
+false
+```
+<!-- run with: runs --help; a-b c -->
+```sh
+distgpt runs
+false | cat
+```
+"""
+COMMAND = re.compile(r"^(?:[^#\n]*(?:mpirun|[|&]) [^#\n]*)?distgpt ([a-z].*)", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def slugs(page):
+    """Return the anchors of a page's headings, as both GitHub and the site name them."""
+    for heading in re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
+        yield from (words.replace(" ", "-"), re.sub(r"[\s-]+", "-", words))
+
+
+def test_every_link_leads_to_a_file_and_its_heading():
+    for page in PAGES:
+        for link in LINK.findall(FENCED.sub("", page.read_text())):
+            if "://" not in link:
+                path, _, anchor = link.partition("#")
+                target = (page.parent / path).resolve() if path else page
+                assert target.exists(), f"{page.name}: {link}"
+                assert not anchor or anchor in slugs(target), f"{page.name}: {link}"
+
+
+def commands(text):
+    """Return the words of each distgpt command in the shell blocks of a page."""
+    for script in re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in re.findall(COMMAND, script.replace("\\\n", "")):
+            with contextlib.suppress(ValueError):  # a drawing, or output
+                yield shlex.split(re.split(r" [|>&;]|&&|; |\)$", line)[0], comments=True)
+
+
+def test_every_command_in_a_document_exists_and_has_its_options():
+    seen = set()
+    for page in PAGES:
+        for words in commands(page.read_text()):
+            found, path, rest = cli, "distgpt", list(words)
+            while isinstance(found, click.Group) and rest:
+                path, found = f"{path} {rest[0]}", found.get_command(click.Context(found), rest.pop(0))
+            assert isinstance(found, click.Command), f"{page.name}: {path}"
+            flags = {
+                flag for p in found.get_params(click.Context(found)) for flag in (*p.opts, *p.secondary_opts)
+            }
+            own = rest[: rest.index("--")] if "--" in rest else rest
+            wrong = {word.partition("=")[0] for word in own if word[:2] == "--"} - flags
+            wrong -= {"--partition", "--account"} if path == "distgpt slurm" else set()
+            assert not wrong, f"{page.name}: {path} has no {wrong}"
+            seen.add(path)
+    assert {"distgpt train", "distgpt weights import", "distgpt slurm"} <= seen
+
+
+def test_blocks_are_found_and_failures_are_noticed(tmp_path):
+    for document in DOCUMENTS:
+        assert any(not block.skipped for block in blocks(document.read_text())), document
+    page, scratch = tmp_path / "page.md", tmp_path / "scratch"
+    page.write_text(PAGE)
+    scratch.mkdir()
+    skipped, failing = blocks(PAGE)
+    assert (skipped.skipped, skipped.line, failing.skipped) == ("x", 3, "")
+    assert failing.more == {"MORE_RUNS": "--help", "MORE_A_B": "c"}
+    with pytest.raises(Failed, match=r"page\.md:7: left with 1[\s\S]*List the runs"):
+        run(page, scratch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_command_of_readme_and_tutorials_works():
+    assert main(list(DOCUMENTS)) == 0
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=here)
+    assert result.returncode == 0, result.stderr
+    page = (tmp_path / "reference" / "commands.html").read_text()
+    assert "--grad-sync" in page and "distgpt weights quantize" in page
+    assert "generated:" not in page

@@ -1,0 +1,157 @@
+"""Help: what is listed where, defaults, examples; suggestions for wrong options; completion in shells."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from conftest import inside
+
+from distgpt.cli import COMMANDS, cli
+from distgpt.commands.help import HELP_ALL, similar
+from distgpt.commands.options import OPTIONS
+from distgpt.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
+
+NEEDED = (
+    "stage",
+    "preset",
+    "config",
+    "data",
+    "tokenizer",
+    "val-fraction",
+    "init",
+    "depth",
+    "within",
+    "steps",
+)
+NEEDED += ("batch-size", "lr", "dtype", "out", "resume")
+
+
+def commands(group=cli, words=()):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        yield from (
+            commands(found, (*words, name)) if isinstance(found, click.Group) else [((*words, name), found)]
+        )
+
+
+def shown(*words):
+    return inside(*words).stdout
+
+
+def flags(text):
+    return set(re.findall(r"^  (?:-h, )?--([a-z0-9-]+)", text, re.MULTILINE))
+
+
+def test_help_lists_what_is_needed_first_and_help_all_the_rest_in_groups():
+    short, full = shown("train", "--help"), shown("train", "--help-all")
+    assert flags(short) == {*NEEDED, "help", "help-all"}
+    assert re.findall(r"^([A-Z][a-z ]+):$", full, re.MULTILINE) == ["Options", *map(str.capitalize, GROUPS)]
+    train = dict(commands())["train",]
+    assert flags(full) == {p.opts[0].strip("-") for p in train.params if not p.hidden} | {"help", "help-all"}
+
+
+def test_every_option_of_a_setting_has_a_group():
+    known = {**SETTINGS, "batch_tokens": BATCH_IN_TOKENS}
+    assert not [name for name in OPTIONS if known[name].group not in GROUPS]
+
+
+def test_defaults_are_those_of_the_preset():
+    tiny, gpt2 = shown("train", "--help-all"), shown("train", "--preset", "gpt2", "--help-all")
+    for text, rows in ((tiny, ("600", "0.05", "no-bias")), (gpt2, ("cosine", "0.0006", "bias"))):
+        for row in rows:
+            assert f"[default: {row}]" in re.sub(r"\s+", " ", text), row
+    assert "preset 'nope'" in inside("train", "--preset", "nope", "--help").stderr
+
+
+def test_every_command_shows_an_example_that_it_can_parse():
+    for words, command in commands():
+        [example] = re.findall(r"^  Example: (.*)$", shown(*words, "--help"), re.MULTILINE)
+        said = example.partition(" > ")[0].partition("distgpt ")[2].replace('"', "").split()
+        assert tuple(said[: len(words)]) == words, example
+        known = {flag for p in command.get_params(click.Context(command)) for flag in p.opts}
+        assert {w for w in said[: said.index("--") if "--" in said else None] if w[:2] == "--"} <= known, (
+            words
+        )
+
+
+def test_the_most_used_commands_come_first():
+    first, _, rest = inside().stderr.partition("Commands:")[2].partition("More commands:")
+    assert re.findall(r"^  (\w+)", first, re.MULTILINE) == list(COMMANDS[:5])
+    assert all(f"\n  {name} " in rest for name in COMMANDS[5:])
+
+
+LIKE = {
+    "valid": "val val-fraction val-tokens",
+    "learning_rate": "lr",
+    "epochs": "steps",
+    "layers": "n-layer",
+    "batch": "batch-size batch-tokens",
+    "fp16": "dtype",
+    "warmup-steps": "warmup",
+    "save-evry": "save-every",
+    "resume-from": "resume",
+    "dropout": "",
+    "zzz": "",
+    "every": "",
+    "no": "",
+}
+
+
+def test_wrong_options_get_suggestions_that_make_sense_or_none():
+    known = [flag for p in dict(commands())["train",].params if not p.hidden for flag in p.opts]
+    for wrong, right in LIKE.items():
+        assert similar(f"--{wrong}", known) == [f"--{flag}" for flag in right.split()], wrong
+    result = inside("train", "--learning-rate", "3")
+    assert result.returncode == 2 and "'--learning-rate'. Did you mean --lr?" in result.stderr
+    assert "mean" not in inside("plot", "--within", "3").stderr
+    assert HELP_ALL.opts[0] not in shown("plot", "--help")
+
+
+def asked(shell, script, tmp_path):
+    """Run a shell's script where `distgpt` is this very program."""
+    if not shutil.which(shell):
+        pytest.skip(f"there is no {shell} here")
+    program = tmp_path / "distgpt"
+    program.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m distgpt \"$@\"\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    here = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parents[1]), "HOME": str(tmp_path)}
+    result = subprocess.run([shell, "-c", script], capture_output=True, text=True, env=here, timeout=60)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    return result.stdout.split()
+
+
+BASH = """eval "$(_DISTGPT_COMPLETE=bash_source distgpt)"
+for words in "tr" "train --depth 6 --sta" "train --stage m" "train --preset gpt2-m" "nowhere --x"; do
+    COMPREPLY=(); COMP_WORDS=(distgpt $words); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    _distgpt_completion distgpt; echo "${COMPREPLY[@]}"
+done"""
+
+
+def test_bash_completes_commands_options_and_values(tmp_path):
+    found = asked("bash", BASH, tmp_path)
+    options, presets = ["--stage", "--stall-timeout", "--stall-abort"], ["gpt2-medium", "gpt2-modern"]
+    assert found == ["train", *options, "mpi", "mpi-cuda", *presets]
+
+
+def test_fish_completes_commands_and_options(tmp_path):
+    asks = (f'complete -C "distgpt {words}"' for words in ("tr", "train --dep"))
+    script = "; ".join(("_DISTGPT_COMPLETE=fish_source distgpt | source", *asks))
+    assert {"train", "--depth"} <= set(asked("fish", script, tmp_path))
+
+
+ZSH = """autoload -U compinit && compinit -u
+eval "$(_DISTGPT_COMPLETE=zsh_source distgpt)"
+_describe() { print -r -- ${(P)3} }
+words=(distgpt train --dep); CURRENT=3
+_distgpt_completion"""
+
+
+def test_zsh_completes_options(tmp_path):
+    assert "--depth" in " ".join(asked("zsh", ZSH, tmp_path))
