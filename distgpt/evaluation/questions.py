@@ -167,6 +167,8 @@ def _text(example: dict[str, Any], key: str) -> str:
 def _index(answer: Any, known: Sequence[Any]) -> int:
     """Return the place of the right answer, which may be a number or its text."""
     names = list(map(str, known))
+    if answer is None:
+        raise DataError(f"there is no answer, neither here nor in a file ...{LABELS} beside it")
     if isinstance(answer, (bool, float)) or str(answer) not in names:
         raise DataError(f"the answer is {escape(repr(answer)):.40}: it must be one of {', '.join(names)}")
     return names.index(str(answer))

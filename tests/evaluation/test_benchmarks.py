@@ -112,9 +112,9 @@ def test_lambada_also_comes_as_json_lines_with_line_breaks_inside(tmp_path):
 
 WRONG = {
     "hellaswag": ({"ctx": "a", "endings": ["b"], "label": 0}, "no list of endings"),
-    "arc_easy": ({"question": {"stem": "a", "choices": [{"text": "b", "label": "A"}]}}, "answer is None"),
+    "arc_easy": ({"question": {"stem": "a", "choices": [{"text": "b", "label": "A"}]}}, "there is no answer"),
     "arc_challenge": ({"question": "a"}, "no question with choices"),
-    "piqa": ({"goal": "a", "sol1": "b", "sol2": "c"}, "answer is None"),
+    "piqa": ({"goal": "a", "sol1": "b", "sol2": "c"}, "there is no answer"),
     "winogrande": ({"sentence": "a _", "option1": "b", "option2": "c"}, "must have a _"),
     "lambada": ({"text": "word"}, "two words"),
 }
