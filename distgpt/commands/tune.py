@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from distgpt.commands.help import command
+from distgpt.commands.help import Option, command
 from distgpt.commands.options import PATH, setting_option
 from distgpt.commands.train import train
 from distgpt.config import SETTINGS, ModelConfig, settings_of
@@ -35,7 +37,7 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
     "--data",
     help="Learn from these chats: a file of JSON lines, .jsonl or .jsonl.gz, or a folder of them.",
 )
-@setting_option("epochs", SETTINGS["epochs"], default=None)
+@setting_option("epochs", replace(SETTINGS["epochs"], first=True), default=None)
 def tune(**options: Any) -> None:
     """Teach a model chats of your own: it learns their answers alone.
 
@@ -47,4 +49,9 @@ def tune(**options: Any) -> None:
     train.callback(**as_train(**options))
 
 
-tune.params += [option for option in train.params if option.name not in UNUSED]
+for option in train.params:
+    if option.name not in UNUSED:
+        own = copy(option)
+        if isinstance(own, Option):
+            own.first |= own.name == "lora_rank"
+        tune.params.append(own)

@@ -228,8 +228,8 @@ class TrainConfig:
     )
     lora_rank: int = of_model(
         0,
-        "With --init, leave the model's weights as they are, and train adapters of this rank beside the"
-        " matrices of its layers (LoRA). 0: off.",
+        "Leave the weights of --init (tune: of --weights) as they are, and train adapters of this rank beside"
+        " the matrices of its layers (LoRA). 0: off.",
         low=0,
         most=1 << 12,
     )
