@@ -42,8 +42,8 @@ def tune(**options: Any) -> None:
     """Teach a model chats of your own: it learns their answers alone.
 
     A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]},
-    {"prompt": "...", "completion": "..."} or one of the other shapes in docs/how-to/tuning.md. The defaults are 3
-    epochs and learning rates for trained weights.
+    {"prompt": "...", "completion": "..."} or one of the other shapes in docs/how-to/tuning.md. The defaults
+    are 3 epochs and learning rates for trained weights.
     """
     assert train.callback is not None
     train.callback(**as_train(**options))
