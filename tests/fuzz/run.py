@@ -31,7 +31,7 @@ from targets import TARGETS
 
 SECONDS, MEMORY = 5, 1 << 30  # of the processor; and bytes
 WAITING = 40  # seconds: other work on the machine counts here
-GENERATING = ("infer", "train")  # a model's text goes to a pipe as it is
+GENERATING = ("infer", "train", "tune")  # a model's text goes to a pipe as it is
 CODES = (0, 1, 2, 65, 74, 76)
 SCREEN = 2000  # characters
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

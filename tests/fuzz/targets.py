@@ -158,6 +158,21 @@ def documents(folder):
     (folder / "c.txt").write_text("\n".join(texts))
 
 
+def chats(folder):
+    shape = ("--tokenizer", "byte", "--seq-len", 64)
+    run("train", *SMALL, *shape, "--out", folder / "run", "--steps", 1, "--progress", "plain")
+    turns = [{"role": role, "content": "Lamps."} for role in ("system", "user", "assistant")]
+    shareds = [{"from": role, "value": "Lamps."} for role in ("human", "gpt")]
+    rows = [
+        {"messages": turns},
+        {"conversations": shareds},
+        {"prompt": "a", "completion": "b"},
+        {"text": "c"},
+    ]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in 3 * rows))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes(), mtime=0))
+
+
 def tables(folder):
     import pyarrow
     import pyarrow.parquet
@@ -360,6 +375,14 @@ TARGETS = {
             "dev/law_dev.csv": "text",
         },
         [EVALUATE],
+    ),
+    "chats": Target(
+        chats,
+        {"a.jsonl": "jsonl", "b.jsonl.gz": "bytes"},
+        [
+            "tune --weights {}/run --data {}/a.jsonl --val {}/b.jsonl.gz --steps 1 --batch-size 2 "
+            "--threads 1 --out {}/o --progress plain",
+        ],
     ),
     "tables": Target(
         tables,
