@@ -90,7 +90,14 @@ def quantize(weights: Path, out: Path, dtype: str, calibrate: Path | None) -> No
     """Round a weights file to int8, a quarter of its size, or to int4; infer and eval then compute in it."""
     from distgpt.saved.modelfile import quantize
 
-    print_lines(quantize(weights, out, dtype, calibrate))
+    done = {}
+    if calibrate and dtype != "int4":
+        raise UsageError("--calibrate is for --dtype int4: int8 needs none")
+    if calibrate:
+        from distgpt.saved.calibration import calibrated
+
+        done = calibrated(weights, calibrate)
+    print_lines(quantize(weights, out, dtype, done))
 
 
 @weights.command(example="distgpt weights merge --adapter runs/lora --out merged.safetensors")

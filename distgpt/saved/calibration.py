@@ -1,8 +1,8 @@
 """Rounding to int4 with a text at hand: what a weight's rounding changes, the weights behind it take back.
 
-GPTQ: inputs x of a matrix give H = Σ x xᵀ, and rounding moves the output by (w - q) H (w - q)ᵀ. Columns are
-rounded one after the other, and those that are still to come move to where they make up for it best. Layers
-are rounded in order, each for the inputs that the rounded ones before it give.
+GPTQ: inputs x of a matrix give H = Σ x xᵀ, and rounding w to q moves outputs by (w - q) H (w - q)ᵀ. Columns
+are rounded one after the other, and those still to come move to where they make up for it best. Layers are
+rounded in order, each for the inputs that the rounded ones before it give.
 """
 
 from __future__ import annotations
@@ -63,21 +63,26 @@ class _Rounding(CpuKernels):
 
 
 def round_for(w: Floats2d, products: Floats2d) -> Quantised:
-    """Round a matrix (n, k) to int4, given the sum of the products of its inputs (k, k)."""
-    left, (n, k) = w.astype(np.float32), w.shape
+    """Round a matrix (n, k) to int4, given the sum of the products of its inputs (k, k).
+
+    The scales come first, for errors that count as much as others cannot make up for; then columns, those
+    with the largest inputs first.
+    """
+    k = w.shape[1]
     h = products.astype(np.float64)
     h[np.diag_indices(k)] += DAMPING * np.trace(h) / k or 1.0
-    upper = np.linalg.cholesky(np.linalg.inv(h)).T.astype(np.float32)
-    q, scales = np.empty((n, k), np.int8), np.empty((n, -(-k // BLOCK)), np.uint16)
+    costs = 1 / np.diag(np.linalg.inv(h))
+    found = rounded(w, 4, 1, (costs / costs.max()).astype(np.float32))
+    order = np.argsort(-np.diag(h), kind="stable")
+    scales = np.repeat(from_bfloat16(found.scales), BLOCK, axis=1)[:, order]
+    upper = np.linalg.cholesky(np.linalg.inv(h[order][:, order])).T.astype(np.float32)
+    left = np.ascontiguousarray(w[:, order])
     for first in range(0, k, BLOCK):
         last = min(first + BLOCK, k)
-        costs = np.diag(upper)[first:last] ** -2  # of an error that the columns behind it make up for
-        bits = rounded(np.ascontiguousarray(left[:, first:last]), 4, 1, costs / costs.max()).scales[:, 0]
-        scale, errors = from_bfloat16(bits), np.empty((n, last - first), np.float32)
+        errors = np.empty((len(w), last - first), np.float32)
         for j in range(first, last):
-            q[:, j] = nearest(left[:, j], scale)
-            errors[:, j - first] = (left[:, j] - q[:, j] * scale) / upper[j, j]
+            found.q[:, order[j]] = q = nearest(left[:, j], scales[:, j])
+            errors[:, j - first] = (left[:, j] - q * scales[:, j]) / upper[j, j]
             left[:, j:last] -= np.outer(errors[:, j - first], upper[j, j:last])
         left[:, last:] -= errors @ upper[first:last, last:]
-        scales[:, first // BLOCK] = bits
-    return Quantised(q, scales, 4)
+    return found

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -147,11 +148,9 @@ def dtype_of(path: Path, asked: str, comm: Comm, on_gpu: bool = False) -> str:
     return on_root(comm, lambda: read_description(find_weights(path)).rounded) or "float32"
 
 
-def quantize(path: Path, out: Path, dtype: str = "int8", text: Path | None = None) -> str:
-    """Write a weights file of floats in int8 or int4, calibrated with a text. Return what was done."""
+def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any] | None = None) -> str:
+    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
     path = find_weights(path)
-    if text and dtype != "int4":
-        raise UsageError("--calibrate is for int4: int8 needs none")
     description, header = read_description(path), rounded.verified(path)
     description.refuse_adapter(path)
     if description.rounded:
@@ -160,12 +159,7 @@ def quantize(path: Path, out: Path, dtype: str = "int8", text: Path | None = Non
     if DATA_SUM in header.metadata:
         kept[rounded.SOURCE_SUM] = header.metadata[DATA_SUM]
     known = {**kept, "format_version": ROUNDED_VERSION, rounded.QUANTISED: rounded.WORDS[dtype]}
-    done = {}
-    if text:
-        from distgpt.saved.calibration import calibrated  # which compiled loops come with
-
-        done = calibrated(path, text)
-    write_tensors(out, rounded.lazy_tensors(path, header, description.run.model, dtype, done), known)
+    write_tensors(out, rounded.lazy_tensors(path, header, description.run.model, dtype, done or {}), known)
     before, after = (size(file.stat().st_size) for file in (path, out))
     return f"{out}: {rounded.WORDS[dtype]}; {before} became {after}"
 

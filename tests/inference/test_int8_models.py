@@ -21,7 +21,7 @@ from distgpt.kernels.low_precision import quantise, quantise4, restored
 from distgpt.kernels.matmul.int4 import LEVELS
 from distgpt.model.memory import is_quantised
 from distgpt.model.packed import int8_of
-from distgpt.saved.calibration import round_for
+from distgpt.saved.calibration import calibrated, round_for
 from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
 from distgpt.saved.tensors import read_header, read_rows, write_tensors
 
@@ -237,7 +237,7 @@ def test_a_text_calibrates_a_file(tmp_path):
     text, out = tmp_path / "text", tmp_path / "q.safetensors"
     text.write_text("The harbour lamp was lit, and the boats came home. " * 20)
     sample = bundled("weights", "sample.safetensors")
-    assert "int4" in quantize(sample, out, "int4", text)
+    assert "int4" in quantize(sample, out, "int4", calibrated(sample, text))
     plain_way = tmp_path / "plain.safetensors"
     quantize(sample, plain_way, "int4")
     found, plain_file = stored(out)[0], stored(plain_way)[0]
@@ -247,6 +247,4 @@ def test_a_text_calibrates_a_file(tmp_path):
     assert not any(name.startswith(("wte", "head")) for name in differ)
     text.write_text("short")
     with pytest.raises(DataError, match="calibrate with 128 or more"):
-        quantize(sample, out, "int4", text)
-    with pytest.raises(UsageError, match="for int4"):
-        quantize(sample, out, "int8", text)
+        calibrated(sample, text)

@@ -8,7 +8,7 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.kernels.matmul import assembled, int8
+from distgpt.kernels.matmul import assembled, int4, int8
 from distgpt.kernels.matmul.int4 import Int4Tile
 from distgpt.kernels.matmul.int8 import Int8Tile, dot_of
 from distgpt.kernels.matmul.microkernel import Tile, declarations, module
@@ -134,7 +134,8 @@ def test_the_sums_of_most_rows_stay_in_registers(processor, kind):
     shape, features = PROCESSORS[processor]
     if kind.startswith("int"):
         dot = dot_of(shape, features)
-        tile = (Int8Tile if kind == "int8" else Int4Tile)(shape, dot, dot.rows)
+        rows = min(dot.rows, int4.MOST) if kind == "int4" else dot.rows
+        tile = (Int8Tile if kind == "int8" else Int4Tile)(shape, dot, rows)
         declared = [*declarations(shape, "float32", "float32"), dot.declaration(f"<{shape.lanes} x i32>")]
         declared += [tile.declaration()] if kind == "int4" else []
     else:
@@ -145,4 +146,4 @@ def test_the_sums_of_most_rows_stay_in_registers(processor, kind):
     products = sum("vfmadd" in line or "vpmaddwd" in line for line in loop)
     assert products == tile.rows * shape.vectors * {"float32": 1, "bfloat16": 2}.get(kind, 2 * int8.UNROLLED)
     on_the_stack = [line for line in loop if re.search(r"\(%r[sb]p\)", line) and re.search(r"%[yz]mm", line)]
-    assert len(on_the_stack) <= 4, on_the_stack
+    assert len(on_the_stack) <= (10 if kind == "int4" else 4), on_the_stack  # of AVX2: table and masks

@@ -14,12 +14,13 @@ from distgpt.kernels.matmul.vectors import Shape
 # each block of 64 with the scale, of either sign, that suits it best. The positive ones end earlier, so that
 # the sign can put the largest weight at the end that fits it.
 LEVELS = (-127, -97, -75, -58, -44, -32, -20, -9, 0, 12, 23, 34, 47, 62, 79, 105)
+MOST = 10  # rows whose sums stay in 32 registers beside the table
 HALF = 0x0F0F0F0F  # the lower halves of four bytes
 
 
 def module(shape: Shape, dot: Dot) -> str:
     """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
-    tiles = [Int4Tile(shape, dot, rows) for rows in range(1, dot.rows + 1)]
+    tiles = [Int4Tile(shape, dot, rows) for rows in range(1, min(MOST, dot.rows) + 1)]
     return module_of(tiles, tiles[0].declaration())
 
 
@@ -39,6 +40,8 @@ class Int4Tile(Int8Tile):
         return super().integers // 2
 
     def four(self, panel: str, step: int, v: int, load: str = "load") -> str:
+        if step % 2 and self.dot.kind == "pairs":  # anew, for want of registers
+            load = "load volatile"
         word = self.word(panel, step // 2, v, load)
         if step % 2:
             word = self.new(f"lshr {self.ints} {word}, splat (i32 4)")

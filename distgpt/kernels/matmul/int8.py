@@ -79,10 +79,10 @@ def module(shape: Shape, dot: Dot) -> str:
 
 
 def module_of(tiles: Sequence[Int8Tile], *others: str) -> str:
-    """The IR of `tile` by tiles of 1, 2, … rows, and of what else they call."""
+    """The IR of `tile` by tiles of 1, 2, … rows, more in parts; `others` declares what else they call."""
     shape, dot = tiles[0].shape, tiles[0].dot
     declared = [*declarations(shape, FLOAT32, FLOAT32), dot.declaration(f"<{shape.lanes} x i32>"), *others]
-    return "\n".join([*declared, *(tile.text() for tile in tiles), choice(dot.rows, dot.rows, ARGUMENTS)])
+    return "\n".join([*declared, *(tile.text() for tile in tiles), choice(dot.rows, len(tiles), ARGUMENTS)])
 
 
 class Int8Tile(Tile):
