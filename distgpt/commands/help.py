@@ -11,6 +11,7 @@ import click
 
 from distgpt.config import GROUPS, ModelConfig, RunConfig
 from distgpt.config.presets import resolve
+from distgpt.errors import print_lines
 
 COMMON = 5  # commands that a list of commands shows first
 # What other programs call an option, and what it is called here.
@@ -67,7 +68,7 @@ def _preset_of(context: click.Context) -> str | None:
 def _show_all(context: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not context.resilient_parsing:
         context.meta[__name__] = True
-        click.echo(context.get_help())
+        print_lines(context.get_help())
         context.exit()
 
 

@@ -113,7 +113,7 @@ _FAULTS = {
             "(self._squares()[0])) * self._norm_scale",
             "(self._squares()[0]))",
         ),
-        ("gradients are summed, not averaged", "1.0 / self.comm.size", "1.0"),
+        ("gradients are summed, not averaged", "else 1.0 / self.comm.size) / learned", "else 1.0) / learned"),
     ],
     ("data/batches.py", "data/test_batches.py"): [
         ("all ranks see the same rows", "* size + rank)", "* size)"),
@@ -121,8 +121,8 @@ _FAULTS = {
     ("data/packing.py", "data/test_packing.py"): [
         (
             "the longest is cut",
-            "max(0, bisect_right(sizes, missing) - 1)",
-            "bisect_right(sizes, missing) - 1",
+            "size = sizes[at := max(0, at)]",
+            "size = sizes[at]",
         ),
         ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times"),
     ],
@@ -184,7 +184,11 @@ _FAULTS = {
             "seen + i, stop, scale, s.sums",
             "min(seen + i + 1, stop), stop, scale, s.sums",
         ),
-        ("a key gets a gradient from the query before it", "start + i + 1 : end", "start + i + 2 : end"),
+        (
+            "a key gets a gradient from the query before it",
+            "s.scores[i, seen + i : end] = UNSEEN",
+            "s.scores[i, seen + i + 1 : end] = UNSEEN",
+        ),
         (
             "a key forgets what earlier queries gave",
             "max(begin, start), onto or start < begin",

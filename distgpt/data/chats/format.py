@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.data.chats import worker
 from distgpt.data.chats.template import renderer
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import Ids
@@ -141,6 +140,8 @@ class ChatFormat:
     def _rendered(self, messages: Sequence[Message], asks: bool) -> _Rendered:
         shown = [{**message, "content": self._marked(message)} for message in messages]
         values = {**self._tokens, "messages": shown, "add_generation_prompt": asks, "tools": None}
+        from distgpt.data.chats import worker  # with Jinja2, which nothing else needs
+
         text = (worker.render if self.is_own else renderer().render)(self.source, values)
         return self._read(text)
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from distgpt.data.chats import worker
 from distgpt.errors import DataError, escape
 
 SECONDS = 5.0  # for a text, with the start of the process
+
+_WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 class Renderer:
@@ -66,7 +68,7 @@ class Renderer:
 def _started() -> subprocess.Popen[bytes]:
     """Start the process, out of reach of the terminal's Ctrl-C, without its file's folder on its path."""
     return subprocess.Popen(
-        [sys.executable, "-P", worker.__file__],
+        [sys.executable, "-P", _WORKER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
