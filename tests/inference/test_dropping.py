@@ -83,13 +83,13 @@ def test_it_computes_nothing_anew():
     assert sum(fed) == 6 + 99
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int4"])  # whose memory is int8's
 @pytest.mark.parametrize("variant", ["one key", "bare"])
 def test_compiled_lanes_move_as_the_reference_does(variant, kind):
     """By any number of positions, whatever else the memory holds; other lanes stay as they are."""
     model = test_compiled_lanes.build(variant, ReferenceKernels("float64"))
     exact, text = UncompiledLanes(model, 1), sequences(variant)[4]
-    tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2, "int4": 0.2}[kind]
+    tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2}[kind]
     for count, kept in ((1, 40), (26, 24), (32, 9), (40, 1)):
         lanes = lanes_of(variant, kind, 3)
         for array in lanes._cache:
