@@ -64,7 +64,7 @@ def evaluations(run):
 MOMENTS = {
     "a step": (Step, "launch", 4, 4),
     "a step with an evaluation due": (Step, "launch", 6, 6),
-    "an evaluation": (Scorer, "_score", 3, 4),
+    "an evaluation": (Scorer, "_losses", 3, 4),
     "a line of metrics": (RunDirectory, "record", 5, 4),
     "a sample": (sample, "choose", 3, 5),
     "saving": (checkpoints, "save_checkpoint", 1, 4),
@@ -100,7 +100,7 @@ def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finish
 
 def test_before_the_first_step_nothing_is_saved(tmp_path, monkeypatch):
     """In the first evaluation, and while the loops are compiled."""
-    for owner, name in ((Scorer, "_score"), (Pass, "loss_and_gradients")):
+    for owner, name in ((Scorer, "_losses"), (Pass, "loss_and_gradients")):
         with monkeypatch.context() as patch:
             at_call(patch, owner, name, 1, signal.SIGTERM)
             ended = train(*WORDS, "--out", tmp_path / name)
