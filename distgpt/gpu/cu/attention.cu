@@ -9,10 +9,7 @@
 //   attention_delta                                 DELTA_LANES for each row and head
 // qkv is (rows, (heads + 2 heads / GROUP) · HEAD); lse, delta are (sequences, heads, T) of real.
 #include "common.cuh"
-
-#ifndef PACKED
-#define PACKED 0  // 1: documents lie side by side in a sequence, and do not see each other
-#endif
+#include "packed.cuh"
 
 constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // elements moved at once from and to memory
 constexpr int CHUNK = 16 / sizeof(real);          // reals moved at once from and to shared memory
@@ -183,11 +180,6 @@ struct Place {
         return sums ? sums + row * qkv_step + column(part) : nullptr;
     }
 };
-
-// The first key that row t sees, and those after it see none before; `positions` as in kernels/api.py.
-__device__ __forceinline__ int first_key(const int* positions, const Place& place, int t) {
-    return PACKED ? t - positions[place.first_row + t] : 0;
-}
 
 // ---- forward
 

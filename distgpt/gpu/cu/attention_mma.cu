@@ -10,10 +10,7 @@
 // they find its rows in the cache, and of them those with the longest work first. The arrays are those of
 // attention.cu, whose delta serves too.
 #include "common.cuh"
-
-#ifndef PACKED
-#define PACKED 0  // 1: documents lie side by side in a sequence, and do not see each other
-#endif
+#include "packed.cuh"
 
 // ---- tensor cores and what feeds them, for compute capability 8.0 and later: a warp's product of bfloat16
 // matrices with sums in float, matrices out of shared memory, copies into it that do not wait.
@@ -269,11 +266,6 @@ struct Place {
     }
     __device__ int rows_from(int t) const { return seq_len - t; }
 };
-
-// The first key that row t sees, and those after it see none before; `positions` as in kernels/api.py.
-__device__ __forceinline__ int first_key(const int* positions, const Place& place, int t) {
-    return PACKED ? t - positions[place.first_row + t] : 0;
-}
 
 // Those of a thread's two rows of queries, from row t on
 struct Begins {

@@ -47,8 +47,9 @@ __device__ __forceinline__ Elements<W> load_scores(const stored* row, int j, int
     return x;
 }
 
-// losses[row] ← log Σ e^logits - logits[target], 0 for a target below 0; with `gradient`, logits ← scale · (softmax - onehot), 0 from
-// `vocab` on. The second reading goes backwards, since what was read last is still in the cache.
+// losses[row] ← log Σ e^logits - logits[target], 0 for a target below 0; with `gradient`, logits ← scale ·
+// (softmax - onehot), 0 from `vocab` on. The second reading goes backwards, since what was read last is still
+// in the cache.
 template <int W>
 __device__ void cross_entropy(real* losses, stored* logits, const int* targets, int vocab, int width,
                               double scale, int gradient) {
