@@ -17,18 +17,17 @@ from numpy.typing import ArrayLike, NDArray
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import leave
-from distgpt.config import DEFAULT_TEMPERATURE, ROUNDED_DTYPES, ModelConfig, RunConfig
+from distgpt.config import DEFAULT_TEMPERATURE, ModelConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.formatting import count
 from distgpt.inference.python_api import Writer, tokens_in
-from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model
-from distgpt.model.packed import Int8Model, int8_of
+from distgpt.model.packed import Int8Model, random_model
 from distgpt.model.passes import Pass, Trace, trace
-from distgpt.saved.adapter import with_adapter
-from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
+from distgpt.saved.adapter import open_model
+from distgpt.saved.modelfile import Description, on_host, save_model
 from distgpt.stages import Stage, connected, open_stage
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.decay import with_decay
@@ -84,9 +83,8 @@ def load(
     is merged into the weights.
     """
     opened = _open(stage)
-    whole, merge = with_adapter(Path(path), Path(adapter) if adapter else None, opened.comm)
-    chosen = dtype_of(whole, dtype, opened.comm, opened.device is not None)
-    model, description = load_model(whole, opened.kernels(chosen), opened.comm, context, merge)
+    beside = Path(adapter) if adapter else None
+    model, description, _, _ = open_model(opened, Path(path), beside, dtype, context)
     return GPT(model, description, opened.comm)
 
 
@@ -98,12 +96,11 @@ def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype:
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
     opened = _open(stage)
-    kernels = opened.kernels("float32" if dtype in ROUNDED_DTYPES else dtype)
-    model = Model(config, kernels)
-    model.initialise(seed)
-    if dtype in ROUNDED_DTYPES:
-        model = int8_of(model, Int8Kernels(kernels.threads, dtype))
-    return GPT(model, Description(RunConfig(model=config), None), opened.comm)
+    return GPT(
+        random_model(config, dtype, opened.kernels, seed),
+        Description(RunConfig(model=config), None),
+        opened.comm,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import IGNORED
 from distgpt.model.model import Model
-from distgpt.saved.adapter import with_adapter
-from distgpt.saved.modelfile import dtype_of, load_model
+from distgpt.saved.adapter import open_model
 from distgpt.stages import Stage
 
 
@@ -164,9 +163,7 @@ def evaluate(
     read.
     """
     comm = stage.comm
-    whole, merge = with_adapter(weights, adapter, comm)
-    chosen = dtype_of(whole, dtype, comm, stage.device is not None)
-    model, description = load_model(whole, stage.kernels(chosen, matmul), comm, context, merge)
+    model, description, _, chosen = open_model(stage, weights, adapter, dtype, context, matmul)
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))

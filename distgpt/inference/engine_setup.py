@@ -24,8 +24,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
-from distgpt.saved.adapter import with_adapter
-from distgpt.saved.modelfile import dtype_of, load_model
+from distgpt.saved.adapter import open_model
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import fingerprint
 from distgpt.stages import Stage
@@ -154,9 +153,7 @@ class ModelSpec:
         """Load the model and its tokenizer, and compile everything. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-        path, merge = with_adapter(path, self.adapter, comm)
-        dtype = dtype_of(path, self.dtype, comm, stage.device is not None)
-        model, about = load_model(path, stage.kernels(dtype), comm, self.context, merge)
+        model, about, path, dtype = open_model(stage, path, self.adapter, self.dtype, self.context)
         if about.tokenizer is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         if comm.rank == 0:

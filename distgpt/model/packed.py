@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from distgpt.config import ModelConfig
+from distgpt.config import ROUNDED_DTYPES, ModelConfig
 from distgpt.errors import UsageError
-from distgpt.kernels.api import Angles, Array
+from distgpt.kernels.api import Angles, Array, Kernels
 from distgpt.kernels.cpu_int8 import Int8Kernels, Packed
 from distgpt.kernels.decoding.rounding import rounded
 from distgpt.kernels.decoding.weights import Layer, Weights, checksums_of, packed_weights
@@ -65,6 +65,14 @@ def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
 
 def angles_of(positions: LearnedPositions) -> Angles | None:
     return positions.angles if isinstance(positions, Rope) else None
+
+
+def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
+    """Return a model with random weights that computes in any type, int8 and int4 too."""
+    kernels = kernels_for("float32" if dtype in ROUNDED_DTYPES else dtype)
+    model = Model(config, kernels)
+    model.initialise(seed)
+    return int8_of(model, Int8Kernels(kernels.threads, dtype)) if dtype in ROUNDED_DTYPES else model
 
 
 def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:

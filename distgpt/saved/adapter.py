@@ -15,19 +15,26 @@ from distgpt.errors import DataError, UsageError
 from distgpt.formatting import size
 from distgpt.kernels.api import Array
 from distgpt.model.lora import AdaptedModel, adapter_layout, adapters_by_matrix
-from distgpt.model.model import Architecture
-from distgpt.saved.modelfile import Base, Description, load_description, read_description
+from distgpt.model.model import Architecture, Model
+from distgpt.saved.modelfile import (
+    Base,
+    Description,
+    dtype_of,
+    load_description,
+    load_model,
+    read_description,
+)
 from distgpt.saved.rounded import SOURCE_SUM, Merge, read_float, verified
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import (
     DATA_SUM,
-    HEADER_SUM,
     Header,
     LazyTensors,
     read_header,
     read_into,
     write_tensors,
 )
+from distgpt.stages import Stage
 
 
 def base_of(path: Path) -> Base:
@@ -87,6 +94,24 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
     return Path(whole), folding[0] if folding else Folding(about, {})
 
 
+def open_model(
+    stage: Stage,
+    weights: Path,
+    adapter: Path | None,
+    dtype: str,
+    context: int | None = None,
+    matmul: str = "auto",
+) -> tuple[Model, Description, Path, str]:
+    """Load a model with an adapter merged into it. Collective.
+
+    Return also the weights file of the whole model, and the type that it computes in.
+    """
+    whole, merge = with_adapter(weights, adapter, stage.comm)
+    chosen = dtype_of(whole, dtype, stage.comm, stage.device is not None)
+    model, about = load_model(whole, stage.kernels(chosen, matmul), stage.comm, context, merge)
+    return model, about, whole, chosen
+
+
 def read_adapter(path: Path, about: Description) -> Folding:
     """Read an adapter's tensors, and refuse those that are not finite."""
     tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in adapter_layout(about.run).specs}
@@ -140,7 +165,6 @@ def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
         return array
 
     tokenizer = folding.tokenizer or about.tokenizer
-    kept = {name: text for name, text in header.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
-    metadata = {**kept, **Description(about.run, tokenizer).to_metadata()}
+    metadata = {**header.facts(), **Description(about.run, tokenizer).to_metadata()}
     write_tensors(out, LazyTensors(kinds, make), metadata)
     return f"{out}: {whole} with {adapter} merged into it, {size(out.stat().st_size)}"

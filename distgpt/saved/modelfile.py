@@ -155,7 +155,7 @@ def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any]
     description.refuse_adapter(path)
     if description.rounded:
         raise DataError(f"{path} is in {description.rounded} already")
-    kept = {name: text for name, text in header.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
+    kept = header.facts()
     if DATA_SUM in header.metadata:
         kept[rounded.SOURCE_SUM] = header.metadata[DATA_SUM]
     known = {**kept, "format_version": ROUNDED_VERSION, rounded.QUANTISED: rounded.WORDS[dtype]}

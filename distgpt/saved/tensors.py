@@ -55,6 +55,10 @@ class Header:
     metadata: dict[str, str]
     data_start: int
 
+    def facts(self) -> dict[str, str]:
+        """Return the metadata without the checksums, for a file with other data."""
+        return {name: text for name, text in self.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
+
 
 class LazyTensors(Mapping[str, NDArray[Any]]):
     """Tensors that are made as they are used, of kinds that are known before."""

@@ -20,11 +20,9 @@ from distgpt.formatting import duration
 from distgpt.inference.engine import Engine
 from distgpt.inference.engine_setup import chunk_for, lanes_for, rehearse
 from distgpt.inference.request import Request
-from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.model.model import Model
-from distgpt.model.packed import int8_of
+from distgpt.model.packed import random_model
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.stages import open_stage
 
@@ -117,10 +115,7 @@ def measure_own(asked: str) -> None:
     job = parse_json(asked)
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
-    model = Model(config_of(job["preset"]), stage.kernels("float32" if dtype in ROUNDED_DTYPES else dtype))
-    model.initialise(1)
-    if dtype in ROUNDED_DTYPES:
-        model = int8_of(model, Int8Kernels(job["threads"], dtype))
+    model = random_model(config_of(job["preset"]), dtype, stage.kernels, 1)
     rehearse(model)
     lanes = lanes_for(model, requests)
     random = np.random.default_rng(1)
