@@ -25,7 +25,6 @@ from distgpt.config import GpuConfig
 from distgpt.config.dial import DEEPEST
 from distgpt.errors import command_line, escape, escape_model_text
 from distgpt.stages import open_stage
-from distgpt.training.guards.deadline import ending
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
@@ -113,6 +112,8 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
+    from distgpt.training.guards.deadline import ending  # with NumPy, which --help does without
+
     end = ending(time_limit)
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
