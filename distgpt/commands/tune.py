@@ -49,9 +49,12 @@ def tune(**options: Any) -> None:
     train.callback(**as_train(**options))
 
 
-for option in train.params:
-    if option.name not in UNUSED:
-        own = copy(option)
-        if isinstance(own, Option):
-            own.first |= own.name == "lora_rank"
-        tune.params.append(own)
+def _own(option: click.Parameter) -> click.Parameter:
+    """Return an option of train as it is here: adapters are for the first page of help."""
+    own = copy(option)
+    if isinstance(own, Option) and own.name == "lora_rank":
+        own.first = True
+    return own
+
+
+tune.params += [_own(option) for option in train.params if option.name not in UNUSED]

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 Array = Any  # of NumPy, also structured
-# Known, but not read, by number.
+# Known by number, but not read.
 _OTHERS = "IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M"
 OTHERS = dict(enumerate(_OTHERS.split(), start=16)) | {
     34: "TQ1_0",
     35: "TQ2_0",
     39: "MXFP4",
-}  # by number; known, but not read
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ def _half(block: Array, field: str = "d") -> Array:
 
 
 def _nibbles(packed: Array, width: int) -> Array:
-    """Of each `width` bytes the lower halves, then the upper ones: (blocks, groups, width)."""
+    """Return the lower halves of each `width` bytes, then the upper ones: (blocks, groups, width)."""
     parts = packed.reshape(len(packed), -1, 1, width)
     return np.concatenate([parts & 15, parts >> 4], axis=2).reshape(len(packed), -1, width)
 
 
 def _pairs_of_bits(packed: Array) -> Array:
-    """Of each 32 bytes the lowest two bits, then the next: (blocks, groups, 32)."""
+    """Return the lowest two bits of each 32 bytes, then the next: (blocks, groups, 32)."""
     parts = packed.reshape(len(packed), -1, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     return (parts & 3).reshape(len(packed), -1, 32)
 
 
 def _bits(packed: Array) -> Array:
-    """Of 32 bytes the lowest bit, then the next: (blocks, 8, 32)."""
+    """Return the lowest bit of 32 bytes, then the next: (blocks, 8, 32)."""
     return packed[:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
 
 

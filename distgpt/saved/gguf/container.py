@@ -54,7 +54,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What the front of a file says. The values of its metadata are of any kind."""
+    """The front of a file. The values of its metadata are of any kind."""
 
     path: Path
     metadata: dict[str, Any]

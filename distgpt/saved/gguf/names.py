@@ -79,12 +79,16 @@ def family_in_gguf(config: ModelConfig, source: object) -> Family:
     return family
 
 
+def _keys(arch: str) -> dict[str, str]:
+    """Return the keys that every model of an architecture has, by our settings."""
+    return {**_SHAPE, "norm_eps": _EPS.get(arch, _RMS_EPS)}
+
+
 def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """What GGUF says of the model, but for its tokenizer."""
+    """Return the metadata of a model, but for its tokenizer."""
     arch = family.model_type
     is_gpt2 = arch == "gpt2"
-    values = {**_SHAPE, "norm_eps": _EPS.get(arch, _RMS_EPS)}
-    found = {f"{arch}.{key}": getattr(config, ours) for ours, key in values.items()}
+    found = {f"{arch}.{key}": getattr(config, ours) for ours, key in _keys(arch).items()}
     counts = {"feed_forward_length": config.hidden, "vocab_size": config.vocab_size}
     counts["attention.head_count_kv"] = config.kv_heads
     found |= {f"{arch}.{key}": value for key, value in counts.items()}
@@ -104,7 +108,7 @@ def metadata_for(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def factors_for(config: ModelConfig) -> Array | None:
-    """What Llama 3 divides the frequencies of RoPE by, one by one: a tensor in GGUF. None: by nothing."""
+    """Return the divisors of RoPE's frequencies in Llama 3, a tensor in GGUF; None: there are none."""
     if config.positions != "rope" or config.rope_scaling != "llama3":
         return None
     plain = rope_frequencies(replace(config, rope_scaling="none"))
@@ -135,7 +139,7 @@ def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
 def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any]:
     """The file's metadata as a config.json of transformers would say them."""
     metadata, arch = container.metadata, family.model_type
-    keys = {**_SHAPE, "norm_eps": _EPS.get(arch, _RMS_EPS)}
+    keys = _keys(arch)
     found: dict[str, Any] = {ours: metadata.get(f"{arch}.{key}") for ours, key in keys.items()}
     if missing := [keys[ours] for ours, value in found.items() if value is None]:
         raise DataError(f"{container.path} lacks {arch}.{missing[0]}")
@@ -164,7 +168,7 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
 
 
 def _scaling(container: Container, arch: str) -> Mapping[str, Any]:
-    """What scales RoPE's angles, in the words of transformers."""
+    """Return the scaling of RoPE's angles, in the words of transformers."""
     metadata, factors = container.metadata, container.tensors.get(FACTORS)
     unnamed = "linear" if f"{arch}.rope.scaling.factor" in metadata else "none"
     kind = metadata.get(f"{arch}.rope.scaling.type", unnamed)

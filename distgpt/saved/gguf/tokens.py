@@ -47,7 +47,7 @@ _COMPOSED = "qwen2"  # its tokenizer.json normalizes text to NFC
 
 
 def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, Any]:
-    """What GGUF says of a tokenizer with a model of `size` tokens; a UsageError if it cannot hold it."""
+    """Return the metadata of a tokenizer beside a model of `size` tokens, or refuse it with a UsageError."""
     if len(tokenizer.first) > 1:
         raise _refused(source, "begins texts with several tokens; in GGUF it is one")
     if isinstance(tokenizer, LibraryTokenizer):
@@ -216,7 +216,7 @@ def _is_texts(value: Any) -> bool:
 def _document(
     found: Mapping[str, Any], vocab: dict[str, int], pieces: list[str], source: str
 ) -> dict[str, Any]:
-    """What tokenizer.json would say, but for its added tokens."""
+    """Return what tokenizer.json would say, but for its added tokens."""
     if found["model"] == "llama":
         prefix = found.get("add_space_prefix", True) is not False
         return _of_blanks(vocab, _merges_by_score(found.get("scores"), pieces, vocab, source), prefix)

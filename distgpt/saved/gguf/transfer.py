@@ -178,7 +178,7 @@ def _encoded(array: NDArray[Any], kind: str, name: str, path: Path) -> Iterator[
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What `weights info` says of a file of GGUF besides the model."""
+    """Return the facts of `weights info` about a file of GGUF, besides the model."""
     container = read_container(path)
     types = sorted({entry.kind.name for entry in container.tensors.values()})
     name = container.metadata.get("general.architecture")
