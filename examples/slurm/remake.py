@@ -1,10 +1,9 @@
 """The example batch scripts, each made by the command in its own fourth line: python examples/slurm/remake.py
 
-They are what `distgpt slurm` prints, with `distgpt` in place of the path to this machine's.
+They are what `distgpt slurm` prints, with `distgpt` in place of its path on this machine.
 """
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +11,14 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROGRAM = re.compile(r"\S+/python\S* -m distgpt|\S*/distgpt(?= )")
+# The command, as it would be if its own path were `distgpt`.
+RUN = """
+from distgpt import errors
+from distgpt.cli import main
+from distgpt.commands import slurm
+errors._program = slurm._program = lambda: ["distgpt"]
+main()
+"""
 
 
 def remade(script: Path) -> str:
@@ -22,10 +28,10 @@ def remade(script: Path) -> str:
         texts = Path(folder, "texts")  # which the command wants to see
         texts.mkdir()
         texts.joinpath("a.txt").write_text("some text")
-        words = [sys.executable, "-m", "distgpt", *shlex.split(made_by)[2:]]
+        words = [sys.executable, "-c", RUN, *shlex.split(made_by)[2:]]
         here = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
         result = subprocess.run(words, capture_output=True, text=True, check=True, cwd=folder, env=here)
-    return PROGRAM.sub("distgpt", result.stdout)
+    return result.stdout
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def test_plain_attention_reads_and_writes_rows_in_pieces_of_16_bytes(arch, type)
             continue
         assert count(code, "STG 128") >= 5 and count(code, "LDG 128") >= 9, where
         statistics = count(code, "STG") - count(code, "STG 128")
-        few = {"attention_forward": 4, "attention_backward_queries": 1, "attention_backward_keys": 4}
+        # Sums of columns are a loop of single values, which compilers write out once or twice.
+        few = {"attention_forward": 4, "attention_backward_queries": 2, "attention_backward_keys": 4}
         assert statistics <= few[name], where
 
 

@@ -222,7 +222,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, const int* positions,
             for (int c = 0; c < T::C; c++) {
                 s[r][c] *= scale;
                 const int key = start + T::column(c);
-                if (begin[r] <= key && key <= query) highest = highest < s[r][c] ? s[r][c] : highest;
+                if (sees(query, begin[r], key)) highest = highest < s[r][c] ? s[r][c] : highest;
             }
 #pragma unroll
             for (int step = T::LANES / 2; step > 0; step /= 2) {
@@ -236,7 +236,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, const int* positions,
 #pragma unroll
             for (int c = 0; c < T::C; c++) {
                 const int key = start + T::column(c);
-                s[r][c] = begin[r] <= key && key <= query ? exp(s[r][c] - highest) : real(0);
+                s[r][c] = sees(query, begin[r], key) ? exp(s[r][c] - highest) : real(0);
                 total[r] += s[r][c];
             }
         }
@@ -319,7 +319,7 @@ attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const rea
 #pragma unroll
             for (int c = 0; c < T::C; c++) {
                 const int key = start + T::column(c);
-                const bool seen = T::row(r) < rows && begin[r] <= key && key <= first + T::row(r);
+                const bool seen = T::row(r) < rows && sees(first + T::row(r), begin[r], key);
                 s[r][c] = seen ? exp(s[r][c] * scale - log_sum[r]) * (dp[r][c] - mean[r]) : real(0);
             }
         put_weights<T>(weights, s);
@@ -350,14 +350,13 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
     load_rows<T::ROWS, T::THREADS>(k, qkv + place.in_qkv(1, first), place.qkv_step, rows);
     load_rows<T::ROWS, T::THREADS>(v, qkv + place.in_qkv(2, first), place.qkv_step, rows);
     Sums<T> dk = {}, dv = {};
-    int stop = first / T::COLUMNS * T::COLUMNS;  // of the queries that see these keys
-    while (stop < seq_len && (stop <= first || first_key(positions, place, stop) < first + rows))
-        stop += T::COLUMNS;
+    const int begin_of_queries = first / T::COLUMNS * T::COLUMNS;
+    const int stop = last_query<T::COLUMNS>(positions, place, begin_of_queries + T::COLUMNS, first + rows, seq_len);
 
 #pragma unroll 1
     for (int member = 0; member < GROUP; member++) {
         const Place of(blockIdx.x * GROUP + member, seq_len, n_head);
-        for (int start = first / T::COLUMNS * T::COLUMNS; start < stop; start += T::COLUMNS) {
+        for (int start = begin_of_queries; start < stop; start += T::COLUMNS) {
             const int columns = min(T::COLUMNS, seq_len - start);
             __syncthreads();
             load_rows<T::COLUMNS, T::THREADS>(q, qkv + of.in_qkv(0, start), of.qkv_step, columns);
@@ -375,7 +374,7 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
 #pragma unroll
                 for (int r = 0; r < T::R; r++) {
                     const int key = first + T::row(r);
-                    const bool seen = inside && begin <= key && key <= start + T::column(c);
+                    const bool seen = inside && sees(start + T::column(c), begin, key);
                     s[r][c] = seen ? exp(s[r][c] * scale - log_sum) : real(0);
                     dp[r][c] = s[r][c] * (dp[r][c] - mean);
                 }

@@ -468,8 +468,7 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
     load_rows(k, qkv + place.in_qkv(1, from), place.qkv_step, rows);
     load_rows(v, qkv + place.in_qkv(2, from), place.qkv_step, rows);
     Sums<2 * STEPS> dk = {}, dv = {};
-    int stop = first + QUERIES;  // of the queries that see these keys
-    while (stop < seq_len && first_key(positions, place, stop) < first + ROWS) stop += QUERIES;
+    const int stop = last_query<QUERIES>(positions, place, first + QUERIES, first + ROWS, seq_len);
 #pragma unroll 1
     for (int member = 0; member < GROUP; member++) {
         const Place of(seq_len, n_head, true, member);
