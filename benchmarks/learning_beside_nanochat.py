@@ -12,15 +12,15 @@ are those of the whole command without evaluations: they include its start and t
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from record import arguments, distgpt, end_with_errors, metrics, save
+from curves import Point, draw, trained
+from record import arguments, distgpt, end_with_errors, save
 
 ENTRIES, TOKENS = 8192, 4096
 PREPARE = """
@@ -52,62 +52,28 @@ def main() -> None:
         runs={"type": Path, "default": Path("build/nanochat")},
     )
     peer = Nanochat(args)
-    found: dict[str, list[dict[str, Any]]] = {"nanochat": []}
+    curves: dict[str, list[Point]] = {"nanochat": peer.train()}  # which has one seed
     for seed in range(1, args.rounds + 1):
-        found["nanochat"].append(peer.train())  # which has one seed
         for steps in args.ours:
-            found.setdefault(f"distgpt, {steps} steps", []).append(ours(args, steps, seed))
-    print("| | tokens | bits per byte at the end | seconds of steps | × nanochat's |")
+            curves[f"distgpt, {steps} steps" + f", seed {seed}" * (args.rounds > 1)] = ours(args, steps, seed)
+    print("| | tokens | bits per byte at the end | seconds | × nanochat's |")
     print("| --- " * 5 + "|")
-    for name, runs in found.items():
-        for run, beside in zip(runs, found["nanochat"], strict=True):
-            end, ratio = run["bits_per_byte"][-1], run["seconds"] / beside["seconds"]
-            print(f"| {name} | {end[0] * TOKENS:,} | {end[1]:.3f} | {run['seconds']:.0f} | {ratio:.2f} |")
-    draw(found, args.picture or args.runs / "learning.png")
-    save("learning-beside-nanochat", {"dtype": args.dtype, "sides": found}, args.out)
+    for name, points in curves.items():
+        tokens, seconds, bits = points[-1]
+        ratio = seconds / curves["nanochat"][-1][1]
+        print(f"| {name} | {tokens:,} | {bits:.3f} | {seconds:.0f} | {ratio:.2f} |")
+    draw(curves, args.picture or args.runs / "learning.png", "held-out bits per byte")
+    save("learning-beside-nanochat", {"dtype": args.dtype, "curves": curves}, args.out)
 
 
-def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw bits per byte by tokens and by seconds; of several seeds the first."""
-    figure = Figure(figsize=(10, 4))
-    by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
-    for name, runs in found.items():
-        steps, bits = zip(*runs[0]["bits_per_byte"][1:], strict=True)
-        style = {"marker": "o", "label": name, "linestyle": "-" if name == "nanochat" else "--"}
-        by_tokens.plot([step * TOKENS / 1e6 for step in steps], bits, **style)
-        by_seconds.plot([step / steps[-1] * runs[0]["seconds"] for step in steps], bits, **style)
-    by_tokens.set(xlabel="million tokens", ylabel="held-out bits per byte")
-    by_seconds.set(xlabel="seconds, without evaluations", xlim=(0, None))
-    by_tokens.legend()
-    for axes in (by_tokens, by_seconds):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def ours(args: Any, steps: int, seed: int) -> dict[str, Any]:
+def ours(args: Any, steps: int, seed: int) -> list[Point]:
     bpe, out = args.runs / "bpe.json", args.runs / f"{steps}-{seed}"
     if not bpe.exists():
         distgpt("tokenizer", "train", args.docs / "train", "--vocab-size", ENTRIES, "--out", bpe)
     texts = ("--data", args.docs / "train", "--val", args.docs / "val", "--tokenizer", bpe)
-    how = (
-        "--steps",
-        steps,
-        "--seed",
-        seed,
-        "--eval-every",
-        110,
-        "--val-tokens",
-        args.held_out,
-        "--dtype",
-        args.dtype,
-    )
-    begun = time.perf_counter()
-    distgpt("train", "--preset", "sprint", *texts, *how, "--progress", "plain", "--out", out)
-    seconds = time.perf_counter() - begun - sum(line.get("val_s", 0.0) for line in metrics(out))
-    lines = metrics(out)
-    bits = [[line["step"], line["bits_per_byte"]] for line in lines if "bits_per_byte" in line]
-    return {"bits_per_byte": bits, "seconds": seconds}
+    how = ("--steps", steps, "--seed", seed, "--dtype", args.dtype)
+    evaluations = ("--eval-every", 110, "--val-tokens", args.held_out)
+    return trained(out, "--preset", "sprint", *texts, *how, *evaluations, loss="bits_per_byte")
 
 
 class Nanochat:
@@ -123,7 +89,7 @@ class Nanochat:
             self._run("-c", PREPARE, args.docs.absolute(), data)
             self._run("-m", "scripts.tok_train", "--vocab-size", ENTRIES)
 
-    def train(self) -> dict[str, Any]:
+    def train(self) -> list[Point]:
         sizes = ("--depth=4", "--max-seq-len=512", "--device-batch-size=8", f"--total-batch-size={TOKENS}")
         evaluations = ("--eval-every=110", f"--eval-tokens={self._args.held_out}", "--core-metric-every=-1")
         steps = (f"--num-iterations={self._args.steps}", "--sample-every=-1", "--window-pattern=L")
@@ -131,10 +97,10 @@ class Nanochat:
         bits = re.findall(r"Step (\d+) \| Validation bpb: ([\d.]+)", text)
         seconds = [float(ms) / 1e3 for ms in re.findall(r"\| dt: ([\d.]+)ms", text)]
         usual = sorted(seconds)[len(seconds) // 2]  # in place of the first steps, which compile
-        return {
-            "bits_per_byte": [[int(step), float(value)] for step, value in bits],
-            "seconds": sum(min(each, 3 * usual) for each in seconds),
-        }
+        after = list(itertools.accumulate(min(each, 3 * usual) for each in seconds))
+        return [
+            (int(step) * TOKENS, after[int(step) - 1], float(value)) for step, value in bits if step != "0"
+        ]
 
     def _run(self, *words: object) -> str:
         line = [self._args.peer_python, *map(str, words)]
