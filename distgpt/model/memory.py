@@ -6,6 +6,7 @@ slabs, stretches of whole sequences that workers compute side by side; so are al
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -77,7 +78,12 @@ class Layout:
             self.offsets[spec.name] = end
             end += -(-spec.size // ALIGNED) * ALIGNED
         self.size = end
+        self._names, self._starts = list(self.offsets), list(self.offsets.values())
         self.elements = sum(spec.size for spec in self.specs)
+
+    def tensor_at(self, place: int) -> str:
+        """Return the name of the tensor that has this element, or the padding behind it."""
+        return self._names[bisect_right(self._starts, place) - 1]
 
     def end_of(self, names: Iterable[str]) -> int:
         """Return where the last of these tensors ends."""

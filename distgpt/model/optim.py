@@ -198,7 +198,7 @@ def place_in(other: Layout, layout: Layout, place: int) -> int:
     """
     if place == layout.size:
         return other.size
-    name = next(name for name in reversed(layout.offsets) if layout.offsets[name] <= place)
+    name = layout.tensor_at(place)
     return other.offsets[name] + place - layout.offsets[name]
 
 

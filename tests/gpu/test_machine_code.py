@@ -17,7 +17,7 @@ SOURCES = compiling.source_names()
 FAST = ("sm_90", "bfloat16")
 KINDS = [
     pytest.param(*kind, marks=[] if kind == FAST else pytest.mark.slow)
-    for kind in (FAST, ("sm_90", "float32"), ("sm_80", "bfloat16"), ("sm_80", "float32"))
+    for kind in (FAST, ("sm_90", "float32"), ("sm_80", "bfloat16"))
 ]
 # Sums of few values in one block, in float64 on purpose.
 IN_DOUBLE = {"sum_all", "add_up"}
