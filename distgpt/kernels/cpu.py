@@ -338,10 +338,12 @@ class CpuKernels(OnHost):
         coefficients = np.array(POLAR)
 
         def one(i: int) -> None:
-            u = largest_first[i]
-            muon.orthogonalise(u, self._memory.of(muon.scratch, *u.shape, self.wide.name), coefficients)
+            self._orthogonalise(largest_first[i], coefficients)
 
         self._pool.run(one, len(updates))
+
+    def _orthogonalise(self, u: Array, coefficients: Array) -> None:
+        muon.orthogonalise(u, self._memory.of(muon.scratch, *u.shape, self.wide.name), coefficients)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         if clipped(norm, scalars) is None:
@@ -383,6 +385,9 @@ class Bfloat16Kernels(CpuKernels):
 
     def _matmuls(self, matmul: str) -> Matmuls:
         return OwnMatmuls(self._pool, BITS)
+
+    def _orthogonalise(self, u: Array, coefficients: Array) -> None:
+        muon.orthogonalise_low(u, self._memory.of(muon.low_scratch, *u.shape), coefficients)
 
     # -- arrays
 

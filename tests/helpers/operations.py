@@ -395,7 +395,7 @@ def test_muon(both):
         norm, step = scalars(3.0), scalars(0.5, 0.7, 0.9, 1e-2, 0.3)
         m, g = (Wide(case.random(rows * columns)) for _ in range(2))
         case.check("muon_momentum", [m, g], norm, step)
-        case.check(lambda k, u: k.orthogonalise([u]), [Wide(case.random(*shape))], strict=50.0)
+        _check_orthogonalise(both, case.random(*shape))
         low = shape if both[1].dtype != both[1].wide else None
         outs = [Wide(case.random(*shape)), low, Wide(case.random(max(shape)) ** 2)]
 
@@ -410,6 +410,23 @@ def test_muon(both):
         np.testing.assert_allclose(kept[0], outs[0].content, rtol=1e-6)
         kept = case.check("muon_momentum", [m, g], broken, step)
         np.testing.assert_allclose(kept[0], m.content, rtol=1e-6)
+
+
+def _check_orthogonalise(both, matrix):
+    """As a whole: small singular values grow three hundred times, and their errors with them.
+
+    A row alone has one, and rounding decides where near 1 it ends: see the next test.
+    """
+    if 1 in matrix.shape and both[1].wide != both[1].dtype:
+        return
+    found = []
+    for k in both:
+        u = k.wide_zeros(*matrix.shape)
+        k.put(u, matrix)
+        k.orthogonalise([u])
+        found.append(np.array(k.to_host(u), np.float64))
+    distance = np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0])
+    assert distance < 3 * tolerance(both[1]), (matrix.shape, distance)
 
 
 def test_an_orthogonalised_matrix_has_singular_values_near_one(both):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.kernels.api import TINY
-from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.api import TINY, Array
+from distgpt.kernels.fused.jit import get, inline, jit, put
 from distgpt.kernels.fused.linear import PLAIN, gemm, squared
 from distgpt.kernels.fused.rowwise import round_to
+from distgpt.kernels.low_precision import BITS
+from distgpt.kernels.matmul import blocked
+from distgpt.kernels.matmul.blocked import rows_conflict
+from distgpt.kernels.matmul.packing import aligned
 
 BLOCK = 16  # rows and columns that are transposed at once
+HALF = 192  # rows of a square whose columns behind the diagonal are left out: a multiple of the tiles' sides
 
 
 @jit
@@ -37,24 +42,70 @@ def scratch(rows: int, columns: int, dtype: str) -> tuple[Any, ...]:
 def orthogonalise(u, memory, coefficients):
     """See `Kernels.orthogonalise`. A matrix with more rows than columns is transposed first."""
     x, y, square, fourth = memory
-    stands = u.shape[0] > u.shape[1]
-    if stands:
-        _transpose(x, u)
-    else:
-        _copy(x, u)
-    _normalise(x)
+    _lay_down(x, u)
+    low, long = x.shape
     for i in range(coefficients.shape[0]):
         squared(square, x)
         _mirror(square)
         squared(fourth, square)
         _combine(square, fourth, coefficients[i, 0], coefficients[i, 1], coefficients[i, 2])
-        low, long = x.shape
         gemm(PLAIN, PLAIN, low, long, low, square, low, x, long, 0.0, y, long)
         x, y = y, x
-    if stands:
-        _transpose(u, x)
-    else:
-        _copy(u, x)
+    _put_back(u, x)
+
+
+class LowMemory(NamedTuple):
+    """Memory to orthogonalise a matrix in bfloat16: sums of matmuls stay float32."""
+
+    x: Array
+    y: Array
+    square: Array
+    fourth: Array
+    factor: Array  # a square, rounded
+    long: blocked.Scratch  # of matmuls over the longer side
+    short: blocked.Scratch
+
+
+def low_scratch(rows: int, columns: int) -> LowMemory:
+    low, long = min(rows, columns), max(rows, columns)
+    lying, square = (low, long), (low, low)
+    kinds = (
+        (lying, BITS.name),
+        (lying, BITS.name),
+        (square, "float32"),
+        (square, "float32"),
+        (square, BITS.name),
+    )
+    arrays = [aligned(shape, kind) for shape, kind in kinds]
+    matmuls = [blocked.scratch(BITS, low, k, rows_conflict(arrays[0])) for k in (long, low)]
+    return LowMemory(*arrays, *matmuls)
+
+
+@jit
+def orthogonalise_low(u, memory, coefficients):
+    """Do the same by our own matmuls of bfloat16."""
+    x, y = memory.x, memory.y
+    square, fourth, factor = memory.square, memory.fourth, memory.factor
+    _lay_down(x, u)
+    for i in range(coefficients.shape[0]):
+        _squared_low(square, x, memory.long)
+        _mirror(square)
+        _round_all(factor, square)
+        _squared_low(fourth, factor, memory.short)
+        _combine(square, fourth, coefficients[i, 0], coefficients[i, 1], coefficients[i, 2])
+        _round_all(factor, square)
+        blocked.backward(0, x.shape[0], y, factor, x, memory.short)
+        x, y = y, x
+    _put_back(u, x)
+
+
+@inline
+def _squared_low(c, a, scratch):
+    """The lower half of c ← a aᵀ, and at most HALF - 1 columns more."""
+    n = a.shape[0]
+    for top in range(0, n, HALF):
+        bottom = min(top + HALF, n)
+        blocked.forward(top, bottom, 0, bottom, c, a, a, None, scratch)
 
 
 @inline
@@ -80,35 +131,50 @@ def _mirror(square):
 
 
 @inline
-def _normalise(x):
-    total = 0.0
+def _round_all(low, x):
     for i in range(x.shape[0]):
-        row, part = x[i], x.dtype.type(0)
+        round_to(low[i], x[i])
+
+
+@inline
+def _lay_down(x, u):
+    """x ← u / (1.02 ‖u‖), transposed if u has more rows than columns."""
+    total = 0.0
+    for i in range(u.shape[0]):
+        row, part = u[i], u.dtype.type(0)
         for j in range(row.shape[0]):
             part += row[j] * row[j]
         total += part
-    factor = x.dtype.type(1 / (1.02 * np.sqrt(total) + TINY))
-    for i in range(x.shape[0]):
-        row = x[i]
-        for j in range(row.shape[0]):
-            row[j] *= factor
+    scale = u.dtype.type(1 / (1.02 * np.sqrt(total) + TINY))
+    if u.shape[0] > u.shape[1]:
+        _transpose(x, u, scale)
+    else:
+        _copy(x, u, scale)
 
 
 @inline
-def _copy(y, x):
-    for i in range(x.shape[0]):
+def _put_back(u, x):
+    if u.shape[0] > u.shape[1]:
+        _transpose(u, x, u.dtype.type(1))
+    else:
+        _copy(u, x, u.dtype.type(1))
+
+
+@inline
+def _copy(y, x, scale):
+    for i in range(y.shape[0]):
         yi, xi = y[i], x[i]
         for j in range(xi.shape[0]):
-            yi[j] = xi[j]
+            put(yi, j, get(xi, j) * scale)
 
 
 @inline
-def _transpose(y, x):
-    """y ← xᵀ, by blocks that stay in the cache."""
+def _transpose(y, x, scale):
+    """y ← scale · xᵀ, by blocks that stay in the cache."""
     for start in range(0, y.shape[0], BLOCK):
         for j in range(y.shape[1]):
             for i in range(start, min(start + BLOCK, y.shape[0])):
-                y[i, j] = x[j, i]
+                put(y[i], j, get(x[j], i) * scale)
 
 
 @jit
