@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from record import distgpt, metrics, save
 
+from distgpt.config import DTYPES
 from distgpt.config.dial import Text, matrices, recipe
 from distgpt.data.shards import ShardTokens, read_manifest
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--exponent", type=float, default=0.3, help="a, of the parameters")
     parser.add_argument("--val-tokens", type=int, default=1 << 16)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--runs", type=Path, default=Path("build/scaling_laws"))
     parser.add_argument("--picture", type=Path, help="where the curves go; into that folder if left out")
     parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/WHAT-DATE.json if left out")
@@ -62,9 +64,9 @@ def point(args: argparse.Namespace, depth: int, tokens: int) -> dict[str, Any]:
     settings = recipe(depth, tokens, text)
     if not (folder / "weights.safetensors").exists():
         options = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
-        more = ("--val-tokens", args.val_tokens, "--threads", args.threads, "--progress", "plain")
+        more = ("--val-tokens", args.val_tokens, "--threads", args.threads, "--dtype", args.dtype)
         words = itertools.chain(*options, more, ("--data", args.data, "--out", folder))
-        distgpt("train", "--preset", "fast", *words)
+        distgpt("train", "--preset", "fast", "--progress", "plain", *words)
     lines = metrics(folder)
     found = {
         "depth": depth,
