@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forward_work import sequences
 from peer_process import for_torch
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
 from distgpt.gpu.device import SECOND_STREAM
 from distgpt.jobs.processes import TIMED_OUT, run
-from distgpt.measure.bench.forward import sequences
 
 HERE = Path(__file__).resolve().parent
 BAR = {"GPT-2": 1.05, "autotune": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's
@@ -118,13 +118,23 @@ class Measurements:
         self._add(f"{group}/own", 90, [sys.executable, HERE / "gpu_kernels.py", what, *switches])
 
     def _forward(self, name: str) -> None:
-        """`bench forward` compares the losses of its methods: the GPU's with those of the cores."""
+        """The study compares the losses of its methods: the GPU's with those of the cores."""
         count, out = 20 if self._args.quick else 5000, self._scratch / "bench"
         for dtype in ("float32", "bfloat16"):
-            words = ["bench", "forward", "--preset", name, "--names", count, "--dtype", dtype, "--json"]
+            words = [
+                sys.executable,
+                HERE / "forward_study.py",
+                "--preset",
+                name,
+                "--names",
+                count,
+                "--dtype",
+                dtype,
+                "--json",
+            ]
             check = ["--method", "batched"] if name == "S" and dtype == "float32" else []
             words += [*check, "--method", "cuda", "--out", out]
-            self._add(f"forward {name}/ours, {dtype}", 60, [*self._args.distgpt, *words])
+            self._add(f"forward {name}/ours, {dtype}", 60, words)
         names = sequences(count)
         np.savez(self._scratch / "names.npz", tokens=names.tokens, lengths=names.lengths)
         request = {"shape": for_torch(preset(name).model), "names": str(self._scratch / "names.npz")}
