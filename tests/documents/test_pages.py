@@ -9,7 +9,7 @@ import sys
 
 import click
 import pytest
-from run import DOCUMENTS, ROOT, Failed, blocks, main, run
+from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
 
 from distgpt.cli import cli
 
@@ -84,6 +84,35 @@ def test_blocks_are_found_and_failures_are_noticed(tmp_path):
     assert failing.more == {"MORE_RUNS": "--help", "MORE_A_B": "c"}
     with pytest.raises(Failed, match=r"page\.md:7: left with 1[\s\S]*List the runs"):
         run(page, scratch)
+
+
+PRINTED = """reading my.txt
+step 10/40  loss 2.3026  grad 0.468  3,414 tokens/s  left 5:05
+wrote runs/first in 12 ms
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "wrong"),
+    [
+        ("step 7/600 loss 1.5 grad 1e-3 9 tokens/s left 0:01\nwrote /tmp/x in 3.1 s\n", ""),
+        ("…\nwrote runs/other …\n", ""),
+        ("step 7/600 …\nreading my.txt\n", "reading my.txt"),  # in another order
+        ("step 7/600 loss 1.5 grad 1 9 words/s left 1\n", "step 7/600 loss 1.5 grad 1 9 words/s left 1"),
+        ("step 7/600  loss 1.5\n", "step 7/600  loss 1.5"),  # not all of the line, and it does not say so
+    ],
+)
+def test_outputs_may_differ_in_numbers_and_paths_but_not_in_words(shown, wrong):
+    assert not_printed(shown, PRINTED) == wrong
+
+
+def test_an_output_in_a_document_is_compared(tmp_path):
+    page = tmp_path / "page.md"
+    for word in ("hello", "bye"):
+        page.write_text(f"```bash\necho hello 1\n```\n\nIt answers:\n\n```text\n{word} 2\n```\n")
+        (tmp_path / word).mkdir()
+        with contextlib.nullcontext() if word == "hello" else pytest.raises(Failed, match="no longer prints"):
+            run(page, tmp_path / word)
 
 
 @pytest.mark.slow
