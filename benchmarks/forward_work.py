@@ -13,8 +13,8 @@ from timing import timed
 from distgpt.comm.agree import gather_ints
 from distgpt.comm.cores import peak_memory
 from distgpt.config.presets import preset
-from distgpt.data.loading import bundled
 from distgpt.errors import DisagreementError
+from distgpt.files import bundled
 from distgpt.kernels.api import Kernels
 from distgpt.measure.bench.results import Row
 from distgpt.model import layers
