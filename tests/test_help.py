@@ -94,7 +94,7 @@ def test_help_prints_how_to_pages_offline():
         text = shown("help", topic)
         assert text.startswith(f"# {title}\n") and "](" not in text and "<!--" not in text, topic
         assert set(re.findall(r"`distgpt help ([\w-]+)`", text)) <= set(listed), topic
-    assert "(`distgpt help ranks`)" in shown("help", "training")
+    assert "(`distgpt help evaluation`)" in shown("help", "training")
     assert shown("help", "data").startswith("Usage: distgpt data ")  # a command, which is no topic
     refused = inside("help", "trainin")
     assert refused.returncode == 2 and "did you mean 'training'?" in refused.stderr

@@ -37,7 +37,7 @@ def scratch(tmp_path, monkeypatch):
 def test_the_first_model_learns_and_goes_on(scratch):
     found = run(ROOT / "docs" / "notebooks" / "first-model.ipynb")
     losses = [line["loss"] for line in found["training"]]
-    assert losses[-1] < 3 < 5 < losses[0] and len(found["held_out"]) == 3
+    assert losses[-1] < 3 < 5 < losses[0] and len(found["held_out"]) == 4
     assert found["more"].metrics[-1]["step"] == 200 and (scratch / "runs" / "notebook").is_dir()
 
 
