@@ -27,6 +27,16 @@ false | cat
 """
 COMMAND = re.compile(r"^(?:[^#\n]*(?:mpirun|[|&]) [^#\n]*)?distgpt ([a-z].*)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+RATE = r"(?:(?:new )?tokens|[GT]FLOP|Gop|[GM]B|passes|requests)(?:/s| a second)|times as (?:fast|long)"
+SPEED = re.compile(rf"\d[\d,.]* ?(?:million )?(?:{RATE}|% (?:faster|slower)|[mµ]s\b|× as|×(?! ?\d))")
+NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)`")  # of something in the code
+PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)*(?:\.(?:py|cu|cuh|md|cpp|c|sh)|/))`")
+TREES = ("distgpt", "tests", "benchmarks", "docs", "examples")
+NOT_OURS = {"ProcessPoolExecutor", "cs", "st", "json", "jsonl", "safetensors", "txt"}
+ABOUT_CODE = [
+    ROOT / "docs" / "explanation" / f"{name}.md"
+    for name in ("architecture", "read-in-an-hour", "inference-measured", "performance", "scale", "torture")
+]
 
 
 def slugs(page):
@@ -84,6 +94,43 @@ def test_blocks_are_found_and_failures_are_noticed(tmp_path):
     assert failing.more == {"MORE_RUNS": "--help", "MORE_A_B": "c"}
     with pytest.raises(Failed, match=r"page\.md:7: left with 1[\s\S]*List the runs"):
         run(page, scratch)
+
+
+def sentences(text):
+    """Return the sentences of a page's prose: not of its code, tables and headings."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n|\n(?=- |\d\. )", text):
+        if not paragraph.lstrip().startswith(("|", "#", "<!--")):
+            yield from re.split(r"(?<=[.!?:;])\s+", re.sub(r"\s+", " ", re.sub(r"`[^`]*`", "x", paragraph)))
+
+
+def test_every_file_and_name_of_code_that_a_page_explains_is_there():
+    paths = [*ROOT.glob("*"), *(path for name in TREES for path in (ROOT / name).rglob("*"))]
+    paths = [path for path in paths if "__pycache__" not in path.parts]
+    known = {f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in paths}
+    texts = (path.read_text() for path in paths if path.suffix in (".py", ".cu", ".cuh", ".c", ".cpp"))
+    words = set(re.findall(r"\w+", "".join(texts)))
+    for page in ABOUT_CODE:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for path in PATH.findall(text):
+            assert any(name.endswith(f"/{path}") for name in known), f"{page.name}: {path}"
+        for name in {name for name in NAME.findall(text) if not PATH.match(f"`{name}`")}:
+            assert set(name.split(".")) <= words | NOT_OURS, f"{page.name}: {name}"
+
+
+def test_what_is_read_in_an_hour_is_as_long_as_it_says():
+    text = (ROOT / "docs" / "explanation" / "read-in-an-hour.md").read_text()
+    files = re.findall(r"^\d+\. \*\*`(.*?)`", text, re.MULTILINE)
+    lines = sum((ROOT / file).read_text().count("\n") for file in files)
+    said = int(re.search(r"about ([\d,]+) lines", text)[1].replace(",", ""))
+    assert len(files) == 10 and abs(lines - said) < 0.1 * said, lines
+
+
+def test_no_sentence_has_two_figures_of_speed():
+    assert len(SPEED.findall("It reads 3 GB/s, twice as much, and takes 0.5 ms.")) == 2
+    for page in PAGES:
+        for sentence in sentences(page.read_text()):
+            assert len(SPEED.findall(sentence)) < 2, f"{page.name}: {sentence}"
 
 
 PRINTED = """reading my.txt
