@@ -1,5 +1,6 @@
 """Documents: links lead somewhere, commands work, and the site is built without a warning."""
 
+import ast
 import contextlib
 import os
 import re
@@ -116,6 +117,23 @@ def test_every_file_and_name_of_code_that_a_page_explains_is_there():
             assert any(name.endswith(f"/{path}") for name in known), f"{page.name}: {path}"
         for name in {name for name in NAME.findall(text) if not PATH.match(f"`{name}`")}:
             assert set(name.split(".")) <= words | NOT_OURS, f"{page.name}: {name}"
+
+
+def test_errors_that_pages_show_are_those_of_the_package():
+    """Of each, two fifths at least are in texts of the sources; the rest is names and numbers."""
+    trees = (ast.walk(ast.parse(path.read_text())) for path in (ROOT / "distgpt").rglob("*.py"))
+    texts = (node.value for tree in trees for node in tree if isinstance(node, ast.Constant))
+    parts = {text.strip() for text in texts if isinstance(text, str) and len(text.strip()) > 5}
+    shown = [
+        (page, error)
+        for page in PAGES
+        for error in re.findall(r"^    distgpt: ((?:.+\n)(?:    .+\n)*)", page.read_text(), re.MULTILINE)
+    ]
+    for page, error in shown:
+        error = re.sub(r"\s+", " ", error)
+        found = {at for part in parts for i in [error.find(part)] if i >= 0 for at in range(i, i + len(part))}
+        assert 5 * len(found) > 2 * len(error), f"{page.name}: {error}"
+    assert len(shown) >= 4
 
 
 def test_what_is_read_in_an_hour_is_as_long_as_it_says():
