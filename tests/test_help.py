@@ -96,6 +96,8 @@ def test_help_prints_how_to_pages_offline():
         assert set(re.findall(r"`distgpt help ([\w-]+)`", text)) <= set(listed), topic
     assert "(`distgpt help evaluation`)" in shown("help", "training")
     assert shown("help", "data").startswith("Usage: distgpt data ")  # a command, which is no topic
+    argument = dict(commands())["help",].params[0]
+    assert [found.value for found in argument.shell_complete(None, "out")] == ["out-of-memory"]
     refused = inside("help", "trainin")
     assert refused.returncode == 2 and "did you mean 'training'?" in refused.stderr
 

@@ -203,8 +203,12 @@ def page(path: Path) -> str:
     return ELSEWHERE_LINK.sub(r"\1", TO_PAGE.sub(r"\1 (`distgpt help \2`)", text))
 
 
+def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    return [name for name in topics() if name.startswith(begun)]
+
+
 @command("help", example="distgpt help out-of-memory")
-@click.argument("topic", required=False)
+@click.argument("topic", required=False, shell_complete=_topics)
 @click.pass_context
 def help(context: click.Context, topic: str | None) -> None:
     """Print a how-to page, or list them all. TOPIC may also be a command."""
