@@ -41,10 +41,11 @@ fuzz: .venv/test ## try damaged files of all kinds on the loaders, for an hour: 
 torture: .venv/test ## kill, starve and damage short runs, which must end as if not: ARGS="--trials 100 --seconds 600"
 	$(BIN)/python benchmarks/torture.py $(ARGS)
 
-lint: .venv/lint ## lint, format check and type check
+lint: .venv/lint ## lint, format check, type check and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 format: .venv/lint ## rewrite the sources in the house's format
 	$(BIN)/ruff check --fix .

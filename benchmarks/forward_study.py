@@ -2,70 +2,54 @@
 
     python benchmarks/forward_study.py --preset S --preset MS5 --ablation --peer PYTHON
     python benchmarks/forward_study.py --sweep input|model|joint
+    mpirun -n 2 python benchmarks/forward_study.py --method mpi        measures these ranks
 
-Adds to `distgpt bench forward`: plain Python and PyTorch; sweeps over names and models; what batches and
-single precision bring; and the seconds that the study published. Our methods take short sequences through all
-layers in one compiled call (short_sequences.py). All compute with the same weights; a loss that differs from
-the others' ends the program.
+Names differ in length: they are evaluated in batches of equal length (mean_loss.py), which ranks and threads
+divide up. Our methods take short sequences through all layers in one compiled call (short_sequences.py). All
+compute with the same weights, each in processes of its own; a loss that differs from the others' ends it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import click
-import microgpt_plain_python as plain
-import numpy as np
-from peer_process import ask_peer, for_torch, refuse_without_torch, torch_version
+from forward_peers import measure_plain, measure_torch, python_seconds
+from forward_tables import blocks, charts, is_scaled
+from forward_work import (
+    METHODS,
+    NAMES,
+    Job,
+    measure,
+    refuse_different_losses,
+    row_of,
+    with_speedups,
+)
+from peer_process import refuse_without_torch, torch_version
 from record import end_with_errors
 from short_sequences import ShortLoss
 
-from distgpt.comm.cores import peak_memory, usable_cores
-from distgpt.commands import bench
-from distgpt.config.presets import preset as preset_named
+from distgpt.comm.launched import launched_as
+from distgpt.commands.bench import result_options, to_options, together
+from distgpt.commands.options import FiniteRange, launch_options
+from distgpt.config import DTYPES
 from distgpt.errors import UsageError
-from distgpt.formatting import count
+from distgpt.gpu.probe import driver
+from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.jobs.processes import run
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.measure.bench.forward import COLUMNS as OURS
-from distgpt.measure.bench.forward import (
-    Benchmark,
-    ForwardOptions,
-    Job,
-    bundled_names,
-    initialised,
-    is_scaled,
-    measure,
-    methods_and_launcher,
-    scaled_notes,
-    seconds,
-    sequences,
-    stage_of,
-    times,
-    tokens_of,
-    what_of,
-    with_speedups,
-    words_of,
-)
-from distgpt.measure.bench.results import Row
-from distgpt.measure.jobs import answer, unsteered
-from distgpt.measure.published import METHODS, NAMES
-from distgpt.model.counts import operations, parameters
-from distgpt.model.model import Architecture
-from distgpt.show.charts import Bar, BarChart, LineChart, line
-from distgpt.show.page import Block, Column, tabulated
-from distgpt.stages import open_stage
+from distgpt.measure import jobs
+from distgpt.measure.bench.results import BenchOptions, Row, say
+from distgpt.stages import ON_GPU, open_stage
 
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")
 SERIES = {"model": ("MS5", "MM5", "ML5", "MVL5", "MXL5"), "joint": ("S", "M", "L", "VL", "XL")}
+IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do
 MORE_NAMES = (500, 1000, 2000, 5000, 10000, 20000, 30000)
-MOST_NAMES = 512  # in a batch of PyTorch's, as in the study
 
 # Published seconds: the study's UT, BT, SC (double) and PC (float).
 _TIMED = ("torch", "torch-batched", "serial", "cuda")
@@ -84,16 +68,87 @@ _SECONDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class StudyOptions(ForwardOptions):
-    """The command line."""
+class StudyOptions(BenchOptions):
+    """The command line. Without `methods` all that work here; `measure_only`: as a child that prints JSON."""
 
+    presets: Sequence[str] = ()
+    names: int | None = None
+    methods: Sequence[str] = ()
+    dtypes: Sequence[str] = ("float32",)
+    threads: int | None = None
+    repeats: int = 5
+    patience: float = 60.0
+    measure_only: bool = False
     peer: str | None = None
     sweep: str | None = None
     ablation: bool = False
 
+    def job(self, preset: str, method: str, dtype: str, names: int | None = None) -> Job:
+        names, threads = names or self.names or NAMES[preset], self.threads or 0
+        return Job(preset, method, names, dtype, threads, self.repeats, self.patience)
+
+    @property
+    def is_rank(self) -> bool:
+        """Return whether this process measures itself, alone or as a rank, instead of starting others."""
+        return self.measure_only or launched_as() > 1
+
+    def only_job(self) -> Job:
+        """Return what a rank measures."""
+        methods = self.methods or (["mpi"] if launched_as() > 1 else ["batched"])
+        presets = self.presets or ("S",)
+        if max(map(len, (presets, methods, self.dtypes))) > 1:
+            raise UsageError("launched as one job, the study measures one preset, method and dtype: name one")
+        return self.job(presets[0], methods[0], self.dtypes[0])
+
 
 @click.command("forward_study.py", help=__doc__)
-@bench.forward_options(ALL_METHODS)
+@together(
+    click.option("--measure", "measure_only", is_flag=True, hidden=True),  # for the children
+    result_options(name=""),
+    click.option(
+        "--patience",
+        type=FiniteRange(0, min_open=True),
+        default=60.0,
+        show_default=True,
+        help="Seconds for all passes of a method, or it is measured on fewer names.",
+    ),
+    click.option(
+        *("--repeats", "repeats"),
+        type=click.IntRange(1),
+        default=5,
+        show_default=True,
+        help="Passes; the median counts.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(1),
+        help="Threads of each process; its share of the cores if left out.",
+    ),
+    launch_options,
+    click.option(
+        "--dtype",
+        "dtypes",
+        type=click.Choice(DTYPES),
+        multiple=True,
+        default=("float32",),
+        show_default=True,
+    ),
+    click.option(
+        "--method",
+        "methods",
+        type=click.Choice(ALL_METHODS),
+        multiple=True,
+        help="Repeatable; all that work here if left out.",
+    ),
+    click.option("--names", type=click.IntRange(1), help="How many; as many as the study took if left out."),
+    click.option(
+        "--preset",
+        "presets",
+        type=click.Choice(list(NAMES)),
+        multiple=True,
+        help="Model and work; S if left out.",
+    ),
+)
 @click.option("--peer", help="A Python with PyTorch; this one if left out.")
 @click.option(
     "--sweep",
@@ -102,7 +157,7 @@ class StudyOptions(ForwardOptions):
 )
 @click.option("--ablation", is_flag=True, help="Also what batches and single precision bring, each alone.")
 def main(**given: Any) -> None:
-    options = bench.to_options(StudyOptions, given)
+    options = to_options(StudyOptions, given)
     if options.is_rank:
         measure_as_rank(options.only_job(), options.threads)
         return
@@ -138,13 +193,54 @@ def study_of(options: StudyOptions) -> Study:
     return Study(options, methods, launcher, peer)
 
 
-class Study(Benchmark):
-    """The methods of `distgpt bench forward`, plain Python and PyTorch."""
+# -- what can be measured here
 
-    order = ALL_METHODS
 
-    def __init__(self, options: StudyOptions, methods: Sequence[str], launcher: Any, peer: str) -> None:
-        super().__init__(options, methods, launcher)
+def stage_of(method: str) -> str:
+    """Return the stage that a method of ours runs in."""
+    return method if method in ("mpi", "cuda", "mpi-cuda") else "serial"
+
+
+def methods_and_launcher(options: StudyOptions) -> tuple[Sequence[str], Launcher | None]:
+    """Return the methods to measure, once each, and the launcher; refuse what cannot be measured here."""
+    methods = list(dict.fromkeys(options.methods))
+    if "bfloat16" in options.dtypes and set(methods) <= set(IN_DOUBLE) and methods:
+        names = " and ".join(methods)
+        raise UsageError(f"--method {names} computes in float64: --dtype bfloat16 needs another")
+    launcher = None
+    with_ranks = any(method.startswith("mpi") for method in methods)
+    try:
+        launcher = find_launcher(options.launcher, options.hostfile)
+    except UsageError:
+        if with_ranks or options.launcher or options.hostfile:
+            raise
+    for method in methods:
+        for dtype in dtypes_of(method, options.dtypes):
+            jobs.check_gpu(stage_of(method), dtype, options.launcher, options.hostfile)
+    return methods or _available(launcher), launcher
+
+
+def _available(launcher: Launcher | None) -> list[str]:
+    """Return the methods that this machine has."""
+    gpus = driver()
+    return ["serial", "batched"] + ["mpi"] * (launcher is not None) + ["cuda"] * bool(gpus and gpus.gpus)
+
+
+def dtypes_of(method: str, dtypes: Sequence[str]) -> Sequence[str]:
+    """Return the dtypes that the method is measured in, once each."""
+    return ["float64"] if method in IN_DOUBLE else list(dict.fromkeys(dtypes))
+
+
+# -- measuring
+
+
+class Study:
+    """The methods to measure, and what it takes to start them."""
+
+    def __init__(
+        self, options: StudyOptions, methods: Sequence[str], launcher: Launcher | None, peer: str
+    ) -> None:
+        self.options, self.methods, self.launcher = options, methods, launcher
         self.peer, self.sweep = peer, options.sweep
 
     def rows(self, presets: Sequence[str]) -> list[Row]:
@@ -166,39 +262,59 @@ class Study(Benchmark):
         ]
 
     def jobs(self, preset: str, names: int) -> list[Job]:
-        found = super().jobs(preset, names)
-        if self.options.methods or self._suits_python(preset, names):
-            return found
-        return [job for job in found if job.method != "python"]
+        """Return what to measure of a preset, by every method and dtype; the slow ones first."""
+        found = []
+        for method in sorted(self.methods, key=ALL_METHODS.index):
+            if method == "python" and not (self.options.methods or self._suits_python(preset, names)):
+                continue
+            for dtype in dtypes_of(method, self.options.dtypes):
+                job = self.options.job(preset, method, dtype, names)
+                found.append(replace(job, threads=1) if method in IN_DOUBLE else job)
+        return found
 
     def _suits_python(self, preset: str, names: int) -> bool:
         """Return whether plain Python is measured unasked: at its own size, if it ends well in time."""
         return preset == "microgpt" and python_seconds(preset, names) < self.options.patience / 2
 
+    def compare(self, to_do: Sequence[Job]) -> list[Row]:
+        """Return rows of jobs with the same names and weights, whose losses must agree."""
+        rows = []
+        for job in to_do:
+            say(f"{job.preset}: {job.method}, {job.dtype}, {job.names:,} names")
+            rows.append(row_of(job, self.measure(job)))
+        refuse_different_losses([row for row in rows if not is_scaled(row)])
+        for row in filter(is_scaled, rows):
+            self.check_part(row)
+        return rows
+
     def measure(self, job: Job) -> dict[str, Any]:
+        """Measure in processes of their own."""
         if job.method.startswith("torch"):
-            return self._by_torch(job)
+            return measure_torch(self.peer, job)
         command = [sys.executable, __file__, *map(str, words_of(job))]
         if self.launcher is not None and job.method.startswith("mpi"):
             command = self.launcher.command(self.options.ranks, command)
-        return answer(run(command, env=unsteered()), what_of(job))
+        return jobs.answer(run(command, env=jobs.unsteered()), what_of(job))
 
-    def _by_torch(self, job: Job) -> dict[str, Any]:
-        model, every = initialised(job.preset, ReferenceKernels("float64")), sequences(job.names)
-        with tempfile.TemporaryDirectory() as scratch:
-            files = {what: f"{scratch}/{what}.npz" for what in ("weights", "names")}
-            weights: dict[str, Any] = {name: np.array(values) for name, values in model.params.items()}
-            np.savez(files["weights"], **weights)
-            np.savez(files["names"], tokens=every.tokens, lengths=every.lengths)
-            request = {
-                "shape": for_torch(model.config),
-                "threads": job.threads or len(usable_cores()),
-                "dtype": job.dtype,
-                "most": 1 if job.method == "torch" else MOST_NAMES,
-                "repeats": job.repeats,
-                "patience": job.patience,
-            }
-            return ask_peer(self.peer, "names", {**request, **files}) | {"ranks": 1}
+    def check_part(self, part: Row) -> None:
+        """Compare a loss over the first names only with that of a batched pass over just these."""
+        job = self.options.job(part["preset"], "batched", "float64", part["measured"])
+        say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
+        again = self.measure(replace(job, repeats=1, patience=math.inf))
+        refuse_different_losses([part, row_of(job, again)])
+
+
+def words_of(job: Job) -> list[object]:
+    """Return the options that make a process measure this job."""
+    words: list[object] = ["--measure"]
+    for key in ("preset", "method", "names", "dtype", "repeats", "patience"):
+        words += [f"--{key}", getattr(job, key)]
+    return words + (["--threads", job.threads] if job.threads and job.method not in ON_GPU else [])
+
+
+def what_of(job: Job) -> str:
+    """Name a job in an error."""
+    return f"--method {job.method} of preset {job.preset}"
 
 
 def with_published(row: Row) -> Row:
@@ -220,128 +336,6 @@ def measure_as_rank(job: Job, threads: int | None) -> None:
     found = measure(job, stage, ShortLoss)
     if stage.comm.rank == 0:
         print(json.dumps(found))
-
-
-def measure_plain(job: Job) -> dict[str, Any]:
-    """Measure plain Python: one pass, without warm-up; refuse what would take longer than `patience`."""
-    expected = python_seconds(job.preset, job.names)
-    if expected > job.patience:
-        within = int(job.names * job.patience / expected)
-        way = f"--names {within} fits into the {job.patience:g} s of --patience"
-        raise UsageError(
-            f"plain Python would take about {expected:,.0f} s for {count(job.names, 'name')} "
-            f"of {job.preset}: {way if within else 'raise --patience'}, or leave --method python out"
-        )
-    model = initialised(job.preset, ReferenceKernels("float64"))
-    weights = {name: values.tolist() for name, values in model.params.items()}
-    shape = plain.Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
-    names = [tokens_of(name) for name in bundled_names(job.names)]
-    begun = time.perf_counter()
-    loss = plain.mean_loss(weights, shape, names)
-    took = time.perf_counter() - begun
-    found = {"measured": job.names, "seconds": took, "all_seconds": [took], "loss": loss}
-    return found | {"peak_memory": [peak_memory()], "ranks": 1, "threads": 1}
-
-
-def python_seconds(name: str, names: int) -> float:
-    """Estimate plain Python's time, from that of a long dot product."""
-    many = [1.0] * (1 << 16)
-    begun = time.perf_counter()
-    plain.dot(many, many)
-    product = (time.perf_counter() - begun) / len(many)
-    flops = operations(Architecture(preset_named(name).model)).forward
-    return product * sequences(names).predictions * flops / 2
-
-
-# -- showing
-
-
-def _way(r: Row) -> str:
-    return "batched" if r["batched"] else "one at a time"
-
-
-COLUMNS: tuple[Column, ...] = (*OURS, ("published s", "published_s", "{:,.2f}".format))
-ABLATION: tuple[Column, ...] = (
-    ("preset", "preset", str),
-    ("names", "", _way),
-    ("dtype", "dtype", str),
-    ("seconds", "", seconds),
-    ("× plain", "", times),
-)
-
-
-def blocks(found: dict[str, Any]) -> list[Block]:
-    """Return curves of a sweep or else bars, and the tables."""
-    rows, parts = found["rows"], found.get("ablation") or []
-    notes = scaled_notes([*rows, *parts])
-    if any(row["method"].startswith("torch") for row in rows):
-        notes.append("torch keeps the memory it has freed, which makes it faster and larger")
-    if any(row["published_s"] for row in rows):
-        notes.append(
-            "published: seconds of the study on its own machine, with its own PyTorch, C++ (serial) and CUDA"
-        )
-    shown: list[Block] = [*charts(found).values()] or _speedups(rows)
-    shown.append(tabulated(COLUMNS, rows, "Mean loss over all names", "; ".join(notes)))
-    return [*shown, _ablation(parts), tabulated(ABLATION, parts)] if parts else shown
-
-
-def charts(found: dict[str, Any]) -> dict[str, LineChart]:
-    """Return a sweep's chart, seconds by size. The key ends its file name."""
-    if found.get("sweep") is None:
-        return {}
-    rows, by_names = found["rows"], found["sweep"] == "input"
-    lines: dict[str, list[tuple[float, float]]] = {}
-    in_part = {_who(r) for r in rows if is_scaled(r)}
-    for r in rows:
-        size = r["names"] if by_names else parameters(Architecture(preset_named(r["preset"]).model)).total
-        lines.setdefault(_who(r), []).append((size, r["seconds"]))
-    presets = ", ".join(dict.fromkeys(r["preset"] for r in rows))
-    over = "names" if by_names else "parameters"
-    several = not by_names and len({r["names"] for r in rows}) > 1
-    grows = ", more names for larger models" if several else ""
-    description = (
-        f"Seconds for the mean loss over all names, by the number of {over}{grows}; presets {presets}."
-    )
-    if in_part:
-        description += " Dashed and with a star: some of its sizes were measured on a part of the names only."
-    title = f"Forward pass: seconds over {over}{grows}"
-    series = [
-        line(name + " *" * (name in in_part), sorted(points), dashed=name in in_part)
-        for name, points in lines.items()
-    ]
-    return {"": LineChart(title, description, over, "seconds", series, log_x=True, log_y=True)}
-
-
-def _who(r: Row) -> str:
-    return f"{r['method']}, {r['dtype']}"
-
-
-def _speedups(rows: Sequence[Row]) -> list[Block]:
-    """Bars for each preset that was also measured one name at a time."""
-    shown: list[Block] = []
-    for name in dict.fromkeys(r["preset"] for r in rows):
-        own = [r for r in rows if r["preset"] == name and r["speedup"]]
-        if len(own) > 1:
-            bars = [Bar(_who(r), r["speedup"], f"{times(r)} ×") for r in own]
-            best = max(own, key=lambda r: float(r["speedup"]))
-            description = (
-                f"The fastest, {best['method']} in {best['dtype']}, is {times(best)} times as fast as serial."
-            )
-            title = f"{name}: speed-up over one name at a time"
-            shown.append(BarChart(title, description, "times as fast", bars))
-    return shown
-
-
-def _ablation(rows: Sequence[Row]) -> BarChart:
-    bars = [
-        Bar(f"{r['preset']}: {_way(r)}, {r['dtype']}", r["speedup"], f"{times(r)} × ({r['seconds']:,.3g} s)")
-        for r in rows
-    ]
-    best = max(rows, key=lambda r: float(r["speedup"]))
-    description = (
-        f"On one thread; {_way(best)} in {best['dtype']} is {times(best)} times as fast as the plain way."
-    )
-    return BarChart("What batches and single precision bring", description, "times as fast", bars)
 
 
 if __name__ == "__main__":

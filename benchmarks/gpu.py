@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forward_work import sequences
 from peer_process import for_torch
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
-from distgpt.gpu.device import SECOND_STREAM
 from distgpt.jobs.processes import TIMED_OUT, run
-from distgpt.measure.bench.forward import sequences
 
 HERE = Path(__file__).resolve().parent
 BAR = {"GPT-2": 1.05, "autotune": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's
@@ -66,7 +65,6 @@ class Measurements:
         if "autotune" in (args.only or ()):
             self._train("autotune", "gpt2", "bfloat16", 64, "PyTorch, max-autotune")
         self._kernels("ablation", "ablation")
-        self._second_stream("GPT-2 second stream")
 
     def _add(self, name: str, most: float, command: list[Any]) -> None:
         if not self._args.only or name.split("/")[0] in self._args.only:
@@ -101,14 +99,6 @@ class Measurements:
             self._ask(f"{group}/{who}", 400 if group == "autotune" else 150, do="train", **how)
         self._add(f"{group}/ours again", 90, ours)
 
-    def _second_stream(self, group: str) -> None:
-        """With and without gradients of weights on a stream of their own."""
-        ours = self._ours("gpt2", "bfloat16", 64, "bench train", 20)
-        ours += ["--sample-every", 0, "--json", "--out", self._scratch / "bench"]
-        for turn in ("", " again"):
-            for value, who in (("0", "ours, one stream"), ("1", "ours, two streams")):
-                self._add(f"{group}/{who}{turn}", 90, ["env", f"{SECOND_STREAM}={value}", *ours])
-
     def _profile(self, name: str, batch: int) -> None:
         words, out = self._ours(name, "bfloat16", batch, "profile", 5), self._args.out.parent / "profile"
         self._add("profile/GPT-2 bfloat16", 60, [*words, "--out", out])
@@ -118,13 +108,23 @@ class Measurements:
         self._add(f"{group}/own", 90, [sys.executable, HERE / "gpu_kernels.py", what, *switches])
 
     def _forward(self, name: str) -> None:
-        """`bench forward` compares the losses of its methods: the GPU's with those of the cores."""
+        """The study compares the losses of its methods: the GPU's with those of the cores."""
         count, out = 20 if self._args.quick else 5000, self._scratch / "bench"
         for dtype in ("float32", "bfloat16"):
-            words = ["bench", "forward", "--preset", name, "--names", count, "--dtype", dtype, "--json"]
+            words = [
+                sys.executable,
+                HERE / "forward_study.py",
+                "--preset",
+                name,
+                "--names",
+                count,
+                "--dtype",
+                dtype,
+                "--json",
+            ]
             check = ["--method", "batched"] if name == "S" and dtype == "float32" else []
             words += [*check, "--method", "cuda", "--out", out]
-            self._add(f"forward {name}/ours, {dtype}", 60, [*self._args.distgpt, *words])
+            self._add(f"forward {name}/ours, {dtype}", 60, words)
         names = sequences(count)
         np.savez(self._scratch / "names.npz", tokens=names.tokens, lengths=names.lengths)
         request = {"shape": for_torch(preset(name).model), "names": str(self._scratch / "names.npz")}

@@ -2,7 +2,7 @@
 
 A block of sequences goes through all layers at a time. It is small, so what a layer writes is in a cache when
 the next one reads it. Sequences of a block are equally long, and attention has one in each lane of a vector
-(distgpt/kernels/fused/attention_short.py). `distgpt bench forward` does without.
+(attention_short.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import attention_short
 import numpy as np
+from attention_short import SHORT, ShortScratch, attend_short
+from mean_loss import MeanLoss, Sequences
 from numpy.typing import ArrayLike
 
 from distgpt.comm.api import Comm
@@ -20,16 +23,13 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding.decode import kind_of, norm_row
 from distgpt.kernels.decoding.factors import UNIT
 from distgpt.kernels.decoding.weights import packed_weights
-from distgpt.kernels.fused import attention_short
 from distgpt.kernels.fused.attention import rotate
-from distgpt.kernels.fused.attention_short import SHORT, ShortScratch, attend_short
 from distgpt.kernels.fused.jit import inline, jit
 from distgpt.kernels.fused.linear import gelu_row, relu_row, swiglu_row
 from distgpt.kernels.fused.softmax import softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, LANES, ROWS, aligned
-from distgpt.measure.bench.forward import MeanLoss, Sequences
 from distgpt.model.model import Model
 from distgpt.model.packed import angles_of
 

@@ -33,6 +33,15 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
         raise StorageError(f"cannot {action} {path}: {error.strerror or error}") from error
 
 
+def bundled(kind: str, name: str) -> Path:
+    """Return the path of what comes with distgpt; `kind` is "data", "weights" or "docs"."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "bundled", package.parent):  # installed; a source checkout
+        if (path := folder / kind / name).exists():
+            return path
+    raise DataError(f"the bundled {kind}/{name} is missing from this installation; install distgpt again")
+
+
 def sync_directory(path: Path) -> None:
     """Make renames and new names in a directory survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

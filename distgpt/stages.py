@@ -232,7 +232,8 @@ def _communicator(name: str) -> Comm:
     except (ImportError, RuntimeError) as error:
         raise UsageError(
             f"--stage {name} needs mpi4py and an MPI library ({first_line(error)}); install them with "
-            "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI"
+            "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI "
+            "(distgpt help install)"
         ) from None
     if problem := foreign_launcher():
         raise UsageError(problem)

@@ -30,7 +30,6 @@ ORDER = (
 LONGEST = 50  # lines of a function
 LONGER = {
     "commands.bench:add",
-    "commands.bench:forward_options",
     "commands.slurm:slurm",
     "commands.train:train",
     "data.tokenizers.bpe_fast:fill_ids",

@@ -12,10 +12,11 @@ import pytest
 from conftest import inside
 
 from distgpt.cli import COMMANDS, cli
-from distgpt.commands.help import HELP_ALL, similar
+from distgpt.commands.help import HELP_ALL, similar, topics
 from distgpt.commands.options import OPTIONS
 from distgpt.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
 
+PACKAGE = Path(__file__).parents[1] / "distgpt"
 NEEDED = (
     "stage",
     "preset",
@@ -84,6 +85,29 @@ def test_the_most_used_commands_come_first():
     first, _, rest = inside().stderr.partition("Commands:")[2].partition("More commands:")
     assert re.findall(r"^  (\w+)", first, re.MULTILINE) == list(COMMANDS[:5])
     assert all(f"\n  {name} " in rest for name in COMMANDS[5:])
+
+
+def test_help_prints_how_to_pages_offline():
+    listed = dict(re.findall(r"^([\w-]+) +(.*)$", shown("help"), re.MULTILINE))
+    assert listed["out-of-memory"] == "Out of memory" and len(listed) > 10
+    for topic, title in listed.items():
+        text = shown("help", topic)
+        assert text.startswith(f"# {title}\n") and "](" not in text and "<!--" not in text, topic
+        assert set(re.findall(r"`distgpt help ([\w-]+)`", text)) <= set(listed), topic
+    assert "(`distgpt help evaluation`)" in shown("help", "training")
+    assert shown("help", "data").startswith("Usage: distgpt data ")  # a command, which is no topic
+    argument = dict(commands())["help",].params[0]
+    assert [found.value for found in argument.shell_complete(None, "out")] == ["out-of-memory"]
+    refused = inside("help", "trainin")
+    assert refused.returncode == 2 and "did you mean 'training'?" in refused.stderr
+
+
+def test_errors_name_pages_that_are_there():
+    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    named = set(re.findall(r"\(distgpt help ([\w-]+)\)", sources))
+    assert {"out-of-memory", "install", "tuning"} <= named <= topics().keys()
+    words = ("--preset", "llama3.2-1b", "--tokenizer", "byte", "--batch-size", "64", "--grad-accum", "1")
+    assert "(distgpt help out-of-memory)" in inside("train", *words, "--dtype", "float64").stderr
 
 
 LIKE = {

@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's own switch for huge pages, read once, early
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # this Python has no distgpt
+sys.path += map(str, Path(__file__).resolve().parents[1:3])  # this Python has no distgpt
 
 import torch
 from peer_gpt import GPT, Shape, fill
 from peer_training import Training
+from timing import timed
 from torch import Tensor, nn
 
 from distgpt.comm.cores import peak_memory
-from distgpt.measure.timing import timed
 
 SEED = 1337
 WARM_UP = 2  # steps, trained like the others and not measured

@@ -1,8 +1,8 @@
-"""distgpt bench: forward, train, infer, allreduce"""
+"""distgpt bench: train, infer, allreduce"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,17 +12,17 @@ import click
 from distgpt.comm.launched import launched_as
 from distgpt.commands.help import Group
 from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
-from distgpt.config import DTYPES, ROUNDED_DTYPES, nearest
+from distgpt.config import ROUNDED_DTYPES, nearest
 from distgpt.errors import UsageError
-from distgpt.measure.published import METHODS, NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-ORDER = ("forward", "train", "infer", "allreduce")
-MOVED = ("scaling", "report")  # programs of the repository, in benchmarks/
-# A launcher may start several processes of these; of the others only what they start themselves to measure.
-TOGETHER = ("forward", "allreduce")
+ORDER = ("train", "infer", "allreduce")
+# Programs of the repository, in benchmarks/.
+MOVED = {"forward": "forward_study", "scaling": "scaling", "report": "report"}
+# A launcher may start several processes of it; of the others only what they start themselves to measure.
+TOGETHER = ("allreduce",)
 MEASURING = "--measure-peak"
 
 
@@ -33,7 +33,7 @@ class _Bench(Group):
     def get_command(self, context: click.Context, name: str) -> click.Command:
         command = super().get_command(context, name)
         if name in MOVED:
-            context.fail(f"{name} is a program of the repository: python benchmarks/{name}.py")
+            context.fail(f"{name} is a program of the repository: python benchmarks/{MOVED[name]}.py")
         if command is None:
             context.fail(f"no such command {name!r}{nearest(name, ORDER)}")
         return command
@@ -52,7 +52,7 @@ class _Bench(Group):
 
 @click.group(cls=_Bench)
 def bench() -> None:
-    """Measure this machine: passes, training, inference, sums over ranks."""
+    """Measure this machine: training, inference, sums over ranks."""
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -87,71 +87,6 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
     settings = {key: value for key, value in given.items() if key not in own and value is not None}
     more = {"settings": settings} if "settings" in own else {}
     return kind(**{key: value for key, value in given.items() if key in own}, **more)
-
-
-def forward_options(methods: Sequence[str]) -> Callable[[F], F]:
-    """Add the options of a command that times forward passes by some of these methods."""
-    return together(
-        click.option("--measure", "measure_only", is_flag=True, hidden=True),  # for the children
-        result_options(name=""),
-        click.option(
-            "--patience",
-            type=FiniteRange(0, min_open=True),
-            default=60.0,
-            show_default=True,
-            help="Seconds for all passes of a method, or it is measured on fewer names.",
-        ),
-        click.option(
-            *("--repeats", "repeats"),
-            type=click.IntRange(1),
-            default=5,
-            show_default=True,
-            help="Passes; the median counts.",
-        ),
-        click.option(
-            "--threads",
-            type=click.IntRange(1),
-            help="Threads of each process; its share of the cores if left out.",
-        ),
-        launch_options,
-        click.option(
-            "--dtype",
-            "dtypes",
-            type=click.Choice(DTYPES),
-            multiple=True,
-            default=("float32",),
-            show_default=True,
-        ),
-        click.option(
-            "--method",
-            "methods",
-            type=click.Choice(methods),
-            multiple=True,
-            help="Repeatable; all that work here if left out.",
-        ),
-        click.option(
-            "--names", type=click.IntRange(1), help="How many; as many as the study took if left out."
-        ),
-        click.option(
-            "--preset",
-            "presets",
-            type=click.Choice(list(NAMES)),
-            multiple=True,
-            help="Model and work; S if left out.",
-        ),
-    )
-
-
-@bench.command("forward", example="distgpt bench forward --preset S --names 1000")
-@forward_options(METHODS)
-def forward(**given: Any) -> None:
-    """Time the mean loss over thousands of names, one at a time and batched, on cores, ranks and a GPU.
-
-    All methods compute with the same weights; a loss that differs from the others' ends the command.
-    """
-    from distgpt.measure.bench import forward
-
-    forward.bench(to_options(forward.ForwardOptions, given))
 
 
 def train_options(command: F) -> F:

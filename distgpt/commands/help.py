@@ -1,17 +1,20 @@
-"""How help is printed: options in groups, with defaults; and what is suggested for a wrong option."""
+"""How help is printed: options in groups, with defaults; suggestions for a wrong option; how-to pages."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 
 from distgpt.config import GROUPS, ModelConfig, RunConfig
 from distgpt.config.presets import resolve
-from distgpt.errors import print_lines
+from distgpt.errors import UsageError, nearest, print_lines
+from distgpt.files import bundled
 
 COMMON = 5  # commands that a list of commands shows first
 # What other programs call an option, and what it is called here.
@@ -180,3 +183,43 @@ class Group(click.Group):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+# How-to pages, by `distgpt help TOPIC`
+
+NOT_SHOWN = re.compile(r"<!-- .*? -->\n?", re.DOTALL)
+TO_PAGE = re.compile(r"\[([^]]+)\]\((?:\.\./how-to/)?([\w-]+)\.md[^)]*\)")
+ELSEWHERE_LINK = re.compile(r"!?\[([^]]+)\]\([^)]+\)")
+
+
+def topics() -> dict[str, Path]:
+    """Return the how-to pages by the names of their files."""
+    return {path.stem: path for path in sorted(bundled("docs", "how-to").glob("*.md"))}
+
+
+def page(path: Path) -> str:
+    """Return a page for a terminal: a link to another topic names it, other links are their words."""
+    text = NOT_SHOWN.sub("", path.read_text("utf-8"))
+    return ELSEWHERE_LINK.sub(r"\1", TO_PAGE.sub(r"\1 (`distgpt help \2`)", text))
+
+
+def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    return [name for name in topics() if name.startswith(begun)]
+
+
+@command("help", example="distgpt help out-of-memory")
+@click.argument("topic", required=False, shell_complete=_topics)
+@click.pass_context
+def help(context: click.Context, topic: str | None) -> None:
+    """Print a how-to page, or list them all. TOPIC may also be a command."""
+    known, parent = topics(), context.parent
+    if topic is None:
+        for name, path in known.items():
+            print_lines(f"{name:<15}{path.read_text('utf-8').partition(chr(10))[0].lstrip('# ')}")
+    elif topic in known:
+        print_lines(page(known[topic]))
+    elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):
+        found = parent.command.get_command(parent, topic)
+        print_lines(found.get_help(click.Context(found, parent, topic)) if found else "")
+    else:
+        raise UsageError(f"there is no help on {topic!r:.40}{nearest(topic, known)}")

@@ -319,7 +319,7 @@ TUNING_TOKENS = 4096  # of a step, about
 def tuning(ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a model that is tuned on chats, where `given`, with its own, names no others."""
     if not given.get("init"):
-        raise UsageError("which model is to be tuned? --weights says that")
+        raise UsageError("which model is to be tuned? --weights says that (distgpt help tuning)")
     settings_of(ModelConfig)["seq_len"].check("seq_len", given["seq_len"])
     rows = max(1, TUNING_TOKENS // given["seq_len"])
     batch = {} if BATCH_KEYS & given.keys() else {"batch_size": -(-rows // ranks) * ranks}

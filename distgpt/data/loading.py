@@ -44,7 +44,7 @@ from distgpt.data.tokenizers.naming import (
     tokenizer_from_json,
 )
 from distgpt.errors import DataError, DistgptError, Say
-from distgpt.files import open_regular
+from distgpt.files import bundled, open_regular
 from distgpt.formatting import count
 
 LONGEST_PROMPT = 64 << 20  # bytes
@@ -52,17 +52,6 @@ GZIP = b"\x1f\x8b"  # how its files begin
 BYTE = "byte"
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
 BUNDLED_TEXTS = ("corpus", "names", "story")
-
-
-def bundled(kind: str, name: str) -> Path:
-    """A file that comes with distgpt; `kind` is "data" or "weights"."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "bundled", package.parent):  # installed; a source checkout
-        if (path := folder / kind / name).is_file():
-            return path
-    raise DataError(
-        f"the bundled file {kind}/{name} is missing from this installation; install distgpt again"
-    )
 
 
 def resolve_data(name: str) -> Path:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
 import platform
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -16,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.gpu.compiling import cubin
+from distgpt.gpu.copies import Mirror, UnderWay
 from distgpt.kernels.api import Array, Work
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
@@ -23,7 +21,6 @@ TIMED_CALLS, TURNS = 5, 5
 HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
-SECOND_STREAM = "DISTGPT_SECOND_STREAM"  # 1: gradients of weights have a stream of their own
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,7 +45,7 @@ class CupyDevice:
         self.multiprocessors = int(facts["multiProcessorCount"])
         # The same GPU has the same place in all processes, whatever index they know it by.
         self.place = f"{_machine()} {self._cuda.runtime.deviceGetPCIBusId(index)}"
-        self.recording = self.is_aside = False
+        self.recording = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
         self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
@@ -200,17 +197,13 @@ class CupyDevice:
         return self._cuda.Stream(non_blocking=True)
 
     @contextmanager
-    def on(self, stream: Any, aside: bool = False) -> Iterator[None]:
-        """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host.
-
-        `aside`: with scratch memory of its own.
-        """
-        usual = self.stream, self.is_aside
-        self.stream, self.is_aside = stream, aside
+    def on(self, stream: Any) -> Iterator[None]:
+        """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host."""
+        usual, self.stream = self.stream, stream
         try:
             yield
         finally:
-            self.stream, self.is_aside = usual
+            self.stream = usual
 
     def after(self, stream: Any, other: Any) -> None:
         """Let later work of `stream` wait for the work of `other` so far."""
@@ -321,101 +314,3 @@ class Graphs:
             graph.launch(stream)
             act()
         self._last.launch(stream)
-
-
-def second_stream_enabled() -> bool:
-    """Return whether the variable turns it on. Nobody has measured yet whether it is faster."""
-    return os.environ.get(SECOND_STREAM) == "1"
-
-
-class SecondStream:
-    """A second stream for gradients of weights, which no layer waits for, used while the device records.
-
-    Otherwise work is done in order, since what is timed must run alone.
-    """
-
-    def __init__(self, device: CupyDevice) -> None:
-        self._device = device
-        self._stream: Any = None
-        self._under_way = False
-
-    def start(self, work: Work) -> None:
-        """Let work() begin after everything so far; later work does not wait for it until `join`."""
-        device = self._device
-        if not device.recording:
-            with device.on(device.stream, aside=True):
-                work()
-            return
-        self._stream = self._stream or device.second_stream()
-        device.after(self._stream, device.stream)
-        with device.on(self._stream, aside=True):
-            work()
-        self._under_way = True
-
-    def join(self) -> None:
-        """Let later work wait for that work."""
-        if self._under_way:
-            self._device.after(self._device.stream, self._stream)
-        self._under_way = False
-
-
-# -- asynchronous copies between the device and page-locked memory of the host
-
-
-class UnderWay:
-    """Holds page-locked memory until the copies from or to it are done; waits where there are `most`.
-
-    CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
-    """
-
-    def __init__(self, most: float = math.inf) -> None:
-        self._most = most
-        self._copies: deque[tuple[Any, Any]] = deque()
-
-    def hold(self, done: Any, memory: Any) -> None:
-        """Keep `memory` until the event `done`."""
-        self._copies.append((done, memory))
-        while self._copies:
-            oldest, _ = self._copies[0]
-            if not oldest.done:
-                if len(self._copies) <= self._most:
-                    return
-                oldest.synchronize()
-            self._copies.popleft()
-
-
-class Mirror:
-    """A device array's copy in page-locked memory: `host` is a NumPy array of the same type and shape."""
-
-    def __init__(self, cuda: Any, stream: Any, array: Array, under_way: UnderWay) -> None:
-        self._stream, self._array, self._under_way = stream, array, under_way
-        self._done = cuda.Event(disable_timing=True)
-        self._memory = cuda.alloc_pinned_memory(max(1, array.nbytes))
-        self.host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
-
-    def fetch(self, start: int = 0, stop: int | None = None) -> None:
-        """Start copying to the host, all or some of the elements; `ready` waits for it."""
-        there, here, size = self._stretch(start, stop)
-        there.copy_to_host_async(here, size, self._stream)
-        self._started()
-
-    def ready(self) -> Any:
-        """Wait for the copy; return `host`."""
-        self._done.synchronize()
-        return self.host
-
-    def send(self, start: int = 0, stop: int | None = None) -> None:
-        """Start copying to the device; `ready` waits until `host` may be changed again."""
-        there, here, size = self._stretch(start, stop)
-        there.copy_from_host_async(here, size, self._stream)
-        self._started()
-
-    def _stretch(self, start: int, stop: int | None) -> tuple[Any, int, int]:
-        """Return the addresses of elements on the device and on the host, and their bytes."""
-        first = start * self._array.itemsize
-        size = (self._array.size if stop is None else stop) * self._array.itemsize - first
-        return self._array.data + first, self._memory.ptr + first, size
-
-    def _started(self) -> None:
-        self._done.record(self._stream)
-        self._under_way.hold(self._done, self._memory)

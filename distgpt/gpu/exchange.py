@@ -14,7 +14,8 @@ from distgpt.comm.api import Array, Comm, NcclComm
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
 from distgpt.gpu.api import address
-from distgpt.gpu.device import CupyDevice, Mirror
+from distgpt.gpu.copies import Mirror
+from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.api import Work
 
 PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is being copied

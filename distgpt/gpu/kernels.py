@@ -10,7 +10,7 @@ import numpy as np
 
 from distgpt.gpu.api import STORAGE, WIDE, Attention, address
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, SecondStream
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
 from distgpt.gpu.launcher import DeviceWire, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
@@ -43,10 +43,7 @@ HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
 class CudaKernels:
-    """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own.
-
-    `has_second_stream`: gradients of weights have a stream of their own.
-    """
+    """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own."""
 
     threads = 1
 
@@ -56,15 +53,13 @@ class CudaKernels:
         matmuls: LtMatmul,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
-        has_second_stream: bool = False,
     ) -> None:
-        self._device, self._second_stream = device, SecondStream(device)
+        self._device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.capabilities = Capabilities(
             is_async=True,
             fuses_residual=True,
-            has_second_stream=has_second_stream,
-            sums_bias_gradients=not has_second_stream,  # passes for them go to the second stream, too
+            sums_bias_gradients=True,
             norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
         )
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
@@ -121,13 +116,7 @@ class CudaKernels:
             work(i)
 
     def run_together(self, work: Work) -> None:
-        if self.capabilities.has_second_stream:
-            self._second_stream.start(work)
-        else:
-            work()
-
-    def join(self) -> None:
-        self._second_stream.join()
+        work()
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)

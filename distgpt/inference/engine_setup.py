@@ -14,9 +14,9 @@ import numpy as np
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
-from distgpt.data.loading import bundled
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
+from distgpt.files import bundled
 from distgpt.inference import compiled_lanes, uncompiled_lanes
 from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Feed, Lanes

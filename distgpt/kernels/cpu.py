@@ -27,7 +27,7 @@ from distgpt.kernels.api import (
     Stats,
     Work,
 )
-from distgpt.kernels.fused import attention, attention_short, flat, linear, low_rank, muon, rowwise
+from distgpt.kernels.fused import attention, flat, linear, low_rank, muon, rowwise
 from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
@@ -50,7 +50,6 @@ class CpuKernels(OnHost):
     def __init__(self, dtype: str = "float32", threads: int = 1, matmul: str = "auto") -> None:
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
-        self._split_freely = matmul == "auto"  # else bits must not depend on how work is split
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
         linear.single_threaded_blas()
@@ -214,16 +213,7 @@ class CpuKernels(OnHost):
             )
             attention.attention(i, j, y, lse, qkv, seq_len, scratch, positions)
 
-        def some_short(i: int, j: int) -> None:
-            attention_short.attention(
-                i, j, y, lse, qkv, seq_len, self._memory.of(attention_short.scratch, size)
-            )
-
-        short = attention_short.fits(n_seq // self.threads, seq_len, size, qkv.dtype)
-        if self._split_freely and short and positions is None:
-            self._pool.ranges(n_seq, 1, some_short)
-        else:
-            self._pool.ranges(n_seq * n_head, 1, some)
+        self._pool.ranges(n_seq * n_head, 1, some)
 
     def attention_backward(
         self,

@@ -82,9 +82,6 @@ class OnHost:
     def between(self, act: Work) -> None:
         act()
 
-    def join(self) -> None:
-        pass
-
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
         pass
 

@@ -1,20 +1,9 @@
-"""Published figures to stand beside ours: the forward-pass study's sizes and the course project's runs.
-
-Loads nothing heavy: the command line takes the study's names from here.
-"""
+"""The course project's published figures, to stand beside ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# -- the forward-pass study: its methods in the order of tables, and how many names it took
-
-METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")
-ONE_AT_A_TIME = ("serial",)
-NAMES = {"microgpt": 1000, "S": 2000, "M": 5000, "L": 10000, "VL": 20000, "XL": 30000}  # microgpt's is ours
-NAMES |= dict.fromkeys(("MS5", "MM5", "ML5", "MVL5", "MXL5"), 5000)
-
-# -- the course project
 PRESET = "gpt-mini"
 EPOCHS = 50  # each of one batch, so that an epoch is a step
 TOKENS_PER_EPOCH = 16 * 256

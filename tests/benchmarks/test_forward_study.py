@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import forward_study
 import pytest
-from benching import FEW, here
+from benching import FEW, found_in, here
 from click.testing import CliRunner
-from forward_study import Study, StudyOptions, measure_plain
+from forward_peers import measure_plain
+from forward_study import Study, StudyOptions, methods_and_launcher, with_published
+from forward_tables import COLUMNS, blocks
+from forward_work import Job, refuse_different_losses, row_of, sequences, with_speedups
 from report import assemble, load_all
 
-from distgpt.errors import DistgptError, UsageError
+from distgpt.errors import DisagreementError, DistgptError, UsageError
 from distgpt.jobs.processes import run
-from distgpt.measure.bench.forward import Job, refuse_different_losses, row_of
 from distgpt.measure.jobs import unsteered
+from distgpt.show.page import tabulated
 
 
 def test_a_sweep_measures_prints_draws_and_leaves_a_file(tmp_path):
@@ -56,6 +59,41 @@ def test_a_sweep_goes_over_the_names_and_an_ablation_over_batches_and_types():
     assert parts[0]["speedup"] == 1 and all(part["speedup"] > 0 for part in parts)
 
 
+def test_what_was_measured_on_a_part_is_scaled_by_its_predictions_and_compared_with_that_part():
+    job = replace(FEW, method="serial", dtype="float64")
+    part = here(replace(job, names=70))
+    found = row_of(job, part)
+    whole, some = sequences(90), sequences(70)
+    share = (len(whole.tokens) - 90) / (len(some.tokens) - 70)
+    assert found["seconds"] == pytest.approx(part["seconds"] * share) and found["measured"] == 70
+    study = study_of(["serial"], kind=Here)
+    study.check_part(found)
+    with pytest.raises(DisagreementError):
+        study.check_part(found | {"loss": found["loss"] * 1.001})
+
+
+def test_what_was_measured_on_a_part_of_the_names_is_marked():
+    serial = row_of(replace(FEW, method="serial", dtype="float64"), found_in(8.0, measured=30))
+    fast = row_of(FEW, found_in(1.0, measured=90)) | {"peak_gpu_memory": [3_000_000]}
+    rows = with_speedups([with_published(row) for row in (serial, fast)])
+    shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
+    assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] + [False] * 3
+    assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}", "90", "5 + 3 GPU"]
+    assert "30 of 90 names" in blocks({"rows": rows})[-1].note
+
+
+def test_every_type_and_every_method_that_was_asked_for_is_measured():
+    jobs = study_of(["serial", "batched", "cuda"], ["float32", "bfloat16"]).jobs("S", 2)
+    assert [(job.method, job.dtype) for job in jobs] == [
+        ("serial", "float64"),
+        *((method, dtype) for method in ("batched", "cuda") for dtype in ("float32", "bfloat16")),
+    ]
+    for methods, dtypes in ((("serial", "batched"), ("bfloat16",)), (("serial",), ("float32",))):
+        assert methods_and_launcher(StudyOptions(methods=methods, dtypes=dtypes))[0] == list(methods)
+    with pytest.raises(UsageError, match="--method python and serial computes in float64"):
+        methods_and_launcher(StudyOptions(methods=("python", "serial"), dtypes=("bfloat16", "float32")))
+
+
 def test_plain_python_agrees_and_refuses_what_would_take_too_long():
     plain = replace(FEW, method="python", dtype="float64")
     batched = replace(FEW, dtype="float64")
@@ -70,6 +108,8 @@ def test_plain_python_agrees_and_refuses_what_would_take_too_long():
 
 def test_what_makes_no_sense_is_refused(tmp_path):
     for words, said in (
+        (("--method", "serial", "--dtype", "bfloat16"), "--method serial computes"),
+        (("--method", "batched", "--out", __file__), "cannot write to"),
         (("--method", "torch", "--peer", str(tmp_path / "python")), "cannot import torch"),
         (("--peer", str(tmp_path / "python")), "cannot import torch"),
         (("--sweep", "input", "--preset", "S", "--preset", "M"), "one --preset"),

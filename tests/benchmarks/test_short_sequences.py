@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import short_sequences as short
+from attention_short import SHORT
 from models import VARIANTS, build, one_by_one
 from short_sequences import ShortLoss, short_sequences
 
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.fused.attention_short import SHORT
 from distgpt.kernels.matmul.packing import LANES
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.model import Model

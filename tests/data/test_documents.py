@@ -18,7 +18,7 @@ from tokenizing import gpt2, needs_gpt2
 
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare.documents import NO_INPUTS, Offset, documents, find_inputs, parts, pieces
-from distgpt.data.prepare.preparing import AHEAD, in_order
+from distgpt.data.prepare.encoding import AHEAD, in_order
 from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.errors import DataError, StorageError, UsageError
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_read_is_refused_and_not_left_out_silently(tmp_path, monk
 
 
 def test_no_more_is_read_ahead_than_fits_into_memory(monkeypatch):
-    monkeypatch.setattr("distgpt.data.prepare.preparing.LARGEST_QUEUE", 300)
+    monkeypatch.setattr("distgpt.data.prepare.encoding.LARGEST_QUEUE", 300)
     read = []
 
     def items():

@@ -5,7 +5,9 @@ A comment before a block changes how it is run:
   <!-- not run: WHY -->
   <!-- run with: train --steps 5; infer --max-new-tokens 9 -->     appended to each such command of distgpt
 
-The scratch folder has what documents name as yours: my.txt, held-out.txt and texts/.
+A block marked ```text after it shows lines of what it prints, in their order. Numbers, times and paths may
+differ, words must not; … stands for what is left out. The scratch folder has what documents name as yours:
+my.txt, held-out.txt and texts/.
 """
 
 from __future__ import annotations
@@ -24,6 +26,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))
 BLOCK = re.compile(r"(?:<!-- (not run|run with): (.*?) -->\n)?```(?:bash|sh)\n(.*?)```", re.DOTALL)
+SHOWN = re.compile(r"[^`]*```text\n(.*?)```", re.DOTALL)
+# What may differ between an output in a document and that of a run, and what both become.
+LOOSE = (
+    (re.compile(r"(?<!\S)(?:\.{0,2}/|~|runs/)\S+"), "/"),
+    (re.compile(r"[-+]?\d[\d,.:]*(?:e[-+]?\d+)?"), "0"),
+    (re.compile(r"0 ?(?:[mµ]?s|min|h|[kMGT]?B|[KMGT]iB)\b"), "0"),
+    (re.compile(r"\s+"), " "),
+)
 
 # In front of the real one on the PATH, mpirun's too: it appends what a comment asks for.
 WRAPPER = """#!/bin/sh
@@ -40,6 +50,7 @@ class Block(NamedTuple):
     script: str
     skipped: str  # why, if it is
     more: dict[str, str]
+    shown: str = ""  # lines that it prints
 
 
 class Failed(Exception):
@@ -52,7 +63,25 @@ def blocks(text: str) -> Iterator[Block]:
         pairs = [part.strip().partition(" ") for part in what.split(";")] if how == "run with" else []
         more = {f"MORE_{name.upper().replace('-', '_')}": words for name, _, words in pairs}
         line = text.count("\n", 0, found.start(3)) + 1
-        yield Block(line, script, what if how == "not run" else "", more)
+        shown = SHOWN.match(text, found.end())
+        yield Block(line, script, what if how == "not run" else "", more, shown[1] if shown else "")
+
+
+def loose(line: str) -> str:
+    """Return the line without what may differ."""
+    for pattern, by in LOOSE:
+        line = pattern.sub(by, line)
+    return line.strip()
+
+
+def not_printed(shown: str, printed: str) -> str:
+    """Return the first line that is shown and was not printed after those before it, or nothing."""
+    rest = iter([loose(line) for line in printed.splitlines()])
+    for line in shown.splitlines():
+        begin, cut, _ = loose(line).partition("…")
+        if begin and not any(other.startswith(begin) if cut else other == begin for other in rest):
+            return line
+    return ""
 
 
 def prepare(scratch: Path) -> dict[str, str]:
@@ -91,6 +120,8 @@ def run(document: Path, scratch: Path) -> None:
         )
         if result.returncode:
             raise Failed(f"{where}: left with {result.returncode}\n{block.script}{result.stdout[-2000:]}")
+        if line := not_printed(block.shown, result.stdout):
+            raise Failed(f"{where}: no longer prints\n{line}\n but\n{result.stdout[-4000:]}")
         print(f"{where}: {time.monotonic() - begun:.1f} s", flush=True)
 
 

@@ -1,5 +1,6 @@
 """Documents: links lead somewhere, commands work, and the site is built without a warning."""
 
+import ast
 import contextlib
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 
 import click
 import pytest
-from run import DOCUMENTS, ROOT, Failed, blocks, main, run
+from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
 
 from distgpt.cli import cli
 
@@ -27,6 +28,16 @@ false | cat
 """
 COMMAND = re.compile(r"^(?:[^#\n]*(?:mpirun|[|&]) [^#\n]*)?distgpt ([a-z].*)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+RATE = r"(?:(?:new )?tokens|[GT]FLOP|Gop|[GM]B|passes|requests)(?:/s| a second)|times as (?:fast|long)"
+SPEED = re.compile(rf"\d[\d,.]* ?(?:million )?(?:{RATE}|% (?:faster|slower)|[mµ]s\b|× as|×(?! ?\d))")
+NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)`")  # of something in the code
+PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)*(?:\.(?:py|cu|cuh|md|cpp|c|sh)|/))`")
+TREES = ("distgpt", "tests", "benchmarks", "docs", "examples")
+NOT_OURS = {"ProcessPoolExecutor", "cs", "st", "json", "jsonl", "safetensors", "txt"}
+ABOUT_CODE = [
+    ROOT / "docs" / "explanation" / f"{name}.md"
+    for name in ("architecture", "read-in-an-hour", "inference-measured", "performance", "scale", "torture")
+]
 
 
 def slugs(page):
@@ -84,6 +95,89 @@ def test_blocks_are_found_and_failures_are_noticed(tmp_path):
     assert failing.more == {"MORE_RUNS": "--help", "MORE_A_B": "c"}
     with pytest.raises(Failed, match=r"page\.md:7: left with 1[\s\S]*List the runs"):
         run(page, scratch)
+
+
+def sentences(text):
+    """Return the sentences of a page's prose: not of its code, tables and headings."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n|\n(?=- |\d\. )", text):
+        if not paragraph.lstrip().startswith(("|", "#", "<!--")):
+            yield from re.split(r"(?<=[.!?:;])\s+", re.sub(r"\s+", " ", re.sub(r"`[^`]*`", "x", paragraph)))
+
+
+def test_every_file_and_name_of_code_that_a_page_explains_is_there():
+    paths = [*ROOT.glob("*"), *(path for name in TREES for path in (ROOT / name).rglob("*"))]
+    paths = [path for path in paths if "__pycache__" not in path.parts]
+    known = {f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in paths}
+    texts = (path.read_text() for path in paths if path.suffix in (".py", ".cu", ".cuh", ".c", ".cpp"))
+    words = set(re.findall(r"\w+", "".join(texts)))
+    for page in ABOUT_CODE:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for path in PATH.findall(text):
+            assert any(name.endswith(f"/{path}") for name in known), f"{page.name}: {path}"
+        for name in {name for name in NAME.findall(text) if not PATH.match(f"`{name}`")}:
+            assert set(name.split(".")) <= words | NOT_OURS, f"{page.name}: {name}"
+
+
+def test_errors_that_pages_show_are_those_of_the_package():
+    """Of each, two fifths at least are in texts of the sources; the rest is names and numbers."""
+    trees = (ast.walk(ast.parse(path.read_text())) for path in (ROOT / "distgpt").rglob("*.py"))
+    texts = (node.value for tree in trees for node in tree if isinstance(node, ast.Constant))
+    parts = {text.strip() for text in texts if isinstance(text, str) and len(text.strip()) > 5}
+    shown = [
+        (page, error)
+        for page in PAGES
+        for error in re.findall(r"^    distgpt: ((?:.+\n)(?:    .+\n)*)", page.read_text(), re.MULTILINE)
+    ]
+    for page, error in shown:
+        error = re.sub(r"\s+", " ", error)
+        found = {at for part in parts for i in [error.find(part)] if i >= 0 for at in range(i, i + len(part))}
+        assert 5 * len(found) > 2 * len(error), f"{page.name}: {error}"
+    assert len(shown) >= 4
+
+
+def test_what_is_read_in_an_hour_is_as_long_as_it_says():
+    text = (ROOT / "docs" / "explanation" / "read-in-an-hour.md").read_text()
+    files = re.findall(r"^\d+\. \*\*`(.*?)`", text, re.MULTILINE)
+    lines = sum((ROOT / file).read_text().count("\n") for file in files)
+    said = int(re.search(r"about ([\d,]+) lines", text)[1].replace(",", ""))
+    assert len(files) == 10 and abs(lines - said) < 0.1 * said, lines
+
+
+def test_no_sentence_has_two_figures_of_speed():
+    assert len(SPEED.findall("It reads 3 GB/s, twice as much, and takes 0.5 ms.")) == 2
+    for page in PAGES:
+        for sentence in sentences(page.read_text()):
+            assert len(SPEED.findall(sentence)) < 2, f"{page.name}: {sentence}"
+
+
+PRINTED = """reading my.txt
+step 10/40  loss 2.3026  grad 0.468  3,414 tokens/s  left 5:05
+wrote runs/first in 12 ms
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "wrong"),
+    [
+        ("step 7/600 loss 1.5 grad 1e-3 9 tokens/s left 0:01\nwrote /tmp/x in 3.1 s\n", ""),
+        ("…\nwrote runs/other …\n", ""),
+        ("step 7/600 …\nreading my.txt\n", "reading my.txt"),  # in another order
+        ("step 7/600 loss 1.5 grad 1 9 words/s left 1\n", "step 7/600 loss 1.5 grad 1 9 words/s left 1"),
+        ("step 7/600  loss 1.5\n", "step 7/600  loss 1.5"),  # not all of the line, and it does not say so
+    ],
+)
+def test_outputs_may_differ_in_numbers_and_paths_but_not_in_words(shown, wrong):
+    assert not_printed(shown, PRINTED) == wrong
+
+
+def test_an_output_in_a_document_is_compared(tmp_path):
+    page = tmp_path / "page.md"
+    for word in ("hello", "bye"):
+        page.write_text(f"```bash\necho hello 1\n```\n\nIt answers:\n\n```text\n{word} 2\n```\n")
+        (tmp_path / word).mkdir()
+        with contextlib.nullcontext() if word == "hello" else pytest.raises(Failed, match="no longer prints"):
+            run(page, tmp_path / word)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 from adapted import adapted, expected
 from adapted import gradients as adapters_gradients
 from devices import ON_GPU, cuda_kernels  # noqa: F401
+from mean_loss import MeanLoss
 from models import VARIANTS, batch, build, one_by_one, sequences_for
 from steps import build_step
 
@@ -27,7 +28,6 @@ from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.measure.bench.forward import MeanLoss
 from distgpt.model.model import FLAG_COUNT, Model
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW

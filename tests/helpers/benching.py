@@ -5,10 +5,10 @@ import json
 
 from click.testing import CliRunner
 from conftest import MPIRUN
+from forward_work import Job, measure
 
 from distgpt.comm.serial import SerialComm
 from distgpt.commands.bench import train as train_command
-from distgpt.measure.bench.forward import Job, measure
 from distgpt.stages import Stage
 
 FEW = Job("microgpt", "batched", 90, repeats=1)

@@ -24,7 +24,7 @@ def test_summaries_of_commands_are_whole():
         wide = words(inside(*group, "--help", env={"COLUMNS": "100"}).stdout.partition("Commands:")[2])
         text = inside(*group, "--help", env={"COLUMNS": "40"}).stdout.partition("Commands:")[2]
         assert words(text) == wide and "..." not in text
-    assert all(command in wide for command in ("forward", "allreduce")) and len(COMMANDS) > 8
+    assert all(command in wide for command in ("infer", "allreduce")) and len(COMMANDS) > 8
 
 
 def test_a_terminal_without_a_character_gets_one_like_it():

@@ -230,7 +230,7 @@ def fitting(
         f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free: "
         f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
         f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {size_of(need.activations)}"
-        f"{held_out}{exchanged}{hint}"
+        f"{held_out}{exchanged}{hint} (distgpt help out-of-memory)"
     )
 
 

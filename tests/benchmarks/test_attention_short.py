@@ -1,10 +1,9 @@
 """Attention of many short sequences, one a lane: against the reference, and lanes do not mix."""
 
+import attention_short
 import numpy as np
 import pytest
 
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.fused import attention_short
 from distgpt.kernels.matmul.packing import LANES
 from distgpt.kernels.reference import ReferenceKernels
 
@@ -26,22 +25,29 @@ def attention(kernels, qkv, seq_len, size, guard=0):
     return y[:rows], lse[:rows]
 
 
+class InLanes:
+    """All sequences by the study's attention."""
+
+    wide = np.float32
+
+    def attention(self, y, lse, qkv, seq_len):
+        n_seq, size = len(y) // seq_len, y.shape[1] // HEADS
+        assert attention_short.fits(n_seq, seq_len, size, qkv.dtype)
+        attention_short.attention(0, n_seq, y, lse, qkv, seq_len, attention_short.scratch(size))
+
+
 def exact(qkv, seq_len, size):
     return attention(ReferenceKernels("float64"), qkv.astype(np.float64), seq_len, size)
 
 
 def test_every_length_up_to_where_tiles_take_over():
-    used = 0
-    for size in (LANES, 4 * LANES):
-        for seq_len in range(1, attention_short.SHORT + 2):
-            n_seq, threads = ((LANES, 1), (2 * LANES + 3, 1), (4 * LANES + 5, 2))[seq_len % 3]
-            kernels = CpuKernels("float32", threads)
-            used += attention_short.fits(n_seq // threads, seq_len, size, kernels.dtype)
+    for size in (LANES, 2 * LANES):
+        for seq_len in range(1, attention_short.SHORT + 1):
+            n_seq = (LANES, 2 * LANES + 3, 4 * LANES + 5)[seq_len % 3]
             qkv = inputs(n_seq, seq_len, size, seed=seq_len, kv_heads=(HEADS, 1)[seq_len % 2])
-            found = attention(kernels, qkv, seq_len, size, guard=20)
+            found = attention(InLanes(), qkv, seq_len, size, guard=20)
             for one, other in zip(found, exact(qkv, seq_len, size), strict=True):
                 np.testing.assert_allclose(one, other, atol=CLOSE, err_msg=f"{seq_len} {size} {n_seq}")
-    assert used > 20
 
 
 def test_what_does_not_fit_goes_by_tiles():
@@ -61,7 +67,7 @@ def test_scores_far_apart_neither_overflow_nor_leave_anything_to_keys_to_come():
     seq_len, size = 11, LANES
     qkv = inputs(LANES, seq_len, size).reshape(LANES, seq_len, 3, HEADS, size)
     qkv[:, :, 0], qkv[:, :, 1] = 8, 16 * np.arange(seq_len)[:, None, None]
-    y, lse = attention(CpuKernels("float32"), qkv.reshape(LANES * seq_len, -1), seq_len, size)
+    y, lse = attention(InLanes(), qkv.reshape(LANES * seq_len, -1), seq_len, size)
     np.testing.assert_array_equal(y.reshape(LANES, seq_len, HEADS, size), qkv[:, :, 2])
     top = 8 * 16 * size * np.arange(seq_len) / np.sqrt(size)
     np.testing.assert_allclose(lse.reshape(LANES, seq_len, HEADS)[0, :, 0], top, rtol=1e-6)
@@ -71,7 +77,7 @@ def test_scores_far_apart_neither_overflow_nor_leave_anything_to_keys_to_come():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_inf_reach_later_queries_of_their_head_and_nobody_else(part, value):
     seq_len, size, sequence, at, head, channel = 9, LANES, 5, 4, 1, 3
-    kernels, clean = CpuKernels("float32"), inputs(LANES + 7, seq_len, size)
+    kernels, clean = InLanes(), inputs(LANES + 7, seq_len, size)
     qkv = clean.copy().reshape(-1, seq_len, 3, HEADS, size)
     qkv[sequence, at, part, head, channel] = value
     found, before = (attention(kernels, x.reshape(clean.shape), seq_len, size) for x in (qkv, clean))

@@ -1,0 +1,145 @@
+"""What the forward-pass study measures: one method on the same names and weights; rows must agree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mean_loss import MeanLoss, Sequences
+from timing import timed
+
+from distgpt.comm.agree import gather_ints
+from distgpt.comm.cores import peak_memory
+from distgpt.config.presets import preset
+from distgpt.errors import DisagreementError
+from distgpt.files import bundled
+from distgpt.kernels.api import Kernels
+from distgpt.measure.bench.results import Row
+from distgpt.model import layers
+from distgpt.model.model import Model
+from distgpt.stages import Stage
+
+METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")  # ours, in the order of tables
+ONE_AT_A_TIME = ("serial",)
+NAMES = {"microgpt": 1000, "S": 2000, "M": 5000, "L": 10000, "VL": 20000, "XL": 30000}  # microgpt's is ours
+NAMES |= dict.fromkeys(("MS5", "MM5", "ML5", "MVL5", "MXL5"), 5000)
+
+SEED = 1  # of the weights
+BOUNDARY = 0  # at both ends of a name; 1 … 26 for the letters
+ORDER = 11  # the seed that shuffles the names: the file is sorted by alphabet
+ROWS = 1 << 10  # fewer take longer to start, the activations of more leave the caches
+MOST_ROWS_ON_GPU = 1 << 18
+ONE = 1  # token: a batch then holds a single sequence
+
+
+AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative, by the coarser of the two types
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A measurement to make. `threads` 0: the stage's share of the cores."""
+
+    preset: str
+    method: str
+    names: int
+    dtype: str = "float32"
+    threads: int = 0
+    repeats: int = 5
+    patience: float = 60.0
+
+
+def measure(job: Job, stage: Stage, kind: type[MeanLoss] = MeanLoss) -> dict[str, Any]:
+    """Return seconds by rank 0's clock, the loss and memory. Collective."""
+    kernels, comm = stage.kernels(job.dtype), stage.comm
+    model = initialised(job.preset, kernels)
+    every = sequences(job.names)
+    if job.method in ONE_AT_A_TIME:
+        mean_loss = MeanLoss(model, ONE)
+    else:
+        mean_loss = kind(model, rows_at_once(model, stage))
+
+    def work(names: int) -> float:
+        return mean_loss(every.first(names), comm)
+
+    def agreed(seconds: float) -> float:
+        return comm.allreduce_max(int(seconds * 1e9)) / 1e9
+
+    found = timed(work, job.names, job.repeats, job.patience, agreed)
+    found["peak_memory"] = gather_ints(comm, peak_memory())
+    if stage.device is not None:
+        found["peak_gpu_memory"] = gather_ints(comm, int(stage.device.taken()))
+    return found | {"ranks": comm.size, "threads": kernels.threads}
+
+
+def initialised(name: str, kernels: Kernels) -> Model:
+    """Return the preset's model with the weights that every method computes with."""
+    model = Model(preset(name).model, kernels)
+    model.initialise(SEED)
+    return model
+
+
+def sequences(names: int) -> Sequences:
+    return Sequences.of([tokens_of(name) for name in bundled_names(names)])
+
+
+def rows_at_once(model: Model, stage: Stage) -> int:
+    """Return the predictions in a batch: on a GPU as many as fit into half of its free memory."""
+    if stage.device is None:
+        return ROWS
+    c, k = model.config, model.kernels
+    elements = sum(layers.Block.activations(c).values()) + 4 * c.n_embd  # one layer's, and what is around it
+    wide = 8 * (c.n_head + 13)  # statistics and tokens, of 8 bytes at most
+    free = (stage.free_memory()[0] - k.logits_bytes) // 2
+    return max(1, min(MOST_ROWS_ON_GPU, free // (elements * int(k.dtype.itemsize) + wide)))
+
+
+def tokens_of(name: str) -> list[int]:
+    return [BOUNDARY, *(ord(letter) - ord("a") + 1 for letter in name), BOUNDARY]
+
+
+def bundled_names(count: int) -> list[str]:
+    """Return that many of the bundled names, always the same; from the start again when they run out."""
+    names = bundled("data", "names.txt").read_text().split()
+    random.Random(ORDER).shuffle(names)
+    return [names[i % len(names)] for i in range(count)]
+
+
+def row_of(job: Job, found: dict[str, Any]) -> Row:
+    """Return a table's row. Where fewer names were `measured`, `seconds` grow with their predictions."""
+    tokens, measured = (sequences(names).predictions for names in (job.names, found["measured"]))
+    kept = ("ranks", "threads", "measured", "all_seconds", "loss", "peak_memory")
+    return {
+        "preset": job.preset,
+        "method": job.method,
+        "dtype": job.dtype,
+        "names": job.names,
+        **{key: found[key] for key in kept},
+        "tokens": tokens,
+        "seconds": found["seconds"] * tokens / measured,
+        "peak_gpu_memory": found.get("peak_gpu_memory"),
+        "speedup": None,
+    }
+
+
+def refuse_different_losses(rows: Sequence[Row]) -> None:
+    """Refuse losses over the same names that differ from the most precise row's by more than rounding."""
+    by_precision = sorted(rows, key=lambda row: list(AGREE).index(row["dtype"]))
+    for row in rows:
+        reference = by_precision[0]
+        tolerance = max(AGREE[reference["dtype"]], AGREE[row["dtype"]])
+        distance = abs(row["loss"] / reference["loss"] - 1)
+        if not distance <= tolerance:
+            raise DisagreementError(
+                f"preset {row['preset']}: {row['method']} in {row['dtype']} finds a loss of "
+                f"{row['loss']:.10g}, {reference['method']} in {reference['dtype']} "
+                f"{reference['loss']:.10g}: they differ by {distance:.1e}, and may by {tolerance:g}"
+            )
+
+
+def with_speedups(rows: Sequence[Row]) -> list[Row]:
+    """Add how much faster each row is than serial on the same work, where that was measured too."""
+    serial = {(row["preset"], row["names"]): row["seconds"] for row in rows if row["method"] == "serial"}
+    plain = [serial.get((row["preset"], row["names"])) for row in rows]
+    return [row | {"speedup": s and s / row["seconds"]} for row, s in zip(rows, plain, strict=True)]

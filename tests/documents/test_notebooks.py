@@ -1,0 +1,55 @@
+"""Notebooks: their code runs from top to bottom, without Jupyter, and no outputs are stored in them."""
+
+import json
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from run import ROOT
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def cells(notebook):
+    return json.loads(notebook.read_text())["cells"]
+
+
+def run(notebook):
+    """Run its code in one namespace, which is returned."""
+    names = {"__name__": "__main__"}
+    for number, cell in enumerate(cells(notebook), 1):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{notebook.name}, cell {number}", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = matplotlib.get_backend()
+    matplotlib.use("agg")
+    yield tmp_path
+    plt.close("all")
+    matplotlib.use(before)
+
+
+def test_the_first_model_learns_and_goes_on(scratch):
+    found = run(ROOT / "docs" / "notebooks" / "first-model.ipynb")
+    losses = [line["loss"] for line in found["training"]]
+    assert losses[-1] < 3 < 5 < losses[0] and len(found["held_out"]) == 4
+    assert found["more"].metrics[-1]["step"] == 200 and (scratch / "runs" / "notebook").is_dir()
+
+
+def test_a_look_inside_shows_attention_and_a_right_gradient(scratch):
+    found = run(ROOT / "docs" / "notebooks" / "look-inside.ipynb")
+    assert found["figure"].axes and np.isclose(found["chances"].sum(), 1)
+    assert found["quotient"] == pytest.approx(found["gradient"][found["place"]], rel=1e-5)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_outputs_are_stored_and_every_step_is_explained(notebook):
+    found = cells(notebook)
+    assert all(not cell.get("outputs") for cell in found) and found[0]["cell_type"] == "markdown"
+    codes = [cell["cell_type"] == "code" for cell in found]
+    assert not any(all(codes[i : i + 3]) for i in range(len(codes)))
