@@ -12,7 +12,7 @@ from distgpt.errors import Say, UsageError
 from distgpt.gpu import cublaslt, cudnn_attention
 from distgpt.gpu.api import Attention
 from distgpt.gpu.cudnn_attention import SLOWER, CheckedAttention, CudnnAttention
-from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.device import CupyDevice, second_stream_enabled
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 
@@ -34,7 +34,8 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """Make the kernels on this device; `say` reports what is slower than it could be."""
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
-    return CudaKernels(device, _matmuls(device, options), dtype, attention)
+    second_stream = options.graphs and second_stream_enabled()
+    return CudaKernels(device, _matmuls(device, options), dtype, attention, second_stream)
 
 
 def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
@@ -43,7 +44,9 @@ def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
     device = SimpleNamespace(
         multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=(9, 0), memory=lambda: (total, total)
     )
-    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
+    return CudaKernels(
+        cast(CupyDevice, device), cast(LtMatmul, None), dtype, has_second_stream=second_stream_enabled()
+    )
 
 
 def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:

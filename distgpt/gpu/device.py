@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ TIMED_CALLS, TURNS = 5, 5
 HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
+SECOND_STREAM = "DISTGPT_SECOND_STREAM"  # 1: gradients of weights have a stream of their own
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -45,7 +47,7 @@ class CupyDevice:
         self.multiprocessors = int(facts["multiProcessorCount"])
         # The same GPU has the same place in all processes, whatever index they know it by.
         self.place = f"{_machine()} {self._cuda.runtime.deviceGetPCIBusId(index)}"
-        self.recording = False
+        self.recording = self.is_aside = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
         self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
@@ -197,13 +199,17 @@ class CupyDevice:
         return self._cuda.Stream(non_blocking=True)
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host."""
-        usual, self.stream = self.stream, stream
+    def on(self, stream: Any, aside: bool = False) -> Iterator[None]:
+        """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host.
+
+        `aside`: with scratch memory of its own.
+        """
+        usual = self.stream, self.is_aside
+        self.stream, self.is_aside = stream, aside
         try:
             yield
         finally:
-            self.stream = usual
+            self.stream, self.is_aside = usual
 
     def after(self, stream: Any, other: Any) -> None:
         """Let later work of `stream` wait for the work of `other` so far."""
@@ -314,3 +320,39 @@ class Graphs:
             graph.launch(stream)
             act()
         self._last.launch(stream)
+
+
+def second_stream_enabled() -> bool:
+    """Return whether the variable turns it on. Nobody has measured yet whether it is faster."""
+    return os.environ.get(SECOND_STREAM) == "1"
+
+
+class SecondStream:
+    """A second stream for gradients of weights, which no layer waits for, used while the device records.
+
+    Otherwise work is done in order, since what is timed must run alone.
+    """
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._under_way = False
+
+    def start(self, work: Work) -> None:
+        """Let work() begin after everything so far; later work does not wait for it until `join`."""
+        device = self._device
+        if not device.recording:
+            with device.on(device.stream, aside=True):
+                work()
+            return
+        self._stream = self._stream or device.second_stream()
+        device.after(self._stream, device.stream)
+        with device.on(self._stream, aside=True):
+            work()
+        self._under_way = True
+
+    def join(self) -> None:
+        """Let later work wait for that work."""
+        if self._under_way:
+            self._device.after(self._device.stream, self._stream)
+        self._under_way = False

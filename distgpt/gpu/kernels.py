@@ -10,7 +10,7 @@ import numpy as np
 
 from distgpt.gpu.api import STORAGE, WIDE, Attention, address
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, SecondStream
 from distgpt.gpu.launcher import DeviceWire, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
@@ -43,7 +43,10 @@ HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
 class CudaKernels:
-    """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own."""
+    """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own.
+
+    `has_second_stream`: gradients of weights have a stream of their own.
+    """
 
     threads = 1
 
@@ -53,13 +56,15 @@ class CudaKernels:
         matmuls: LtMatmul,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
+        has_second_stream: bool = False,
     ) -> None:
-        self._device = device
+        self._device, self._second_stream = device, SecondStream(device)
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.capabilities = Capabilities(
             is_async=True,
             fuses_residual=True,
-            sums_bias_gradients=True,
+            has_second_stream=has_second_stream,
+            sums_bias_gradients=not has_second_stream,  # passes for them go to the second stream, too
             norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
         )
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
@@ -116,7 +121,13 @@ class CudaKernels:
             work(i)
 
     def run_together(self, work: Work) -> None:
-        work()
+        if self.capabilities.has_second_stream:
+            self._second_stream.start(work)
+        else:
+            work()
+
+    def join(self) -> None:
+        self._second_stream.join()
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)

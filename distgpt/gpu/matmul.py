@@ -99,7 +99,7 @@ class LtMatmul:
     def __init__(self, lt: CublasLt, device: CupyDevice, tf32: bool = False) -> None:
         self._lt, self._device, self._tf32 = lt, device, tf32
         self._deterministic = device.deterministic
-        self._workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
+        self._workspaces = {False: device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))}
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
         self._adopted: Mapping[str, str] = {}
         self.about = (lt.version, tf32)  # what an algorithm of another process must have been made for
@@ -162,8 +162,12 @@ class LtMatmul:
         return status
 
     def _resources(self) -> tuple[int, int, int]:
-        """Return the workspace's address and bytes, and the stream."""
-        return address(self._workspace), self._workspace.nbytes, self._device.stream.ptr
+        """Return the workspace's address and bytes, and the stream: work aside has its own."""
+        aside, main = self._device.is_aside, self._workspaces[False]
+        if aside not in self._workspaces:
+            self._workspaces[aside] = self._device.zeros(main.shape, main.dtype)
+        workspace = self._workspaces[aside]
+        return address(workspace), workspace.nbytes, self._device.stream.ptr
 
     def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, int]) -> None:
         if (bool(extras[0]), bool(extras[1])) != plan.wants:
@@ -265,7 +269,7 @@ class LtMatmul:
         # added up in place come in the order in which they are done.
         parts_apart = self._deterministic or kind.out_type == "bfloat16"
         preferences = {
-            Pref.MAX_WORKSPACE_BYTES: self._workspace.nbytes,
+            Pref.MAX_WORKSPACE_BYTES: self._workspaces[False].nbytes,
             Pref.REDUCTION_SCHEME_MASK: Reduction.COMPUTE_TYPE if parts_apart else Reduction.MASK,
             Pref.MIN_ALIGNMENT_A_BYTES: b_bytes,  # the library's A is our b
             Pref.MIN_ALIGNMENT_B_BYTES: a_bytes,

@@ -271,7 +271,8 @@ class LayerActivations:
 class Scratch:
     """Arrays that one layer leaves to the next, in either direction, over N rows; None where not needed.
 
-    A gradient of s is named ds.
+    A gradient of s is named ds. `last_…` hold what a layer's weight gradients read where those are computed
+    beside the layer below.
     """
 
     dh1: Floats2d | None = None  # the gradient of h1, or a projection into the residual stream
@@ -287,6 +288,13 @@ class Scratch:
     in_sums: Wide2d | None = None  # partial sums of the norms: those of norm1, of norm2, of the layer above
     mid_sums: Wide2d | None = None
     out_sums: Wide2d | None = None
+    last_dpre: Floats2d | None = None
+    last_dqkv: Floats2d | None = None
+    last_dgain: Wide2d | None = None
+    last_dmid: Floats2d | None = None
+    last_dout: Floats2d | None = None
+    last_mid_sums: Wide2d | None = None
+    last_out_sums: Wide2d | None = None
     inner: tuple[tuple[Floats2d, Floats2d], ...] = ()  # of each adapter: x Aᵀ and its gradient, (N, rank)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distgpt.kernels.api import Affine, Array, Floats1d, Floats2d, Head, Ints1d, Stats, Wide1d, Wide2d
+from distgpt.kernels.api import Affine, Array, Floats1d, Floats2d, Head, Ints1d, Stats, Wide1d, Wide2d, Work
 from distgpt.model.layers import NORMS, Block, LayerActivations, Part, Scratch
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
@@ -39,8 +39,17 @@ KEPT = {
     "all": (),  # for a pass that is never followed by a backward pass
 }
 
-# They swap names after a layer: the layer below reads by the first what this one wrote by the second.
-BUFFERS = (("dout", "din"), ("out_sums", "in_sums"))
+# Scratch that gradients of a layer's weights read and the layer below writes. Pairs are double-buffered:
+# they swap names after a layer, so the layer below reads by the first what this one wrote by the second.
+BUFFERS = (
+    ("dout", "din"),
+    ("out_sums", "in_sums"),
+    ("dpre",),
+    ("dqkv",),
+    ("dgain",),
+    ("dmid",),
+    ("mid_sums",),
+)
 
 Ready = Callable[[int], None]
 
@@ -79,6 +88,12 @@ class Pass:
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
+        # True if the layer below begins before this one's weight gradients are done, with other buffers.
+        is_adapted = any(block.adapters for block in model.blocks)  # little is left to compute beside it
+        self._overlaps = (
+            self.k.capabilities.has_second_stream and self._recompute == "none" and not is_adapted
+        )
+        self._buffers = [(*ring, f"last_{ring[0]}") if self._overlaps else ring for ring in BUFFERS]
         self.layers = self._layers()
         self.tmp = self._scratch(training)
         norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
@@ -160,24 +175,41 @@ class Pass:
         for block in model.blocks:
             if block.values is not None and not accumulate:
                 block.values.zero_gradient()
+        under_way: list[Block] = []  # whose weight gradients may not be done
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
             block.merge()
             self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))
-            self.k.run_together(
-                partial(block.weights, layer.all, tmp, tmp.dout, out_sums, tokens, accumulate)
-            )
-            parts: Sequence[Part] = block.adapters or block.parts
-            ready(model.layout.end_of(spec.name for part in parts for spec in part.specs()))
+            self._join(under_way, ready)
+            self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, tokens, accumulate))
+            under_way.append(block)
+            if not self._overlaps:
+                self._join(under_way, ready)
             self._swap_buffers(1)
             out_sums = tmp.out_sums
         self._embedding_weights(tokens, accumulate)
+        self._join(under_way, ready)
         self._swap_buffers(-model.config.n_layer)  # back to the start: a recorded pass is repeated as it is
         ready(model.layout.size)
 
+    def _run_together(self, work: Work) -> None:
+        """Compute weight gradients: on the second stream where the layer below may begin, else in order."""
+        if self.k.capabilities.has_second_stream and not self._overlaps:
+            work()
+        else:
+            self.k.run_together(work)
+
+    def _join(self, under_way: list[Block], ready: Ready) -> None:
+        """Wait for these layers' weight gradients, and report that they are final."""
+        while under_way:
+            self.k.join()
+            block = under_way.pop()
+            parts: Sequence[Part] = block.adapters or block.parts
+            ready(self.model.layout.end_of(spec.name for part in parts for spec in part.specs()))
+
     def _swap_buffers(self, layers: int) -> None:
         """Make a layer's output the input of the layer below."""
-        for pair in BUFFERS:
-            self.tmp.rotate(pair, layers)
+        for ring in self._buffers:
+            self.tmp.rotate(ring, layers)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
@@ -209,14 +241,17 @@ class Pass:
     def _scratch(self, training: bool) -> Rows[Scratch]:
         config, k, can = self.model.config, self.k, self.k.capabilities
         widths = Block.scratch(config)
+        if self._overlaps:
+            widths |= {ring[-1]: widths[ring[0]] for ring in self._buffers if ring[0] in widths}
         unused = {"dpre"} if can.overwrites_pre else set()
         unused |= {"dact"} if self._again else set()
         unused |= set() if training else widths.keys() - (set() if can.fuses_residual else {"dh1"})
         arrays = self._arrays({name: width for name, width in widths.items() if name not in unused})
         arrays.setdefault("datt", arrays.get("dh1"))
         if training and config.qk_norm_gain:
-            arrays["dgain"] = k.wide_zeros(self.n_rows, 2 * config.head_size)
-        sums = ["out_sums", "in_sums", "mid_sums"]
+            gains = [name for ring in self._buffers for name in ring if ring[0] == "dgain"]
+            arrays |= {name: k.wide_zeros(self.n_rows, 2 * config.head_size) for name in gains}
+        sums = [name for ring in self._buffers for name in ring if "sums" in ring[0]]
         if training and can.norm_sum_rows and (config.norm_gain or config.bias):
             arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in sums}
         ranks = [adapter.rank for adapter in self.model.blocks[0].adapters if adapter.rank and training]

@@ -21,6 +21,7 @@ _LOCAL, _SHARES = "training/test_local_steps.py", "training/test_balance.py"
 _SUMMED, _SAME_BITS = "training/test_gradsync.py", "training/test_same_bits.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
+_BESIDE = "gpu/test_second_stream.py"
 _SERVED, _STRAINED = "serving/test_serve.py", "serving/test_serve_limits.py"
 _FAULTS = {
     ("kernels/decoding/decode.py", _LANES): [
@@ -271,6 +272,20 @@ _FAULTS = {
             "what comes between recorded parts is done once",
             "self._cut.append((self.stream.end_capture(), act))",
             "self._cut.append((self.stream.end_capture(), lambda: None))",
+        ),
+    ],
+    ("gpu/device.py", _BESIDE): [
+        (
+            "gradients of weights begin before what they read is there",
+            "device.after(self._stream, device.stream)",
+            "pass",
+        ),
+    ],
+    ("model/passes.py", _BESIDE): [
+        (
+            "a layer writes over what the weights of the last one read",
+            '(*ring, f"last_{ring[0]}") if self._overlaps else ring',
+            "ring",
         ),
     ],
     ("gpu/exchange.py", _OVERLAPPED): [
