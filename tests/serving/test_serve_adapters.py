@@ -13,8 +13,9 @@ from distgpt.config import GpuConfig
 from distgpt.inference.engine_setup import ModelSpec
 from distgpt.stages import open_stage
 
-TEXT = ["--data", "story", "--threads", "1", "--seq-len", "16", "--batch-size", "8", "--lr", "5e-2"]
-PROMPT = "the harbour"
+TEXTS = {"one": "the lamp, the fox, ", "two": "the fox and the lamp and "}
+HOW = ["--threads", "1", "--seq-len", "16", "--batch-size", "8", "--lr", "5e-2", "--steps", "40"]
+PROMPT = "the lamp"
 
 
 def done(*args):
@@ -29,9 +30,10 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     done("train", *SMALL, "--steps", "100", "--out", folder / "base")
     base = folder / "base" / "weights.safetensors"
-    for seed, name in enumerate(("one", "two")):
-        words = ["--lora-rank", 2 + seed, "--steps", 30 + 20 * seed, "--seed", seed]
-        done("train", "--init", base, *TEXT, *map(str, words), "--out", folder / name)
+    for rank, (name, text) in enumerate(TEXTS.items(), 2):
+        (folder / f"{name}.txt").write_text(100 * text)
+        words = ["--data", folder / f"{name}.txt", "--lora-rank", str(rank), "--out", folder / name]
+        done("train", "--init", base, *HOW, *words)
     return {"base": base, "one": folder / "one", "two": folder / "two"}
 
 
@@ -60,7 +62,7 @@ def test_each_model_writes_what_infer_writes_with_its_adapter_also_at_once(serve
     with ThreadPoolExecutor(6) as pool:
         at_once = list(pool.map(told, [*expected, *expected]))
     for name, text in zip([*expected, *expected], at_once, strict=True):
-        assert told(name) == text and text.strip() in expected[name]
+        assert told(name) == text and (PROMPT + text).strip() == expected[name].strip()
 
 
 def test_the_models_are_listed_and_another_name_says_which_there_are(served):
@@ -86,4 +88,4 @@ def test_names_that_make_no_sense_are_refused(files):
     refused(inside(*ask, "--adapter", f"a={one}", "--adapter", one), 2, "give it a name")
     refused(inside(*ask, "--adapter", f"={one}"), 2, "a name of its own")
     refused(inside(*ask, "--adapter", f"a={files['base']}"), 2, "no adapter")
-    refused(inside(*ask, "--adapter", "a=nowhere"), 65, "nowhere")
+    refused(inside(*ask, "--adapter", "a=nowhere"), 74, "nowhere")

@@ -32,7 +32,7 @@ class Adapters(NamedTuple):
     @property
     def rank(self) -> int:
         """Return the most elements of an A x."""
-        return max(a.shape[2] for a in self[:4])
+        return max(int(a.shape[2]) for a in self[:4])
 
 
 def no_adapters() -> Adapters:
