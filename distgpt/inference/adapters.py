@@ -12,7 +12,7 @@ from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.low_rank import Adapters
+from distgpt.kernels.decoding.low_rank import Adapters, packed_factors
 from distgpt.saved.adapter import Folding, with_adapter
 
 
@@ -43,24 +43,25 @@ def adapters_of(config: ModelConfig, foldings: Sequence[Folding]) -> Adapters:
     c, hidden = config.n_embd, config.hidden
 
     def factors(name: str, k: int, rows: int, first: int = 0) -> tuple[Array, Array]:
-        """A and scale · Bᵀ of every adapter and layer, beside `rows` of a matrix from the row `first` on."""
+        """A (rank, k) and scale · B (rows, rank) of all adapters and layers, from a row of a matrix on."""
         found = [
             [each.beside(f"blocks.{i}.{name}.w", first, rows) for i in range(config.n_layer)]
             for each in foldings
         ]
         rank = max(sum(len(a) for a, _, _ in pieces) for layers in found for pieces in layers)
-        shape = len(foldings), config.n_layer, rank
-        whole_a, whole_b = np.zeros((*shape, k), np.float32), np.zeros((*shape, rows), np.float32)
+        shape = len(foldings), config.n_layer
+        whole_a, whole_b = (np.zeros((*shape, *own), np.float32) for own in ((rank, k), (rows, rank)))
         for to_a, to_b, layers in zip(whole_a, whole_b, found, strict=True):
             for i, pieces in enumerate(layers):
                 at = 0
                 for a, b, where in pieces:
-                    to_a[i, at : at + len(a)], to_b[i, at : at + len(a), where] = a, b.T
+                    to_a[i, at : at + len(a)], to_b[i, where, at : at + len(a)] = a, b
                     at += len(a)
-        return whole_a, whole_b
+        return whole_a, packed_factors(whole_b)
 
     qkv, out = factors("attn.qkv", c, config.qkv_width), factors("attn.proj", config.attention_width, c)
     fc, proj = factors("mlp.fc", c, hidden), factors("mlp.proj", hidden, c)
     gates = factors("mlp.fc", c, hidden, hidden)
     mlp = np.concatenate((fc[0], gates[0]), axis=2)
-    return Adapters(qkv[0], out[0], mlp, proj[0], qkv[1], out[1], fc[1], gates[1], proj[1])
+    reducing = (packed_factors(a) for a in (qkv[0], out[0], mlp, proj[0]))
+    return Adapters(*reducing, qkv[1], out[1], fc[1], gates[1], proj[1])

@@ -190,7 +190,7 @@ def _expand(threads, n, kind, weights, low, rows, which, i):
     width, hidden, inner = kind.width, kind.hidden, rows.inner
     _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, (inner, which, low.fc_b), UNIT)
     if kind.act == 2:
-        own = inner[:, low.fc_b.shape[2] :], which, low.gates_b
+        own = inner[:, low.fc_b.shape[3] // COLUMNS :], which, low.gates_b
         _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, own, UNIT)
     _activate(threads, n, kind, rows)
 
@@ -202,22 +202,22 @@ def _normed(first, last, kind, norm, s, rows, which, a, i):
         normed = rows.att[row, : kind.width]
         norm_row(kind, norm, s[row, : kind.width], normed)
         put_row(rows.a[row], normed, 0, kind.width)
-        reduce_row(rows.inner[row], which[row], a, i, normed)
+        reduce_row(rows.inner[row:], which[row], a, i, rows.att[row:])
 
 
 @inline
 def _attended(first, last, width, rows, scored, ends, which, a, i):
     """Rows first … last of the factors ← what attention gave; of the last layer for rows that are scored."""
     for row in range(first, last):
-        x = rows.att[scored[row] if ends else row]
-        put_row(rows.a[row], x, 0, width)
-        reduce_row(rows.inner[row], which[row], a, i, x)
+        at = scored[row] if ends else row
+        put_row(rows.a[row], rows.att[at], 0, width)
+        reduce_row(rows.inner[row:], which[row], a, i, rows.att[at:])
 
 
 @inline
 def _reduced(first, last, x, inner, which, a, i):
     for row in range(first, last):
-        reduce_row(inner[row], which[row], a, i, x[row])
+        reduce_row(inner[row:], which[row], a, i, x[row:])
 
 
 @inline
