@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import leave
+from distgpt.comm.leaving import watch_exit
 from distgpt.config import DEFAULT_TEMPERATURE, ModelConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
@@ -57,7 +58,7 @@ def _end_job(error: BaseException) -> None:
 
 
 def _open(stage: str, threads: int | None = None) -> Stage:
-    """Open a stage. From then on an error that nobody catches ends the whole job, too."""
+    """Open a stage. From then on an error that nobody catches, or sys.exit, ends the whole job, too."""
     opened, former = open_stage(stage, threads), sys.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -66,6 +67,7 @@ def _open(stage: str, threads: int | None = None) -> Stage:
 
     if opened.comm.size > 1:
         sys.excepthook = uncaught
+        watch_exit(opened.comm)
     return opened
 
 

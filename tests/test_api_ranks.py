@@ -47,6 +47,29 @@ CASES = {
     ),
 }
 
+# What leaves on one rank, which; exit code 3.
+LEAVING = {
+    "a function of the caller, in training": (0, "distgpt.train(**settings, on_step=lambda _: sys.exit(3))"),
+    "the caller's own code": (
+        1,
+        """
+        model = distgpt.init("microgpt", stage="mpi")
+        launched_rank() == RANK and sys.exit(3)
+        model.generate([[1], [2]], 2)
+        """,
+    ),
+}
+
+
+@needs_mpi
+@pytest.mark.parametrize("case", LEAVING)
+def test_a_rank_that_leaves_ends_the_job(case, tmp_path):
+    rank, act = LEAVING[case]
+    script = textwrap.dedent(BEGIN) + textwrap.dedent(act.replace("RANK", str(rank)))
+    ended = distgpt(tmp_path / "out", ranks=2, program=[sys.executable, "-c", script], timeout=40)
+    assert ended.returncode == 3, ended.stderr
+    assert f"rank {rank}: left with exit code 3" in ended.stderr
+
 
 @needs_mpi
 @pytest.mark.parametrize("case", CASES)

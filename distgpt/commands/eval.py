@@ -33,7 +33,9 @@ def benchmark_options(command: Any) -> Any:
 
 @command(name="eval", example="distgpt eval --weights runs/mine --val held-out.txt")
 @stage_options
-@click.option("--weights", type=PATH, required=True, help="The model's weights file.")
+@click.option(
+    "--weights", type=PATH, required=True, help="The model: a weights file, a run, or hub:ORG/NAME."
+)
 @adapter_option
 @click.option("--val", help="What --data of train takes; of token shards the part for validation.")
 @benchmark_options

@@ -236,9 +236,11 @@ def dtype_option(command: F) -> F:
     return dtype(command)
 
 
-def model_options(command: F) -> F:
-    """Add --weights, --adapter, --dtype, --context and --cache-memory, the fields of a ModelSpec."""
-    weights = click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
+def model_options_but_adapter(command: F) -> F:
+    """Add --weights, --dtype, --context and --cache-memory, fields of a ModelSpec."""
+    weights = click.option(
+        "--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME; a bundled sample if left out."
+    )
     context = click.option(
         "--context",
         type=click.IntRange(1),
@@ -251,7 +253,12 @@ def model_options(command: F) -> F:
         help="The most memory for keys and values of samples side by side. "
         "[default: 4G, or half of a rank's share of what is free]",
     )
-    return weights(adapter_option(dtype_option(context(memory(command)))))
+    return weights(dtype_option(context(memory(command))))
+
+
+def model_options(command: F) -> F:
+    """Add --adapter too."""
+    return model_options_but_adapter(adapter_option(command))
 
 
 def adapter_option(command: F) -> F:

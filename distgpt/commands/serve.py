@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.options import LocaleText, model_options, parsed_size, setting_option, stage_options
+from distgpt.commands.options import (
+    LocaleText,
+    model_options_but_adapter,
+    parsed_size,
+    setting_option,
+    stage_options,
+)
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
 from distgpt.serving.limits import LIMITS, Limits, ListenOn
@@ -52,7 +58,14 @@ def limit_options(command: Any) -> Any:
 )
 @click.option("--lanes", type=click.IntRange(1), default=32, show_default=True, help="Samples side by side.")
 @limit_options
-@model_options
+@model_options_but_adapter
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="[NAME=]PATH",
+    help="Serve the model with this adapter as NAME too; may be repeated. Without a name: merge it.",
+)
 @click.option(
     "--log",
     type=click.Choice(("quiet", "requests", "prompts")),
@@ -61,7 +74,13 @@ def limit_options(command: Any) -> Any:
     help="A line for each request, with its prompts or without.",
 )
 def serve(
-    stage: str, threads: int | None, gpu: GpuConfig, weights: Path | None, name: str | None, **options: Any
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    weights: Path | None,
+    name: str | None,
+    adapters: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Answer requests over HTTP as OpenAI's /v1/completions and its chats do, with a page to try it."""
     try:
@@ -76,8 +95,29 @@ def serve(
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
     key, proxies = checked_key(options.pop("api_key")), checked_proxies(options.pop("proxies"))
     listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
-    spec, ready = ModelSpec(weights, **options), open_stage(stage, threads, gpu)
+    shown = name or (weights or Path(SAMPLE)).absolute().stem
+    merged, named = sorted_adapters(adapters, shown)
+    spec = ModelSpec(weights, adapter=merged, named=named, **options)
+    ready = open_stage(stage, threads, gpu)
     listener = bound(listen_on.host, listen_on.port)
     loaded = spec.load(ready)
-    shown = name or (weights or Path(SAMPLE)).absolute().stem
     Server(loaded, loaded.lanes(lanes, lookup=0), shown, listen_on, listener).run()
+
+
+def sorted_adapters(given: tuple[str, ...], model: str) -> tuple[Path | None, list[tuple[str, Path]]]:
+    """Return the adapter without a name, which is merged, and those with one, of PATH or NAME=PATH."""
+    merged: Path | None = None
+    named: dict[str, Path] = {}
+    for each in given:
+        name, equals, path = each.partition("=")
+        if not equals or Path(each).exists():
+            if len(given) > 1:
+                raise UsageError(f"--adapter {each}: beside others give it a name: NAME={each}")
+            merged = Path(each)
+        elif not (name and path) or name in (model, *named):
+            raise UsageError(
+                f"--adapter {each}: as NAME=PATH give each adapter a name of its own, not {model}"
+            )
+        else:
+            named[name] = Path(path)
+    return merged, list(named.items())

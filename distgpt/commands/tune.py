@@ -32,7 +32,7 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
 
 
 @command(example="distgpt tune --weights model.safetensors --data chats.jsonl --out runs/tuned")
-@click.option("--weights", type=PATH, help="The model to tune: a weights file, or a run.")
+@click.option("--weights", type=PATH, help="The model to tune: a weights file, a run, or hub:ORG/NAME.")
 @click.option(
     "--data",
     help="Learn from these chats: a file of JSON lines, .jsonl or .jsonl.gz, or a folder of them.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -20,6 +21,7 @@ from distgpt.kernels.decoding.cached_attention import (
     thread_scratch,
 )
 from distgpt.kernels.decoding.factors import factor_rows
+from distgpt.kernels.decoding.low_rank import Adapters, no_adapters
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.jit import PackedArgs, entry
 from distgpt.kernels.pool import pool_of
@@ -35,22 +37,28 @@ class CompiledLanes:
 
     is_exact = True
 
-    def __init__(self, config: ModelConfig, weights: Weights, count: int, threads: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, count: int, threads: int, adapters: Adapters
+    ) -> None:
         self.count, self.length, self.can_drop = count, config.seq_len, config.positions != "learned"
         self._kind = decode.kind_of(config)
         factors = weights.head.dtype.name
         cached = _cached(factors == "float32")
         self._cache = cache_of(config, count, cached)
-        rows = _rows(config, min(ROWS, max(count, config.seq_len)), factors)
+        rows = _rows(config, min(ROWS, max(count, config.seq_len)), factors, adapters.rank)
         self._most = len(rows.s)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
         self._angles = weights.cos, weights.sin
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
-        numbers = np.zeros((self._most, 5), np.int64)
-        self._inputs = decode.Inputs(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
+        self._adapters = len(adapters.qkv_a)
+        zeros = partial(np.zeros, dtype=np.int64)
+        most = self._most
+        self._inputs = decode.Inputs(
+            zeros(most), feeds=zeros((most, 5)), scored=zeros(most), adapters=zeros((2, most))
+        )
         self._counter = decode.counter()
-        shared = self._kind, weights, rows, self._cache, self._inputs
+        shared = self._kind, weights, adapters, rows, self._cache, self._inputs
         members = range(self._pool.threads)
         self._fixed = [
             PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
@@ -80,10 +88,12 @@ class CompiledLanes:
         tokens: list[int] = []
         feeds: list[tuple[int, ...]] = []
         scored: list[int] = []
+        adapters: list[int] = []
         for each in part:
             feeds.append((len(tokens), len(each.tokens), each.lane, each.start, each.scored))
             tokens.extend(each.tokens)
             scored.extend(range(len(tokens) - each.scored, len(tokens)))
+            adapters.extend([each.adapter] * len(each.tokens))
             fits = 0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)
             if not (fits and 0 <= each.scored <= len(each.tokens)):
                 raise ValueError(f"{each} does not fit {self.count} lanes of {self.length} positions")
@@ -91,10 +101,14 @@ class CompiledLanes:
             raise ValueError(f"a lane occurs twice in {part}")
         if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
             raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
+        if min(adapters) < 0 or max(adapters) > self._adapters:
+            raise ValueError(f"adapters must lie in [0, {self._adapters}]")
         inputs, threads = self._inputs, self._pool.threads
         inputs.tokens[: len(tokens)] = tokens
         inputs.feeds[: len(feeds)] = feeds
         inputs.scored[: len(scored)] = scored
+        inputs.adapters[0, : len(tokens)] = adapters
+        inputs.adapters[1, : len(scored)] = inputs.adapters[0, scored]
         if threads == 1:
             self._call(0, 1, len(tokens), len(feeds), scores, self._fixed[0])
             return
@@ -105,7 +119,7 @@ class CompiledLanes:
             )
 
 
-def _rows(config: ModelConfig, count: int, dtype: str) -> decode.Rows:
+def _rows(config: ModelConfig, count: int, dtype: str, rank: int) -> decode.Rows:
     width, hidden = config.n_embd, config.hidden
     widest = max(width, config.attention_width)
     return decode.Rows(
@@ -116,6 +130,7 @@ def _rows(config: ModelConfig, count: int, dtype: str) -> decode.Rows:
         gates=factor_rows(count, hidden, "float32"),
         a=factor_rows(count, widest, dtype),
         h=factor_rows(count, hidden, dtype),
+        inner=factor_rows(count, rank, "float32"),
     )
 
 
@@ -126,7 +141,7 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
         return [work] if total else []
     parts: list[list[Feed]] = [[]]
     room = most
-    for lane, start, tokens, scored in work:
+    for lane, start, tokens, scored, adapter in work:
         done = 0
         while done < len(tokens):
             if not room:
@@ -134,7 +149,8 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
                 room = most
             piece = tokens[done : done + room]
             after = len(tokens) - done - len(piece)
-            parts[-1].append(Feed(lane, start + done, piece, max(0, min(scored - after, len(piece)))))
+            own = max(0, min(scored - after, len(piece)))
+            parts[-1].append(Feed(lane, start + done, piece, own, adapter))
             done += len(piece)
             room -= len(piece)
     return parts
@@ -151,6 +167,7 @@ def lane_bytes(model: Model) -> int:
     return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
 
 
-def compiled_lanes(model: Model, count: int) -> CompiledLanes:
+def compiled_lanes(model: Model, count: int, adapters: Adapters | None = None) -> CompiledLanes:
     """Lanes for a model as it is now, which has to compute on CPUs, in any type but float64."""
-    return CompiledLanes(model.config, packed_of(model), count, model.kernels.threads)
+    beside = adapters or no_adapters()
+    return CompiledLanes(model.config, packed_of(model), count, model.kernels.threads, beside)

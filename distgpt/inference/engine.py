@@ -9,8 +9,9 @@
 wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
 not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
 belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a lane holds
-of its prompt, as the next turn of a chat does. Lanes of requests that are done keep their tokens until
-another takes them, the least recently used first. Where lanes are not exact, rounding depends on that.
+of its prompt with the same adapter, as the next turn of a chat does. Lanes of requests that are done keep
+their tokens until another takes them, the least recently used first. Where lanes are not exact, rounding
+depends on that.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ class Engine:
         self._lanes, self._tokenizer, self._chunk = lanes, tokenizer, chunk
         self._tickets = count()
         self._waiting: deque[tuple[SharedPrompt, int]] = deque()  # samples without a lane: request, choice
+        self._empty: list[Event] = []  # of samples without tokens, which need no lane
         self._running: list[Sample] = []
         self._free = list(range(lanes.count))  # the least recently used first
         self._prompts: dict[int, SharedPrompt] = {}  # lanes that begin with the prompt of a request
         self._held: set[int] = set()  # tickets of requests that make no tokens for now
-        self._kept: dict[int, list[int]] = {}  # the tokens in free lanes, for prompts that begin with them
+        self._kept: dict[int, tuple[int, list[int]]] = {}  # in free lanes, for prompts that begin with them
 
     @property
     def is_idle(self) -> bool:
         """Tell whether all that was submitted is done."""
-        return not self._waiting and not self._running
+        return not (self._waiting or self._running or self._empty)
 
     @property
     def is_waiting(self) -> bool:
         """Tell whether nothing can be computed until a request comes, is cancelled or goes on."""
-        return all(map(self._is_held, self._running)) and not (self._waiting and self._free)
+        due = self._empty or (self._waiting and self._free)
+        return all(map(self._is_held, self._running)) and not due
 
     @property
     def running(self) -> int:
@@ -71,7 +74,10 @@ class Engine:
         """Queue a request; return its ticket, which its events bear. Refuses what `check` does."""
         self.check(request)
         shared = SharedPrompt(next(self._tickets), request)
-        self._waiting.extend((shared, choice) for choice in range(request.n))
+        if request.max_new_tokens == 0 and shared.is_scored:
+            self._empty += [shared.empty_event(choice) for choice in range(request.n)]
+        else:
+            self._waiting.extend((shared, choice) for choice in range(request.n))
         return shared.ticket
 
     def check(self, request: Request) -> None:
@@ -94,6 +100,7 @@ class Engine:
         """Forget a request: no more events of it come, its lanes are free. Nothing happens if it is done."""
         self._held.discard(ticket)
         self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
+        self._empty = [each for each in self._empty if each.ticket != ticket]
         for sample in [each for each in self._running if each.shared.ticket == ticket]:
             self._leave(sample)
         self._prompts = {lane: held for lane, held in self._prompts.items() if held.ticket != ticket}
@@ -131,7 +138,7 @@ class Engine:
 
     def _admit(self) -> list[Event]:
         """Give free lanes to samples that wait, in order. Those of a prompt being computed wait for it."""
-        events: list[Event] = []
+        events, self._empty = self._empty, []
         held: list[tuple[SharedPrompt, int]] = []
         while self._waiting:
             shared, choice = self._waiting.popleft()
@@ -179,8 +186,8 @@ class Engine:
         if not shared.reuses or len(shared.request.prompt) > self._lanes.length:
             return None, 0
         held = self._kept | {sample.lane: sample.held for sample in self._running}
-        common = {lane: shared.common(tokens) for lane, tokens in held.items()}
-        lane = max(common, key=lambda lane: (common[lane], -len(held[lane])), default=None)
+        common = {lane: shared.common(*each) for lane, each in held.items()}
+        lane = max(common, key=lambda lane: (common[lane], -len(held[lane][1])), default=None)
         return (None, 0) if lane is None or not common[lane] else (lane, common[lane])
 
     def _lane_for(self, source: int | None, length: int) -> int:
@@ -188,7 +195,7 @@ class Engine:
 
         That is one whose prompt nobody waits for, an empty one, or the least recently used.
         """
-        if source in self._free and 2 * length >= len(self._kept.get(source, ())):
+        if source in self._free and 2 * length >= len(self._kept.get(source, (0, ()))[1]):
             return source
         return min(self._free, key=lambda lane: (lane in self._prompts, lane in self._kept))
 

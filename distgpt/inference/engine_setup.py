@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -15,9 +16,10 @@ from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError
+from distgpt.errors import DataError, UsageError
 from distgpt.files import bundled
 from distgpt.inference import compiled_lanes, uncompiled_lanes
+from distgpt.inference.adapters import NamedAdapter, adapters_of, read_adapters
 from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Feed, Lanes
 from distgpt.kernels.cpu import CpuKernels
@@ -25,7 +27,7 @@ from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
 from distgpt.saved.adapter import open_model
-from distgpt.saved.rundir import find_weights
+from distgpt.saved.named import weights_of
 from distgpt.saved.tensors import fingerprint
 from distgpt.stages import Stage
 
@@ -58,16 +60,24 @@ def lanes_that_fit(
     return max(1, min(wanted, memory // lane_bytes(model, lookup)))
 
 
-def agreed_lanes(model: Model, wanted: int, comm: Comm, memory: int | None = None, lookup: int = 0) -> Lanes:
+def agreed_lanes(
+    model: Model,
+    wanted: int,
+    comm: Comm,
+    memory: int | None = None,
+    lookup: int = 0,
+    adapters: Sequence[NamedAdapter] = (),
+) -> Lanes:
     """Make as many lanes as fit the memory of every rank, each of which has `memory`. Collective."""
     fitting = -comm.allreduce_max(-lanes_that_fit(model, wanted, memory, comm.local_size, lookup))
-    return lanes_for(model, fitting)
+    return lanes_for(model, fitting, adapters)
 
 
-def lanes_for(model: Model, count: int) -> Lanes:
+def lanes_for(model: Model, count: int, adapters: Sequence[NamedAdapter] = ()) -> Lanes:
     """The fastest lanes there are for this model, as it is now."""
     if is_compiled(model):
-        return compiled_lanes.compiled_lanes(model, count)
+        beside = adapters_of(model.config, [each.folding for each in adapters]) if adapters else None
+        return compiled_lanes.compiled_lanes(model, count, beside)
     return uncompiled_lanes.UncompiledLanes(model, count)
 
 
@@ -116,10 +126,11 @@ class LoadedModel:
     spec: ModelSpec
     path: Path
     dtype: str
+    adapters: Sequence[NamedAdapter] = ()
 
     def lanes(self, wanted: int, lookup: int) -> Lanes:
         """Make as many lanes as are wanted and fit the memory of every rank. Collective."""
-        return agreed_lanes(self.model, wanted, self.comm, self.spec.cache_memory, lookup)
+        return agreed_lanes(self.model, wanted, self.comm, self.spec.cache_memory, lookup, self.adapters)
 
     def engine(self, lanes: Lanes) -> Engine:
         return Engine(lanes, self.tokenizer, chunk_for(self.model))
@@ -129,7 +140,7 @@ class LoadedModel:
 
         `drops`: past the context its lanes drop their older half, which earlier versions computed anew.
         """
-        adapters = {find_weights(each) for each in (self.spec.weights, self.spec.adapter) if each}
+        adapters = {weights_of(each) for each in (self.spec.weights, self.spec.adapter) if each}
         known = [fingerprint(self.path), self.dtype, self.model.config.seq_len]
         known += sorted(fingerprint(each) for each in adapters - {self.path})
         known += ["drops"] if drops else []
@@ -148,15 +159,19 @@ class ModelSpec:
     context: int | None = None
     cache_memory: int | None = None
     adapter: Path | None = None  # merged into the weights as they are read
+    named: Sequence[tuple[str, Path]] = ()  # adapters that stay beside them, for requests that name one
 
     def load(self, stage: Stage) -> LoadedModel:
         """Load the model and its tokenizer, and compile everything. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
+        adapters = read_adapters(path, self.named, comm)
         model, about, path, dtype = open_model(stage, path, self.adapter, self.dtype, self.context)
+        if adapters and not is_compiled(model):
+            raise UsageError("adapters by name are for stage serial: merge one by --adapter PATH elsewhere")
         if about.tokenizer is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
         rehearse(model)
-        return LoadedModel(model, about.tokenizer, comm, self, path, dtype)
+        return LoadedModel(model, about.tokenizer, comm, self, path, dtype, adapters)

@@ -15,6 +15,7 @@ class Feed(NamedTuple):
     start: int  # how many it has so far
     tokens: Sequence[int]  # that follow: one when decoding, a chunk in prefill, a draft with prompt lookup
     scored: int  # scores are wanted after this many of the last tokens (0: none, 1: usual, all: verification)
+    adapter: int = 0  # beside the weights, where lanes have some: they count from 1
 
 
 class Lanes(Protocol):

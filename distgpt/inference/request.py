@@ -79,6 +79,7 @@ class Request(Sampling):
 
     # Not settings, as they depend on a tokenizer, and on who asks.
     ends: tuple[int, ...] = ()  # tokens that end the text, which lacks them
+    adapter: int = 0  # beside the weights, where lanes have some: they count from 1
     reuse: bool = False  # begin with what a lane holds of another prompt; exact lanes give the same bits
 
     def __post_init__(self) -> None:

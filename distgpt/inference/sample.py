@@ -34,10 +34,10 @@ class SharedPrompt:
         """Tell whether it takes over what lanes hold of the prompt."""
         return self.request.reuse and not self.request.prompt_logprobs
 
-    def common(self, held: Sequence[int]) -> int:
-        """Return how many tokens of the prompt these begin with; never its last one."""
+    def common(self, adapter: int, held: Sequence[int]) -> int:
+        """Return how many tokens of the prompt these begin with: never its last, of another adapter none."""
         prompt = self.request.prompt
-        most = min(len(held), len(prompt) - 1)
+        most = min(len(held), len(prompt) - 1) if adapter == self.request.adapter else 0
         return next((i for i in range(most) if held[i] != prompt[i]), most)
 
     def empty_event(self, choice: int) -> Event:
@@ -71,9 +71,9 @@ class Sample:
         return self.new == 0
 
     @property
-    def held(self) -> list[int]:
-        """Return what its lane holds that is like computed anew: nothing once positions were dropped."""
-        return self.tokens[: self.cached] if self.begin == 0 else []
+    def held(self) -> tuple[int, list[int]]:
+        """Return its adapter, and what its lane holds as if computed anew; nothing once some was dropped."""
+        return self.request.adapter, self.tokens[: self.cached] if self.begin == 0 else []
 
     def feed(self, chunk: int) -> Feed:
         """The next tokens: up to `chunk` of what is not in the lane yet; guesses behind a single one."""
@@ -83,7 +83,8 @@ class Sample:
         guesses = self._guesses() if len(pending) == 1 and self._lookup else []
         self.guessed = len(guesses)
         tokens = [*pending[:most], *guesses]
-        return Feed(self.lane, self.cached, tokens, len(tokens) if self._scores_prompt else self._scored)
+        scored = len(tokens) if self._scores_prompt else self._scored
+        return Feed(self.lane, self.cached, tokens, scored, self.request.adapter)
 
     def take(self, fed: Feed, scores: Array) -> list[Event]:
         """Note that `fed` is in the lane; choose by the scores, as far as guesses turn out right."""

@@ -24,6 +24,7 @@ from distgpt.saved.modelfile import (
     load_model,
     read_description,
 )
+from distgpt.saved.named import weights_of
 from distgpt.saved.rounded import SOURCE_SUM, Merge, read_float, verified
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import (
@@ -67,7 +68,7 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
     """
 
     def decide() -> list[str]:
-        found = find_weights(weights)
+        found = weights_of(weights)
         own = read_description(found).base
         if adapter is None and own is None:
             return [str(found), ""]
@@ -133,6 +134,16 @@ class Folding(Merge):
         for adapter in self._adapters.get(name, []):
             b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
             array[adapter.rows] += np.float32(adapter.scale) * (b @ a)
+
+    def beside(self, name: str, first: int, rows: int) -> list[tuple[Array, Array, slice]]:
+        """Return A, scale · B, and where B's rows stand, beside `rows` of a matrix from `first` on."""
+        found = []
+        for adapter in self._adapters.get(name, []):
+            if first <= adapter.rows.start < first + rows:
+                b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
+                where = slice(adapter.rows.start - first, adapter.rows.stop - first)
+                found.append((a, np.float32(adapter.scale) * b, where))
+        return found
 
 
 def load_frozen(comm: Comm, model: AdaptedModel, path: Path) -> None:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from distgpt.data.chats.format import ChatFormat
 from distgpt.errors import escape, first_line, print_lines
 from distgpt.serving.chat import parse_chat
-from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
+from distgpt.serving.completions import Answer, ParsedBody, Served, failed, model_of, parse_body
 from distgpt.serving.limits import (
     Limits,
     ListenOn,
@@ -148,17 +148,14 @@ class App:
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)
-        return JSONResponse({"object": "list", "data": [self._about()]})
+        data = [self._about(each) for each in self._served.models.values()]
+        return JSONResponse({"object": "list", "data": data})
 
     async def _model(self, request: Request) -> Response:
         self._admit(request)
-        if (name := request.path_params["name"]) != self._served.name:
-            text = f"the model {name!r:.200} does not exist"
-            raise Refusal(404, text, param="model", code="model_not_found")
-        return JSONResponse(self._about())
+        return JSONResponse(self._about(model_of(request.path_params["name"], self._served)))
 
-    def _about(self) -> dict[str, Any]:
-        served = self._served
+    def _about(self, served: Served) -> dict[str, Any]:
         return {
             "id": served.name,
             "object": "model",
@@ -203,7 +200,7 @@ class App:
 
     async def answer(self, parsed: ParsedBody, call: Call, scope: Scope) -> AsyncGenerator[bytes]:
         """The pieces of a streamed answer, or its whole. Frees what the call has when it is closed."""
-        answer = Answer(parsed, self._served)
+        answer = Answer(parsed)
         try:
             async with aclosing(call.events()) as events:
                 async for index, event in events:
@@ -225,7 +222,7 @@ class App:
             self._metrics.whole.observe(time.monotonic() - call.begun)
             scope[NOTE] = f", {parsed.prompt_tokens} + {answer.tokens} tokens"
             if self._where.log == "prompts":
-                texts = [self._served.tokenizer.decode(request.prompt) for request in parsed.requests]
+                texts = [parsed.served.tokenizer.decode(request.prompt) for request in parsed.requests]
                 scope[NOTE] += f", prompts {texts!r}"
 
 

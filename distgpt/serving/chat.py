@@ -18,11 +18,11 @@ from distgpt.serving.completions import (
     ParsedBody,
     Served,
     checked,
+    named_model,
     parse_object,
     parse_settings,
     refuse_large,
     refuse_long,
-    refuse_other_model,
     token_text,
     wants_usage,
 )
@@ -48,7 +48,7 @@ PARAMETERS = ("model", "messages", "stream", "stream_options", "ignore_eos", "lo
 def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for a chat's next answer. A Refusal says what is wrong with it."""
     found = parse_object(body, (*PARAMETERS, *_LENGTHS, *_SETTINGS, *_IGNORED), _WITHOUT_EFFECT)
-    refuse_other_model(found, served)
+    served = named_model(found, served)
     stream = checked(found, "stream", SWITCH, False)
     chat = served.chat
     if chat is None or isinstance(chat, DataError):
@@ -58,7 +58,7 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
         prompt = chat.prompt(checked_messages(found.get("messages")))
     except DataError as error:
         raise invalid(str(error), "messages") from None
-    refuse_long([prompt], served, limits, settings)
+    refuse_long([prompt], served, limits, settings, "messages")
     ends = () if checked(found, "ignore_eos", SWITCH, False) else chat.ends
     settings = replace(
         settings,
@@ -67,10 +67,11 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
         logprobs=_logprobs(found),
         ends=ends,
         stop=settings.stop + chat.stops,
+        adapter=served.adapter,
         reuse=True,
     )
     refuse_large(settings.max_new_tokens, settings, limits)
-    return ParsedBody([settings], stream, False, wants_usage(found), ChatChoice)
+    return ParsedBody(served, [settings], stream, False, wants_usage(found), ChatChoice)
 
 
 def _length(given: dict[str, Any], limits: Limits, room: int) -> int:

@@ -49,7 +49,7 @@ PARAMETERS = ("model", "prompt", "stream", "stream_options", "echo", "ignore_eos
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model behind the server, as far as requests need to know it."""
+    """A model behind the server, as far as requests need to know it."""
 
     name: str
     tokenizer: Tokenizer
@@ -58,12 +58,19 @@ class Served:
     created: int  # seconds since 1970
     chat: ChatFormat | DataError | None = None  # or why there is none
     reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
+    adapter: int = 0  # of a request that names this model
+    others: tuple[Served, ...] = ()  # the same model with each of its adapters
+
+    @property
+    def models(self) -> dict[str, Served]:
+        return {each.name: each for each in (self, *self.others)}
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
     """A body that makes sense: a request for each prompt, and how the answer is to look."""
 
+    served: Served
     requests: list[Request]
     stream: bool
     echo: bool
@@ -78,19 +85,20 @@ class ParsedBody:
 def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for completions. A Refusal says what is wrong with it."""
     found = parse_object(body, (*PARAMETERS, *_IGNORED), _WITHOUT_EFFECT)
-    refuse_other_model(found, served)
+    served = named_model(found, served)
     stream, echo = (checked(found, name, SWITCH, False) for name in ("stream", "echo"))
     settings = parse_settings(found, limits, SETTINGS)
     ends = () if checked(found, "ignore_eos", SWITCH, False) else served.tokenizer.ends
     scored = echo and settings.logprobs is not None
-    settings = replace(settings, ends=ends, prompt_logprobs=scored, reuse=served.reuse)
+    settings = replace(settings, ends=ends, prompt_logprobs=scored)
+    settings = replace(settings, reuse=served.reuse, adapter=served.adapter)
     with_usage = wants_usage(found)
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
     refuse_large(tokens, settings, limits)
     refuse_long(prompts, served, limits, settings)
     requests = [replace(settings, prompt=prompt) for prompt in prompts]
-    return ParsedBody(requests, stream, echo, with_usage, Choice)
+    return ParsedBody(served, requests, stream, echo, with_usage, Choice)
 
 
 def parse_object(
@@ -115,9 +123,17 @@ def parse_object(
     return found
 
 
-def refuse_other_model(found: dict[str, Any], served: Served) -> None:
-    if (model := checked(found, "model", Setting(str, ""), served.name)) != served.name:
-        raise Refusal(404, f"the model {model!r:.200} does not exist", param="model", code="model_not_found")
+def named_model(found: dict[str, Any], served: Served) -> Served:
+    """Return the model that a body names; without a name the one without adapters."""
+    return model_of(checked(found, "model", Setting(str, ""), served.name), served)
+
+
+def model_of(name: str, served: Served) -> Served:
+    if name in served.models:
+        return served.models[name]
+    known = ", ".join(f"{each!r:.200}" for each in served.models)
+    text = f"the model {name!r:.200} does not exist: here is {known}"
+    raise Refusal(404, text, param="model", code="model_not_found")
 
 
 def wants_usage(found: dict[str, Any]) -> bool:
@@ -205,29 +221,30 @@ def tokens_of(prompt: Any, served: Served, name: str = "prompt") -> list[int]:
     return prompt
 
 
-def refuse_long(prompts: Sequence[list[int]], served: Served, limits: Limits, settings: Request) -> None:
+def refuse_long(
+    prompts: Sequence[list[int]], served: Served, limits: Limits, settings: Request, param: str = "prompt"
+) -> None:
     longest = max(map(len, prompts))
     problem = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
     if not all(map(len, prompts)):
-        raise invalid("the prompt is empty: give at least one token to start from", "prompt")
+        raise invalid("the prompt is empty: give at least one token to start from", param)
     if longest > served.context and settings.prompt_logprobs:
-        raise _too_long(f"{problem}, or leave out logprobs or echo")
+        raise _too_long(f"{problem}, or leave out logprobs or echo", param)
     if longest > served.context and settings.overflow == "stop":
-        raise _too_long(f'{problem}, or send "overflow": "shift", which drops its beginning')
+        raise _too_long(f'{problem}, or send "overflow": "shift", which drops its beginning', param)
     if longest > limits.prompt_tokens:
-        raise _too_long(f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}")
+        raise _too_long(f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}", param)
 
 
-def _too_long(text: str) -> Refusal:
-    return invalid(text, "prompt", "context_length_exceeded")
+def _too_long(text: str, param: str) -> Refusal:
+    return invalid(text, param, "context_length_exceeded")
 
 
 class Answer:
     """The choices of a call, prompt by prompt, sample by sample."""
 
-    def __init__(self, parsed: ParsedBody, served: Served) -> None:
-        self._parsed, self._served = parsed, served
-        kind = parsed.choice
+    def __init__(self, parsed: ParsedBody) -> None:
+        self._parsed, served, kind = parsed, parsed.served, parsed.choice
         self._head = {
             "id": f"{kind.prefix}-{secrets.token_hex(12)}",
             "object": kind.part if parsed.stream else kind.kind,

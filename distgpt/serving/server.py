@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from distgpt.data.chats.format import ChatFormat
+from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, DistgptError, UsageError, escape, print_lines
 from distgpt.formatting import count
 from distgpt.inference.engine_setup import LoadedModel
@@ -107,12 +108,7 @@ class Server:
         self._finishing: asyncio.Task[None] | None = None
         self._about = f"{name} ({count(lanes.count, 'lane')} of {config.seq_len} tokens)"
         self.runner = Runner(lambda: loaded.engine(lanes), lanes.count, where.limits, self.metrics, self.fail)
-        chat = _chat_format(loaded)
-        created = int(time.time())
-        served = Served(
-            name, loaded.tokenizer, config.vocab_size, config.seq_len, created, chat, lanes.is_exact
-        )
-        self._app = App(served, self.runner, self.metrics, where)
+        self._app = App(_served(loaded, name, lanes), self.runner, self.metrics, where)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve to the end; `ready` is called once it listens. Raises why it could not go on."""
@@ -206,10 +202,23 @@ def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
     return tuple(addresses)
 
 
-def _chat_format(loaded: LoadedModel) -> ChatFormat | DataError:
+def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
+    """Return the model, and the same with each of its adapters."""
+    config, created = loaded.model.config, int(time.time())
+
+    def one(name: str, tokenizer: Tokenizer, adapter: int, others: tuple[Served, ...] = ()) -> Served:
+        about = config.vocab_size, config.seq_len, created, _chat_format(tokenizer), lanes.is_exact
+        return Served(name, tokenizer, *about, adapter, others)
+
+    beside = enumerate(loaded.adapters, 1)
+    others = tuple(one(each.name, each.tokenizer or loaded.tokenizer, i) for i, each in beside)
+    return one(name, loaded.tokenizer, 0, others)
+
+
+def _chat_format(tokenizer: Tokenizer) -> ChatFormat | DataError:
     """The model's chat format; without a usable one it still completes texts."""
     try:
-        return ChatFormat(loaded.tokenizer)
+        return ChatFormat(tokenizer)
     except DataError as error:
         print_lines(f"no chats are answered: {error}", err=True)
         return error

@@ -6,7 +6,7 @@ from typing import Any
 
 from distgpt.config import Setting
 from distgpt.errors import DataError
-from distgpt.serving.completions import SWITCH, Served, checked, parse_object, refuse_other_model, tokens_of
+from distgpt.serving.completions import SWITCH, Served, checked, named_model, parse_object, tokens_of
 from distgpt.serving.limits import Limits, invalid
 
 
@@ -26,7 +26,7 @@ def about_tokenizer(served: Served) -> dict[str, Any]:
 def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     """Return the ids of a prompt. One that spells a special token, and nothing else, is that token."""
     found = parse_object(body, ("model", "prompt", "add_special_tokens"), {})
-    refuse_other_model(found, served)
+    served = named_model(found, served)
     text = checked(found, "prompt", Setting(str, ""), "")
     tokenizer, with_first = served.tokenizer, checked(found, "add_special_tokens", SWITCH, True)
     try:
@@ -41,5 +41,5 @@ def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
 def detokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     """Return the text of ids."""
     found = parse_object(body, ("model", "tokens"), {})
-    refuse_other_model(found, served)
+    served = named_model(found, served)
     return {"prompt": served.tokenizer.decode(tokens_of(found.get("tokens"), served, "tokens"))}

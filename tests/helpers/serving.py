@@ -51,13 +51,14 @@ class Paced:
 class Server:
     """A server that runs, and what it ended with."""
 
-    def __init__(self, lanes, seconds, limits, place, template):
-        model, tokenizer = sample()
-        if template:
-            tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()))
-        self.lanes = Paced(lanes_for(model, lanes), seconds)
+    def __init__(self, lanes, seconds, limits, place, template, loaded):
+        if loaded is None:
+            model, tokenizer = sample()
+            if template:
+                tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()))
+            loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
+        self.lanes = Paced(lanes_for(loaded.model, lanes, loaded.adapters), seconds)
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
-        loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
         listener = bound(where.host, where.port)
         self.serving, self.ended = Serving(loaded, self.lanes, "sample", where, listener), None
         self.runner, self.metrics = self.serving.runner, self.serving.metrics
@@ -135,8 +136,9 @@ def until(condition, seconds=10.0):
 
 
 @contextmanager
-def server(lanes=4, seconds=0.0, limits=None, template="", **place):
-    found = Server(lanes, seconds, limits, place, template)
+def server(lanes=4, seconds=0.0, limits=None, template="", loaded=None, **place):
+    """Serve the bundled model, or one that is loaded."""
+    found = Server(lanes, seconds, limits, place, template, loaded)
     try:
         yield found
     finally:

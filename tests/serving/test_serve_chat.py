@@ -105,6 +105,7 @@ def test_what_makes_no_sense_is_refused(served):
     ):
         status, _, found = served.ask(CHAT, {"messages": MESSAGES, **body})
         assert status == 400 and message in found["error"]["message"], (body, found)
+        assert "messages" not in body or found["error"]["param"] == "messages"
     status, _, found = served.ask(CHAT, {"messages": MESSAGES, "model": "other"})
     assert status == 404 and found["error"]["code"] == "model_not_found"
     same = {

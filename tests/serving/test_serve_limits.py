@@ -75,6 +75,16 @@ def test_a_full_queue_is_said_with_when_to_try_again():
         assert status == 400 and "4 samples are more than the 3" in said["error"]["message"]
 
 
+def test_an_answer_without_tokens_waits_for_no_lane():
+    with server(lanes=1, seconds=0.01) as found:
+        connection, _ = found.begin("a", max_tokens=120)
+        answer = found.complete(["b", "c"], max_tokens=0, n=2, echo=True)
+        assert [each["text"] for each in answer["choices"]] == ["b", "b", "c", "c"]
+        assert {each["finish_reason"] for each in answer["choices"]} == {"length"}
+        assert found.runner.gauges["running_sequences"] == 1
+        connection.close()
+
+
 def test_all_open_requests_together_have_a_limit():
     """Also of log-probabilities, which take memory until they are sent, and of prompts."""
     with server(seconds=0.005, limits={"everything": 1000}) as found:

@@ -18,7 +18,7 @@ from distgpt.kernels.fused.attention import normalise_head, pair, rstd_of
 from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, softmax
 from distgpt.kernels.matmul.assembled import tile
-from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned
+from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
 
 
 class Cache(NamedTuple):
@@ -39,7 +39,7 @@ class ThreadScratch(NamedTuple):
 
 def cache_of(config: ModelConfig, lanes: int, dtype: str) -> Cache:
     keys, values = cache_shapes(config, lanes, dtype)
-    return Cache(aligned(keys, dtype), aligned(values, dtype))
+    return Cache(zeros_as_used(keys, dtype), zeros_as_used(values, dtype))
 
 
 def cache_shapes(config: ModelConfig, lanes: int, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -20,6 +20,7 @@ from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding.cached_attention import Cache, ThreadScratch, attend
 from distgpt.kernels.decoding.factors import UNIT, element, most_rows, multiply, put_row, stretch
+from distgpt.kernels.decoding.low_rank import Adapters, add_columns, reduce_row
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.jit import inline, jit, unpack_args
 from distgpt.kernels.fused.linear import CUBIC, LINEAR, gelu_of, relu2_of, silu_of
@@ -27,6 +28,7 @@ from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, LINE, aligned
 
 GROUP = 2  # panels that all rows go past before the next ones
+ADD = BIAS | ACCUMULATE
 ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2, "relu2": 3}
 
 
@@ -58,6 +60,7 @@ class Rows(NamedTuple):
     gates: Array
     a: Array  # a norm's output, or attention's
     h: Array  # the activation's output
+    inner: Array  # what adapters make of a layer's input (N, rank)
 
 
 class Inputs(NamedTuple):
@@ -66,6 +69,7 @@ class Inputs(NamedTuple):
     tokens: Array
     feeds: Array  # int64 (F, 5)
     scored: Array  # the rows to score
+    adapters: Array  # (2, N): those of all rows, and of the rows to score; 0: none
 
 
 class Fixed(NamedTuple):
@@ -73,6 +77,7 @@ class Fixed(NamedTuple):
 
     kind: Kind
     weights: Weights
+    adapters: Adapters
     rows: Rows
     cache: Cache
     inputs: Inputs
@@ -105,18 +110,21 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
     `packed` has the thread's `Fixed`, whose counter begins at 0.
     """
     fixed: Any = unpack_args(packed)
-    kind, weights, rows, cache, inputs, own, counter = fixed
-    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.scored[: len(scores)])
+    kind, weights, low, rows, cache, inputs, own, counter = fixed
+    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.scored[: len(scores)], inputs.adapters)
     threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
-    s, width, heads, arrivals = rows.s, kind.width, kind.heads * kind.size, 0
+    which = work.adapters[0, :n]
+    s, inner, width, heads, arrivals = rows.s, rows.inner, kind.width, kind.heads * kind.size, 0
     first, last = part(threads, n)
     _embed(first, last, kind, weights, s, work)
     for i in range(layers):
         if i:
             arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i], s, rows)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows, which, low.qkv_a, i)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        _linear(
+            threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS, (inner, which, low.qkv_b)
+        )
         if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
             _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
@@ -125,22 +133,22 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         if ends:
             n = len(scores)
+            which = work.adapters[1, :n]
             first, last = part(threads, n)
             if thread == 0:
                 _to_the_front(s, work.scored, width)
-        for row in range(first, last):
-            put_row(rows.a[row], rows.att[work.scored[row] if ends else row], 0, heads)
+        _attended(first, last, heads, rows, work.scored, ends, which, low.out_a, i)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, heads, width, rows.a, weights.out, i, s, BIAS | ACCUMULATE)
+        _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD, (inner, which, low.out_b))
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows, which, low.mlp_a, i)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, width, kind.hidden, rows.a, weights.fc, i, rows.pre, BIAS, UNIT)
-        if kind.act == 2:
-            _linear(threads, n, width, kind.hidden, rows.a, weights.gates, i, rows.gates, BIAS, UNIT)
-        _activate(threads, n, kind, rows)
+        _expand(threads, n, kind, weights, low, rows, which, i)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, BIAS | ACCUMULATE)
+        if low.proj_a.shape[0]:
+            _reduced(first, last, rows.pre, inner, which, low.proj_a, i)
+            arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD, (inner, which, low.proj_b))
     arrivals = _wait_for_all(counter, arrivals, n_threads)
     for row in range(first, last):
         _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.a[row])
@@ -177,12 +185,39 @@ def _embed(first, last, kind, weights, s, work):
 
 
 @inline
-def _normed(first, last, kind, norm, s, rows):
+def _expand(threads, n, kind, weights, low, rows, which, i):
+    """A thread's columns of an MLP's first half: fc, gates, activation."""
+    width, hidden, inner = kind.width, kind.hidden, rows.inner
+    _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, (inner, which, low.fc_b), UNIT)
+    if kind.act == 2:
+        own = inner[:, low.fc_b.shape[3] // COLUMNS :], which, low.gates_b
+        _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, own, UNIT)
+    _activate(threads, n, kind, rows)
+
+
+@inline
+def _normed(first, last, kind, norm, s, rows, which, a, i):
     """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
     for row in range(first, last):
         normed = rows.att[row, : kind.width]
         norm_row(kind, norm, s[row, : kind.width], normed)
         put_row(rows.a[row], normed, 0, kind.width)
+        reduce_row(rows.inner[row:], which[row], a, i, rows.att[row:])
+
+
+@inline
+def _attended(first, last, width, rows, scored, ends, which, a, i):
+    """Rows first … last of the factors ← what attention gave; of the last layer for rows that are scored."""
+    for row in range(first, last):
+        at = scored[row] if ends else row
+        put_row(rows.a[row], rows.att[at], 0, width)
+        reduce_row(rows.inner[row:], which[row], a, i, rows.att[at:])
+
+
+@inline
+def _reduced(first, last, x, inner, which, a, i):
+    for row in range(first, last):
+        reduce_row(inner[row:], which[row], a, i, x[row:])
 
 
 @inline
@@ -205,8 +240,13 @@ def _last_norm(kind, norm, x, y, a):
 
 
 @inline
-def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
+def _linear(threads, n, k, columns, a, layer, i, c, flags, adapters, unit=COLUMNS):
+    """A thread's columns of a layer, with its adapters: `inner`, which of them rows have, and their B."""
     _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags, unit)
+    inner, which, b = adapters
+    if b.shape[0]:
+        begin, end = _own_columns(threads, columns, unit)
+        add_columns(begin, end, c, inner, which, b, i)
 
 
 @inline

@@ -18,7 +18,7 @@ from distgpt.kernels.matmul import int4, int8
 from distgpt.kernels.matmul.assembled import external, tile
 from distgpt.kernels.matmul.int8 import BLOCK, OFFSET
 from distgpt.kernels.matmul.microkernel import BIAS
-from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned
+from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
 from distgpt.kernels.matmul.processor import features, shape
 
 UNIT = 64  # columns are handed out in multiples of this: whole panels and whole blocks
@@ -28,8 +28,8 @@ LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cach
 def factor_rows(count: int, columns: int, dtype: str) -> Array:
     """Make memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
     if dtype == "uint8":
-        return aligned((count, -(-columns // BLOCK) * A_RECORD + 64), dtype)
-    return aligned((count, -(-columns // UNIT) * UNIT + 32), dtype)
+        return zeros_as_used((count, -(-columns // BLOCK) * A_RECORD + 64), dtype)
+    return zeros_as_used((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
 
 @inline

@@ -6,6 +6,9 @@ number it is zero; beyond the last column it may hold anything.
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
+
 import numpy as np
 
 from distgpt.kernels.api import Array
@@ -31,6 +34,22 @@ def aligned(shape: tuple[int, ...], dtype: str) -> Array:
     raw = np.zeros(size + LINE, np.uint8)
     start = -raw.ctypes.data % LINE
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def zeros_as_used(shape: tuple[int, ...], dtype: str) -> Array:
+    """Make zeros that take memory page by page, as they are written, for arrays that may stay empty in part.
+
+    NumPy asks for huge pages, and with a byte of one all 2 MB of it are there.
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    try:
+        memory = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError(f"{size:,} bytes") from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape)
 
 
 @jit

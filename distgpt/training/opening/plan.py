@@ -22,7 +22,8 @@ from distgpt.formatting import count
 from distgpt.saved.adapter import refuse_other_base
 from distgpt.saved.checkpoint import MANIFEST, STATE, State, load_state, newest_intact, verify
 from distgpt.saved.modelfile import Description, read_description
-from distgpt.saved.rundir import RunDirectory, differing, find_weights, place_for
+from distgpt.saved.named import weights_of
+from distgpt.saved.rundir import RunDirectory, differing, place_for
 from distgpt.training.exchange.reproducible import usual_parts
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.dial import DEPTH, DIALLED, TOKENS, WITHIN, Dial
@@ -214,7 +215,7 @@ def _resolved(
     preset: str | None, toml: Path | None, flags: Mapping[str, Any], dial: Dial | None, ranks: int
 ) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
-        return read_description(find_weights(Path(weights))).run.model
+        return read_description(weights_of(Path(weights))).run.model
 
     if dial is None:
         of_chats = (partial(tuning, ranks),) if flags.get("chats") else ()
@@ -262,7 +263,7 @@ def _with_parts(run: RunConfig) -> RunConfig:
 def _with_weights(run: RunConfig) -> RunConfig:
     """Return the run with the path of the weights that --init stands for."""
     init = run.train.init
-    return run.with_values({"init": str(find_weights(Path(init)))}) if init else run
+    return run.with_values({"init": str(weights_of(Path(init)))}) if init else run
 
 
 def _written(model: Description) -> list[str]:

@@ -1,0 +1,67 @@
+"""Adapters that lanes keep beside their model's weights, for requests that name one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distgpt.comm.api import Comm
+from distgpt.config import ModelConfig
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.kernels.api import Array
+from distgpt.kernels.decoding.low_rank import Adapters, packed_factors
+from distgpt.saved.adapter import Folding, with_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter, the name that requests give it, and its tokenizer; None: the model's."""
+
+    name: str
+    folding: Folding
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.folding.tokenizer
+
+
+def read_adapters(weights: Path, named: Sequence[tuple[str, Path]], comm: Comm) -> list[NamedAdapter]:
+    """Read adapters of a model. Refuses those of another one."""
+    found = []
+    for name, path in named:
+        _, folding = with_adapter(weights, path, comm)
+        assert folding is not None  # as an adapter was given
+        found.append(NamedAdapter(name, folding))
+    return found
+
+
+def adapters_of(config: ModelConfig, foldings: Sequence[Folding]) -> Adapters:
+    """Return adapters as decoding reads them, numbered from 1 in this order."""
+    c, hidden = config.n_embd, config.hidden
+
+    def factors(name: str, k: int, rows: int, first: int = 0) -> tuple[Array, Array]:
+        """A (rank, k) and scale · B (rows, rank) of all adapters and layers, from a row of a matrix on."""
+        found = [
+            [each.beside(f"blocks.{i}.{name}.w", first, rows) for i in range(config.n_layer)]
+            for each in foldings
+        ]
+        rank = max(sum(len(a) for a, _, _ in pieces) for layers in found for pieces in layers)
+        shape = len(foldings), config.n_layer
+        whole_a, whole_b = (np.zeros((*shape, *own), np.float32) for own in ((rank, k), (rows, rank)))
+        for to_a, to_b, layers in zip(whole_a, whole_b, found, strict=True):
+            for i, pieces in enumerate(layers):
+                at = 0
+                for a, b, where in pieces:
+                    to_a[i, at : at + len(a)], to_b[i, where, at : at + len(a)] = a, b
+                    at += len(a)
+        return whole_a, packed_factors(whole_b)
+
+    qkv, out = factors("attn.qkv", c, config.qkv_width), factors("attn.proj", config.attention_width, c)
+    fc, proj = factors("mlp.fc", c, hidden), factors("mlp.proj", hidden, c)
+    gates = factors("mlp.fc", c, hidden, hidden)
+    mlp = np.concatenate((fc[0], gates[0]), axis=2)
+    reducing = (packed_factors(a) for a in (qkv[0], out[0], mlp, proj[0]))
+    return Adapters(*reducing, qkv[1], out[1], fc[1], gates[1], proj[1])

@@ -1,0 +1,28 @@
+"""What users call weights: a file, the directory of a run, or hub:ORG/NAME of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from distgpt.data.hub import PREFIX
+from distgpt.errors import UsageError, print_lines
+from distgpt.files import cache_folder
+from distgpt.saved.huggingface import import_model
+from distgpt.saved.rundir import find_weights
+
+
+def weights_of(name: Path) -> Path:
+    """Return the weights file of this name. A model of the hub is imported once, into the user's cache."""
+    if not str(name).startswith(PREFIX) or name.exists():
+        return find_weights(name)
+    repository = str(name).removeprefix(PREFIX)
+    folder = cache_folder("models")
+    if folder is None:
+        raise UsageError(f"{name} has no place: set XDG_CACHE_HOME to a folder that only you can write to")
+    found = folder / f"{repository.replace('/', '--')}.safetensors"
+    if not found.exists():
+        note = partial(print_lines, err=True)
+        import_model(str(name), found, None, note)
+        note(f"{name} is kept as {found}; remove it to fetch it anew")
+    return found

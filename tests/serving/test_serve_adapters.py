@@ -1,0 +1,91 @@
+"""Models by name: the weights and their adapters, as `infer` writes with each, alone and at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+from conftest import SMALL, inside, refused
+from serving import server
+
+from distgpt.config import GpuConfig
+from distgpt.inference.engine_setup import ModelSpec
+from distgpt.stages import open_stage
+
+TEXTS = {"one": "the lamp, the fox, ", "two": "the fox and the lamp and "}
+HOW = ["--threads", "1", "--seq-len", "16", "--batch-size", "8", "--lr", "5e-2", "--steps", "40"]
+PROMPT = "the lamp"
+
+
+def done(*args):
+    result = inside(*args)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, and two adapters of it."""
+    folder = tmp_path_factory.mktemp("models")
+    done("train", *SMALL, "--steps", "100", "--out", folder / "base")
+    base = folder / "base" / "weights.safetensors"
+    for rank, (name, text) in enumerate(TEXTS.items(), 2):
+        (folder / f"{name}.txt").write_text(100 * text)
+        words = ["--data", folder / f"{name}.txt", "--lora-rank", str(rank), "--out", folder / name]
+        done("train", "--init", base, *HOW, *words)
+    return {"base": base, "one": folder / "one", "two": folder / "two"}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
+def served(request, files):
+    named = [(name, files[name]) for name in ("one", "two")]
+    spec = ModelSpec(files["base"], request.param, named=named)
+    with server(loaded=spec.load(open_stage("serial", 2, GpuConfig()))) as found:
+        yield found, request.param
+
+
+def test_each_model_writes_what_infer_writes_with_its_adapter_also_at_once(served, files):
+    running, dtype = served
+    ask = ["infer", "--weights", files["base"], "--prompt", PROMPT, "--max-new-tokens", "12"]
+    ask += ["--temperature", "0", "--dtype", dtype]
+    expected = {"sample": done(*ask)}
+    for name in ("one", "two"):
+        expected[name] = done(*ask, "--adapter", files[name])
+    assert len(set(expected.values())) == 3
+
+    def told(name):
+        found = running.complete(PROMPT, model=name, max_tokens=12, temperature=0, ignore_eos=False)
+        assert found["model"] == name
+        return found["choices"][0]["text"]
+
+    with ThreadPoolExecutor(6) as pool:
+        at_once = list(pool.map(told, [*expected, *expected]))
+    for name, text in zip([*expected, *expected], at_once, strict=True):
+        assert told(name) == text and (PROMPT + text).strip() == expected[name].strip()
+
+
+def test_the_models_are_listed_and_another_name_says_which_there_are(served):
+    running, _ = served
+    listed = running.ask("/v1/models")[2]["data"]
+    assert [each["id"] for each in listed] == ["sample", "one", "two"]
+    assert running.ask("/v1/models/two")[2]["id"] == "two"
+    for path, body in (
+        ("/v1/models/three", None),
+        ("/v1/completions", {"model": "three"}),
+        ("/tokenize", {"model": "three", "prompt": "a"}),
+    ):
+        status, _, found = running.ask(path, body)
+        assert status == 404 and found["error"]["code"] == "model_not_found"
+        assert "'sample', 'one', 'two'" in found["error"]["message"]
+
+
+def test_names_that_make_no_sense_are_refused(files):
+    ask = ["serve", "--weights", files["base"], "--port", "0"]
+    one = files["one"]
+    refused(inside(*ask, "--adapter", f"weights={one}"), 2, "a name of its own")
+    refused(inside(*ask, "--adapter", f"a={one}", "--adapter", f"a={one}"), 2, "a name of its own")
+    refused(inside(*ask, "--adapter", f"a={one}", "--adapter", one), 2, "give it a name")
+    refused(inside(*ask, "--adapter", f"={one}"), 2, "a name of its own")
+    refused(inside(*ask, "--adapter", f"a={files['base']}"), 2, "no adapter")
+    refused(inside(*ask, "--adapter", "a=nowhere"), 74, "nowhere")
