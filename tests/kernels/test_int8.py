@@ -33,7 +33,7 @@ def rows_of(q, scales, dot):
     a, end = aligned((n, blocks, dot.a_record), "uint8"), dot.integers
     a[:, :, :end] = q.astype(dot.integer).reshape(n, blocks, BLOCK).view(np.uint8)
     a[:, :, end : end + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
-    sums = -128 * q.reshape(n, blocks, BLOCK).sum(2, dtype=np.int32)
+    sums = -dot.offset * q.reshape(n, blocks, BLOCK).sum(2, dtype=np.int32)
     a[:, :, end + 4 :] = np.ascontiguousarray(sums)[..., None].view(np.uint8)
     return a
 
@@ -41,7 +41,7 @@ def rows_of(q, scales, dot):
 def panel_of(q, scales, columns, dot, of):
     """A panel of B, of (columns, k) and bits of scales."""
     blocks = q.shape[1] // BLOCK
-    values = (q.astype(np.int16) + 128) if of is int8 else np.searchsorted(int4.LEVELS, q)
+    values = (q.astype(np.int16) + dot.offset) if of is int8 else np.searchsorted(int4.LEVELS, q)
     words = values.astype(np.uint8).reshape(columns, blocks, BLOCK // 4, 4)[..., np.argsort(dot.order)]
     if of is int4:
         words = words[:, :, ::2] | words[:, :, 1::2] << 4

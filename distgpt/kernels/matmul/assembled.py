@@ -14,7 +14,7 @@ from numba import types
 from distgpt.files import made_once
 from distgpt.kernels.fused import disk_cache
 from distgpt.kernels.fused.jit import by_types, inline
-from distgpt.kernels.matmul import amx
+from distgpt.kernels.matmul import amx, mmla
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
 from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, moves
@@ -62,8 +62,9 @@ _I, _P = types.int64, types.voidptr
 
 
 def _tile_of(factor: str, out: str) -> Any:
-    tiles = shape().amx and factor == BFLOAT16
-    text = partial(amx.module, shape(), out) if tiles else partial(module, shape(), factor, out)
+    text = partial(module, shape(), factor, out)
+    if factor == BFLOAT16 and shape().dot and (shape().amx or shape().neon):
+        text = partial(amx.module if shape().amx else mmla.module, shape(), out)
     return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
 
 
