@@ -14,7 +14,7 @@ from distgpt.kernels.matmul import assembled, int4, int8
 from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.packing import aligned
 from distgpt.kernels.matmul.processor import features
-from distgpt.kernels.matmul.vectors import AVX2, AVX512
+from distgpt.kernels.matmul.vectors import AVX2, AVX512, NEON
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.
 WAYS = {
@@ -24,6 +24,8 @@ WAYS = {
     "avxvnni": (AVX2, {"avxvnni"}, "vnni"),
     "avx2": (AVX2, {"avx2"}, "pairs"),
     "none": (AVX2, set(), "plain"),
+    "dotprod": (NEON, {"dotprod"}, "signed"),
+    "neon": (NEON, set(), "plain"),
 }
 
 
@@ -67,7 +69,7 @@ def compiled(registers, dot, of):
 def test_integers_are_exact_in_every_way(way, of):
     """With scales that are powers of two, all sums are integers that float32 holds."""
     registers, given, kind = WAYS[way]
-    needed = given | ({"avx512f"} if registers is AVX512 else set())
+    needed = given | {AVX512: {"avx512f"}, NEON: {"neon"}}.get(registers, set())
     dot = int8.dot_of(registers, given)
     assert dot.kind == kind
     if not needed <= features():

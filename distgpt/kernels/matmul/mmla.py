@@ -110,7 +110,7 @@ class MmlaTile(Tile):
         return self.new(f"shufflevector {type} {x}, {type} {y}, <4 x i32> <{lanes}>")
 
     def _last_k(self) -> None:
-        """Add up to three last k: in A what follows them is other memory, in B the last one's partner is zero.
+        """Add up to three last k: A goes on with other memory, B has zero beside the last of an odd number.
 
         Where there is no second step, its place is read as the first one's, and counts as zeros.
         """
@@ -156,6 +156,3 @@ class MmlaTile(Tile):
             for j, word in ((2 * i, first), (2 * i + 1, words[2])):
                 both = self.new(f"insertelement {_INTS} {both}, i32 {word}, i32 {j}")
         return both
-
-
-
