@@ -1,4 +1,4 @@
-"""Microkernels for arm64, assembled here for the machines they are meant for: what is chosen, and no spills."""
+"""Microkernels for arm64, assembled here for the machines they are meant for: what is chosen, no spills."""
 
 import ctypes
 import platform
@@ -49,12 +49,10 @@ def loops(text):
 @pytest.mark.parametrize("kind", LOOPS)
 def test_the_sums_of_most_rows_stay_in_registers(kind):
     text, feature, instruction, count = LOOPS[kind]
-    fullest = max(
-        loops(assembly(text(), f"+{feature}")), key=lambda loop: sum(instruction in x for x in loop)
-    )
-    assert sum(f"\t{instruction}\t" in line for line in fullest) == count
-    assert sum("[sp" in line for line in fullest) <= (4 if kind == "int8" else 0)
-    assert not [line for line in fullest if "ld1r" in line or "\tdup\t" in line]  # taken from a lane
+    found = [*loops(assembly(text(), f"+{feature}"))]
+    most = [loop for loop in found if sum(f"\t{instruction}\t" in line for line in loop) == count]
+    assert most and not [line for loop in most for line in loop if "[sp" in line]
+    assert not [line for line in most[-1] if "ld1r" in line or "\tdup\t" in line]  # taken from a lane
 
 
 def test_every_kernel_assembles_without_instructions_that_the_processor_lacks():

@@ -79,6 +79,10 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _I),
 )
+_FOURS: Any = None
+if shape().neon and shape().dot:
+    _text = partial(mmla.fours, shape().vectors)
+    _FOURS = external("fours", _text, fours=(_P, _I, _P, _I, _I))["fours"]
 _TRANSPOSE, _PREFETCH = _MOVES["transpose"], _MOVES["prefetch"]
 
 
@@ -104,6 +108,22 @@ def strip(x, row, to, step, rows):
 
     def call(x, row, to, step, rows):
         routine(x.ctypes, row, to.ctypes, step, rows // at_once)
+
+    return call
+
+
+@by_types()
+def fours(panels, count, k):
+    """Zip the steps of packed bfloat16 where tiles want it; see mmla.py. Return the flag that tells them."""
+    routine, bytes = _FOURS, 8 * shape().columns
+    if routine is None or panels.dtype != types.uint16:
+        return lambda panels, count, k: 0
+
+    def call(panels, count, k):
+        for panel in range(count):
+            place = panels[panel].ctypes
+            routine(place, bytes, place, bytes, k // 4)
+        return mmla.FOURS
 
     return call
 

@@ -106,7 +106,7 @@ class Int8Tile(Tile):
         return BLOCK * self.shape.columns
 
     def text(self) -> str:
-        self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
+        self.begin(ARGUMENTS)
         self.steps = "%k"
         self._row_starts()
         self.add("  br label %loop")

@@ -86,13 +86,17 @@ class Tile(Vectors):
         self.totals: dict[tuple[int, int], str] = {}
 
     def text(self) -> str:
-        self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
+        self.begin(ARGUMENTS)
         self._starts()
         self._loop()
         if self.factor == BFLOAT16:
             self._last_of_an_odd_number()
         self._write()
         return "\n".join([*self.lines, "  ret void\n}"])
+
+    def begin(self, arguments: str) -> None:
+        attributes = neon.SCHEDULED * self.shape.neon
+        self.add(f"define internal void @tile{self.rows}({arguments}) {attributes}{{\nentry:")
 
     def cells(self) -> list[tuple[int, int]]:
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
@@ -235,9 +239,9 @@ class Tile(Vectors):
     def _write(self) -> None:
         """Add bias and C where asked for, and store the columns that are there."""
         masks = [self._mask(v) for v in range(self.shape.vectors)]
-        self._add_where("bias", self._asked(BIAS), lambda r, v: self._loaded("%bias", v, masks))
+        self._add_where("bias", self.asked(BIAS), lambda r, v: self._loaded("%bias", v, masks))
         if self.out == FLOAT32:
-            self._add_where("old", self._asked(ACCUMULATE), lambda r, v: self._loaded(self._row(r), v, masks))
+            self._add_where("old", self.asked(ACCUMULATE), lambda r, v: self._loaded(self._row(r), v, masks))
         for r in range(self.rows):
             row = self._row(r)
             for v in range(self.shape.vectors):
@@ -256,7 +260,7 @@ class Tile(Vectors):
             f"ptr {place}, i32 {size}, <{n} x i1> {masks[v]})"
         )
 
-    def _asked(self, flag: int) -> str:
+    def asked(self, flag: int) -> str:
         return self.new(f"icmp ne i64 {self.new(f'and i64 %flags, {flag}')}, 0")
 
     def _mask(self, v: int) -> str:

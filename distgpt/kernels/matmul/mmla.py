@@ -1,7 +1,8 @@
 """Tiles of bfloat16 on arm64 by BFMMLA, which multiplies two rows and two columns, four k of each, at once.
 
 A register holds a square of sums: row 2p and 2p + 1 by column 2c and 2c + 1. Four k are two steps, each a
-pair. They are read from A's rows, where `step` is 4 bytes, or else from rows that lie side by side.
+pair. They are read from A's rows, where `step` is 4 bytes, or else from rows that lie side by side. Two steps
+of B are zipped for each tile, or once for all tiles by `fours`, which the flag FOURS says.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections.abc import Callable
 
 from distgpt.kernels.matmul import microkernel
 from distgpt.kernels.matmul.microkernel import Tile
-from distgpt.kernels.matmul.vectors import BFLOAT16, Shape
+from distgpt.kernels.matmul.vectors import BFLOAT16, Shape, loop_over_rows
 
 Sums = dict[tuple[int, int], str]
 Read = Callable[[int, str], str]
+FOURS = 4  # a flag
+ZIPS = ((0, 4, 1, 5), (2, 6, 3, 7))  # the lanes of two steps that make two columns, and the next two
 _INTS, _FLOATS, _LOW = "<4 x i32>", "<4 x float>", "<8 x bfloat>"
 
 
@@ -22,24 +25,42 @@ def module(shape: Shape, out: str) -> str:
     return microkernel.module(shape, BFLOAT16, out, MmlaTile)
 
 
+def fours(vectors: int) -> str:
+    """Zip two steps of `vectors` vectors each in place: from[i] and to[i] are `count` times two steps."""
+    lines = []
+    for i in range(2 * vectors):
+        lines += [f"  %p{i} = getelementptr i8, ptr %f, i64 {16 * i}", f"  %x{i} = load {_INTS}, ptr %p{i}"]
+    for i in range(2 * vectors):
+        v, lanes = i // 2, ", ".join(f"i32 {lane}" for lane in ZIPS[i % 2])
+        lines.append(
+            f"  %y{i} = shufflevector {_INTS} %x{v}, {_INTS} %x{v + vectors}, <4 x i32> <{lanes}>\n"
+            f"  %q{i} = getelementptr i8, ptr %t, i64 {16 * i}\n  store {_INTS} %y{i}, ptr %q{i}"
+        )
+    return loop_over_rows("fours", 1, "\n" + "\n".join(lines))
+
+
 class MmlaTile(Tile):
     """Writes the function for one number of rows."""
 
     def text(self) -> str:
-        self.add(f"define internal void @tile{self.rows}({microkernel.ARGUMENTS}) {{\nentry:")
+        self.begin(microkernel.ARGUMENTS)
         self._row_starts()
         self.fours = self.new("lshr i64 %k, 2")
         self.far = self.new("shl i64 %step, 1")
         some = self.new(f"icmp ne i64 {self.fours}, 0")
         self.add(f"  br i1 {some}, label %which, label %summed\nwhich:")
-        in_rows = self.new("icmp eq i64 %step, 4")
-        self.add(f"  br i1 {in_rows}, label %along, label %across")
-        for name, read in (("along", self._of_rows), ("across", self._of_rows_beside)):
-            self._loop_over_fours(name, read)
+        in_rows, zipped = self.new("icmp eq i64 %step, 4"), self.asked(FOURS)
+        self.add(f"  br i1 {zipped}, label %zipped, label %plain")
+        loops: list[str] = []
+        for way in ("plain", "zipped"):
+            self.add(f"{way}:\n  br i1 {in_rows}, label %along_{way}, label %across_{way}")
+            for name, read in ((f"along_{way}", self._of_rows), (f"across_{way}", self._of_rows_beside)):
+                self._loop_over_fours(name, read, way)
+                loops.append(name)
         self.add("summed:")
         for p, c in self._squares():
-            ways = f"[zeroinitializer, %entry], [%along_n{p}_{c}, %along], [%across_n{p}_{c}, %across]"
-            self.add(f"  %t{p}_{c} = phi {_FLOATS} {ways}")
+            ways = "".join(f", [%{name}_n{p}_{c}, %{name}]" for name in loops)
+            self.add(f"  %t{p}_{c} = phi {_FLOATS} [zeroinitializer, %entry]{ways}")
         self._last_k()
         self._write()
         return "\n".join([*self.lines, "  ret void\n}"])
@@ -47,18 +68,22 @@ class MmlaTile(Tile):
     def _squares(self) -> list[tuple[int, int]]:
         return [(p, c) for p in range((self.rows + 1) // 2) for c in range(2 * self.shape.vectors)]
 
-    def _loop_over_fours(self, name: str, read: Read) -> None:
-        self.add(f"{name}:\n  %{name}_i = phi i64 [0, %which], [%{name}_i1, %{name}]")
-        self.add(f"  %{name}_at = phi i64 [0, %which], [%{name}_at1, %{name}]")
-        self.add(f"  %{name}_b = phi ptr [%b, %which], [%{name}_b1, %{name}]")
+    def _loop_over_fours(self, name: str, read: Read, before: str) -> None:
+        self.add(f"{name}:\n  %{name}_i = phi i64 [0, %{before}], [%{name}_i1, %{name}]")
+        self.add(f"  %{name}_at = phi i64 [0, %{before}], [%{name}_at1, %{name}]")
+        self.add(f"  %{name}_b = phi ptr [%b, %{before}], [%{name}_b1, %{name}]")
         sums = {(p, c): f"%{name}_s{p}_{c}" for p, c in self._squares()}
         for (p, c), total in sums.items():
-            self.add(f"  {total} = phi {_FLOATS} [zeroinitializer, %which], [%{name}_n{p}_{c}, %{name}]")
+            self.add(f"  {total} = phi {_FLOATS} [zeroinitializer, %{before}], [%{name}_n{p}_{c}, %{name}]")
         a = [read(p, f"%{name}_at") for p in range((self.rows + 1) // 2)]
         line = 4 * self.shape.columns
         second = self.new(f"getelementptr i8, ptr %{name}_b, i64 {line}")
         for v in range(self.shape.vectors):
-            self._multiply(sums, a, v, self._b(f"%{name}_b", v), self._b(second, v))
+            if before == "zipped":
+                b = [self._b(f"%{name}_b", 2 * v), self._b(f"%{name}_b", 2 * v + 1)]
+            else:
+                b = self._zipped(self._b(f"%{name}_b", v), self._b(second, v))
+            self._multiply(sums, a, v, b)
         for (p, c), total in sums.items():
             self.add(f"  %{name}_n{p}_{c} = bitcast {_FLOATS} {total} to {_FLOATS}")
         self.add(f"  %{name}_b1 = getelementptr i8, ptr %{name}_b, i64 {2 * line}")
@@ -93,10 +118,12 @@ class MmlaTile(Tile):
     def _place(self, r: int, at: str) -> str:
         return self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 {at}")
 
-    def _multiply(self, sums: Sums, a: list[str], v: int, first: str, second: str) -> None:
-        """Add to the squares of a vector of columns; `first` and `second` are its pairs of two steps."""
-        for half, order in enumerate(((0, 4, 1, 5), (2, 6, 3, 7))):
-            b = self._shuffled(_INTS, first, second, order)
+    def _zipped(self, first: str, second: str) -> list[str]:
+        return [self._shuffled(_INTS, first, second, order) for order in ZIPS]
+
+    def _multiply(self, sums: Sums, a: list[str], v: int, columns: list[str]) -> None:
+        """Add to the squares of a vector of columns, given as two and two of them."""
+        for half, b in enumerate(columns):
             for p, rows in enumerate(a):
                 cell = p, 2 * v + half
                 low = [self.new(f"bitcast {_INTS} {x} to {_LOW}") for x in (rows, b)]
@@ -128,7 +155,7 @@ class MmlaTile(Tile):
         for v in range(self.shape.vectors):
             there = self._b(second, v)
             there = self.new(f"select i1 {self.three}, {_INTS} {there}, {_INTS} zeroinitializer")
-            self._multiply(sums, a, v, self._b(panel, v), there)
+            self._multiply(sums, a, v, self._zipped(self._b(panel, v), there))
         self.add("  br label %finished\nfinished:")
         for p, c in self._squares():
             self.add(f"  %f{p}_{c} = phi {_FLOATS} [%t{p}_{c}, %summed], [{sums[p, c]}, %last]")

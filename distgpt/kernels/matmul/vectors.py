@@ -175,7 +175,7 @@ def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
 def _zip(lanes: int) -> str:
     """Zip two rows of 16 bits: to[k, j] ← from[2k, j], from[2k + 1, j] for j < lanes, k < count."""
     narrow, wide = f"<{lanes} x i16>", f"<{lanes} x i32>"
-    return _rows(
+    return loop_over_rows(
         "zip",
         2,
         f"""
@@ -193,10 +193,12 @@ def _zip(lanes: int) -> str:
 def _copy(lanes: int) -> str:
     """Copy rows of words of 32 bits: to[k, j] ← from[k, j] for j < lanes, k < count."""
     vector = f"<{lanes} x i32>"
-    return _rows("copy", 1, f"\n  %a = load {vector}, ptr %f, align 4\n  store {vector} %a, ptr %t, align 4")
+    return loop_over_rows(
+        "copy", 1, f"\n  %a = load {vector}, ptr %f, align 4\n  store {vector} %a, ptr %t, align 4"
+    )
 
 
-def _rows(name: str, read: int, body: str) -> str:
+def loop_over_rows(name: str, read: int, body: str) -> str:
     """Write a loop over rows of `to`; each reads `read` rows of `from`."""
     return f"""define void @{name}({_ARGUMENTS}) {{
 entry:
