@@ -7,10 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import llvmlite.binding as llvm
+import numpy as np
 import pytest
 from fake_macos import pretend_macos
 
-from distgpt.kernels.matmul import arm, int4, int8, mmla, processor
+from distgpt.kernels.matmul import arm, int4, int8, mmla, packing, processor
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.vectors import NEON, NEON_BF16, moves
 
@@ -98,3 +99,18 @@ def test_registers_follow_from_the_features(monkeypatch):
     for features, shape in (({"neon"}, NEON), ({"neon", "dotprod", "bf16"}, NEON_BF16)):
         monkeypatch.setattr(processor, "features", lambda features=features: features)
         assert processor.shape.__wrapped__() is shape
+
+
+def test_packed_rows_wider_than_a_vector_keep_what_the_next_vector_overlaps(monkeypatch):
+    """6 columns by vectors of 4: the second vector of a row reaches into the next row."""
+
+    def strip(x, row, to, step, rows):
+        for k in range(rows):
+            to[k * step // 4 : k * step // 4 + 4] = x[k, :4].view(np.uint32)
+
+    monkeypatch.setattr(packing, "strip", strip)
+    monkeypatch.setattr(packing, "LANES", 4)
+    w = np.arange(70, dtype=np.float32).reshape(7, 10)
+    to = np.zeros(7 * 6 + 4, np.float32)
+    packing._columns.py_func(to, w, 0, 7, 1, 6, 6)
+    np.testing.assert_array_equal(to[:42].reshape(7, 6), w[:, 1:7])

@@ -93,11 +93,10 @@ class MmlaTile(Tile):
 
     def _of_rows(self, p: int, at: str) -> str:
         """Return four k of two rows, each of which lies in one place; an odd last row comes twice."""
-        both = "poison"
-        for i, r in enumerate(self._pair(p)):
-            four = self.new(f"load i64, ptr {self._place(r, at)}, align 2")
-            both = self.new(f"insertelement <2 x i64> {both}, i64 {four}, i32 {i}")
-        return self.new(f"bitcast <2 x i64> {both} to {_INTS}")
+        four = [self.new(f"load <2 x i32>, ptr {self._place(r, at)}, align 2") for r in self._pair(p)]
+        return self.new(
+            f"shufflevector <2 x i32> {four[0]}, <2 x i32> {four[1]}, <4 x i32> <i32 0, i32 1, i32 2, i32 3>"
+        )
 
     def _of_rows_beside(self, p: int, at: str) -> str:
         """Return them where the two rows' pairs lie side by side, step by step."""
