@@ -17,7 +17,7 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # Two workers; what starts ranks or measures time is in one group and runs one after the other.
 PYTEST := python -m pytest -n 2 --dist loadgroup
 
-.PHONY: train test test-all test-cluster mutations fuzz torture lint format bench test-gpu bench-gpu sample examples docs test-docs clean
+.PHONY: train test test-all test-cluster mutations fuzz torture test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -40,6 +40,9 @@ fuzz: .venv/test ## try damaged files of all kinds on the loaders, for an hour: 
 
 torture: .venv/test ## kill, starve and damage short runs, which must end as if not: ARGS="--trials 100 --seconds 600"
 	$(BIN)/python benchmarks/torture.py $(ARGS)
+
+test-arm64: ## train and run the matmul tests in an arm64 Debian under qemu; as root, with debootstrap, qemu-user-static
+	tests/arm64/run.sh
 
 lint: .venv/lint ## lint, format check, type check and spelling
 	$(BIN)/ruff check .

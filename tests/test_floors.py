@@ -16,6 +16,7 @@ ORDER = (
         "formatting",
         "checked",
         "files",
+        "system",
         "config",
         "kernels",
         "comm",

@@ -7,12 +7,17 @@ import resource
 import sys
 from pathlib import Path
 
+from distgpt.system import sysctl_number, sysctl_text
+
 
 def usable_cores() -> set[int]:
-    """Core numbers this process is bound to; all of them where the system does not say."""
+    """Core numbers this process is bound to; all of them where the system does not say.
+
+    On macOS the fast cores alone: parts of equal size would wait for the slow ones.
+    """
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
+    return set(range(sysctl_number("hw.perflevel0.logicalcpu") or os.cpu_count() or 1))
 
 
 def boot_id() -> str:
@@ -20,15 +25,15 @@ def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return ""
+        return sysctl_text("kern.bootsessionuuid")
 
 
 def available_memory() -> int:
-    """Bytes that new processes could have; a very large number where the system does not say."""
+    """Bytes that new processes could have; all of the machine's where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return 1 << 62
+        return sysctl_number("hw.memsize") or 1 << 62
     sizes = {name: int(size.split()[0]) << 10 for name, size in (line.split(":") for line in lines)}
     limits = zip(cgroup("memory.max"), cgroup("memory.current"), strict=False)
     left = [int(most) - int(used) for most, used in limits if most.isdigit()]

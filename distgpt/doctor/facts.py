@@ -21,6 +21,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.errors import DistgptError, UsageError, escape, first_line
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
 from distgpt.stages import Stage, device_of, threads_of
+from distgpt.system import sysctl_text
 from distgpt.version import __version__
 
 Facts = dict[str, Any]
@@ -68,7 +69,19 @@ def cpu() -> str:
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return sysctl_text("machdep.cpu.brand_string") or _core_name() or platform.machine()
+
+
+def _core_name() -> str:
+    """Return LLVM's name of the processor, for arm64 on Linux, which names none."""
+    if platform.machine() != "aarch64":
+        return platform.processor()
+    try:
+        from distgpt.kernels.matmul.processor import processor
+
+        return processor()[0]
+    except (ImportError, OSError):  # compute() says why
+        return ""
 
 
 def system() -> str:

@@ -25,6 +25,10 @@ FEATURES = {
     "AVX512_BF16": {"avx512bf16"},
     "VNNI": {"avx512vnni"},
     "AMX-BF16": {"amx-bf16", "amx-tile"},
+    "NEON": {"neon"},
+    "dotprod": {"dotprod"},
+    "BF16": {"bf16"},
+    "I8MM": {"i8mm"},
 }
 
 
@@ -51,7 +55,8 @@ def how(k: CpuKernels) -> str:
         return k.matmuls.words
     if not processor.shape().dot:
         return "own kernels, in float32 arithmetic"
-    return f"own kernels with {'AMX' if processor.shape().amx else 'vdpbf16ps'}"
+    shape = processor.shape()
+    return f"own kernels with {'AMX' if shape.amx else 'BFMMLA' if shape.neon else 'vdpbf16ps'}"
 
 
 def matmul_rate(k: Kernels, seconds: float) -> float:

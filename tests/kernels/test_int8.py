@@ -14,7 +14,7 @@ from distgpt.kernels.matmul import assembled, int4, int8
 from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.packing import aligned
 from distgpt.kernels.matmul.processor import features
-from distgpt.kernels.matmul.vectors import AVX2, AVX512
+from distgpt.kernels.matmul.vectors import AVX2, AVX512, NEON
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.
 WAYS = {
@@ -24,6 +24,8 @@ WAYS = {
     "avxvnni": (AVX2, {"avxvnni"}, "vnni"),
     "avx2": (AVX2, {"avx2"}, "pairs"),
     "none": (AVX2, set(), "plain"),
+    "dotprod": (NEON, {"dotprod"}, "signed"),
+    "neon": (NEON, set(), "plain"),
 }
 
 
@@ -33,7 +35,7 @@ def rows_of(q, scales, dot):
     a, end = aligned((n, blocks, dot.a_record), "uint8"), dot.integers
     a[:, :, :end] = q.astype(dot.integer).reshape(n, blocks, BLOCK).view(np.uint8)
     a[:, :, end : end + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
-    sums = -128 * q.reshape(n, blocks, BLOCK).sum(2, dtype=np.int32)
+    sums = -dot.offset * q.reshape(n, blocks, BLOCK).sum(2, dtype=np.int32)
     a[:, :, end + 4 :] = np.ascontiguousarray(sums)[..., None].view(np.uint8)
     return a
 
@@ -41,7 +43,7 @@ def rows_of(q, scales, dot):
 def panel_of(q, scales, columns, dot, of):
     """A panel of B, of (columns, k) and bits of scales."""
     blocks = q.shape[1] // BLOCK
-    values = (q.astype(np.int16) + 128) if of is int8 else np.searchsorted(int4.LEVELS, q)
+    values = (q.astype(np.int16) + dot.offset) if of is int8 else np.searchsorted(int4.LEVELS, q)
     words = values.astype(np.uint8).reshape(columns, blocks, BLOCK // 4, 4)[..., np.argsort(dot.order)]
     if of is int4:
         words = words[:, :, ::2] | words[:, :, 1::2] << 4
@@ -67,7 +69,7 @@ def compiled(registers, dot, of):
 def test_integers_are_exact_in_every_way(way, of):
     """With scales that are powers of two, all sums are integers that float32 holds."""
     registers, given, kind = WAYS[way]
-    needed = given | ({"avx512f"} if registers is AVX512 else set())
+    needed = given | {AVX512: {"avx512f"}, NEON: {"neon"}}.get(registers, set())
     dot = int8.dot_of(registers, given)
     assert dot.kind == kind
     if not needed <= features():

@@ -16,7 +16,7 @@ from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put
 from distgpt.kernels.low_precision import MOST, Quantised
 from distgpt.kernels.matmul import int4, int8
 from distgpt.kernels.matmul.assembled import external, tile
-from distgpt.kernels.matmul.int8 import BLOCK, OFFSET
+from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.microkernel import BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
 from distgpt.kernels.matmul.processor import features, shape
@@ -93,11 +93,11 @@ def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
 
 DOT = int8.dot_of(shape(), features())
 INT8_ROWS = DOT.rows
-ORDER = DOT.order
+ORDER, OFFSET = DOT.order, DOT.offset
 INTEGER, INTEGERS, A_RECORD = np.dtype(DOT.integer), DOT.integers, DOT.a_record
 SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
 LEVELS = np.array(int4.LEVELS, np.int8)
-PLACES = np.array([int4.LEVELS.index(q) if q in int4.LEVELS else 0 for q in range(-OFFSET, OFFSET)], np.uint8)
+PLACES = np.array([int4.LEVELS.index(q) if q in int4.LEVELS else 0 for q in range(-128, 128)], np.uint8)
 
 _I, _P = types.int64, types.voidptr
 # Registered when this file is imported, as microkernels are. By the types of packed matrices.
@@ -132,12 +132,13 @@ def _pack(out, q, scales, halves):
             to = out[column // COLUMNS, block * size : (block + 1) * size]
             for i in range(BLOCK):
                 k, step = block * BLOCK + i, i // 4
-                value = OFFSET + (q[column, k] if column < rows and k < depth else 0)
+                value = np.int32(q[column, k] if column < rows and k < depth else 0)
                 if halves:
                     at = (step // 2 * COLUMNS + place) * 4 + ORDER[i % 4]
-                    to[at] = PLACES[value] | to[at] if step % 2 == 0 else PLACES[value] << 4 | to[at]
+                    level = PLACES[value + 128]
+                    to[at] = level | to[at] if step % 2 == 0 else level << 4 | to[at]
                 else:
-                    to[(step * COLUMNS + place) * 4 + ORDER[i % 4]] = value
+                    to[(step * COLUMNS + place) * 4 + ORDER[i % 4]] = value + OFFSET & 255
             of = to[size - SCALES :].view(np.uint16)
             of[place] = scales[column, block] if column < rows else 0
 
@@ -150,7 +151,8 @@ def unpacked(w, column, k):
         size = BLOCK * COLUMNS + SCALES
         record = w[column // COLUMNS, k // BLOCK * size : (k // BLOCK + 1) * size]
         place, i = column % COLUMNS, k % BLOCK
-        q = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]]) - np.int32(OFFSET)
+        bits = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]])
+        q = (bits - OFFSET + 128 & 255) - 128
         return np.float32(q) * get(record[BLOCK * COLUMNS :].view(np.uint16), place)
 
     def of_halves(w, column, k):

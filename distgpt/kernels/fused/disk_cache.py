@@ -14,6 +14,7 @@ import numba
 from numba.core.caching import FunctionCache
 
 from distgpt.files import cache_folder
+from distgpt.kernels.matmul import arm
 from distgpt.kernels.matmul.processor import shape
 
 config: Any = numba.config
@@ -28,9 +29,10 @@ VERSIONS = 3  # of the sources whose compiled loops stay
 def folder() -> Path | None:
     """Return the folder for loops of these sources; None if this user has no private place to write to.
 
-    Loops hold the size of a tile. AMX changes it without a change of the processor, the part Numba checks.
+    Loops hold the size of a tile. AMX changes it without a change of the processor, the part Numba checks;
+    of arm64's features Numba knows few.
     """
-    name = f"loops-{digest(sources())}{'-amx' * shape().amx}"
+    name = "-".join([f"loops-{digest(sources())}", *["amx"] * shape().amx, *arm.features()])
     requested = config.CACHE_DIR  # NUMBA_CACHE_DIR
     found = cache_folder(name, Path(requested) if requested else KERNELS / FOLDERS[0] / "__pycache__")
     if found is not None:

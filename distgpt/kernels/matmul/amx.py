@@ -206,7 +206,7 @@ summed:""")
         """Row by row, add bias and C where asked for, and store the columns that are there."""
         masks, asked = [self._mask(v) for v in range(2)], {}
         for flag in (BIAS, ACCUMULATE):
-            wanted = self._asked(flag)
+            wanted = self.asked(flag)
             n = f"<{self.shape.lanes} x i1>"
             asked[flag] = [self.new(f"select i1 {wanted}, {n} {mask}, {n} zeroinitializer") for mask in masks]
         biases = [self._loaded("%bias", v, asked[BIAS]) for v in range(2)]

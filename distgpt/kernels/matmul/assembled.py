@@ -14,7 +14,7 @@ from numba import types
 from distgpt.files import made_once
 from distgpt.kernels.fused import disk_cache
 from distgpt.kernels.fused.jit import by_types, inline
-from distgpt.kernels.matmul import amx
+from distgpt.kernels.matmul import amx, mmla
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
 from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, moves
@@ -62,8 +62,9 @@ _I, _P = types.int64, types.voidptr
 
 
 def _tile_of(factor: str, out: str) -> Any:
-    tiles = shape().amx and factor == BFLOAT16
-    text = partial(amx.module, shape(), out) if tiles else partial(module, shape(), factor, out)
+    text = partial(module, shape(), factor, out)
+    if factor == BFLOAT16 and shape().dot and (shape().amx or shape().neon):
+        text = partial(amx.module if shape().amx else mmla.module, shape(), out)
     return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
 
 
@@ -78,6 +79,10 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _I),
 )
+_FOURS: Any = None
+if shape().neon and shape().dot:
+    _text = partial(mmla.fours, shape().vectors)
+    _FOURS = external("fours", _text, fours=(_P, _I, _P, _I, _I))["fours"]
 _TRANSPOSE, _PREFETCH = _MOVES["transpose"], _MOVES["prefetch"]
 
 
@@ -103,6 +108,22 @@ def strip(x, row, to, step, rows):
 
     def call(x, row, to, step, rows):
         routine(x.ctypes, row, to.ctypes, step, rows // at_once)
+
+    return call
+
+
+@by_types()
+def fours(panels, count, k):
+    """Zip the steps of packed bfloat16 where tiles want it; see mmla.py. Return the flag that tells them."""
+    routine, bytes = _FOURS, 8 * shape().columns
+    if routine is None or panels.dtype != types.uint16:
+        return lambda panels, count, k: 0
+
+    def call(panels, count, k):
+        for panel in range(count):
+            place = panels[panel].ctypes
+            routine(place, bytes, place, bytes, k // 4)
+        return mmla.FOURS
 
     return call
 

@@ -13,7 +13,7 @@ from numba import types
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused.jit import FORCED, by_types, inline, jit, put
-from distgpt.kernels.matmul.assembled import prefetch, tile
+from distgpt.kernels.matmul.assembled import fours, prefetch, tile
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import (
     COLUMNS,
@@ -90,6 +90,7 @@ def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
                 pack_transposed(start, stop, scratch.panels, w, begin, end)
             else:
                 pack_plain(start, stop, scratch.panels, w[begin:end])
+            packed = fours(scratch.panels, (stop - start + COLUMNS - 1) // COLUMNS, end - begin)
             if end < k:
                 columns, ks = (start, stop), (end, min(end + depth, k))
             else:
@@ -97,9 +98,10 @@ def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
             coming = (columns, ks) if transposed else (ks, columns)
             rows = a[top:bottom, begin:end]
             if depth >= k:
-                _past_panels(out, rows, bias, start, 0 if bias is None else BIAS, scratch, w, coming)
+                flags = packed | (0 if bias is None else BIAS)
+                _past_panels(out, rows, bias, start, flags, scratch, w, coming)
             else:
-                flags = ACCUMULATE if begin else (0 if bias is None else BIAS)
+                flags = packed | (ACCUMULATE if begin else (0 if bias is None else BIAS))
                 _past_panels(summed(out, sums), rows, bias, start, flags, scratch, w, coming)
         if depth < k:
             finish(out, sums)
@@ -210,6 +212,7 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
         high = min(low + depth, k)
         flags = ACCUMULATE if low else accumulate
         pack_plain(begin, end, scratch.panels, y[low:high])
+        flags |= fours(scratch.panels, (end - begin + COLUMNS - 1) // COLUMNS, high - low)
         for top in range(first, last, most):
             bottom = min(top + most, last)
             pack_rows_transposed(top, bottom, scratch.rows, x[low:high])

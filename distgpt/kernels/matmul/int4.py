@@ -7,7 +7,7 @@ integer in `LEVELS`. All else is as in int8.py.
 
 from __future__ import annotations
 
-from distgpt.kernels.matmul.int8 import OFFSET, Dot, Int8Tile, module_of
+from distgpt.kernels.matmul.int8 import Dot, Int8Tile, module_of
 from distgpt.kernels.matmul.vectors import Shape
 
 # Dense where weights are: nearly the best for normal and Student's t distributions (8 degrees of freedom),
@@ -15,6 +15,7 @@ from distgpt.kernels.matmul.vectors import Shape
 # the sign can put the largest weight at the end that fits it.
 LEVELS = (-127, -97, -75, -58, -44, -32, -20, -9, 0, 12, 23, 34, 47, 62, 79, 105)
 MOST = 10  # rows whose sums stay in 32 registers beside the table
+LOOKUPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b", 4: "llvm.aarch64.neon.tbl1.v16i8"}
 HALF = 0x0F0F0F0F  # the lower halves of four bytes
 
 
@@ -30,7 +31,7 @@ class Int4Tile(Int8Tile):
     def __init__(self, shape: Shape, dot: Dot, rows: int) -> None:
         super().__init__(shape, dot, rows)
         self.bytes = f"<{4 * shape.lanes} x i8>"
-        self.shuffle = "llvm.x86.avx512.pshuf.b.512" if shape.lanes == 16 else "llvm.x86.avx2.pshuf.b"
+        self.shuffle = LOOKUPS[shape.lanes]
 
     def declaration(self) -> str:
         return f"declare {self.bytes} @{self.shuffle}({self.bytes}, {self.bytes})"
@@ -51,13 +52,13 @@ class Int4Tile(Int8Tile):
         return self.new(f"bitcast {self.bytes} {found} to {self.ints}")
 
     def _shuffled(self, places: str) -> str:
-        table = ", ".join(f"i8 {OFFSET + level}" for level in LEVELS * (self.shape.lanes // 4))
+        table = ", ".join(f"i8 {self.dot.offset + level}" for level in LEVELS * (self.shape.lanes // 4))
         return self.new(f"call {self.bytes} @{self.shuffle}({self.bytes} <{table}>, {self.bytes} {places})")
 
     def _chosen(self, places: str, bit: int, levels: tuple[int, ...]) -> str:
         """Return the levels at these places by choosing halves of the table: for any processor."""
         if len(levels) == 1:
-            return f"splat (i8 {OFFSET + levels[0]})"
+            return f"splat (i8 {self.dot.offset + levels[0]})"
         even, odd = (self._chosen(places, bit + 1, levels[first::2]) for first in (0, 1))
         kept = self.new(f"and {self.bytes} {places}, splat (i8 {1 << bit})")
         is_odd = self.new(f"icmp ne {self.bytes} {kept}, zeroinitializer")

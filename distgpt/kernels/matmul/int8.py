@@ -8,7 +8,7 @@ each column, and the columns' scales as bfloat16. B is int8 + 128, since process
 signed bytes (VNNI); the int32 takes the 128 off again. Sums inside a block are exact.
 
 Processors without VNNI multiply 16 bits: there A has int16, and of B's four bytes the first and third are
-k and k + 1, so that one mask widens them both.
+k and k + 1, so that one mask widens them both. NEON multiplies signed by signed bytes: there B is int8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from distgpt.kernels.matmul.microkernel import Tile, choice, declarations
 from distgpt.kernels.matmul.vectors import FLOAT32, Shape
 
 BLOCK = 64
-OFFSET = 128  # added to weights
 UNROLLED = 2  # steps of pairs
 
 ARGUMENTS = (
@@ -32,10 +31,15 @@ ARGUMENTS = (
 class Dot:
     """A processor's way to add products of four bytes, and the rows that fit its registers that way."""
 
-    kind: str  # "vnni": four at once; "pairs": two of 16 bits; "plain": any processor
+    kind: str  # "vnni", "signed": four at once; "pairs": two of 16 bits; "plain": any processor
     rows: int
     function: str = ""
     takes: tuple[str, ...] = ()
+
+    @property
+    def offset(self) -> int:
+        """What is added to weights."""
+        return 0 if self.kind == "signed" else 128
 
     @property
     def integer(self) -> str:
@@ -65,6 +69,8 @@ def dot_of(shape: Shape, features: set[str]) -> Dot:
     """Return the fastest exact way that these features, by LLVM's names, allow."""
     wide = shape.lanes == 16
     bits, ints, shorts = 32 * shape.lanes, f"<{shape.lanes} x i32>", f"<{2 * shape.lanes} x i16>"
+    if shape.neon and "dotprod" in features:
+        return Dot("signed", 3, "llvm.aarch64.neon.sdot.v4i32.v16i8", (ints, "<16 x i8>", "<16 x i8>"))
     if ("avx512vnni" if wide else "avxvnni") in features:
         return Dot("vnni", 7 if wide else 3, f"llvm.x86.avx512.vpdpbusd.{bits}", (ints, ints, ints))
     if ("avx512bw" if wide else "avx2") in features:
@@ -82,7 +88,8 @@ def module_of(tiles: Sequence[Int8Tile], *others: str) -> str:
     """The IR of `tile` by tiles of 1, 2, … rows, more in parts; `others` declares what else they call."""
     shape, dot = tiles[0].shape, tiles[0].dot
     declared = [*declarations(shape, FLOAT32, FLOAT32), dot.declaration(f"<{shape.lanes} x i32>"), *others]
-    return "\n".join([*declared, *(tile.text() for tile in tiles), choice(dot.rows, len(tiles), ARGUMENTS)])
+    chosen = choice(shape, dot.rows, len(tiles), ARGUMENTS, FLOAT32)
+    return "\n".join([*declared, *(tile.text() for tile in tiles), chosen])
 
 
 class Int8Tile(Tile):
@@ -99,7 +106,7 @@ class Int8Tile(Tile):
         return BLOCK * self.shape.columns
 
     def text(self) -> str:
-        self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
+        self.begin(ARGUMENTS)
         self.steps = "%k"
         self._row_starts()
         self.add("  br label %loop")
@@ -131,6 +138,8 @@ class Int8Tile(Tile):
 
     def _less(self) -> dict[tuple[int, int], str]:
         """Return the start of a block's sums."""
+        if self.dot.kind == "signed":
+            return dict.fromkeys(self.cells(), "zeroinitializer")
         sums: dict[tuple[int, int], str] = {}
         for r in range(self.rows):
             less = self.everywhere("i32", self._of_row(r, "i32", self.dot.integers + 4))
@@ -143,7 +152,7 @@ class Int8Tile(Tile):
         for step in range(BLOCK // 4):
             b = [self._split(self.four("%pb", step, v), "lshr") for v in range(self.shape.vectors)]
             for r in range(self.rows):
-                a = self._split(self.everywhere("i32", self._of_row(r, "i32", 4 * step)), "ashr")
+                a = self._split(self._in_all("i32", self._of_row(r, "i32", 4 * step)), "ashr")
                 for v in range(self.shape.vectors):
                     sums[r, v] = self._added(sums[r, v], b[v], a)
         return sums
@@ -215,13 +224,13 @@ class Int8Tile(Tile):
 
     def _split(self, bytes: str, right: str) -> list[str]:
         """Split four bytes of each lane into the parts multiplied at once; `right` shifts them back."""
-        if self.dot.kind == "vnni":
+        if self.dot.kind in ("vnni", "signed"):
             return [bytes]
         upper = [self.new(f"shl {self.ints} {bytes}, splat (i32 {left})") for left in (24, 16, 8, 0)]
         return [self.new(f"{right} {self.ints} {part}, splat (i32 24)") for part in upper]
 
     def _added(self, total: str, b: list[str], a: list[str]) -> str:
-        if self.dot.kind == "vnni":
+        if self.dot.kind in ("vnni", "signed"):
             return self._called(total, b[0], a[0])
         for x, y in zip(b, a, strict=True):
             total = self.new(f"add {self.ints} {total}, {self.new(f'mul {self.ints} {x}, {y}')}")

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from distgpt.kernels.matmul import neon
 from distgpt.kernels.matmul.vectors import BFLOAT16, BYTES, FLOAT32, LLVM, SUFFIX, Shape, Vectors
 
-ACCUMULATE, BIAS = 1, 2  # flags
+ACCUMULATE, BIAS = 1, neon.FLAG_BIAS  # flags
+PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 ARGUMENTS = (
@@ -23,33 +25,34 @@ ARGUMENTS = (
 )
 
 
-def module(shape: Shape, factor: str, out: str) -> str:
+def module(shape: Shape, factor: str, out: str, tile: type[Tile] | None = None) -> str:
     """Return the IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
-    tiles = [Tile(shape, factor, out, rows).text() for rows in range(1, shape.at_once(factor) + 1)]
-    return "\n".join(
-        [*declarations(shape, factor, out), *tiles, choice(shape.rows, shape.at_once(factor), ARGUMENTS)]
-    )
+    at_once = shape.at_once(factor)
+    tiles = [(tile or Tile)(shape, factor, out, rows).text() for rows in range(1, at_once + 1)]
+    chosen = choice(shape, shape.rows, at_once, ARGUMENTS, out)
+    return "\n".join([*declarations(shape, factor, out), *tiles, chosen])
 
 
 def declarations(shape: Shape, factor: str, out: str) -> list[str]:
     n = shape.lanes
-    stored = LLVM[out]
+    stored, pairs = LLVM[out], shape.dot and factor == BFLOAT16
+    fma = f"declare <{n} x float> @llvm.fma.v{n}f32(<{n} x float>, <{n} x float>, <{n} x float>)"
+    if shape.neon:
+        return [fma, neon.MEMCPY, *([neon.MMLA] if pairs else [])]
     declared = [
-        f"declare <{n} x float> @llvm.fma.v{n}f32(<{n} x float>, <{n} x float>, <{n} x float>)",
+        fma,
         f"declare <{n} x float> @llvm.masked.load.v{n}f32.p0(ptr, i32, <{n} x i1>, <{n} x float>)",
         f"declare void @llvm.masked.store.v{n}{SUFFIX[out]}.p0(<{n} x {stored}>, ptr, i32, <{n} x i1>)",
     ]
-    if shape.dot and factor == BFLOAT16:
-        declared.append(
-            "declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512"
-            "(<16 x float>, <32 x bfloat>, <32 x bfloat>)"
-        )
+    if pairs:
+        declared.append(f"declare <16 x float> @{PAIRS}(<16 x float>, <32 x bfloat>, <32 x bfloat>)")
     return declared
 
 
-def choice(most: int, at_once: int, arguments: str) -> str:
+def choice(shape: Shape, most: int, at_once: int, arguments: str, out: str) -> str:
     """`tile`, which calls the function for its number of rows, or those for even parts of them."""
-    lines = [f"define void @tile({arguments}) {{", "  switch i64 %rows, label %none ["]
+    name = "internal void @whole" if shape.neon else "void @tile"
+    lines = [f"define {name}({arguments}) {{", "  switch i64 %rows, label %none ["]
     lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, most + 1)]
     lines.append("  ]\nnone:\n  ret void")
     for rows in range(1, most + 1):
@@ -59,7 +62,8 @@ def choice(most: int, at_once: int, arguments: str) -> str:
         for first, last in pairwise(cuts):
             lines += _part(f"{rows}_{first}", first, last - first, arguments)
         lines.append("  ret void")
-    return "\n".join([*lines, "}"])
+    lines.append("}")
+    return "\n".join([*lines, neon.edges(shape, most, out, arguments)] if shape.neon else lines)
 
 
 def _part(name: str, first: int, rows: int, arguments: str) -> list[str]:
@@ -79,15 +83,20 @@ class Tile(Vectors):
         super().__init__(shape)
         self.factor, self.out, self.rows = factor, out, rows
         self._widens = shape.widens(factor)
+        self.totals: dict[tuple[int, int], str] = {}
 
     def text(self) -> str:
-        self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
+        self.begin(ARGUMENTS)
         self._starts()
         self._loop()
         if self.factor == BFLOAT16:
             self._last_of_an_odd_number()
         self._write()
         return "\n".join([*self.lines, "  ret void\n}"])
+
+    def begin(self, arguments: str) -> None:
+        attributes = neon.SCHEDULED * self.shape.neon
+        self.add(f"define internal void @tile{self.rows}({arguments}) {attributes}{{\nentry:")
 
     def cells(self) -> list[tuple[int, int]]:
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
@@ -106,7 +115,8 @@ class Tile(Vectors):
             self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
 
     def _loop(self) -> None:
-        last = "%seconds" if self._widens else "%loop"  # the block in which a step ends
+        in_halves = self._widens and not self.shape.neon
+        last = "%seconds" if in_halves else "%loop"  # the block in which a step ends
         self.add("loop:")
         self.add(f"  %i = phi i64 [0, %entry], [%i1, {last}]")
         self.add(f"  %at = phi i64 [0, %entry], [%at1, {last}]")
@@ -121,7 +131,7 @@ class Tile(Vectors):
         self.add("  br i1 %more, label %loop, label %summed")
         self.add("summed:")
         for r, v in self.cells():
-            early = f", [%s{r}_{v}, %loop]" if self._widens else ""
+            early = f", [%s{r}_{v}, %loop]" if in_halves else ""
             self.add(f"  %t{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, {last}]{early}")
         self.totals = {cell: "%t{}_{}".format(*cell) for cell in self.cells()}
 
@@ -142,53 +152,57 @@ class Tile(Vectors):
 
         Both are loaded. Between them stands a branch, always to the same side, over which the compiler does
         not make two loads one: a second half that waits in a register would push a sum out of it, which took
-        three times as long.
+        three times as long. NEON, which has no such branch, loads them anew.
         """
         firsts = self._products({(r, v): f"%s{r}_{v}" for r, v in self.cells()}, self._first)
+        if self.shape.neon:
+            return self._products(firsts, self._second, "load volatile")
         always = self.new("icmp ne i64 %i, -1")
         self.add(f"  br i1 {always}, label %seconds, label %summed\nseconds:")
         return self._products(firsts, self._second)
 
     def _products(
-        self, sums: dict[tuple[int, int], str], widened: Callable[[str], str]
+        self, sums: dict[tuple[int, int], str], widened: Callable[[str], str], load: str = "load"
     ) -> dict[tuple[int, int], str]:
         """Return the sums with the products of one half of the pairs added."""
-        b = [widened(self._b("%pb", v)) for v in range(self.shape.vectors)]
+        b = [widened(self._b("%pb", v, load)) for v in range(self.shape.vectors)]
         added = {}
         for r, start in enumerate(self.starts):
-            a = widened(self._a(self.new(f"getelementptr i8, ptr {start}, i64 %at")))
+            a = self._a(self.new(f"getelementptr i8, ptr {start}, i64 %at"), widened)
             for v in range(self.shape.vectors):
                 added[r, v] = self.fma(a, b[v], sums[r, v])
         return added
 
-    def _a(self, place: str, half: bool = False) -> str:
+    def _a(self, place: str, widened: Callable[[str], str] = str, half: bool = False) -> str:
         """Return one element of A, or pair, in all lanes; of a `half` pair only the first is there."""
         if self.factor == FLOAT32:
-            return self.everywhere("float", self.new(f"load float, ptr {place}, align 4"))
+            return self._in_all("float", self.new(f"load float, ptr {place}, align 4"), widened)
         if not half:
-            return self.everywhere("i32", self.new(f"load i32, ptr {place}, align 2"))
+            return self._in_all("i32", self.new(f"load i32, ptr {place}, align 2"), widened)
         single = self.new(f"load i16, ptr {place}, align 2")
-        return self.everywhere("i32", self.new(f"zext i16 {single} to i32"))
+        return self._in_all("i32", self.new(f"zext i16 {single} to i32"), widened)
 
-    def _b(self, panel: str, v: int) -> str:
+    def _in_all(self, type: str, value: str, widened: Callable[[str], str] = str) -> str:
+        """Return a value in all lanes, widened if asked for, so that NEON takes it from one."""
+        if not self.shape.neon:
+            return widened(self.everywhere(type, value))
+        kind = type if widened is str else "float"
+        return self.by_lane(kind, widened(self.first_lane(type, value)))
+
+    def _b(self, panel: str, v: int, load: str = "load") -> str:
         place = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
         type = "float" if self.factor == FLOAT32 else "i32"
         align = 4 * self.shape.lanes
-        return self.new(f"load <{self.shape.lanes} x {type}>, ptr {place}, align {align}")
+        return self.new(f"{load} <{self.shape.lanes} x {type}>, ptr {place}, align {align}")
 
     def _multiplied(self, total: str, a: str, b: str) -> str:
+        """Return the sum with a product added, of float32 or of pairs."""
         n = self.shape.lanes
-        if self.factor == FLOAT32:
+        if self.factor == FLOAT32 or self._widens:
             return self.fma(a, b, total)
-        if self.shape.dot:
-            pairs = [self.new(f"bitcast <{n} x i32> {x} to <{2 * n} x bfloat>") for x in (a, b)]
-            return self.new(
-                f"call <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.512"
-                f"(<{n} x float> {total}, <{2 * n} x bfloat> {pairs[0]}, <{2 * n} x bfloat> {pairs[1]})"
-            )
-        for widened in (self._first, self._second):
-            total = self.fma(widened(a), widened(b), total)
-        return total
+        pairs = [self.new(f"bitcast <{n} x i32> {x} to <{2 * n} x bfloat>") for x in (a, b)]
+        given = ", ".join(f"<{2 * n} x bfloat> {pair}" for pair in pairs)
+        return self.new(f"call {self.vector} @{PAIRS}({self.vector} {total}, {given})")
 
     def _first(self, pairs: str) -> str:
         """Return the first bfloat16 of each pair as float32, which is its upper half."""
@@ -209,10 +223,11 @@ class Tile(Vectors):
         at = self.new(f"mul i64 {self.steps}, %step")
         panel_at = self.new(f"mul i64 {self.steps}, {4 * self.shape.columns}")
         panel = self.new(f"getelementptr i8, ptr %b, i64 {panel_at}")
-        b = [self._b(panel, v) for v in range(self.shape.vectors)]
+        widened = self._first if self._widens else str
+        b = [widened(self._b(panel, v)) for v in range(self.shape.vectors)]
         added = {}
         for r in range(self.rows):
-            a = self._a(self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 {at}"), half=True)
+            a = self._a(self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 {at}"), widened, half=True)
             for v in range(self.shape.vectors):
                 added[r, v] = self._multiplied(self.totals[r, v], a, b[v])
         self.add("  br label %finished\nfinished:")
@@ -224,9 +239,9 @@ class Tile(Vectors):
     def _write(self) -> None:
         """Add bias and C where asked for, and store the columns that are there."""
         masks = [self._mask(v) for v in range(self.shape.vectors)]
-        self._add_where("bias", self._asked(BIAS), lambda r, v: self._loaded("%bias", v, masks))
+        self._add_where("bias", self.asked(BIAS), lambda r, v: self._loaded("%bias", v, masks))
         if self.out == FLOAT32:
-            self._add_where("old", self._asked(ACCUMULATE), lambda r, v: self._loaded(self._row(r), v, masks))
+            self._add_where("old", self.asked(ACCUMULATE), lambda r, v: self._loaded(self._row(r), v, masks))
         for r in range(self.rows):
             row = self._row(r)
             for v in range(self.shape.vectors):
@@ -237,12 +252,15 @@ class Tile(Vectors):
         if self.out == BFLOAT16:
             value = self.rounded(value)
         place = self.new(f"getelementptr i8, ptr {row}, i64 {size * n * v}")
+        if self.shape.neon:
+            self.add(f"  store <{n} x {LLVM[self.out]}> {value}, ptr {place}, align {size}")
+            return
         self.add(
             f"  call void @llvm.masked.store.v{n}{SUFFIX[self.out]}.p0(<{n} x {LLVM[self.out]}> {value}, "
             f"ptr {place}, i32 {size}, <{n} x i1> {masks[v]})"
         )
 
-    def _asked(self, flag: int) -> str:
+    def asked(self, flag: int) -> str:
         return self.new(f"icmp ne i64 {self.new(f'and i64 %flags, {flag}')}, 0")
 
     def _mask(self, v: int) -> str:
@@ -259,6 +277,8 @@ class Tile(Vectors):
     def _loaded(self, row: str, v: int, masks: list[str]) -> str:
         n = self.shape.lanes
         place = self.new(f"getelementptr i8, ptr {row}, i64 {4 * n * v}")
+        if self.shape.neon:
+            return self.new(f"load {self.vector}, ptr {place}, align 4")
         return self.new(
             f"call {self.vector} @llvm.masked.load.v{n}f32.p0"
             f"(ptr {place}, i32 4, <{n} x i1> {masks[v]}, {self.vector} zeroinitializer)"

@@ -109,13 +109,13 @@ def _no_partner(to, k, wide):
 def _columns(to, w, top, bottom, start, count, wide):
     """to ← `count` columns of w from `start` on, rows of `wide`; in bfloat16 two rows side by side.
 
-    Whole vectors are moved where they are there: what is too much is written over by the next row, or lies
-    in the slack behind the last one.
+    Whole vectors are moved where they are there, the last ones of all rows first: what is too much is written
+    over by the next row, or lies in the slack behind the last one.
     """
     words = to.view(np.uint32)
     left = top
     if count == wide and start + (wide + LANES - 1) // LANES * LANES <= w.shape[1]:
-        for j in range(0, wide, LANES):
+        for j in range((wide - 1) // LANES * LANES, -1, -LANES):
             strip(w[top:, start + j :], w.strides[0], words[j:], 4 * wide, bottom - top)
         left = bottom - (bottom - top) % (4 // w.itemsize)
     for k in range(left, bottom):

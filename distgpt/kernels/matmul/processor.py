@@ -12,7 +12,8 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 
-from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16, Shape
+from distgpt.kernels.matmul import arm
+from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16, NEON, NEON_BF16, Shape
 
 AMX_VARIABLE = "DISTGPT_AMX"
 # On a Sapphire Rapids, 8 threads: gpt-mini trained and the tests of matmuls passed; attention's were not run.
@@ -26,8 +27,10 @@ _binding: Any = llvm
 def processor() -> tuple[str, str]:
     """Return name and features as LLVM gives them, or as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
     name = _config.CPU_NAME or _binding.get_host_cpu_name()
-    features = _config.CPU_FEATURES
-    return name, _binding.get_host_cpu_features().flatten() if features is None else features
+    if (features := _config.CPU_FEATURES) is None:
+        of_llvm = _binding.get_host_cpu_features().flatten()
+        features = ",".join(filter(None, [of_llvm, *(f"+{name}" for name in arm.features())]))
+    return name, features
 
 
 def features() -> set[str]:
@@ -38,6 +41,8 @@ def features() -> set[str]:
 @cache
 def shape() -> Shape:
     """Return how this processor's registers are used. Without AVX, LLVM splits the vectors itself."""
+    if "neon" in features():
+        return NEON_BF16 if "bf16" in features() else NEON
     if "avx512f" not in features():
         return AVX2
     if has_amx() and amx_wanted() and amx_granted():

@@ -21,8 +21,9 @@ class Shape:
     lanes: int
     vectors: int
     rows: int
-    dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16)
+    dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16, BFDOT)
     amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
+    neon: bool = False  # of arm64: factors are taken from a lane, and memory has no masks
 
     @property
     def columns(self) -> int:
@@ -44,6 +45,8 @@ AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
 AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
 AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
 AMX = Shape(lanes=16, vectors=2, rows=32, dot=True, amx=True)
+NEON = Shape(lanes=4, vectors=4, rows=6, dot=False, neon=True)
+NEON_BF16 = Shape(lanes=4, vectors=4, rows=6, dot=True, neon=True)
 
 
 class Writer:
@@ -74,11 +77,26 @@ class Vectors(Writer):
 
     def everywhere(self, type: str, value: str) -> str:
         """Return a value in all lanes."""
+        return self.spread(type, self.first_lane(type, value))
+
+    def first_lane(self, type: str, value: str) -> str:
+        return self.new(f"insertelement <{self.shape.lanes} x {type}> poison, {type} {value}, i32 0")
+
+    def spread(self, type: str, first: str) -> str:
+        """Return the first lane of a vector in all lanes."""
         n = self.shape.lanes
-        first = self.new(f"insertelement <{n} x {type}> poison, {type} {value}, i32 0")
         return self.new(
             f"shufflevector <{n} x {type}> {first}, <{n} x {type}> poison, <{n} x i32> zeroinitializer"
         )
+
+    def by_lane(self, type: str, first: str) -> str:
+        """Return the first lane in all lanes, so that NEON's instructions take it from there.
+
+        Code that the compiler cannot see into is between: it would load into all lanes, which takes an
+        arithmetic unit too.
+        """
+        hidden = self.new(f'call <4 x {type}> asm "", "=w,0"(<4 x {type}> {first})')
+        return self.spread(type, hidden)
 
     def fma(self, a: str, b: str, total: str) -> str:
         n = self.shape.lanes
@@ -157,7 +175,7 @@ def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
 def _zip(lanes: int) -> str:
     """Zip two rows of 16 bits: to[k, j] ← from[2k, j], from[2k + 1, j] for j < lanes, k < count."""
     narrow, wide = f"<{lanes} x i16>", f"<{lanes} x i32>"
-    return _rows(
+    return loop_over_rows(
         "zip",
         2,
         f"""
@@ -175,10 +193,12 @@ def _zip(lanes: int) -> str:
 def _copy(lanes: int) -> str:
     """Copy rows of words of 32 bits: to[k, j] ← from[k, j] for j < lanes, k < count."""
     vector = f"<{lanes} x i32>"
-    return _rows("copy", 1, f"\n  %a = load {vector}, ptr %f, align 4\n  store {vector} %a, ptr %t, align 4")
+    return loop_over_rows(
+        "copy", 1, f"\n  %a = load {vector}, ptr %f, align 4\n  store {vector} %a, ptr %t, align 4"
+    )
 
 
-def _rows(name: str, read: int, body: str) -> str:
+def loop_over_rows(name: str, read: int, body: str) -> str:
     """Write a loop over rows of `to`; each reads `read` rows of `from`."""
     return f"""define void @{name}({_ARGUMENTS}) {{
 entry:

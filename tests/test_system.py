@@ -1,0 +1,57 @@
+"""Cores, memory and names of a Mac, simulated: no /proc, no affinity, answers of sysctl."""
+
+import os
+import platform
+from pathlib import Path
+
+import pytest
+from fake_macos import pretend_macos
+
+from distgpt.comm import cores
+from distgpt.doctor import facts
+from distgpt.kernels.matmul import processor
+from distgpt.system import sysctl, sysctl_number, sysctl_text
+
+MAC = {
+    "hw.memsize": 16 << 30,
+    "hw.perflevel0.logicalcpu": 4,
+    "kern.bootsessionuuid": "2F5C-1",
+    "machdep.cpu.brand_string": "Apple M1",
+}
+
+
+@pytest.fixture
+def no_proc(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    read = Path.read_text
+
+    def read_text(path, *given, **more):
+        if path.is_relative_to("/proc") or path.is_relative_to("/sys"):
+            raise FileNotFoundError(path)
+        return read(path, *given, **more)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+
+
+def test_a_mac_reports_its_fast_cores_its_memory_and_its_name(no_proc, monkeypatch):
+    pretend_macos(monkeypatch, MAC)
+    assert cores.usable_cores() == {0, 1, 2, 3}
+    assert cores.available_memory() == 16 << 30
+    assert cores.boot_id() == "2F5C-1" and facts.cpu() == "Apple M1"
+    assert cores.cgroup("memory.max") == [] and cores.peak_memory() > 1 << 10
+    assert facts.memory()["available"] == min(16 << 30, facts.memory()["total"])
+
+
+def test_what_a_system_does_not_report_has_a_fallback(no_proc, monkeypatch):
+    assert sysctl("hw.memsize") == b"" and not sysctl_number("hw.memsize") and not sysctl_text("kern.x")
+    for known in (None, {}):
+        if known is not None:
+            pretend_macos(monkeypatch, known)
+        assert cores.usable_cores() == set(range(os.cpu_count()))
+        assert cores.available_memory() == 1 << 62 and cores.boot_id() == ""
+
+
+def test_arm64_on_linux_is_named_as_llvm_names_it(no_proc, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(processor, "processor", lambda: ("neoverse-v2", "+neon"))
+    assert facts.cpu() == "neoverse-v2"
