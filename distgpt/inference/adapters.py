@@ -63,5 +63,14 @@ def adapters_of(config: ModelConfig, foldings: Sequence[Folding]) -> Adapters:
     fc, proj = factors("mlp.fc", c, hidden), factors("mlp.proj", hidden, c)
     gates = factors("mlp.fc", c, hidden, hidden)
     mlp = np.concatenate((fc[0], gates[0]), axis=2)
-    reducing = [packed_factors(a) for a in (qkv[0], out[0], mlp, proj[0])]
-    return Adapters._make([*reducing, qkv[1], out[1], fc[1], gates[1], proj[1]])
+    return Adapters(
+        qkv_a=packed_factors(qkv[0]),
+        out_a=packed_factors(out[0]),
+        mlp_a=packed_factors(mlp),
+        proj_a=packed_factors(proj[0]),
+        qkv_b=qkv[1],
+        out_b=out[1],
+        fc_b=fc[1],
+        gates_b=gates[1],
+        proj_b=proj[1],
+    )

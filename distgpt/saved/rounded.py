@@ -177,6 +177,8 @@ class _Parameters(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         spec = self._specs[name]
         bits = bits_of(spec, self._kernels.rounded)
+        if self._comm.size == 1:  # nobody to send it to: once in memory is enough
+            return self._read(spec, bits)
         found: Any = np.empty(spec.shape, np.float32)
         if bits:
             found = Quantised(np.empty(spec.shape, np.int8), np.empty(_scales_shape(spec), np.uint16), bits)
@@ -185,9 +187,12 @@ class _Parameters(Mapping[str, Any]):
             self._comm.broadcast(array.reshape(-1))
         return found
 
-    def _take(self, to: Any, spec: Spec, bits: int) -> None:
+    def _read(self, spec: Spec, bits: int) -> Any:
         how = bits, self._kernels.threads, self._merge
-        found = read_parameter(self._path, self._headers[0], spec, *how)
+        return read_parameter(self._path, self._headers[0], spec, *how)
+
+    def _take(self, to: Any, spec: Spec, bits: int) -> None:
+        found = self._read(spec, bits)
         for array, values in zip(to[:2], found[:2], strict=True) if bits else ((to, found),):
             array[...] = values
 

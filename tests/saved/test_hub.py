@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -118,3 +119,24 @@ def test_a_model_that_is_not_there_is_one_line(hub, tmp_path):
         imported(hub, tmp_path / "back.safetensors", "hub:some/other"), 65, "some/other cannot be fetched"
     )
     assert list(Path(tmp_path).glob("back*")) == []
+
+
+FOUND = """
+from pathlib import Path
+from distgpt.saved.named import weights_of
+print(weights_of(Path("hub:some/model")))
+"""
+
+
+def test_other_commands_take_a_name_of_the_hub_which_is_fetched_once(hub, tmp_path):
+    env = {**hub.env, "XDG_CACHE_HOME": str(tmp_path / "kept")}
+    for _ in range(2):
+        result = distgpt(program=[sys.executable, "-c", FOUND], env=env)
+        kept = tmp_path / "kept" / "distgpt" / "models" / "some--model.safetensors"
+        assert result.stdout.strip() == str(kept), result.stderr
+        assert bool(hub.asked) == ("is kept as" in result.stderr)
+        hub.asked.clear()
+    assert same(tensors_in(kept), tensors_in(tmp_path / "ours.safetensors"))
+    for words in (["infer"], ["eval", "--val", "story"], ["tune", "--data", "x.jsonl"]):
+        missing = distgpt(*words, "--weights", "hub:some/other", env=env)
+        refused(missing, 65, "some/other cannot be fetched", "without a network")
