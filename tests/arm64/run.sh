@@ -1,11 +1,15 @@
 #!/bin/sh
 # Run the tests that carry weight, and short runs, in an arm64 Debian under emulation. As root; needs debootstrap
-# and qemu-user-static with binfmt_misc. The Debian and its wheels stay in $ROOT. Emulation takes an hour or more.
+# and qemu-user-static with binfmt_misc. The Debian and its wheels stay in $ROOT. Emulation takes long.
 set -eu
 ROOT=$(realpath -m "${ROOT:-build/arm64}")
 python=${PYTHON:-python3}
 site=$ROOT/usr/local/lib/python3.11/dist-packages # of Debian 12
 
+if [ ! -e /proc/sys/fs/binfmt_misc/qemu-aarch64 ]; then
+  echo "no qemu for arm64 is registered; as root: apt install debootstrap qemu-user-static binfmt-support" >&2
+  exit 69
+fi
 if [ ! -e "$ROOT/ready" ]; then
   debootstrap --arch=arm64 --foreign --variant=minbase --include=python3 bookworm "$ROOT"
   for package in "$ROOT"/var/cache/apt/archives/*.deb; do dpkg -x "$package" "$ROOT"; done
