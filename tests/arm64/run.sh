@@ -35,7 +35,7 @@ mount --bind /dev "$ROOT/dev"
 mount --bind "$PWD" "$ROOT/repo"
 inside() {
   nice -n 10 chroot "$ROOT" env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/root PYTHONPATH=/repo \
-    NUMBA_CACHE_DIR=/tmp/numba COLUMNS=100 sh -c "cd /repo && $*"
+    NUMBA_CACHE_DIR=/tmp/numba LD_LIBRARY_PATH=/usr/local/lib COLUMNS=100 sh -c "cd /repo && $*"
 }
 small="--steps 5 --n-layer 1 --n-embd 32 --n-head 2 --seq-len 32 --batch-size 4 --threads 1 --progress plain"
 inside "python3 -m distgpt train $small --matmul own --out /tmp/float32"
