@@ -7,15 +7,17 @@ distgpt/config/dial.py. Then it fits
 
     bits per byte = E + A / N^a + B / D^b
 
-with N the parameters of the layers' matrices, and D the tokens, prints what belongs into
-distgpt/config/dial.py, and draws it. Runs that are there are not repeated, and count too: a larger grid adds.
-Sizes as few as these do not tell E and a apart, so a is given.
+with N the parameters of the layers' matrices, and D the tokens: once to the runs that begin with pairs of
+tokens, and once to the longer ones. It prints what belongs into distgpt/config/dial.py, and draws it. Runs
+that are there are not repeated, and count too: a larger grid adds, and so does --also with finished runs of
+--depth or --within. Sizes as few as these do not tell E and a apart, so a is given.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ import numpy as np
 from record import distgpt, metrics, save
 
 from distgpt.config import DTYPES
-from distgpt.config.dial import Text, matrices, recipe
+from distgpt.config.dial import PAIRS_UP_TO, Text, matrices, recipe
 from distgpt.data.shards import ShardTokens, read_manifest
 
-EXPONENTS = np.arange(0.05, 0.81, 0.005)  # of the tokens, to try
+EXPONENTS = np.arange(0.05, 0.401, 0.005)  # of the tokens, to try; few points would take far larger ones
 
 
 def main() -> None:
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="shards with a part for validation")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--tokens", type=float, nargs="+", default=[0.2, 0.4, 0.8], help="in millions")
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="runs by the dial that count too")
     parser.add_argument("--exponent", type=float, default=0.3, help="a, of the parameters")
     parser.add_argument("--val-tokens", type=int, default=1 << 16)
     parser.add_argument("--threads", type=int, default=1)
@@ -47,13 +50,19 @@ def main() -> None:
     known = {tuple(map(int, name.removeprefix("depth").split("-"))) for name in there}
     asked = {(depth, round(1e6 * tokens)) for depth in args.depths for tokens in args.tokens}
     points = [point(args, *each) for each in sorted(known | asked, key=lambda each: each[::-1])]
-    law = fit(points, args.exponent)
-    for each in points:
-        each["fitted"] = float(predicted(law, each["parameters"], each["tokens"]))
-        print("depth {depth}, {tokens:,} tokens: {bits_per_byte:.3f}, by the law {fitted:.3f}".format(**each))
-    print("LAW =", {name: round(value, 4) for name, value in law.items()})
-    draw(points, law, args.picture or args.runs / "laws.png")
-    save("scaling-laws", {"law": law, "points": points}, args.out)
+    points += [
+        found(run, tomllib.loads((run / "config.toml").read_text())["model"]["n_layer"]) for run in args.also
+    ]
+    laws = {}
+    for name, short in (("PAIRS_LAW", True), ("LAW", False)):
+        own = [each for each in points if (each["tokens"] <= PAIRS_UP_TO) is short]
+        laws[name] = law = fit(own, args.exponent)
+        for each in own:
+            each["fitted"] = float(predicted(law, each["parameters"], each["tokens"]))
+            print("depth {depth}, {tokens:,} tokens: {bits_per_byte:.3f}, law {fitted:.3f}".format(**each))
+        print(f"{name} =", {key: round(value, 4) for key, value in law.items()})
+    draw(points, laws, args.picture or args.runs / "laws.png")
+    save("scaling-laws", {"laws": laws, "points": points}, args.out)
 
 
 def point(args: argparse.Namespace, depth: int, tokens: int) -> dict[str, Any]:
@@ -67,17 +76,21 @@ def point(args: argparse.Namespace, depth: int, tokens: int) -> dict[str, Any]:
         more = ("--val-tokens", args.val_tokens, "--threads", args.threads, "--dtype", args.dtype)
         words = itertools.chain(*options, more, ("--data", args.data, "--out", folder))
         distgpt("train", "--preset", "fast", "--progress", "plain", *words)
-    lines = metrics(folder)
-    found = {
+    return found(folder, depth) | {"settings": settings}
+
+
+def found(run: Path, depth: int) -> dict[str, Any]:
+    """What a finished run has learned from how many tokens."""
+    last: dict[str, Any] = {}
+    for line in metrics(run):
+        last |= line
+    return {
         "depth": depth,
         "parameters": matrices(depth),
-        "tokens": settings["steps"] * settings["batch_size"] * settings["seq_len"],
-        "bits_per_byte": next(line["bits_per_byte"] for line in reversed(lines) if "bits_per_byte" in line),
-        "tokens_per_s": float(np.median([line["tokens_per_s"] for line in lines if "tokens_per_s" in line])),
-        "settings": settings,
+        "tokens": last["tokens"],
+        "bits_per_byte": last["bits_per_byte"],
+        "tokens_per_s": last["tokens_per_s"],
     }
-    print(found, flush=True)
-    return found
 
 
 def fit(points: list[dict[str, Any]], a: float) -> dict[str, float]:
@@ -98,16 +111,23 @@ def predicted(law: dict[str, float], n: Any, d: Any) -> Any:
     return law["E"] + law["A"] / n ** law["a"] + law["B"] / d ** law["b"]
 
 
-def draw(points: list[dict[str, Any]], law: dict[str, float], picture: Path) -> None:
+def draw(points: list[dict[str, Any]], laws: dict[str, dict[str, float]], picture: Path) -> None:
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(7, 4.2), layout="constrained")).subplots()
-    tokens = np.geomspace(min(p["tokens"] for p in points) / 1.5, 1e8, 100)
-    for depth in sorted({p["depth"] for p in points}):
+    least, most = (edge(p["tokens"] for p in points) for edge in (min, max))
+    stretches = {
+        "PAIRS_LAW": np.geomspace(least / 1.5, PAIRS_UP_TO, 50),
+        "LAW": np.geomspace(PAIRS_UP_TO, 3 * most, 50),
+    }
+    for color, depth in enumerate(sorted({p["depth"] for p in points})):
         own = [p for p in points if p["depth"] == depth]
-        (line,) = axes.plot(tokens, predicted(law, own[0]["parameters"], tokens), label=f"depth {depth}")
+        for name, tokens in stretches.items():
+            label = f"depth {depth}" if name == "LAW" else None
+            curve = predicted(laws[name], own[0]["parameters"], tokens)
+            axes.plot(tokens, curve, color=f"C{color}", label=label)
         dots = zip(*((p["tokens"], p["bits_per_byte"]) for p in own), strict=True)
-        axes.plot(*dots, "o", color=line.get_color())
+        axes.plot(*dots, "o", color=f"C{color}")
     axes.set(xscale="log", xlabel="tokens", ylabel="held-out bits per byte")
     axes.legend()
     axes.grid(alpha=0.3)

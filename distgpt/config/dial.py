@@ -138,7 +138,8 @@ class Law:
         return self.E + self.A / math.pow(parameters, self.a) + self.B / math.pow(tokens, self.b)
 
 
-LAW = Law(E=1.3653, A=5.7667, a=0.3, B=72.1209, b=0.355)  # fitted by benchmarks/scaling_laws.py
+PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # of runs that begin with pairs
+LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # of longer ones; both by benchmarks/scaling_laws.py
 # Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
 # together as much as so many new texts (arXiv 2305.16264).
 REPEATED = 15.0
@@ -161,7 +162,8 @@ def expected_bits(depth: int, tokens: float, text: Text) -> float:
     """Return about how many bits per byte a model has after this many tokens, some of them read again."""
     repeated = max(0.0, tokens / text.tokens - 1)
     new = min(tokens, text.tokens) + text.tokens * REPEATED * (1 - math.exp(-repeated / REPEATED))
-    return LAW.bits_per_byte(matrices(depth), new)
+    law = PAIRS_LAW if tokens <= PAIRS_UP_TO else LAW
+    return law.bits_per_byte(matrices(depth), new)
 
 
 def flops(depth: int, text: Text) -> float:
