@@ -7,29 +7,35 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import time
 from typing import Any, NoReturn
 
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import leave
 
-GRACE = 3.0  # seconds after which a rank that has called sys.exit is taken to leave alone
+GRACE = 10.0  # seconds after which a rank that has called sys.exit is taken to leave alone
+CAUGHT = 2.0  # seconds after which a program that still goes on has caught that exit
 PAUSE = 0.01
 
 _watched: list[Comm] = []  # once a process
 
 
 def watch_exit(comm: Comm) -> None:
-    """Note calls of sys.exit with an error, and look at exit whether all ranks leave. Collective."""
+    """Note calls of sys.exit with an error, and look at exit whether all ranks leave. Collective.
+
+    `raise SystemExit` is not seen.
+    """
     if _watched:
         return
     _watched.append(comm)
     from mpi4py import MPI
 
-    former, codes, world = sys.exit, list[Any](), MPI.COMM_WORLD.Dup()
+    former, calls, world = sys.exit, list[tuple[Any, float]](), MPI.COMM_WORLD.Dup()
 
     def noted(code: Any = None) -> NoReturn:
-        codes.append(code)
+        if threading.current_thread() is threading.main_thread():
+            calls.append((code, time.monotonic()))
         former(code)
 
     def wait_for_all() -> None:
@@ -37,9 +43,10 @@ def watch_exit(comm: Comm) -> None:
         if MPI.Is_finalized():
             return
         arrived, begun = world.Ibarrier(), time.monotonic()
+        code, called = calls[-1] if calls else (0, begun)
         while not arrived.Test():
-            if codes and codes[-1] and time.monotonic() > begun + GRACE:
-                leave(SystemExit(codes[-1]), comm)
+            if code and begun < called + CAUGHT and time.monotonic() > begun + GRACE:
+                leave(SystemExit(code if isinstance(code, int) else 1), comm)
             time.sleep(PAUSE)
 
     sys.exit = noted

@@ -95,7 +95,7 @@ def serve(
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
     key, proxies = checked_key(options.pop("api_key")), checked_proxies(options.pop("proxies"))
     listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
-    shown = name or (weights or Path(SAMPLE)).absolute().stem
+    shown = name or (weights or Path(SAMPLE)).absolute().name.removesuffix(".safetensors")
     merged, named = sorted_adapters(adapters, shown)
     spec = ModelSpec(weights, adapter=merged, named=named, **options)
     ready = open_stage(stage, threads, gpu)

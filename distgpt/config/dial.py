@@ -202,6 +202,7 @@ def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int 
         if tokens <= PAIRS_UP_TO:
             before = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))
             tokens = max(1.0, max(seconds - before, seconds / 20) * rate)
-        return Choice(depth, tokens, expected_bits(depth, tokens, text))
+        found, pairs = (Choice(depth, d, expected_bits(depth, d, text)) for d in (tokens, PAIRS_UP_TO))
+        return pairs if tokens > PAIRS_UP_TO and pairs.bits_per_byte < found.bits_per_byte else found
 
     return min(map(choice, [only] if only else fitting), key=lambda each: each.bits_per_byte)

@@ -333,7 +333,7 @@ class CpuKernels(OnHost):
         self._pool.run(one, len(updates))
 
     def _orthogonalise(self, u: Array, coefficients: Array) -> None:
-        muon.orthogonalise(u, self._memory.of(muon.scratch, *u.shape, self.wide.name), coefficients)
+        muon.orthogonalise(u, self._memory.of(muon.scratch, *sorted(u.shape), self.wide.name), coefficients)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         if clipped(norm, scalars) is None:
@@ -377,7 +377,7 @@ class Bfloat16Kernels(CpuKernels):
         return OwnMatmuls(self._pool, BITS)
 
     def _orthogonalise(self, u: Array, coefficients: Array) -> None:
-        muon.orthogonalise_low(u, self._memory.of(muon.low_scratch, *u.shape), coefficients)
+        muon.orthogonalise_low(u, self._memory.of(muon.low_scratch, *sorted(u.shape)), coefficients)
 
     # -- arrays
 

@@ -6,10 +6,11 @@ from functools import partial
 from pathlib import Path
 
 from distgpt.data.hub import PREFIX
-from distgpt.errors import UsageError, print_lines
+from distgpt.errors import UsageError, command_line, print_lines
 from distgpt.files import cache_folder
 from distgpt.saved.huggingface import import_model
 from distgpt.saved.rundir import find_weights
+from distgpt.saved.tensors import read_header
 
 
 def weights_of(name: Path) -> Path:
@@ -24,5 +25,9 @@ def weights_of(name: Path) -> Path:
     if not found.exists():
         note = partial(print_lines, err=True)
         import_model(str(name), found, None, note)
+        if not read_header(found).metadata["tokenizer"]:
+            found.unlink()
+            own = command_line("weights", "import", name, "--tokenizer", "…", "--out", "…")
+            raise UsageError(f"{name} has no tokenizer that can be used; import it with another: {own}")
         note(f"{name} is kept as {found}; remove it to fetch it anew")
     return found

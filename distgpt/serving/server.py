@@ -227,5 +227,5 @@ def _chat_format(tokenizer: Tokenizer) -> ChatFormat | DataError:
 def checked_key(key: str | None) -> str | None:
     """A key that a header can carry."""
     if key is not None and (not key.isascii() or not key.isprintable() or not key.strip() or " " in key):
-        raise UsageError("the API key must be of escape ASCII characters without blanks")
+        raise UsageError("the API key must be of printable ASCII characters without blanks")
     return key

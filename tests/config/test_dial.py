@@ -84,6 +84,12 @@ def test_the_expected_loss_falls_with_tokens_that_are_new():
     assert expected_bits(2, 1e12, small) > expected_bits(2, 20e6, DOCS)
 
 
+def test_more_time_never_promises_less():
+    rates = {depth: 4e10 / flops(depth, DOCS) for depth in (2, 4)}
+    promised = [choose(seconds, rates, DOCS).bits_per_byte for seconds in range(30, 3000, 30)]
+    assert promised == sorted(promised, reverse=True) and promised[0] > promised[-1] + 0.1
+
+
 def test_more_time_asks_for_a_deeper_model():
     rates = {depth: 1e11 / flops(depth, DOCS) for depth in (2, 4)}
     chosen = [choose(60 * minutes, rates, DOCS).depth for minutes in (1, 10, 100, 1000, 1e6)]

@@ -16,7 +16,7 @@ from distgpt.kernels.matmul.blocked import rows_conflict
 from distgpt.kernels.matmul.packing import aligned
 
 BLOCK = 16  # rows and columns that are transposed at once
-HALF = 192  # rows of a square whose columns behind the diagonal are left out: a multiple of the tiles' sides
+HALF = 192  # rows of a square whose columns behind the diagonal are left out
 
 
 @jit
@@ -77,7 +77,9 @@ def low_scratch(rows: int, columns: int) -> LowMemory:
         (square, BITS.name),
     )
     arrays = [aligned(shape, kind) for shape, kind in kinds]
-    matmuls = [blocked.scratch(BITS, low, k, rows_conflict(arrays[0])) for k in (long, low)]
+    matmuls = [
+        blocked.scratch(BITS, low, k, rows_conflict(a)) for k, a in ((long, arrays[0]), (low, arrays[-1]))
+    ]
     return LowMemory(*arrays, *matmuls)
 
 

@@ -8,7 +8,8 @@ each column, and the columns' scales as bfloat16. B is int8 + 128, since process
 signed bytes (VNNI); the int32 takes the 128 off again. Sums inside a block are exact.
 
 Processors without VNNI multiply 16 bits: there A has int16, and of B's four bytes the first and third are
-k and k + 1, so that one mask widens them both. NEON multiplies signed by signed bytes: there B is int8.
+k and k + 1, so that one mask widens them both. NEON multiplies signed by signed bytes: there B is int8, and
+the int32 is 0.
 """
 
 from __future__ import annotations

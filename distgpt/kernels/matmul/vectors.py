@@ -21,7 +21,7 @@ class Shape:
     lanes: int
     vectors: int
     rows: int
-    dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16, BFDOT)
+    dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16, BFMMLA)
     amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
     neon: bool = False  # of arm64: factors are taken from a lane, and memory has no masks
 
