@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -291,7 +292,7 @@ class Study:
         """Measure in processes of their own."""
         if job.method.startswith("torch"):
             return measure_torch(self.peer, job)
-        command = [sys.executable, __file__, *map(str, words_of(job))]
+        command = [*this_program(), *map(str, words_of(job))]
         if self.launcher is not None and job.method.startswith("mpi"):
             command = self.launcher.command(self.options.ranks, command)
         return jobs.answer(run(command, env=jobs.unsteered()), what_of(job))
@@ -302,6 +303,13 @@ class Study:
         say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
         again = self.measure(replace(job, repeats=1, patience=math.inf))
         refuse_different_losses([part, row_of(job, again)])
+
+
+def this_program() -> list[str]:
+    """Return the command that started this program, which tests run inside of another."""
+    line = sys.orig_argv
+    at = [number for number, word in enumerate(line) if word.endswith(Path(__file__).name)]
+    return line[: at[0] + 1] if at else [sys.executable, __file__]
 
 
 def words_of(job: Job) -> list[object]:

@@ -121,17 +121,8 @@ class Measurements:
         """The study compares the losses of its methods: the GPU's with those of the cores."""
         count, out = 20 if self._args.quick else 5000, self._scratch / "bench"
         for dtype in ("float32", "bfloat16"):
-            words = [
-                sys.executable,
-                HERE / "forward_study.py",
-                "--preset",
-                name,
-                "--names",
-                count,
-                "--dtype",
-                dtype,
-                "--json",
-            ]
+            study = [*self._args.python, HERE / "forward_study.py"]
+            words = [*study, "--preset", name, "--names", count, "--dtype", dtype, "--json"]
             check = ["--method", "batched"] if name == "S" and dtype == "float32" else []
             words += [*check, "--method", "cuda", "--out", out]
             self._add(f"forward {name}/ours, {dtype}", 60, words)
@@ -191,7 +182,8 @@ def arguments() -> argparse.Namespace:
     if args.peer is None and importlib.util.find_spec("torch") is not None:
         args.peer = sys.executable
     stand_in = HERE.parent / "tests" / "gpu" / "hostgpu.py"
-    args.distgpt = [sys.executable, *([str(stand_in)] if args.host else ["-m", "distgpt"])]
+    args.python = [sys.executable, *([str(stand_in)] * args.host)]
+    args.distgpt = [*args.python, *([] if args.host else ["-m", "distgpt"])]
     args.out = args.out or HERE / "results" / f"gpu-{datetime.date.today()}.json"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     return args

@@ -12,9 +12,11 @@ import ctypes
 import math
 import os
 import random
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -225,6 +227,11 @@ if __name__ == "__main__":
     # Commands that start distgpt start this program.
     processes.distgpt_command = lambda *words: [sys.executable, __file__, *map(str, words)]
     install(int(os.environ["WHOLE_GPU"]))
-    from distgpt.cli import main
+    if sys.argv[1:] and sys.argv[1].endswith(".py"):  # a program that computes on the stand-in
+        sys.argv = sys.argv[1:]
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        from distgpt.cli import main
 
-    main()
+        main()

@@ -199,8 +199,8 @@ _FAULTS = {
     ("kernels/matmul/blocked.py", "kernels/test_matmul.py -k odd_shapes"): [
         (
             "a later stretch of k forgets the earlier ones",
-            "flags = ACCUMULATE if begin else",
-            "flags = 0 if begin else",
+            "(ACCUMULATE if begin else",
+            "(0 if begin else",
         ),
     ],
     ("kernels/matmul/blocked.py", "kernels/test_matmul.py -k add_to_what_is_there"): [
