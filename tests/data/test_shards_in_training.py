@@ -54,7 +54,7 @@ def test_shards_hold_the_text_in_two_parts(shards):
 @needs_mpi
 def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):
     cut(copy / "train-000002.npy")
-    args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--dtype", "float64", "--data"]
+    args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--data"]
     printed = run(*args, shards, "--out", tmp_path / "one")
     mpi = ["--stage", "mpi", "--out"]
     two = distgpt(*args, shards, *mpi, tmp_path / "two", ranks=2)
@@ -70,7 +70,7 @@ def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_dama
         ]
     assert len(logged["one"]) == len(logged["two"]) == 7
     for one, two in zip(logged["one"], logged["two"], strict=True):
-        assert two == pytest.approx(one, rel=1e-9)
+        assert two == pytest.approx(one, rel=1e-4)
     assert "9 shards" in printed and "for validation" in printed
 
 
