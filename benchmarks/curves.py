@@ -15,14 +15,15 @@ Point = tuple[float, float, float]  # tokens, seconds, loss
 def trained(out: Path, *words: object, loss: str = "val_loss") -> list[Point]:
     """Train into `out`. The seconds are the whole command's, from its start, without evaluations."""
     begun = time.perf_counter()
-    distgpt("train", *words, "--progress", "plain", "--out", out)
+    distgpt("train", *words, "--log-every", 1, "--progress", "plain", "--out", out)
     whole = time.perf_counter() - begun
-    points, spent = [], 0.0
+    points, spent, tokens = list[Point](), 0.0, 0
     for line in metrics(out):
-        spent += line["step_s"]
+        spent += line.get("step_s", 0.0)
+        tokens = line.get("tokens", tokens)
         whole -= line.get("val_s", 0.0)
         if loss in line:
-            points.append((line["tokens"], spent, line[loss]))
+            points.append((tokens, spent, line[loss]))
     return [(tokens, whole - spent + seconds, value) for tokens, seconds, value in points]
 
 
