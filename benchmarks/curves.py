@@ -22,7 +22,7 @@ def trained(out: Path, *words: object, loss: str = "val_loss") -> list[Point]:
         spent += line.get("step_s", 0.0)
         tokens = line.get("tokens", tokens)
         whole -= line.get("val_s", 0.0)
-        if loss in line:
+        if loss in line and tokens:
             points.append((tokens, spent, line[loss]))
     return [(tokens, whole - spent + seconds, value) for tokens, seconds, value in points]
 
