@@ -1,4 +1,4 @@
-"""What models have learned, by tokens and by seconds: our points of a run, and a picture beside a peer's."""
+"""Learning curves by tokens and by seconds: the points of our run, and a picture beside a peer's."""
 
 from __future__ import annotations
 

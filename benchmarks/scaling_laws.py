@@ -80,7 +80,7 @@ def point(args: argparse.Namespace, depth: int, tokens: int) -> dict[str, Any]:
 
 
 def found(run: Path, depth: int) -> dict[str, Any]:
-    """What a finished run has learned from how many tokens."""
+    """Return how many tokens a finished run has read, and its bits per byte."""
     last: dict[str, Any] = {}
     for line in metrics(run):
         last |= line

@@ -1,4 +1,4 @@
-"""What macOS reports about the machine, which has no /proc."""
+"""Facts that macOS reports about the machine, as it has no /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users call weights: a file, the directory of a run, or hub:ORG/NAME of the Hugging Face Hub."""
+"""Names that users give weights: a file, the directory of a run, or hub:ORG/NAME of the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 from distgpt.checked import parse_object
 from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.bpe import SEPARATOR, BpeTokenizer, checked_bpe, spelled, unreadable
-from distgpt.data.tokenizers.library import LibraryTokenizer
 from distgpt.data.tokenizers.plain import ChatTemplate, Tokenizer, checked_chat
+from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
 from distgpt.errors import DataError
 from distgpt.files import read_small
 

@@ -13,7 +13,6 @@ from distgpt.data import hub
 from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT, checked_bpe, unreadable
 from distgpt.data.tokenizers.foreign import from_foreign
 from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe
-from distgpt.data.tokenizers.library import LibraryTokenizer
 from distgpt.data.tokenizers.plain import (
     FORMAT,
     VERSION,
@@ -30,6 +29,7 @@ from distgpt.data.tokenizers.plain import (
     fingerprint,
     id_dtype,
 )
+from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
 from distgpt.errors import DataError, UsageError, escape
 from distgpt.files import read_small
 from distgpt.formatting import count

@@ -32,9 +32,8 @@ def momentum(first, last, m, g, scale, mu):
         gi[i] = fresh + keep * moved
 
 
-def scratch(rows: int, columns: int, dtype: str) -> tuple[Any, ...]:
-    """Make the memory to orthogonalise a matrix: two of its shape, lying down, and two squares."""
-    low, long = min(rows, columns), max(rows, columns)
+def scratch(low: int, long: int, dtype: str) -> tuple[Any, ...]:
+    """Make the memory for a matrix with these sides: two of its shape, lying down, and two squares."""
     return tuple(np.empty(shape, dtype) for shape in ((low, long), (low, long), (low, low), (low, low)))
 
 
@@ -66,8 +65,8 @@ class LowMemory(NamedTuple):
     short: blocked.Scratch
 
 
-def low_scratch(rows: int, columns: int) -> LowMemory:
-    low, long = min(rows, columns), max(rows, columns)
+def low_scratch(low: int, long: int) -> LowMemory:
+    """Make the memory for matrices with these shorter and longer sides."""
     lying, square = (low, long), (low, low)
     kinds = (
         (lying, BITS.name),

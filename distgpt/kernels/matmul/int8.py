@@ -39,7 +39,7 @@ class Dot:
 
     @property
     def offset(self) -> int:
-        """What is added to weights."""
+        """Return the number that is added to weights."""
         return 0 if self.kind == "signed" else 128
 
     @property

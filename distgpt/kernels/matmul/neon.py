@@ -1,4 +1,4 @@
-"""What the microkernels need on arm64, whose NEON registers hold four float32.
+"""Parts that microkernels need on arm64, whose NEON registers hold four float32.
 
 NEON has no masked loads and stores. A tile with fewer columns than registers hold is computed in memory of
 its own, to which C and bias are copied, and from there the columns that exist are copied to C.

@@ -11,8 +11,8 @@ import numpy as np
 
 from distgpt.data.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
 from distgpt.data.tokenizers.foreign import from_document
-from distgpt.data.tokenizers.library import BLANK, BYTE_TOKENS, LibraryTokenizer
 from distgpt.data.tokenizers.plain import ByteTokenizer, Tokenizer, checked_chat, refuse_repeated
+from distgpt.data.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.saved.gguf.container import Container, Numbers
 
