@@ -1,8 +1,9 @@
 """Rounding to int4 with a text at hand: what a weight's rounding changes, the weights behind it take back.
 
-GPTQ: inputs x of a matrix give H = Σ x xᵀ, and rounding w to q moves outputs by (w - q) H (w - q)ᵀ. Columns
-are rounded one after the other, and those still to come move to where they make up for it best. Layers are
-rounded in order, each for the inputs that the rounded ones before it give.
+The text is read twice at once: by the model as it is, and by the one that is rounded so far. A matrix is
+first moved to where it makes the exact outputs of the rounded model's inputs, as far as it can. Then GPTQ:
+inputs x give H = Σ x xᵀ, and rounding w to q moves outputs by (w - q) H (w - q)ᵀ. Columns are rounded one
+after the other, and those still to come move to where they make up for it best.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
         for spec in model.layout.specs
         if bits_of(spec, "int4") == 4
     }
-    Pass(model, rows, length, training=False).hidden(np.array(tokens[: rows * length]))
+    twice = np.tile(np.array(tokens[: rows * length]), 2)
+    Pass(model, 2 * rows, length, training=False).hidden(twice)
     return kernels.found
 
 
 class _Rounding(CpuKernels):
-    """Kernels that round a matrix, in place, as the first inputs come to it."""
+    """Kernels that round a matrix, in place, as its inputs come: exact ones, then the rounded model's."""
 
     def __init__(self) -> None:
         super().__init__("float32", 1)  # so that all inputs come at once
@@ -56,10 +58,22 @@ class _Rounding(CpuKernels):
         self.found: dict[str, Quantised] = {}
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
-        if name := self.names.pop(wb.w.ctypes.data, None):
-            self.found[name] = round_for(wb.w, x.T @ x)
-            wb.w[...] = restored(self.found[name])
-        super().linear(y, x, wb, onto)
+        name, half = self.names.pop(wb.w.ctypes.data, None), len(x) // 2
+        if name is None:
+            super().linear(y, x, wb, onto)
+            return
+        super().linear(y[:half], x[:half], wb, None if onto is None else onto[:half])
+        self.found[name] = found = round_for(*moved(wb.w, x[:half], x[half:]))
+        wb.w[...] = restored(found)
+        super().linear(y[half:], x[half:], wb, None if onto is None else onto[half:])
+
+
+def moved(w: Floats2d, exact: Floats2d, inputs: Floats2d) -> tuple[Floats2d, Floats2d]:
+    """Return the matrix that makes of these inputs what w makes of exact ones, best, and the inputs' H."""
+    h = inputs.T @ inputs
+    damping = DAMPING * np.trace(h) / len(h) or 1.0
+    damped, crossed = (part + damping * np.eye(len(h)) for part in (h, inputs.T @ exact))
+    return (np.linalg.solve(damped, crossed) @ w.T).T.astype(np.float32), h
 
 
 def round_for(w: Floats2d, products: Floats2d) -> Quantised:

@@ -21,7 +21,7 @@ from distgpt.kernels.low_precision import quantise, quantise4, restored
 from distgpt.kernels.matmul.int4 import LEVELS
 from distgpt.model.memory import is_quantised
 from distgpt.model.packed import int8_of
-from distgpt.saved.calibration import calibrated, round_for
+from distgpt.saved.calibration import calibrated, moved, round_for
 from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
 from distgpt.saved.tensors import read_header, read_rows, write_tensors
 
@@ -231,6 +231,18 @@ def test_calibrated_rounding_moves_outputs_less_than_rounding_alone():
     unused = round_for(w, np.zeros((130, 130), np.float32))  # nothing came: rounding alone
     np.testing.assert_allclose(restored(unused), restored(quantise4(w)), atol=0.5)
     assert (unused.q != quantise4(w).q).mean() < 0.01  # scales that are as good as each other
+
+
+def test_a_matrix_makes_up_for_inputs_that_rounding_before_it_has_changed():
+    random = np.random.default_rng(4)
+    exact = (random.standard_normal((600, 24)) @ random.standard_normal((24, 60))).astype(np.float32)
+    w = random.standard_normal((70, 60)).astype(np.float32)
+    inputs = exact + 0.3 * random.standard_normal(exact.shape).astype(np.float32)
+    better, h = moved(w, exact, inputs)
+    np.testing.assert_allclose(h, inputs.T @ inputs, rtol=1e-4, atol=1e-2)
+    off = [np.square(inputs @ matrix.T - exact @ w.T).sum() for matrix in (w, better)]
+    assert off[1] < 0.7 * off[0]
+    np.testing.assert_allclose(moved(w, exact, exact)[0], w, atol=1e-3)
 
 
 def test_a_text_calibrates_a_file(tmp_path):
