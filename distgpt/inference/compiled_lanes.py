@@ -28,7 +28,7 @@ from distgpt.kernels.pool import pool_of
 from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, packed_of
 
-ROWS = 512  # tokens of one call; more go through in parts
+ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
 
 
@@ -45,7 +45,7 @@ class CompiledLanes:
         factors = weights.head.dtype.name
         cached = _cached(factors == "float32")
         self._cache = cache_of(config, count, cached)
-        rows = _rows(config, min(ROWS, max(count, config.seq_len)), factors, adapters.rank)
+        rows = _rows(config, _most_rows(config, count), factors, adapters.rank)
         self._most = len(rows.s)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
@@ -117,6 +117,12 @@ class CompiledLanes:
             self._pool.run(
                 lambda i: self._call(i, threads, len(tokens), len(feeds), scores, self._fixed[i]), threads
             )
+
+
+def _most_rows(config: ModelConfig, count: int) -> int:
+    """As many as have room, but one for each lane: a token each then takes one call."""
+    row = 4 * (config.n_embd + config.qkv_width + config.attention_width + 2 * config.hidden)
+    return min(ROWS, max(count, min(ROOM // row, config.seq_len)))
 
 
 def _rows(config: ModelConfig, count: int, dtype: str, rank: int) -> decode.Rows:

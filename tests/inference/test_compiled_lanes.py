@@ -131,6 +131,8 @@ def test_work_beyond_the_memory_for_rows_goes_through_in_parts(monkeypatch):
     small = lanes_of("llama", "float32", len(texts))
     assert small._most == 7
     np.testing.assert_array_equal(small.feed(work), at_once)
+    monkeypatch.setattr(compiled, "ROOM", 1)
+    assert lanes_of("llama", "float32", 3)._most == 3  # a row for each lane
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "float64"])
