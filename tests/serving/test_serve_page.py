@@ -11,7 +11,7 @@ from serving import sample, server, until
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.tokenizers.plain import ChatTemplate
-from distgpt.inference.adapters import NamedAdapter
+from distgpt.inference.adapters import adapters_of
 from distgpt.inference.engine_setup import LoadedModel, ModelSpec
 from distgpt.model.lora import adapter_layout
 from distgpt.saved.adapter import Folding
@@ -258,12 +258,13 @@ def adapted(*names, template=TEMPLATE):
     model, tokenizer = sample()
     run, rng = RunConfig(model.config, TrainConfig(lora_rank=2)), np.random.default_rng(0)
     specs, found = adapter_layout(run).specs, []
-    for name in names:
+    for _ in names:
         tensors = {spec.name: rng.standard_normal(spec.shape, np.float32) for spec in specs}
-        found.append(NamedAdapter(name, Folding(Description(run, None), tensors)))
-    chat = ChatTemplate(template, {}, ()) if template else None
+        found.append(Folding(Description(run, None), tensors))
+    tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()) if template else None)
+    beside = adapters_of(model.config, found), dict.fromkeys(names, tokenizer)
     how = SerialComm(), ModelSpec(None, "auto"), None, "float32"
-    return LoadedModel(model, tokenizer.with_chat(chat), *how, found)
+    return LoadedModel(model, tokenizer, *how, *beside)
 
 
 def test_a_chat_keeps_the_model_that_was_chosen(page):
