@@ -73,17 +73,21 @@ class Plan:
 
 
 def configure(
-    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any], ranks: int = 0
+    comm: Comm,
+    preset: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    ranks: int = 0,
+    fetches: bool = True,
 ) -> tuple[str, RunConfig]:
     """Return a run's name and configuration as rank 0 resolves them. Collective.
 
-    `ranks`: of the run, if not those of `comm`.
+    `ranks`: of the run, if not those of `comm`. `fetches`: see `weights_of`.
     """
-
     flags, deterministic, dial = _plain(flags, ranks or comm.size)
 
     def decide() -> list[str]:
-        name, run = _resolved(preset, toml, flags, dial, ranks or comm.size)
+        name, run = _resolved(preset, toml, flags, dial, ranks or comm.size, fetches)
         return [name, (_with_parts(run) if deterministic else run).to_toml()]
 
     name, text = on_root(comm, decide)
@@ -212,15 +216,20 @@ def _name(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> st
 
 
 def _resolved(
-    preset: str | None, toml: Path | None, flags: Mapping[str, Any], dial: Dial | None, ranks: int
+    preset: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    dial: Dial | None,
+    ranks: int,
+    fetches: bool = True,
 ) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
-        return read_description(weights_of(Path(weights))).run.model
+        return read_description(weights_of(Path(weights), fetches)).run.model
 
     if dial is None:
         of_chats = (partial(tuning, ranks),) if flags.get("chats") else ()
         name, run = resolve(preset, toml, flags, model_in, *of_chats)
-        return name, _with_weights(run)
+        return name, _with_weights(run, fetches)
     if preset not in (None, DIALLED):
         raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {preset}")
     return resolve(DIALLED, toml, flags, model_in, dial.settings)
@@ -260,10 +269,10 @@ def _with_parts(run: RunConfig) -> RunConfig:
     )
 
 
-def _with_weights(run: RunConfig) -> RunConfig:
+def _with_weights(run: RunConfig, fetches: bool = True) -> RunConfig:
     """Return the run with the path of the weights that --init stands for."""
     init = run.train.init
-    return run.with_values({"init": str(weights_of(Path(init)))}) if init else run
+    return run.with_values({"init": str(weights_of(Path(init), fetches))}) if init else run
 
 
 def _written(model: Description) -> list[str]:
