@@ -45,10 +45,16 @@ class Need:
     activations: int  # what a pass keeps, and its scratch memory
     evaluation: int = 0  # the same of the pass that evaluates
     exchange: int = 0  # what travels between GPUs in parts
+    update: int = 0  # what Muon computes in
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.activations + self.evaluation + self.exchange
+        return self.weights + self.optimizer + self.later
+
+    @property
+    def later(self) -> int:
+        """What is made after weights, gradients and moments."""
+        return self.activations + self.evaluation + self.exchange + self.update
 
 
 class Counting:
@@ -112,7 +118,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     evaluation = more()
     for _ in range(parts_made(run.train, ranks) if counting.wire else 0):
         ReduceScatterGather(comm, model.grads.flat, run.train.gradient_dtype, 0, cast(Wire, counting.wire))
-    return Need(weights, states, activations, evaluation, more())
+    return Need(weights, states, activations, evaluation, more(), optimizer.scratch_bytes(kernels))
 
 
 def fit_to_memory(
@@ -196,7 +202,7 @@ def have_memory(
         need = needed(own, kernels, comm.size, is_evaluated)
         copied = copy_bytes(own, kernels, comm.size) if comm.rank == 0 and t.save == "async" else 0
         free, _ = stage.free_memory()
-        return need.activations + need.evaluation + need.exchange + copied <= SPARE * free
+        return need.later + copied <= SPARE * free
 
     return not comm.allreduce_max(not on_every_rank(comm, fits))
 
@@ -225,12 +231,13 @@ def fitting(
     ways = [f"{option} (needs {size_of(size)})" for option, size in further]
     hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
     held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
+    updated = f", Muon's updates {size_of(need.update)}" if need.update else ""
     exchanged = f", exchange {size_of(need.exchange)}" if need.exchange else ""
     raise UsageError(
         f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free: "
         f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
         f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {size_of(need.activations)}"
-        f"{held_out}{exchanged}{hint} (distgpt help out-of-memory)"
+        f"{held_out}{exchanged}{updated}{hint} (distgpt help out-of-memory)"
     )
 
 
