@@ -16,7 +16,7 @@ from distgpt.model.model import Model
 from distgpt.model.muon import Muon
 from distgpt.model.optim import AdamW
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.opening.memory import LIBRARIES, LIBRARIES_SHARE, fitting, needed
+from distgpt.training.opening.memory import LIBRARIES, LIBRARIES_FRACTION, fitting, needed
 from distgpt.training.step import Step
 
 RUN = RunConfig(
@@ -100,7 +100,7 @@ def queued():
 def test_left_to_itself_a_run_keeps_what_fits(queued):
     auto = with_train(recompute="auto")
     for how in RECOMPUTE:
-        enough = int(needed(with_train(recompute=how), queued, 1).total / (1 - LIBRARIES_SHARE)) + 1
+        enough = int(needed(with_train(recompute=how), queued, 1).total / (1 - LIBRARIES_FRACTION)) + 1
         assert fitting(auto, queued, 1, enough, "GPU 0").recompute == how
     with pytest.raises(UsageError, match="GPU 0"):
         fitting(auto, queued, 1, enough // 2, "GPU 0")

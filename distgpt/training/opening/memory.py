@@ -33,7 +33,7 @@ from distgpt.training.step import Step
 SPARE = 0.95  # of the free memory: the system needs some too
 TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster
 LIBRARIES = 1 << 30  # a GPU's libraries need up to so much, for workspaces and trials
-LIBRARIES_SHARE = 0.25  # but at most this share of a small GPU, or of a rank's part of one
+LIBRARIES_FRACTION = 0.25  # but at most this fraction of a small GPU, or of a rank's part of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def fitting(
 
 def _budget(kernels: Kernels, free: int) -> float:
     return free - max(
-        (1 - SPARE) * free, min(LIBRARIES, LIBRARIES_SHARE * free) if kernels.capabilities.is_async else 0
+        (1 - SPARE) * free, min(LIBRARIES, LIBRARIES_FRACTION * free) if kernels.capabilities.is_async else 0
     )
 
 
