@@ -118,10 +118,7 @@ def rehearse(model: Model) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready, and what it was made of.
-
-    Its adapters are packed before lanes are made: so these find the memory that is left.
-    """
+    """A model that is ready, and what it was made of."""
 
     model: Model
     tokenizer: Tokenizer
@@ -129,7 +126,7 @@ class LoadedModel:
     spec: ModelSpec
     path: Path
     dtype: str
-    adapters: Adapters | None = None
+    adapters: Adapters | None = None  # in memory before lanes ask how much is left
     tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)  # of adapters, by name, in their order
 
     def lanes(self, wanted: int, lookup: int) -> Lanes:

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import Kernels, MuonMatrix, MuonScalars
+from distgpt.kernels.api import MuonMatrix, MuonScalars
 from distgpt.model.memory import ALIGNED, MATRIX, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW, Outer, clip_scale
@@ -69,11 +69,6 @@ class Muon(AdamW):
         values = muon_scalars(self.config, step, lr, grad_scale, norm_scale)
         self.model.kernels.put(self._muon_scalars, np.array(values))
         self._prepare()
-
-    def scratch_bytes(self, kernels: Kernels) -> int:
-        """Count as if this rank orthogonalised all its matrices: ranks may share that work."""
-        shapes = [matrix.u.shape for some in self._matrices.values() for matrix in some]
-        return kernels.orthogonalise_bytes(shapes)
 
     def _launch_updates(self) -> None:
         """Compute all momenta, and the updates of this rank's part of the matrices."""

@@ -73,10 +73,6 @@ class AdamW:
         `apply`; nothing where they share none."""
         return ()
 
-    def scratch_bytes(self, kernels: Kernels) -> int:
-        """Return the memory that these kernels keep for updates."""
-        return 0
-
     def step(self, step: int, grad_scale: float) -> float:
         """Compute the norm and update the parameters; return the learning rate used."""
         lr = learning_rate(self.config, step)

@@ -14,10 +14,8 @@ from distgpt.saved.tensors import read_header
 
 
 def weights_of(name: Path, fetches: bool = True) -> Path:
-    """Return the weights file of this name. A model of the hub is imported once, into the user's cache.
-
-    Unless it `fetches`, one that is not there yet is refused.
-    """
+    """Return the weights file of this name. A model of the hub that is not in the user's cache yet is
+    imported into it; without `fetches` it is refused."""
     if not str(name).startswith(PREFIX) or name.exists():
         return find_weights(name)
     repository = str(name).removeprefix(PREFIX)

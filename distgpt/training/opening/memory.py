@@ -20,6 +20,7 @@ from distgpt.formatting import count
 from distgpt.formatting import size as size_of
 from distgpt.kernels.api import Array, Kernels, Wire, Work
 from distgpt.model.lora import model_for, trained_layout
+from distgpt.model.memory import MATRIX
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.stages import Stage
 from distgpt.training.exchange.api import Exchange
@@ -49,12 +50,8 @@ class Need:
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.later
-
-    @property
-    def later(self) -> int:
-        """What is made after weights, gradients and moments."""
-        return self.activations + self.evaluation + self.exchange + self.update
+        parts = self.weights, self.optimizer, self.activations, self.evaluation, self.exchange, self.update
+        return sum(parts)
 
 
 class Counting:
@@ -118,7 +115,10 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     evaluation = more()
     for _ in range(parts_made(run.train, ranks) if counting.wire else 0):
         ReduceScatterGather(comm, model.grads.flat, run.train.gradient_dtype, 0, cast(Wire, counting.wire))
-    return Need(weights, states, activations, evaluation, more(), optimizer.scratch_bytes(kernels))
+    # As if one rank orthogonalised all matrices, which ranks may share.
+    shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
+    update = kernels.orthogonalise_bytes(shapes) if run.train.optimizer == "muon" else 0
+    return Need(weights, states, activations, evaluation, more(), update)
 
 
 def fit_to_memory(
@@ -202,7 +202,7 @@ def have_memory(
         need = needed(own, kernels, comm.size, is_evaluated)
         copied = copy_bytes(own, kernels, comm.size) if comm.rank == 0 and t.save == "async" else 0
         free, _ = stage.free_memory()
-        return need.later + copied <= SPARE * free
+        return need.total - need.weights - need.optimizer + copied <= SPARE * free
 
     return not comm.allreduce_max(not on_every_rank(comm, fits))
 
