@@ -95,11 +95,18 @@ def test_help_prints_how_to_pages_offline():
         assert text.startswith(f"# {title}\n") and "](" not in text and "<!--" not in text, topic
         assert set(re.findall(r"`distgpt help ([\w-]+)`", text)) <= set(listed), topic
     assert "(`distgpt help evaluation`)" in shown("help", "training")
-    assert shown("help", "data").startswith("Usage: distgpt data ")  # a command, which is no topic
     argument = dict(commands())["help",].params[0]
     assert [found.value for found in argument.shell_complete(None, "out")] == ["out-of-memory"]
     refused = inside("help", "trainin")
     assert refused.returncode == 2 and "did you mean 'training'?" in refused.stderr
+
+
+def test_help_on_a_command_prints_its_help_and_names_its_page():
+    assert not topics().keys() & set(COMMANDS)  # a page of such a name would hide one of the two
+    for name, page in {"chat": "chats", "train": "training", "tune": "tuning", "plot": ""}.items():
+        text = shown("help", name)
+        assert text.startswith(f"Usage: distgpt {name} ")
+        assert text.partition("\nHow-to page: ")[2] == (page and f"distgpt help {page}\n")
 
 
 def test_errors_name_pages_that_are_there():

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "slurm"))
 
 NEEDED = ("py.typed", "gpu/cu/attention.cu", "gpu/cu/common.cuh", "serving/page.html", "show/page.html.j2")
-NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chat.md")
+NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
 
 
 @pytest.mark.slow

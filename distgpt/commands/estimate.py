@@ -63,7 +63,7 @@ def estimate(
     from distgpt.training.opening.plan import configure
 
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
-    name, run = configure(SerialComm(), preset, config, set_by_user(flags))
+    name, run = configure(SerialComm(), preset, config, set_by_user(flags), fetches=False)
     n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)
     facts = estimated(question, partial(print_lines, err=True))

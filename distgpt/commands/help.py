@@ -221,5 +221,8 @@ def help(context: click.Context, topic: str | None) -> None:
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):
         found = parent.command.get_command(parent, topic)
         print_lines(found.get_help(click.Context(found, parent, topic)) if found else "")
+        for name in known:
+            if name.startswith(topic.removesuffix("e")):  # tune: tuning
+                print_lines(f"\nHow-to page: distgpt help {name}")
     else:
         raise UsageError(f"there is no help on {topic!r:.40}{nearest(topic, known)}")

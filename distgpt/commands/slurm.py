@@ -160,7 +160,7 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own
-    name, run = configure(SerialComm(), asked["preset"], asked["config"], flags, ranks)
+    name, run = configure(SerialComm(), asked["preset"], asked["config"], flags, ranks, fetches=False)
     refuse_uneven(run.train.batch_size, ranks, run.train.grad_accum or 1)
     return out or place_for(Path("runs"), name, resuming=False), run
 

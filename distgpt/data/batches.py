@@ -77,7 +77,7 @@ class Batches:
         """Return the places in the corpus where the rows of this step's global batch begin: int64 (B,)."""
         return self._starts(step, slice(None))
 
-    def learned_share(self, step: int) -> float:
+    def learned_fraction(self, step: int) -> float:
         """Return the part of the targets of this step's global batch that are learned."""
         return 1.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -414,6 +414,10 @@ class CudaKernels:
         for u in updates:
             self.sum_squares(squares, u.reshape(-1))
             self._muon.orthogonalise(u, squares)
+
+    def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        elements = sum(map(prod, {*shapes})) + sum(side**2 for side in {*map(min, shapes)})
+        return int(2 * elements * self.dtype.itemsize)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         self._muon.step(matrices, norm, scalars, beta2)

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
-from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding.low_rank import Adapters, packed_factors
 from distgpt.saved.adapter import Folding, with_adapter
 
 
-@dataclass(frozen=True, slots=True)
-class NamedAdapter:
-    """An adapter, the name that requests give it, and its tokenizer; None: the model's."""
-
-    name: str
-    folding: Folding
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.folding.tokenizer
-
-
-def read_adapters(weights: Path, named: Sequence[tuple[str, Path]], comm: Comm) -> list[NamedAdapter]:
-    """Read adapters of a model. Refuses those of another one."""
-    found = []
+def read_adapters(weights: Path, named: Sequence[tuple[str, Path]], comm: Comm) -> dict[str, Folding]:
+    """Read adapters of a model, by their names. Refuses those of another one."""
+    found = {}
     for name, path in named:
         _, folding = with_adapter(weights, path, comm)
         assert folding is not None  # as an adapter was given
-        found.append(NamedAdapter(name, folding))
+        found[name] = folding
     return found
 
 

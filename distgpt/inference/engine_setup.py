@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -19,11 +19,12 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.files import bundled
 from distgpt.inference import compiled_lanes, uncompiled_lanes
-from distgpt.inference.adapters import NamedAdapter, adapters_of, read_adapters
+from distgpt.inference.adapters import adapters_of, read_adapters
 from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Feed, Lanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
+from distgpt.kernels.decoding.low_rank import Adapters
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
 from distgpt.saved.adapter import open_model
@@ -66,18 +67,17 @@ def agreed_lanes(
     comm: Comm,
     memory: int | None = None,
     lookup: int = 0,
-    adapters: Sequence[NamedAdapter] = (),
+    adapters: Adapters | None = None,
 ) -> Lanes:
     """Make as many lanes as fit the memory of every rank, each of which has `memory`. Collective."""
     fitting = -comm.allreduce_max(-lanes_that_fit(model, wanted, memory, comm.local_size, lookup))
     return lanes_for(model, fitting, adapters)
 
 
-def lanes_for(model: Model, count: int, adapters: Sequence[NamedAdapter] = ()) -> Lanes:
+def lanes_for(model: Model, count: int, adapters: Adapters | None = None) -> Lanes:
     """The fastest lanes there are for this model, as it is now."""
     if is_compiled(model):
-        beside = adapters_of(model.config, [each.folding for each in adapters]) if adapters else None
-        return compiled_lanes.compiled_lanes(model, count, beside)
+        return compiled_lanes.compiled_lanes(model, count, adapters)
     return uncompiled_lanes.UncompiledLanes(model, count)
 
 
@@ -126,7 +126,8 @@ class LoadedModel:
     spec: ModelSpec
     path: Path
     dtype: str
-    adapters: Sequence[NamedAdapter] = ()
+    adapters: Adapters | None = None  # in memory before lanes ask how much is left
+    tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)  # of adapters, by name, in their order
 
     def lanes(self, wanted: int, lookup: int) -> Lanes:
         """Make as many lanes as are wanted and fit the memory of every rank. Collective."""
@@ -165,13 +166,19 @@ class ModelSpec:
         """Load the model and its tokenizer, and compile everything. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-        adapters = read_adapters(path, self.named, comm)
+        if self.named and (stage.device is not None or self.dtype == "float64"):
+            raise UsageError("adapters by name are for CPUs, not in float64: merge one by --adapter PATH")
+        found = read_adapters(path, self.named, comm)
         model, about, path, dtype = open_model(stage, path, self.adapter, self.dtype, self.context)
-        if adapters and not is_compiled(model):
-            raise UsageError("adapters by name are for stage serial: merge one by --adapter PATH elsewhere")
-        if about.tokenizer is None:
+        if (tokenizer := about.tokenizer) is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
+        saved = tokenizer.to_json()
+        tokenizers = {
+            name: own if (own := each.tokenizer) and own.to_json() != saved else tokenizer
+            for name, each in found.items()
+        }
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
         rehearse(model)
-        return LoadedModel(model, about.tokenizer, comm, self, path, dtype, adapters)
+        adapters = adapters_of(model.config, list(found.values())) if found else None
+        return LoadedModel(model, tokenizer, comm, self, path, dtype, adapters, tokenizers)

@@ -493,6 +493,9 @@ class Kernels(Protocol):
         x ← u / (1.02 ‖u‖); then x ← a x + b x xᵀ x + c (x xᵀ)² x for each (a, b, c) of POLAR.
         """
 
+    def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Return the memory that is kept to orthogonalise matrices of these shapes."""
+
     def muon(self, matrices: Sequence[MuonMatrix], norm: Doubles1d, scalars: Doubles1d, beta2: float) -> None:
         """One step along orthogonalised updates, in place on p and v; low ← p, rounded. u is scratch.
 

@@ -46,6 +46,7 @@ class CpuKernels(OnHost):
     capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
+    polar: tuple[Any, Callable[..., Any]] = muon.orthogonalise, muon.scratch
 
     def __init__(self, dtype: str = "float32", threads: int = 1, matmul: str = "auto") -> None:
         self.dtype = self.wide = np.dtype(dtype)
@@ -324,16 +325,20 @@ class CpuKernels(OnHost):
             self._pool.ranges(len(m), 4096, muon.momentum, m, g, scale, float(scalars[2]))
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
-        largest_first = sorted(updates, key=lambda u: -u.size * min(u.shape))
-        coefficients = np.array(POLAR)
+        largest_first = sorted(updates, key=lambda u: muon.order(u.shape))
+        coefficients, (loop, make) = np.array(POLAR), self.polar
 
         def one(i: int) -> None:
-            self._orthogonalise(largest_first[i], coefficients)
+            u = largest_first[i]
+            loop(u, self._memory.of(make, *sorted(u.shape), self.wide.name), coefficients)
 
         self._pool.run(one, len(updates))
 
-    def _orthogonalise(self, u: Array, coefficients: Array) -> None:
-        muon.orthogonalise(u, self._memory.of(muon.scratch, *sorted(u.shape), self.wide.name), coefficients)
+    def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        largest_first = sorted(shapes, key=muon.order)
+        own = [largest_first[worker :: self.threads] for worker in range(self.threads)]  # as the pool shares
+        sides = (pair for some in own for pair in {tuple(sorted(shape)) for shape in some})
+        return sum(muon.bytes_of(self.polar[1](*pair, self.wide.name)) for pair in sides)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         if clipped(norm, scalars) is None:
@@ -368,6 +373,7 @@ class Bfloat16Kernels(CpuKernels):
     logits_bytes = 64 << 20
     few = 4
     loss_loop = staticmethod(rowwise.cross_entropy_narrow)
+    polar = muon.orthogonalise_low, muon.low_scratch
 
     def __init__(self, threads: int = 1) -> None:
         super().__init__("float32", threads)
@@ -375,9 +381,6 @@ class Bfloat16Kernels(CpuKernels):
 
     def _matmuls(self, matmul: str) -> Matmuls:
         return OwnMatmuls(self._pool, BITS)
-
-    def _orthogonalise(self, u: Array, coefficients: Array) -> None:
-        muon.orthogonalise_low(u, self._memory.of(muon.low_scratch, *sorted(u.shape)), coefficients)
 
     # -- arrays
 

@@ -426,6 +426,9 @@ class ReferenceKernels(OnHost):
                 x = a * x + (b * square + c * square @ square) @ x
             u[...] = x if len(u) <= u.shape[1] else x.T
 
+    def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        return 0
+
     def muon(self, matrices: Sequence[MuonMatrix], norm: Doubles1d, scalars: Doubles1d, beta2: float) -> None:
         if clipped(norm, scalars) is None:
             return

@@ -194,6 +194,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         "logits": logits,
         "validation": chosen.evaluation,
         "exchange": chosen.exchange,
+        "update": chosen.update,
         "total": chosen.total,
         "copy": copy_bytes(run, kernels, ranks),
         "free": site.free,
@@ -254,7 +255,7 @@ Rows = Iterator[tuple[str, str]]
 
 MARGIN = 13  # width of the page's first column
 FLOPS = {"layers": "layers", "output": "head", "attention": "attention"}
-MEMORY = ("weights", "gradients", "moments", "activations", "logits", "validation", "exchange")
+MEMORY = ("weights", "gradients", "moments", "activations", "logits", "validation", "exchange", "update")
 
 
 def render_terminal(name: str, facts: Facts) -> str:

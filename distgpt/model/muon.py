@@ -43,7 +43,7 @@ class Muon(AdamW):
         matrices = [spec.name for spec in model.layout.specs if _is_matrix(spec)]
         first, last = model.layout.offsets[matrices[0]], model.layout.end_of(matrices)
         self._bounds = [first, *borders(model.layout, ranks, _work)[1:-1], last]
-        self._share = slice(self._bounds[rank], self._bounds[rank + 1])
+        self._part = slice(self._bounds[rank], self._bounds[rank + 1])
         stretches = model.layout.stretches(_is_matrix, self.own)
         self._momenta = [slice(start, stop) for start, stop, is_matrix in stretches if is_matrix]
         self._muon_scalars = model.kernels.scalars(len(MuonScalars._fields))
@@ -71,7 +71,7 @@ class Muon(AdamW):
         self._prepare()
 
     def _launch_updates(self) -> None:
-        """Compute all momenta, and the updates of this rank's share of the matrices."""
+        """Compute all momenta, and the updates of this rank's part of the matrices."""
         k, grads = self.model.kernels, self.model.grads.flat[self.own]
         for here in self._momenta:
             k.muon_momentum(self.m.flat[here], grads[here], self.norm, self._muon_scalars)
@@ -79,7 +79,7 @@ class Muon(AdamW):
             matrix
             for name, matrices in self._matrices.items()
             for matrix in matrices
-            if self._share.start <= self.model.layout.offsets[name] < self._share.stop
+            if self._part.start <= self.model.layout.offsets[name] < self._part.stop
         )
         k.orthogonalise([matrix.u for matrix in shared])
 

@@ -30,8 +30,15 @@ class AdamW:
     """
 
     def __init__(
-        self, model: Model, config: TrainConfig, own: slice | None = None, outer: Outer | None = None
+        self,
+        model: Model,
+        config: TrainConfig,
+        own: slice | None = None,
+        outer: Outer | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
+        """`rank` of `ranks` may compute a part of the updates and send it to the others: see Muon."""
         self.model, self.config, self.outer = model, config, outer
         k, layout = model.kernels, model.layout
         self.own = own or slice(0, layout.size)
@@ -168,25 +175,25 @@ def clip_scale(config: TrainConfig, grad_scale: float, norm_scale: float) -> flo
     return config.clip * (grad_scale / norm_scale)
 
 
-def learning_rate(config: TrainConfig, step: int, share: float | None = None) -> float:
+def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) -> float:
     """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule down to min_lr.
 
-    The schedule follows the steps, or the `share` of the run's time that is over, from 0 to 1.
+    The schedule follows the steps, or the fraction of the run's time that has `elapsed`, from 0 to 1.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, max(0.0, _fallen(config, step, share)))
+    progress = min(1.0, max(0.0, _fallen(config, step, elapsed)))
     left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-def _fallen(config: TrainConfig, step: int, share: float | None) -> float:
+def _fallen(config: TrainConfig, step: int, elapsed: float | None) -> float:
     """Return how far the schedule has come on its way down: not above 0 before it, at least 1 after it."""
     constant = 1 - config.decay_fraction if config.schedule == "wsd" else 0.0
-    if share is not None:
-        return (share - constant) / max(1e-9, 1 - constant)
+    if elapsed is not None:
+        return (elapsed - constant) / max(1e-9, 1 - constant)
     begin = max(config.warmup, round(config.steps * constant))
     return (step - begin) / max(1, config.steps - begin)
 

@@ -13,8 +13,9 @@ from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import read_header
 
 
-def weights_of(name: Path) -> Path:
-    """Return the weights file of this name. A model of the hub is imported once, into the user's cache."""
+def weights_of(name: Path, fetches: bool = True) -> Path:
+    """Return the weights file of this name. A model of the hub that is not in the user's cache yet is
+    imported into it; without `fetches` it is refused."""
     if not str(name).startswith(PREFIX) or name.exists():
         return find_weights(name)
     repository = str(name).removeprefix(PREFIX)
@@ -23,6 +24,9 @@ def weights_of(name: Path) -> Path:
         raise UsageError(f"{name} has no place: set XDG_CACHE_HOME to a folder that only you can write to")
     found = folder / f"{repository.replace('/', '--')}.safetensors"
     if not found.exists():
+        if not fetches:
+            own = command_line("weights", "import", name, "--out", "model.safetensors")
+            raise UsageError(f"{name} is not on this machine yet: first {own}, then name that file")
         note = partial(print_lines, err=True)
         import_model(str(name), found, None, note)
         if not read_header(found).metadata["tokenizer"]:

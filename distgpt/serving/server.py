@@ -205,14 +205,14 @@ def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
 def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
     """Return the model, and the same with each of its adapters."""
     config, created = loaded.model.config, int(time.time())
+    chats = {each: _chat_format(each) for each in {loaded.tokenizer, *loaded.tokenizers.values()}}
 
     def one(name: str, tokenizer: Tokenizer, adapter: int, others: tuple[Served, ...] = ()) -> Served:
-        about = config.vocab_size, config.seq_len, created, _chat_format(tokenizer), lanes.is_exact
+        about = config.vocab_size, config.seq_len, created, chats[tokenizer], lanes.is_exact
         return Served(name, tokenizer, *about, adapter, others)
 
-    beside = enumerate(loaded.adapters, 1)
-    others = tuple(one(each.name, each.tokenizer or loaded.tokenizer, i) for i, each in beside)
-    return one(name, loaded.tokenizer, 0, others)
+    beside = enumerate(loaded.tokenizers.items(), 1)
+    return one(name, loaded.tokenizer, 0, tuple(one(*each, i) for i, each in beside))
 
 
 def _chat_format(tokenizer: Tokenizer) -> ChatFormat | DataError:

@@ -11,7 +11,7 @@ from distgpt.training.progress import Pace
 
 
 class Clock:
-    """Says which step is the last one, and how much of the run's time is over.
+    """Says which step is the last one, and what fraction of the run's time has elapsed.
 
     Rank 0 sends with each step how much will be over at the end of the next one. So all ranks know, and take
     the same learning rate.
@@ -37,10 +37,10 @@ class Clock:
         self._begun, self._closing = begun - spent, closing
         self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `ahead` says
         self._round = t.outer_every if is_local(t, pace.ranks) else 1
-        self.share = min(1.0, spent / self._total) if self._total else None
+        self.elapsed = min(1.0, spent / self._total) if self._total else None
         self.last: int | None = t.steps if until is None else until  # None: not known yet
         if self._total:
-            self.last = pace.progress.step if self.share == 1 else None
+            self.last = pace.progress.step if self.elapsed == 1 else None
 
     def seconds(self) -> float:
         """Return the run's seconds so far, all that it has after its last step; 0 without a clock."""
@@ -48,7 +48,7 @@ class Clock:
         return self._total if is_over else min(self._total, self._now() - self._begun)
 
     def ahead(self) -> float:
-        """Return the share of the time that will be over with the next step: 1 if none fits after it."""
+        """Return the fraction of the time that is over with the next step: 1 if none fits after it."""
         if not self._total:
             return 0.0
         usual = self._pace.usual()
@@ -56,10 +56,10 @@ class Clock:
         total = max(self._total / 2, self._total - self._closing * usual)
         return 1.0 if end + usual > total else end / total
 
-    def hear(self, share: float, launched: int) -> None:
+    def hear(self, elapsed: float, launched: int) -> None:
         """Go by what rank 0 has sent. The next step is the last one once the time is over."""
-        if self.share is None:
+        if self.elapsed is None:
             return
-        self.share = min(1.0, share)
-        if self.share == 1 and (self.last is None or self.last > launched + self._round):
+        self.elapsed = min(1.0, elapsed)
+        if self.elapsed == 1 and (self.last is None or self.last > launched + self._round):
             self.last = (launched // self._round + 1) * self._round

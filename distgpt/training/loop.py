@@ -58,7 +58,7 @@ def take_steps(run: Run) -> None:
     number = progress.step
     while number != run.clock.last:
         is_last = number + 1 == run.clock.last
-        in_flight.add(run.step.launch(number, run.batches, partial(flags.outgoing, run), run.clock.share))
+        in_flight.add(run.step.launch(number, run.batches, partial(flags.outgoing, run), run.clock.elapsed))
         number += 1
         due = schedule.after(number, is_last)
         stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
@@ -88,7 +88,7 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
         is_last = run.progress.step == run.clock.last
         run.report.step(run.progress.step, done, late | ({"skipped": 1} if rejected else {}), is_last)
         found = flags.summed(done.result)
-        run.clock.hear(found.share, launched=run.progress.step + len(in_flight))
+        run.clock.hear(found.elapsed, launched=run.progress.step + len(in_flight))
         check_disk(run, found.has_lost_disk)
         run.guards.deadline.look_ahead()
         stop = found.stop or stop

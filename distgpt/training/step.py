@@ -31,7 +31,7 @@ from distgpt.training.guards.recheck import Recheck
 from distgpt.training.guards.watchdog import COMPUTING, EXCHANGING, UPDATING, Activity
 
 Flags = Callable[[], Sequence[float]]
-Accept = Callable[[float, float], str]
+Objection = Callable[[float, float], str]
 
 
 def no_flags() -> Sequence[float]:
@@ -81,13 +81,13 @@ class Step:
         exchange: Exchange,
         *,
         shares: Sequence[int] | None = None,
-        accept: Accept | None = None,
+        objection: Objection | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """`shares`: sequences of each rank in a micro-batch, if they differ. `accept(loss, norm)` returns why
-        a step must not change the weights, "" if it may; it makes each step wait for its result."""
+        """`shares`: sequences of each rank in a micro-batch, if they differ. `objection(loss, norm)` returns
+        why a step must not change the weights, "" if it may; it makes each step wait for its result."""
         self.optimizer, self.model, self.comm, self.config = optimizer, optimizer.model, comm, config
-        self.exchange, self._accept, self.activity = exchange, accept, activity or Activity()
+        self.exchange, self._objection, self.activity = exchange, objection, activity or Activity()
         self.at_rest = threading.Lock()  # held while weights change: whoever else holds it may read them
         k, seq_len = self.model.kernels, self.model.config.seq_len
         self._micro_batches = config.grad_accum or 1
@@ -115,14 +115,14 @@ class Step:
         self._exchanged_at: float | None = None
 
     def launch(
-        self, number: int, batches: Batches, flags: Flags = no_flags, share: float | None = None
+        self, number: int, batches: Batches, flags: Flags = no_flags, elapsed: float | None = None
     ) -> StepResult:
         """Do step `number`, counted from 0, or put it into the backend's queue. Collective.
 
         `flags` is called just before the exchange. Its numbers are summed over the ranks, with the gradients.
-        `share` of the run's time is over, where the learning rate follows the clock.
+        `elapsed`: the fraction of the run's time that is over, where the learning rate follows the clock.
         """
-        self._share_tuning()
+        self._agree_on_tuning()
         self._exchanged_at = self._exchanged_at or time.perf_counter()
         compare = self._recheck.begin(number, partial(self._compute, number, batches, 0))
         for micro_batch in range(self._micro_batches):
@@ -141,8 +141,8 @@ class Step:
         self.exchange.sum_gradients(number)
         self._exchanged_at = time.perf_counter()
         with self.at_rest:
-            learned = batches.learned_share(number)
-            return self._update(number, learning_rate(self.config, number, share), learned)
+            learned = batches.learned_fraction(number)
+            return self._update(number, learning_rate(self.config, number, elapsed), learned)
 
     def waits(self) -> list[tuple[Any, str, Array]]:
         """Return the methods that wait for other ranks, each with what it sums or sends."""
@@ -156,9 +156,9 @@ class Step:
         waits: list[tuple[Any, str, Array]] = [
             (self.exchange, name, arrays[name]) for name in self.exchange.waits()
         ]
-        return [*waits, (self, "share_updates", grads.flat)] if self.optimizer.update_bounds else waits
+        return [*waits, (self, "gather_updates", grads.flat)] if self.optimizer.update_bounds else waits
 
-    def share_updates(self) -> None:
+    def gather_updates(self) -> None:
         """Send the updates that this rank has computed to all, where each rank computes some of them."""
         if bounds := self.optimizer.update_bounds:
             self.activity.enter(EXCHANGING)
@@ -200,11 +200,11 @@ class Step:
         self.exchange.compute_norm(self.optimizer)
         numbers, squares = k.later(grads.flags), k.later(self.optimizer.norm)
         result = StepResult(lr, mean, norm_scale, cache(numbers), cache(squares))
-        if self._accept:
-            result.rejected = self._accept(*result.read())
+        if self._objection:
+            result.rejected = self._objection(*result.read())
         if not result.rejected:
             self.optimizer.prepare(number, lr, grad_scale, norm_scale)
-            self.share_updates()
+            self.gather_updates()
             self.optimizer.apply()
         if self.optimizer.is_part or is_local(c, self.comm.size):
             self.activity.enter(EXCHANGING)
@@ -213,7 +213,7 @@ class Step:
 
     # Beside the step itself
 
-    def _share_tuning(self) -> None:
+    def _agree_on_tuning(self) -> None:
         """Before the second step all kernels have been tuned and no exchange is running: ranks can agree."""
         if self._launched == 1:
             self.model.kernels.agree(partial(gather_bytes, self.comm))

@@ -35,6 +35,14 @@ def test_cross_entropy_over_more_tokens_than_a_block_reads_at_once(both):
     operations.check_cross_entropy(Case(both, (1, 3, 8, 1, 20_005)), 2, False)
 
 
+def test_the_memory_to_orthogonalise_is_that_of_every_shape(cuda_kernels):
+    k = cuda_kernels("float32")
+    names = ("ortho", "ortho again", "square", "fourth")
+    operations.check_memory_to_orthogonalise(
+        k, lambda: [kept.nbytes for key, kept in k._launcher._scratch.items() if key[0] in names]
+    )
+
+
 def test_rows_are_sorted_by_token_and_equal_tokens_by_row(cuda_kernels):
     for rows, vocab in itertools.product((1, 257, 20_000), (2, 65_537)):
         kernels, random = cuda_kernels("float32"), np.random.default_rng(rows)

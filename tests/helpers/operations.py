@@ -429,6 +429,14 @@ def _check_orthogonalise(both, matrix):
     assert distance < 3 * tolerance(both[1]), (matrix.shape, distance)
 
 
+def check_memory_to_orthogonalise(k, kept):
+    """`kept` returns the sizes of what these kernels have kept."""
+    shapes = [*MATRICES, (24, 24), (33, 16), (8, 40)]
+    assert not kept()
+    k.orthogonalise([k.wide_zeros(*shape) for shape in shapes])
+    assert k.orthogonalise_bytes(shapes) == sum(kept())
+
+
 def test_an_orthogonalised_matrix_has_singular_values_near_one(both):
     k = both[1]
     for shape in MATRICES:

@@ -7,6 +7,7 @@ import inspect
 from functools import partial
 
 import numpy as np
+import operations
 import pytest
 from operations import *  # noqa: F403
 
@@ -14,6 +15,8 @@ from distgpt.config import ModelConfig, TrainConfig
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.kernels.api import IGNORED, Affine, Head, Kernels
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
+from distgpt.kernels.fused import muon
+from distgpt.kernels.pool import WorkerMemory
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -69,6 +72,16 @@ def test_each_runs_every_part_once_and_reports_failures(threads):
         kernels.each(lambda i: 1 // (i - 2), 3)
     kernels.each(seen.append, 1)
     assert len(seen) == 8
+
+
+def test_the_memory_to_orthogonalise_is_that_of_every_thread_for_every_shape_it_gets(both):
+    k = both[1]
+    k._memory = WorkerMemory(k._pool)  # nothing of other tests
+    makers = (muon.scratch, muon.low_scratch)
+    operations.check_memory_to_orthogonalise(
+        k, lambda: [muon.bytes_of(kept) for key, kept in k._memory._made.items() if key[1] in makers]
+    )
+    assert CpuKernels().orthogonalise_bytes([(16, 33)]) == 4 * (2 * 16 * 33 + 2 * 16 * 16)
 
 
 def test_operations_run_together_compute_every_part_once(threads):

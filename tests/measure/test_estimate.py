@@ -65,9 +65,11 @@ def test_the_memory_is_what_sizing_counts():
         asked = question(name, grad_accum=512, recompute="mlp")
         memory = estimate(asked, lambda text: None)["memory"]
         need = needed(asked.run, CpuKernels(threads=2), 1, True)
-        kinds = ("weights", "gradients", "moments", "activations", "logits", "validation", "exchange")
+        kinds = "weights", "gradients", "moments", "activations", "logits", "validation", "exchange", "update"
         assert sum(memory[kind] for kind in kinds) == memory["total"] == need.total, name
-        assert memory["weights"] == need.weights and memory["validation"] > 0, name
+        assert (
+            memory["update"] == need.update and memory["weights"] == need.weights and memory["validation"] > 0
+        ), name
         assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + FLAG_COUNT), name
         assert memory["logits"] == 512 * 50304 * 4, name  # of half the sequence: all take over 128 MiB
         hows = next(row for row in memory["choices"] if row["sequences"] == 1)

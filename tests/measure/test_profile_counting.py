@@ -26,6 +26,7 @@ NO_OPERATIONS = {
     "record",
     "between",
     "agree",
+    "orthogonalise_bytes",
     "each",
     "run_together",
     "join",

@@ -137,6 +137,16 @@ def test_other_commands_take_a_name_of_the_hub_which_is_fetched_once(hub, tmp_pa
         assert bool(hub.asked) == ("is kept as" in result.stderr)
         hub.asked.clear()
     assert same(tensors_in(kept), tensors_in(tmp_path / "ours.safetensors"))
+    train = ["--init", "hub:some/model", "--data", "story"]
+    for words in (
+        ["estimate", *train, "--no-measure"],
+        ["slurm", "--nodes", "1", "--time", "1h", "--", "train", *train],
+    ):
+        here = distgpt(*words, env={**hub.env, "XDG_CACHE_HOME": str(tmp_path / "empty")})
+        refused(here, 2, "hub:some/model is not on this machine yet", "weights import")
+        assert hub.asked == []
+        there = distgpt(*words, env=env)
+        assert there.returncode == 0, there.stderr
     for words in (["infer"], ["eval", "--val", "story"], ["tune", "--data", "x.jsonl"]):
         missing = distgpt(*words, "--weights", "hub:some/other", env=env)
         refused(missing, 65, "some/other cannot be fetched", "without a network")

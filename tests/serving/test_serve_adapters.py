@@ -1,6 +1,7 @@
 """Models by name: the weights and their adapters, as `infer` writes with each, alone and at once."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,10 @@ from conftest import SMALL, inside, refused
 from serving import server
 
 from distgpt.config import GpuConfig
+from distgpt.errors import UsageError
+from distgpt.inference import engine_setup
 from distgpt.inference.engine_setup import ModelSpec
+from distgpt.serving import server as server_module
 from distgpt.stages import open_stage
 
 TEXTS = {"one": "the lamp, the fox, ", "two": "the fox and the lamp and "}
@@ -37,11 +41,14 @@ def files(tmp_path_factory):
     return {"base": base, "one": folder / "one", "two": folder / "two"}
 
 
+def loaded_with(files, *names, dtype="float32"):
+    spec = ModelSpec(files["base"], dtype, named=[(name, files[name]) for name in names])
+    return spec.load(open_stage("serial", 2, GpuConfig()))
+
+
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
 def served(request, files):
-    named = [(name, files[name]) for name in ("one", "two")]
-    spec = ModelSpec(files["base"], request.param, named=named)
-    with server(loaded=spec.load(open_stage("serial", 2, GpuConfig()))) as found:
+    with server(loaded=loaded_with(files, "one", "two", dtype=request.param)) as found:
         yield found, request.param
 
 
@@ -89,3 +96,26 @@ def test_names_that_make_no_sense_are_refused(files):
     refused(inside(*ask, "--adapter", f"={one}"), 2, "a name of its own")
     refused(inside(*ask, "--adapter", f"a={files['base']}"), 2, "no adapter")
     refused(inside(*ask, "--adapter", "a=nowhere"), 74, "nowhere")
+
+
+def test_adapters_are_refused_before_a_model_is_read_where_none_can_be_served(files, monkeypatch):
+    monkeypatch.setattr(engine_setup, "open_model", None)
+    stage = open_stage("serial", 1, GpuConfig())
+    for place, dtype in ((replace(stage, device=object()), "auto"), (stage, "float64")):
+        with pytest.raises(UsageError, match="for CPUs, not in float64"):
+            ModelSpec(files["base"], dtype, named=[("one", files["one"])]).load(place)
+
+
+def test_adapters_are_in_memory_before_lanes_ask_how_much_is_left(files, monkeypatch):
+    order, pack = [], engine_setup.adapters_of
+    monkeypatch.setattr(engine_setup, "adapters_of", lambda *args: order.append("adapters") or pack(*args))
+    monkeypatch.setattr(engine_setup, "available_memory", lambda: order.append("memory") or 1 << 30)
+    loaded_with(files, "one").lanes(1, 0)
+    assert order == ["adapters", "memory"]
+
+
+def test_a_chat_format_is_made_once_for_all_models_with_the_same_tokenizer(files, monkeypatch):
+    made = []
+    monkeypatch.setattr(server_module, "ChatFormat", made.append)
+    with server(loaded=loaded_with(files, "one", "two")):
+        assert len(made) == 1

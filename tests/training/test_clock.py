@@ -25,7 +25,7 @@ def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
     clock = Clock(t, Pace(t, ranks, progress), 100.0, spent, queued, closing, now=lambda: now[0])
     sent = []
     while progress.step + len(sent) != clock.last and len(found) < 1000:
-        found.append(clock.share)
+        found.append(clock.elapsed)
         now[0] += 0 if queued and not sent else seconds
         sent.append(clock.ahead())
         while len(sent) > queued:
@@ -74,7 +74,7 @@ def test_a_run_that_went_back_still_ends_with_its_time():
     clock = Clock(T, Pace(T, 1, progress), 0.0, now=lambda: now[0])
     progress.step = 9
     clock.hear(clock.ahead(), launched=9)
-    assert (clock.share, clock.last) == (1, 10)
+    assert (clock.elapsed, clock.last) == (1, 10)
     progress.step = 4
     clock.hear(clock.ahead(), launched=5)
     assert clock.last == 6

@@ -138,11 +138,11 @@ def test_all_modes_and_types_exchange_the_same_changes():
 
 
 def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
-    def accept(loss, norm):
+    def objection(loss, norm):
         return "" if np.isfinite(loss) and np.isfinite(norm) else "not finite"
 
     def with_fault(comm):
-        work = steps_of(comm, CONFIG, accept=accept)
+        work = steps_of(comm, CONFIG, objection=objection)
         before = work.model.weights.flat.copy()
         if comm.rank == 1:
             work.model.weights["wte"][0, 0] = np.inf

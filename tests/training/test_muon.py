@@ -10,9 +10,11 @@ from threadranks import on_all_ranks
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, TrainConfig
+from distgpt.config.settings import OPTIMIZERS
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model import muon
 from distgpt.model.memory import ALIGNED, MATRIX
 from distgpt.model.model import Architecture, Model
 from distgpt.model.muon import Muon, borders, muon_scalars
@@ -70,6 +72,18 @@ def _parts(spec):
     rows, columns = spec.shape
     heights = {"qkv": (32, 16, 16), "fc": (rows // 2, rows // 2)}.get(spec.name.split(".")[-2], (rows,))
     return [(height, columns) for height in heights]
+
+
+def test_a_run_s_optimizer_is_the_one_that_the_table_names(monkeypatch):
+    assert set(muon.OPTIMIZERS) == set(OPTIMIZERS)  # those that settings may name
+
+    class Other(Muon):
+        pass
+
+    monkeypatch.setitem(muon.OPTIMIZERS, "adamw", Other)
+    model = Model(MODEL, ReferenceKernels())
+    model.train()
+    assert type(optimizer_for(model, replace(CONFIG, optimizer="adamw"), SerialComm())) is Other
 
 
 def test_a_matrix_moves_by_the_learning_rate_in_every_direction():

@@ -10,11 +10,13 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
+from distgpt.kernels.fused.muon import bytes_of
 from distgpt.model.model import Model
+from distgpt.model.muon import Muon
 from distgpt.model.optim import AdamW
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.opening.memory import LIBRARIES, LIBRARIES_SHARE, fitting, needed
+from distgpt.training.opening.memory import LIBRARIES, LIBRARIES_FRACTION, fitting, needed
 from distgpt.training.step import Step
 
 RUN = RunConfig(
@@ -62,6 +64,21 @@ def test_the_need_is_what_is_allocated():
         assert needed(run, CpuKernels(dtype), 1).total == kernels.taken, (dtype, recompute)
 
 
+def test_muon_s_updates_need_memory_too():
+    muon = with_train(optimizer="muon")
+    for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
+        kernels = CpuKernels(dtype, threads) if dtype == "float32" else Bfloat16Kernels(threads)
+        need, model = needed(muon, kernels, 1), Model(RUN.model, kernels)
+        model.train()
+        Muon(model, muon.train).step(0, 1.0)
+        kept = [made for key, made in kernels._memory._made.items() if key[1] is kernels.polar[1]]
+        assert need.update == sum(map(bytes_of, kept)) > 0
+        assert need.total - need.update == need.weights + need.optimizer + need.activations
+        assert needed(RUN, kernels, 1).update == 0
+    with pytest.raises(UsageError, match="Muon's updates"):
+        fitting(muon, kernels, 1, 100_000, "a")
+
+
 def test_a_run_that_does_not_fit_is_told_what_would():
     kernels = CpuKernels("float32")
     fits = needed(RUN, kernels, 1).total
@@ -83,7 +100,7 @@ def queued():
 def test_left_to_itself_a_run_keeps_what_fits(queued):
     auto = with_train(recompute="auto")
     for how in RECOMPUTE:
-        enough = int(needed(with_train(recompute=how), queued, 1).total / (1 - LIBRARIES_SHARE)) + 1
+        enough = int(needed(with_train(recompute=how), queued, 1).total / (1 - LIBRARIES_FRACTION)) + 1
         assert fitting(auto, queued, 1, enough, "GPU 0").recompute == how
     with pytest.raises(UsageError, match="GPU 0"):
         fitting(auto, queued, 1, enough // 2, "GPU 0")

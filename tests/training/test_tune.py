@@ -85,7 +85,7 @@ def test_every_example_is_whole_in_one_row_and_every_answer_comes_once_in_an_epo
     for step in range(rows // 4):
         x, y, positions = np.zeros((3, 4, 32), np.int32)
         batches.fill(step, slice(None), x, y, positions)
-        assert batches.learned_share(step) == (y != IGNORED).mean()
+        assert batches.learned_fraction(step) == (y != IGNORED).mean()
         counted += (y != IGNORED).sum()
         for row in range(4):
             begins = [*np.flatnonzero(positions[row] == 0), 32]
@@ -154,7 +154,7 @@ def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, m
         model.train(comm.size)
         step = build_step(AdamW(model, t), comm, t)
         result = step.launch(0, ExampleBatches(examples, 16, 4, seed=1))
-        return *result.read(), model.grads.flat / (comm.size * batches.learned_share(0))
+        return *result.read(), model.grads.flat / (comm.size * batches.learned_fraction(0))
 
     for found, norm, summed in on_all_ranks(ranks, work):
         np.testing.assert_allclose(found, loss, rtol=1e-12)

@@ -61,7 +61,7 @@ class ExampleBatches(Batches):
         of_piece = until[self.plan.starts + self.plan.lengths] - until[self.plan.starts]
         self._learned = np.add.reduceat(of_piece, self.plan.ends[:-1])  # targets, by row
 
-    def learned_share(self, step: int) -> float:
+    def learned_fraction(self, step: int) -> float:
         rows = self._order(step, slice(None))[0]
         return float(self._learned[rows].sum()) / (len(rows) * self.seq_len)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,16 @@ def momentum(first, last, m, g, scale, mu):
         moved = keep * mi[i] + fresh
         mi[i] = moved
         gi[i] = fresh + keep * moved
+
+
+def order(shape: tuple[int, ...]) -> int:
+    """Sort matrices by the work to orthogonalise them, the largest first."""
+    return -prod(shape) * min(shape)
+
+
+def bytes_of(memory: tuple[Any, ...]) -> int:
+    """Return the size of scratch memory: arrays, and tuples of them."""
+    return sum(bytes_of(each) if isinstance(each, tuple) else each.nbytes for each in memory)
 
 
 def scratch(low: int, long: int, dtype: str) -> tuple[Any, ...]:
@@ -65,17 +76,11 @@ class LowMemory(NamedTuple):
     short: blocked.Scratch
 
 
-def low_scratch(low: int, long: int) -> LowMemory:
+def low_scratch(low: int, long: int, wide: str) -> LowMemory:
     """Make the memory for matrices with these shorter and longer sides."""
     lying, square = (low, long), (low, low)
-    kinds = (
-        (lying, BITS.name),
-        (lying, BITS.name),
-        (square, "float32"),
-        (square, "float32"),
-        (square, BITS.name),
-    )
-    arrays = [aligned(shape, kind) for shape, kind in kinds]
+    shapes = (lying, BITS.name), (lying, BITS.name), (square, wide), (square, wide), (square, BITS.name)
+    arrays = [aligned(*each) for each in shapes]
     matmuls = [
         blocked.scratch(BITS, low, k, rows_conflict(a)) for k, a in ((long, arrays[0]), (low, arrays[-1]))
     ]

@@ -17,7 +17,7 @@ from distgpt.formatting import duration
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
-from distgpt.model.muon import Muon
+from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW, Outer
 from distgpt.training.exchange.api import AfterBackward, Exchange
 from distgpt.training.exchange.local_steps import LocalSteps, is_local
@@ -259,11 +259,9 @@ def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
     """Return the optimizer with this rank's part of the moments, and what local steps need."""
     outer = Outer(model, t) if is_local(t, comm.size) else None
     own = own_shard(t, model.layout, comm)
-    if t.optimizer == "adamw":
-        return AdamW(model, t, own, outer)
-    if own or outer:  # nothing to share: a rank has a part of its own, or gradients of its own
-        return Muon(model, t, own, outer)
-    return Muon(model, t, rank=comm.rank, ranks=comm.size)
+    # Nothing to divide where a rank has a part of its own, or gradients of its own.
+    place = (0, 1) if own or outer else (comm.rank, comm.size)
+    return OPTIMIZERS[t.optimizer](model, t, own, outer, *place)
 
 
 def parts_made(t: TrainConfig, ranks: int) -> int:

@@ -20,19 +20,19 @@ class Flags:
 
     stop: signal.Signals | None  # the signal that counts most
     has_lost_disk: bool  # rank 0 cannot save any more, and must end the run
-    share: float  # of the run's time that will be over at the end of the next step
+    elapsed: float  # fraction of the run's time, at the end of the next step
 
 
 def outgoing(run: Run) -> list[float]:
     """Return this rank's flags."""
-    share = run.clock.ahead() if run.comm.rank == 0 else 0.0
-    return [*run.guards.signals.counts(), int(run.checkpoints.fatal_error is not None), share]
+    elapsed = run.clock.ahead() if run.comm.rank == 0 else 0.0
+    return [*run.guards.signals.counts(), int(run.checkpoints.fatal_error is not None), elapsed]
 
 
 def summed(result: StepResult) -> Flags:
     """Return the flags of all ranks, from a step that was read."""
-    *signals, disk, share = result.flags()
-    return Flags(first_of(signals), bool(disk), float(share))
+    *signals, disk, elapsed = result.flags()
+    return Flags(first_of(signals), bool(disk), float(elapsed))
 
 
 def check_disk(run: Run, has_lost_disk: bool) -> None:

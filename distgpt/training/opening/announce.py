@@ -16,7 +16,8 @@ from distgpt.evaluation.assessment import Validation
 from distgpt.formatting import count
 from distgpt.model.model import Model
 from distgpt.stages import Stage
-from distgpt.training.opening.plan import Plan, described
+from distgpt.training.opening.plan import Plan
+from distgpt.training.opening.resumption import described
 from distgpt.training.progress import Progress
 
 

@@ -14,7 +14,7 @@ from distgpt.model.optim import learning_rate
 from distgpt.saved.checkpoint import load_state
 from distgpt.saved.rundir import RunDirectory, place_for
 from distgpt.training.opening.dial import DEPTH, WITHIN
-from distgpt.training.opening.plan import find_run
+from distgpt.training.opening.resumption import find_run
 
 DECAY_FROM = "decay_from"
 OTHERS = (DEPTH, WITHIN, "train-minutes", "schedule", "decay-fraction", "init")

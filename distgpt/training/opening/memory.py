@@ -20,6 +20,7 @@ from distgpt.formatting import count
 from distgpt.formatting import size as size_of
 from distgpt.kernels.api import Array, Kernels, Wire, Work
 from distgpt.model.lora import model_for, trained_layout
+from distgpt.model.memory import MATRIX
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.stages import Stage
 from distgpt.training.exchange.api import Exchange
@@ -33,7 +34,7 @@ from distgpt.training.step import Step
 SPARE = 0.95  # of the free memory: the system needs some too
 TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster
 LIBRARIES = 1 << 30  # a GPU's libraries need up to so much, for workspaces and trials
-LIBRARIES_SHARE = 0.25  # but at most this share of a small GPU, or of a rank's part of one
+LIBRARIES_FRACTION = 0.25  # but at most this fraction of a small GPU, or of a rank's part of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,12 @@ class Need:
     activations: int  # what a pass keeps, and its scratch memory
     evaluation: int = 0  # the same of the pass that evaluates
     exchange: int = 0  # what travels between GPUs in parts
+    update: int = 0  # what Muon computes in
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.activations + self.evaluation + self.exchange
+        parts = self.weights, self.optimizer, self.activations, self.evaluation, self.exchange, self.update
+        return sum(parts)
 
 
 class Counting:
@@ -112,7 +115,10 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     evaluation = more()
     for _ in range(parts_made(run.train, ranks) if counting.wire else 0):
         ReduceScatterGather(comm, model.grads.flat, run.train.gradient_dtype, 0, cast(Wire, counting.wire))
-    return Need(weights, states, activations, evaluation, more())
+    # As if one rank orthogonalised all matrices, which ranks may share.
+    shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
+    update = kernels.orthogonalise_bytes(shapes) if run.train.optimizer == "muon" else 0
+    return Need(weights, states, activations, evaluation, more(), update)
 
 
 def fit_to_memory(
@@ -196,7 +202,7 @@ def have_memory(
         need = needed(own, kernels, comm.size, is_evaluated)
         copied = copy_bytes(own, kernels, comm.size) if comm.rank == 0 and t.save == "async" else 0
         free, _ = stage.free_memory()
-        return need.activations + need.evaluation + need.exchange + copied <= SPARE * free
+        return need.total - need.weights - need.optimizer + copied <= SPARE * free
 
     return not comm.allreduce_max(not on_every_rank(comm, fits))
 
@@ -225,18 +231,19 @@ def fitting(
     ways = [f"{option} (needs {size_of(size)})" for option, size in further]
     hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
     held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
+    updated = f", Muon's updates {size_of(need.update)}" if need.update else ""
     exchanged = f", exchange {size_of(need.exchange)}" if need.exchange else ""
     raise UsageError(
         f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free: "
         f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
         f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {size_of(need.activations)}"
-        f"{held_out}{exchanged}{hint} (distgpt help out-of-memory)"
+        f"{held_out}{exchanged}{updated}{hint} (distgpt help out-of-memory)"
     )
 
 
 def _budget(kernels: Kernels, free: int) -> float:
     return free - max(
-        (1 - SPARE) * free, min(LIBRARIES, LIBRARIES_SHARE * free) if kernels.capabilities.is_async else 0
+        (1 - SPARE) * free, min(LIBRARIES, LIBRARIES_FRACTION * free) if kernels.capabilities.is_async else 0
     )
 
 

@@ -400,7 +400,7 @@ def _identity(
 def _step(
     optimizer: AdamW, comm: Comm, settings: TrainConfig, shares: list[int] | None, guards: Guards, say: Say
 ) -> Step:
-    """Kernels that work asynchronously leave out an update that is not finite, without asking `accept`."""
+    """Kernels that work asynchronously leave out an update that is not finite, without `objection`."""
     asks = settings.spike_zscore or not optimizer.model.kernels.capabilities.is_async
     return Step(
         optimizer,
@@ -408,6 +408,6 @@ def _step(
         settings,
         make_exchange(comm, optimizer, settings, say),
         shares=shares,
-        accept=guards.bad_steps.reason if asks else None,
+        objection=guards.bad_steps.reason if asks else None,
         activity=guards.activity,
     )

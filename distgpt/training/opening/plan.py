@@ -13,20 +13,21 @@ from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.config import CHANGEABLE, ModelConfig, RunConfig, TrainConfig, differences, parse_toml
+from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.config.presets import resolve, resumed, run_name, tuning
 from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
-from distgpt.errors import DataError, Say, UsageError, escape, refuse_beside
+from distgpt.errors import DataError, Say, UsageError, refuse_beside
 from distgpt.formatting import count
 from distgpt.saved.adapter import refuse_other_base
-from distgpt.saved.checkpoint import MANIFEST, STATE, State, load_state, newest_intact, verify
+from distgpt.saved.checkpoint import State, load_state
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.named import weights_of
-from distgpt.saved.rundir import RunDirectory, differing, place_for
+from distgpt.saved.rundir import RunDirectory, place_for
 from distgpt.training.exchange.reproducible import usual_parts
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.dial import DEPTH, DIALLED, TOKENS, WITHIN, Dial
+from distgpt.training.opening.resumption import Resumption, changed, find_run, refuse_impossible
 
 DETERMINISTIC = (
     "deterministic"  # a flag of CPU stages: reproducible_parts, if no source of settings names them
@@ -73,17 +74,21 @@ class Plan:
 
 
 def configure(
-    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any], ranks: int = 0
+    comm: Comm,
+    preset: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    ranks: int = 0,
+    fetches: bool = True,
 ) -> tuple[str, RunConfig]:
     """Return a run's name and configuration as rank 0 resolves them. Collective.
 
-    `ranks`: of the run, if not those of `comm`.
+    `ranks`: of the run, if not those of `comm`. `fetches`: see `weights_of`.
     """
-
     flags, deterministic, dial = _plain(flags, ranks or comm.size)
 
     def decide() -> list[str]:
-        name, run = _resolved(preset, toml, flags, dial, ranks or comm.size)
+        name, run = _resolved(preset, toml, flags, dial, ranks or comm.size, fetches)
         return [name, (_with_parts(run) if deterministic else run).to_toml()]
 
     name, text = on_root(comm, decide)
@@ -212,15 +217,20 @@ def _name(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> st
 
 
 def _resolved(
-    preset: str | None, toml: Path | None, flags: Mapping[str, Any], dial: Dial | None, ranks: int
+    preset: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    dial: Dial | None,
+    ranks: int,
+    fetches: bool = True,
 ) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
-        return read_description(weights_of(Path(weights))).run.model
+        return read_description(weights_of(Path(weights), fetches)).run.model
 
     if dial is None:
         of_chats = (partial(tuning, ranks),) if flags.get("chats") else ()
         name, run = resolve(preset, toml, flags, model_in, *of_chats)
-        return name, _with_weights(run)
+        return name, _with_weights(run, fetches)
     if preset not in (None, DIALLED):
         raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {preset}")
     return resolve(DIALLED, toml, flags, model_in, dial.settings)
@@ -260,10 +270,10 @@ def _with_parts(run: RunConfig) -> RunConfig:
     )
 
 
-def _with_weights(run: RunConfig) -> RunConfig:
+def _with_weights(run: RunConfig, fetches: bool = True) -> RunConfig:
     """Return the run with the path of the weights that --init stands for."""
     init = run.train.init
-    return run.with_values({"init": str(weights_of(Path(init)))}) if init else run
+    return run.with_values({"init": str(weights_of(Path(init), fetches))}) if init else run
 
 
 def _written(model: Description) -> list[str]:
@@ -272,94 +282,3 @@ def _written(model: Description) -> list[str]:
 
 def _run(toml: str) -> RunConfig:
     return RunConfig().with_values(parse_toml(toml, "rank 0's configuration"))
-
-
-# What `--resume` asks for
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """`settings` are the run's so far; None where there is no run yet, which then begins."""
-
-    directory: RunDirectory  # to write to
-    settings: RunConfig | None = None
-    checkpoint: Path | None = None
-    in_place: bool = True  # no branch: the run in this directory resumes
-
-
-def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
-    """`resume` is the path of a run or checkpoint, or "auto": the run in `out`, or else the last runs/<name>.
-
-    Without `out` a path's own run resumes; with another directory in `out`, a branch of it begins there.
-    """
-    if resume == "auto":
-        own = RunDirectory(out or place_for(Path("runs"), name, resuming=True))
-        own.refuse_second()  # before looking for what it may be writing
-        return Resumption(own, own.saved(), _newest(own, say))
-    path = Path(resume)
-    if not path.is_dir():
-        raise DataError(f"--resume {resume}: there is no such checkpoint or run directory")
-    if (own := RunDirectory(path)).saved():
-        if out is None or _are_same(out, path):
-            own.refuse_second()
-        checkpoint = _newest(own, say)
-        if out and checkpoint is None:
-            raise DataError(f"{resume} has no checkpoint yet to begin a new run from")
-    else:
-        if not (path / MANIFEST).exists() and not (path / STATE).exists():
-            raise DataError(f"{resume} is neither a checkpoint nor a run directory")
-        verify(checkpoint := path)
-        own = RunDirectory(path.resolve().parent.parent)
-    if out is None or _are_same(out, own.path):
-        if own.saved() is None:
-            raise UsageError(f"--resume {resume} lies in no run directory: say with --out where to go on")
-        return Resumption(RunDirectory(out or _as_given(path, own.path)), own.saved(), checkpoint)
-    assert checkpoint is not None
-    held = read_description(checkpoint / "weights.safetensors")
-    return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
-
-
-def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
-    """Raise a UsageError if a setting differs that cannot change when a run resumes."""
-    # The model beside which adapters stand may lie elsewhere: its content is compared.
-    allowed = CHANGEABLE | {"init"} if now.train.lora_rank else CHANGEABLE
-    if different := differing(before, now, allowed):
-        raise UsageError(
-            f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
-            " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"
-        )
-
-
-def described(changes: dict[str, tuple[object, object]]) -> str:
-    """Return the changes as a text, like "lr 0.01 → 0.001, steps 600 → 900"."""
-    return ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in changes.items())
-
-
-def changed(before: RunConfig | None, now: RunConfig) -> dict[str, tuple[object, object]]:
-    """The settings that a resumed run changes, in the order in which they are declared."""
-    return differences(before, now) if before else {}
-
-
-def _newest(run: RunDirectory, say: Say) -> Path | None:
-    """Return the newest intact checkpoint, or None to start at step 0."""
-    newest = newest_intact(run.checkpoints)
-    if newest is None and (branched_from := run.branched_from()):
-        verify(branched_from)
-        newest = branched_from, []
-    if newest is None:
-        say(f"no checkpoint in {run.checkpoints} yet: starting from the beginning")
-        return None
-    path, damaged = newest
-    for line in damaged:
-        say(f"skipping a damaged checkpoint: {line}")
-    say(f"resuming from {path}")
-    return path
-
-
-def _are_same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
-def _as_given(path: Path, run: Path) -> Path:
-    """The run's directory by the user's own words, as far as these lead there."""
-    return next((way for way in (path, path.parent.parent) if _are_same(way, run)), run)

@@ -1,0 +1,100 @@
+"""What `--resume` asks for: a run, its settings so far and its checkpoint, and which settings may change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distgpt.config import CHANGEABLE, RunConfig, differences
+from distgpt.errors import DataError, Say, UsageError, escape
+from distgpt.saved.checkpoint import MANIFEST, STATE, newest_intact, verify
+from distgpt.saved.modelfile import read_description
+from distgpt.saved.rundir import RunDirectory, differing, place_for
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """`settings` are the run's so far; None where there is no run yet, which then begins."""
+
+    directory: RunDirectory  # to write to
+    settings: RunConfig | None = None
+    checkpoint: Path | None = None
+    in_place: bool = True  # no branch: the run in this directory resumes
+
+
+def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
+    """`resume` is the path of a run or checkpoint, or "auto": the run in `out`, or else the last runs/<name>.
+
+    Without `out` a path's own run resumes; with another directory in `out`, a branch of it begins there.
+    """
+    if resume == "auto":
+        own = RunDirectory(out or place_for(Path("runs"), name, resuming=True))
+        own.refuse_second()  # before looking for what it may be writing
+        return Resumption(own, own.saved(), _newest(own, say))
+    path = Path(resume)
+    if not path.is_dir():
+        raise DataError(f"--resume {resume}: there is no such checkpoint or run directory")
+    if (own := RunDirectory(path)).saved():
+        if out is None or _are_same(out, path):
+            own.refuse_second()
+        checkpoint = _newest(own, say)
+        if out and checkpoint is None:
+            raise DataError(f"{resume} has no checkpoint yet to begin a new run from")
+    else:
+        if not (path / MANIFEST).exists() and not (path / STATE).exists():
+            raise DataError(f"{resume} is neither a checkpoint nor a run directory")
+        verify(checkpoint := path)
+        own = RunDirectory(path.resolve().parent.parent)
+    if out is None or _are_same(out, own.path):
+        if own.saved() is None:
+            raise UsageError(f"--resume {resume} lies in no run directory: say with --out where to go on")
+        return Resumption(RunDirectory(out or _as_given(path, own.path)), own.saved(), checkpoint)
+    assert checkpoint is not None
+    held = read_description(checkpoint / "weights.safetensors")
+    return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
+
+
+def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
+    """Raise a UsageError if a setting differs that cannot change when a run resumes."""
+    # The model beside which adapters stand may lie elsewhere: its content is compared.
+    allowed = CHANGEABLE | {"init"} if now.train.lora_rank else CHANGEABLE
+    if different := differing(before, now, allowed):
+        raise UsageError(
+            f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
+            " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"
+        )
+
+
+def described(changes: dict[str, tuple[object, object]]) -> str:
+    """Return the changes as a text, like "lr 0.01 → 0.001, steps 600 → 900"."""
+    return ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in changes.items())
+
+
+def changed(before: RunConfig | None, now: RunConfig) -> dict[str, tuple[object, object]]:
+    """The settings that a resumed run changes, in the order in which they are declared."""
+    return differences(before, now) if before else {}
+
+
+def _newest(run: RunDirectory, say: Say) -> Path | None:
+    """Return the newest intact checkpoint, or None to start at step 0."""
+    newest = newest_intact(run.checkpoints)
+    if newest is None and (branched_from := run.branched_from()):
+        verify(branched_from)
+        newest = branched_from, []
+    if newest is None:
+        say(f"no checkpoint in {run.checkpoints} yet: starting from the beginning")
+        return None
+    path, damaged = newest
+    for line in damaged:
+        say(f"skipping a damaged checkpoint: {line}")
+    say(f"resuming from {path}")
+    return path
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _as_given(path: Path, run: Path) -> Path:
+    """The run's directory by the user's own words, as far as these lead there."""
+    return next((way for way in (path, path.parent.parent) if _are_same(way, run)), run)
