@@ -93,9 +93,9 @@ def measured(mpirun: Path, hosts: Path, steps: int) -> dict[str, Any]:
     return row
 
 
-def side_by_side(run: RunConfig, folder: Path) -> float:
-    """The step of one rank while an unrelated one trains too."""
-    config, outs = folder / "alone.toml", [Path(tempfile.mkdtemp(dir=folder)) for _ in range(2)]
+def side_by_side(run: RunConfig, folder: Path, hosts: int = 2) -> float:
+    """The step of one rank while unrelated ones of the other hosts train too."""
+    config, outs = folder / "alone.toml", [Path(tempfile.mkdtemp(dir=folder)) for _ in range(hosts)]
     config.write_text(run.to_toml())
     words = ("train", "--threads", "1", "--config", config, "--progress", "plain", "--out")
     jobs = [subprocess.Popen(distgpt_command(*words, out / "run"), stdout=subprocess.DEVNULL) for out in outs]

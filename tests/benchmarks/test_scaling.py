@@ -81,24 +81,25 @@ def test_the_model_is_fitted_to_the_algorithm_that_training_sums_with():
 
 
 def test_a_step_by_each_way_to_exchange():
-    """With 10 ms for a megabyte, and 1 ms at least."""
+    """With 10 ms for a megabyte, and 1 ms at least; half of that in parts."""
 
     def summed(size):
         return max(1e-3, size * 1e-8)
 
-    found = steps_by_exchange(0.3, 0.1, 4, 40_000_000, 4, summed)
+    found = steps_by_exchange(0.3, 0.1, 4, 40_000_000, 4, summed, lambda size: summed(size) / 2)
     bucket = 4 * BUCKET * 1e-8
     assert found == pytest.approx(
         {
             "allreduce": 0.4 + 0.4,
-            "bfloat16": 0.4 + 0.2,
-            "overlapped": 0.4 + 0.4 - 0.2,
-            "overlapped, bfloat16": 0.4 + bucket / 2,
-            "sharded": 0.3 + 0.025 + 0.4,
+            "bfloat16": 0.4 + 0.1 + 1e-3,
+            "overlapped": 0.4 + 0.4 - 0.2 + 1e-3,
+            "overlapped, bfloat16": 0.4 + bucket / 4 + 1e-3,
+            "sharded": 0.3 + 0.025 + 0.2 + 2e-3,
+            "sharded, bfloat16": 0.3 + 0.025 + 0.15 + 2e-3,
             "outer-every 16": 0.4 + 0.4 / 16 + 2e-3,
         }
     )
-    assert steps_by_exchange(0.3, 0.1, 1, 40_000_000, 4, summed) == {"allreduce": 0.4}
+    assert steps_by_exchange(0.3, 0.1, 1, 40_000_000, 4, summed, summed) == {"allreduce": 0.4}
 
 
 @needs_mpi
