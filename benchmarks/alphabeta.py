@@ -9,8 +9,8 @@ bytes take, with r = ⌈log₂ N⌉,
 | scatter-gather | 2 r               | 2 n (N − 1) / N         | long ones: MPICH and its relatives |
 | ring           | 2 (N − 1)         | 2 n (N − 1) / N         | long ones: Open MPI, NCCL          |
 
-The first two are for powers of two. Of other numbers, the ranks beyond the largest power below give their arrays
-to others first and get the sums at last: two messages and 2 n more than that power takes, at least.
+The first two are for powers of two. In other numbers the ranks beyond the largest power below give their
+arrays to others first and get the sums at last: two messages and 2 n more than that power takes, at least.
 
 Libraries switch between forms by size, and memory is slower than cache, so the sizes are cut into up to three
 regimes with an α and a β each.

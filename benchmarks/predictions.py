@@ -1,21 +1,23 @@
 """What more ranks would do: a step of one rank, and an α–β model of its sums, for numbers nobody measured.
 
 A rank's step is a line in the number of its sequences. How a step grows by each way to exchange gradients,
-with S(n) the seconds that the sum of n bytes takes, P(n) those of a sum in parts, f a few numbers (the loss and
-flags, where they do not travel with the gradients; the norm of shards), and B the backward pass, at best:
+with S(n) the seconds that the sum of n bytes takes, P(n) those of a sum in parts, piece by piece, G(n) those
+of its second half without pieces, f a few numbers (loss and flags, where these do not travel with the
+gradients; the norm of shards), and B the backward pass, at best:
 
-| way                | exposed exchange                                |
-|--------------------|-------------------------------------------------|
-| allreduce          | S(n)                                            |
-| bfloat16           | P(n / 2) + S(f)                                 |
-| overlapped         | the longer one of S(n) - B and S(bucket)        |
-| sharded            | P(n) + 2 S(f), and each rank updates a part     |
-| sharded, bfloat16  | the same of gradients of n / 2 and weights of n |
-| local, H steps     | S(n) / H + 2 S(f)                               |
+| way                | exposed exchange                                   |
+|--------------------|----------------------------------------------------|
+| allreduce          | S(n)                                               |
+| bfloat16           | P(n / 2) + S(f)                                    |
+| overlapped         | the longer one of S(n) - B and S(bucket)           |
+| sharded            | P(n) / 2 + G(n) + 2 S(f); a rank updates a part    |
+| sharded, bfloat16  | P(n / 2) / 2 + G(n) + 2 S(f): weights are not cut  |
+| local, H steps     | S(n) / H + 2 S(f)                                  |
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +30,7 @@ from distgpt.measure.bench.results import Row
 from distgpt.model.model import flag_count
 from distgpt.training.exchange.choose import ONE_CALL
 from distgpt.training.exchange.overlapped import BUCKET
+from distgpt.training.exchange.reductions import PIECE
 
 MOST_RANKS = 1 << 20  # that predictions are made for
 ROUND = 16  # local steps
@@ -110,9 +113,19 @@ def by_exchange(
 
 
 def steps_by_exchange(
-    passes: float, update: float, ranks: int, size: int, itemsize: int, summed: Sum, in_parts: Sum
+    passes: float,
+    update: float,
+    ranks: int,
+    size: int,
+    itemsize: int,
+    summed: Sum,
+    in_parts: Sum,
+    piece: float = PIECE,
 ) -> dict[str, float]:
-    """Return a step's seconds by the words of its options; `passes` and `update` are those of one rank."""
+    """Return a step's seconds by the words of its options; `passes` and `update` are those of one rank.
+
+    `piece`: elements that are summed in parts at a time.
+    """
     alone = passes + update
     if ranks == 1:
         return {"allreduce": alone}
@@ -120,15 +133,19 @@ def steps_by_exchange(
     def overlapped(add: Sum, share: float) -> float:
         return max(add(share * size) - BACKWARD * passes, add(share * BUCKET * itemsize))
 
-    few = summed(flag_count(ranks) * itemsize)
-    shards = passes + update / ranks + 2 * few
+    def cut(size: float, elements: float) -> float:
+        pieces = max(1, math.ceil(elements / piece))
+        return pieces * in_parts(size / pieces)
+
+    few, count = summed(flag_count(ranks) * itemsize), size / itemsize
+    shards = passes + update / ranks + 2 * few + in_parts(size) / 2
     return {
         "allreduce": alone + summed(size),
-        "bfloat16": alone + in_parts(size / 2) + few,
+        "bfloat16": alone + cut(size / 2, count) + few,
         "overlapped": alone + overlapped(summed, 1) + few,
         "overlapped, bfloat16": alone + overlapped(in_parts, 0.5) + few,
-        "sharded": shards + in_parts(size),
-        "sharded, bfloat16": shards + (in_parts(size / 2) + in_parts(size)) / 2,
+        "sharded": shards + cut(size, count) / 2,
+        "sharded, bfloat16": shards + cut(size / 2, count) / 2,
         f"outer-every {ROUND}": alone + summed(size) / ROUND + 2 * few,
     }
 

@@ -89,7 +89,7 @@ def predicted(shape: Shape, tokens: int, ranks: int, gbit: float) -> dict[str, A
         between = 2 * size * (hosts - 1) / hosts / (gbit * 1e9 / 8) + 2 * doublings(hosts) * MESSAGE
         return 2 * size * (inside - 1) / inside / NVLINK + between * (hosts > 1)
 
-    return steps_by_exchange(passes, update, ranks, int(4 * shape.parameters), 4, summed, summed)
+    return steps_by_exchange(passes, update, ranks, int(4 * shape.parameters), 4, summed, summed, math.inf)
 
 
 if __name__ == "__main__":

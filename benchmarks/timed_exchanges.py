@@ -1,6 +1,7 @@
 """One rank of four_hosts.py: the exchanges of real steps, without the passes, timed by size and by way.
 
-    mpirun -n 4 python benchmarks/timed_exchanges.py '{"parameters": [262144], "ways": {"allreduce": {}}, "rounds": 3}'
+    mpirun -n 4 python benchmarks/timed_exchanges.py \\
+        '{"parameters": [262144], "ways": {"in one call": {"grad_sync": "allreduce"}}, "rounds": 3}'
 
 Rank 0 prints a JSON object: for each number of parameters its bytes, and seconds by way and round.
 """
@@ -22,6 +23,7 @@ from distgpt.stages import Stage, open_stage
 from distgpt.training.opening.open import make_steps
 from distgpt.training.step import Step
 
+AHEAD = 0.02  # seconds, in which all ranks hear when they begin
 WIDTH = 64  # of models of one layer, whose vocabulary makes up the parameters
 MODEL = {"n_layer": 1, "n_head": 1, "n_embd": WIDTH, "seq_len": 8, "tied": True}
 
@@ -52,11 +54,14 @@ def measured(stage: Stage, parameters: int, ways: dict[str, Any], rounds: int) -
 
 
 def exchanged(step: Step, number: int) -> float:
-    """The seconds that a step's exchange takes once all ranks are there. Collective."""
+    """The seconds that a step's exchange takes, begun by all ranks at once. Collective.
+
+    All hosts are one machine and have one clock; ranks leave a barrier up to a message's way apart.
+    """
     gradients, optimizer = step.model.grads.flat, step.optimizer
     gradients[:] = 1
-    step.comm.barrier()
-    begun = time.perf_counter()
+    begun = step.comm.allreduce_max(int(1e9 * (time.perf_counter() + AHEAD))) / 1e9
+    time.sleep(max(0.0, begun - time.perf_counter()))
     step.exchange.sum_gradients(number)
     step.exchange.compute_norm(optimizer)
     step.exchange.after_update(number, True)

@@ -219,7 +219,7 @@ def send_as_a_card_does(space, bits_per_s, mtu):
     """What the cable cannot take yet waits in the host's own queue, of which TCP keeps account.
 
     A TAP device takes everything at once: acknowledgements would wait behind all that TCP may have under way,
-    and with data in both directions neither would be full. TCP is Linux's default, whatever this machine's is.
+    and with data in both directions neither would be full. TCP is the default of Linux, not of this machine.
     """
     inside = ["ip", "netns", "exec", space]
     burst = 2 * (mtu + 14 + ON_THE_WIRE) + int(bits_per_s / 8 / 1000)  # and of a millisecond
