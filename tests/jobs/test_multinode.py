@@ -19,7 +19,6 @@ from hosts import (
     lacking,
     plain_link,
     program,
-    switched_hosts,
     wait_for,
 )
 
@@ -34,41 +33,6 @@ def hosts(tmp_path_factory):
             yield [mpirun, "-n", "2", "-f", hostfile], spaces
     except Unavailable as reason:
         pytest.skip(str(reason))
-
-
-# Prints seconds: of a short message, of a long one to rank 1, and of two that ranks 0 and 2 send it at once.
-EXCHANGES = """
-import time
-from mpi4py import MPI
-world, best = MPI.COMM_WORLD, {}
-for senders, size in 3 * [((0,), 1), ((0,), 250_000), ((0, 2), 250_000)]:
-    data = bytearray(size)
-    world.Barrier()
-    begun = time.perf_counter()
-    if world.rank in senders:
-        world.Send(data, 1)
-    if world.rank == 1:
-        for _ in senders:
-            world.Recv(data)
-        took = time.perf_counter() - begun
-        best[senders, size] = min(took, best.get((senders, size), took))
-if world.rank == 1:
-    print(*best.values())
-"""
-
-
-def test_hosts_at_a_switch_send_at_their_rate_and_wait_for_each_other_where_they_meet(tmp_path):
-    """At 100 Mbit/s and 2 ms to the switch; ranks leave a barrier up to a message's way apart."""
-    try:
-        with switched_hosts(tmp_path, [(100e6, 2000)] * 3) as (mpirun, hostfile):
-            words = [mpirun, "-n", "3", "-f", hostfile, sys.executable, "-c", EXCHANGES]
-            result = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    assert result.returncode == 0, result.stderr
-    short, alone, together = map(float, result.stdout.split())
-    wire = 250_000 * 8 / 100e6
-    assert short < 0.03 and wire < alone < 2 * wire < together < 4 * wire, (short, alone, together)
 
 
 TRAIN = ["train", "--stage", "mpi", "--threads", "1", "--n-layer", "1", "--n-embd", "16", "--n-head", "2"]
