@@ -9,6 +9,9 @@ bytes take, with r = ⌈log₂ N⌉,
 | scatter-gather | 2 r               | 2 n (N − 1) / N         | long ones: MPICH and its relatives |
 | ring           | 2 (N − 1)         | 2 n (N − 1) / N         | long ones: Open MPI, NCCL          |
 
+The first two are for powers of two. In other numbers the ranks beyond the largest power below give their
+arrays to others first and get the sums at last: two messages and 2 n more than that power takes, at least.
+
 Libraries switch between forms by size, and memory is slower than cache, so the sizes are cut into up to three
 regimes with an α and a β each.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from distgpt.errors import DataError, UsageError
@@ -27,6 +30,8 @@ MOST_REGIMES = 3
 FEWEST_POINTS = 3  # in a regime: two would be met exactly, whatever they are
 SHORT = 16 << 10  # bytes: a table that ends below has seen only short arrays
 NOISE = 1e-3  # relative: a fit closer than this is as good as an exact one
+TCP = 52  # bytes of a frame for IP's and TCP's headers, with time stamps
+ETHERNET = 38  # bytes that a frame has beside: header, sum, preamble and gap
 
 # "Gbps" counts bits too; "GB/s" would count bytes, which no network is named by.
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
@@ -40,14 +45,25 @@ def doublings(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
+def paired(ranks: int) -> int:
+    """The largest power of two up to N: the ranks that double, or scatter and gather."""
+    return 1 << ranks.bit_length() - 1
+
+
 def messages(form: str, ranks: int) -> int:
     """Messages in a row."""
-    return 2 * (ranks - 1) if form == "ring" else doublings(ranks) * (1 if form == "doubling" else 2)
+    if form == "ring":
+        return 2 * (ranks - 1)
+    among = paired(ranks)
+    return doublings(among) * (1 if form == "doubling" else 2) + 2 * (among < ranks)
 
 
 def volume(form: str, ranks: int) -> float:
     """Bytes that each rank sends, per byte of the array."""
-    return doublings(ranks) if form == "doubling" else 2 * (ranks - 1) / ranks
+    if form == "ring":
+        return 2 * (ranks - 1) / ranks
+    among = paired(ranks)
+    return (doublings(among) if form == "doubling" else 2 * (among - 1) / among) + 2 * (among < ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +88,17 @@ class AlphaBeta:
     piece: int | None = None
 
     def seconds(self, ranks: int, size: float) -> float:
-        """Return the time of one Allreduce; never less for more ranks or more bytes."""
+        """Return the time of one Allreduce; never less for more bytes."""
         if ranks < 2 or size <= 0:
             return 0.0
         if self.piece is None or size <= self.piece:
             return self._whole(ranks, size)
         full, rest = divmod(size, self.piece)
         return full * self._whole(ranks, self.piece) + (self._whole(ranks, rest) if rest else 0.0)
+
+    def in_parts(self, ranks: int, size: float) -> float:
+        """Return the time if every rank sends to all others what they add up, and then its own sum."""
+        return replace(self.regimes[-1], form="ring").seconds(ranks, size) if size > 0 else 0.0
 
     def _whole(self, ranks: int, size: float) -> float:
         """Where a regime ends the next may start lower: a longer array never takes less time."""
@@ -97,10 +117,16 @@ class AlphaBeta:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What joins hosts: a message takes `latency` seconds and its bits at `bits_per_s`."""
+    """What joins hosts: a message takes `latency` seconds and its bits at `bits_per_s`, cut into frames."""
 
     bits_per_s: float
     latency: float
+    mtu: int = 1500  # bytes of a frame, without Ethernet's own
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of a message: frames are longer than what they bring."""
+        return 8 / self.bits_per_s * (self.mtu + ETHERNET) / (self.mtu - TCP)
 
     def __str__(self) -> str:
         fitting = [word for word, bits in _BITS.items() if self.bits_per_s >= bits]  # from small to large
@@ -113,7 +139,8 @@ class Network:
 class OverNetwork:
     """Hosts that a network joins, with some ranks each: a sum in every host as measured, then one over hosts.
 
-    Nothing overlaps: a message costs the network's latency and what it costs here, a byte the same.
+    Nothing overlaps: a message costs the network's latency and what it costs here, a byte the same. In parts,
+    a rank's messages leave one after the other, and all wait for the network at once.
     """
 
     here: AlphaBeta
@@ -121,17 +148,29 @@ class OverNetwork:
     ranks_per_node: int = 1
 
     def seconds(self, ranks: int, size: float) -> float:
-        inside = self.here.seconds(min(ranks, self.ranks_per_node), size)
-        hosts = -(-ranks // self.ranks_per_node)
-        return inside + min(self._between(form, hosts, size) for form in ("doubling", "scatter-gather"))
+        return self._inside(ranks, size) + self._between.seconds(self._hosts(ranks), size)
 
-    def _between(self, form: str, hosts: int, size: float) -> float:
-        if hosts < 2 or size <= 0:
-            return 0.0
-        first, last = self.here.regimes[0], self.here.regimes[-1]
-        alpha = first.alpha + self.network.latency
-        beta = last.beta + 8 / self.network.bits_per_s
-        return messages(form, hosts) * alpha + volume(form, hosts) * size * beta
+    def in_parts(self, ranks: int, size: float) -> float:
+        hosts = self._hosts(ranks)
+        regime = replace(self.here.regimes[-1], beta=self._between.regimes[-1].beta)
+        between = AlphaBeta((regime,), self.here.ranks).in_parts(hosts, size)
+        return self._inside(ranks, size) + between + 2 * self.network.latency * (hosts > 1 and size > 0)
+
+    def _inside(self, ranks: int, size: float) -> float:
+        return self.here.seconds(min(ranks, self.ranks_per_node), size)
+
+    def _hosts(self, ranks: int) -> int:
+        return -(-ranks // self.ranks_per_node)
+
+    @property
+    def _between(self) -> AlphaBeta:
+        """The library uses the same algorithms over the network."""
+        network = self.network
+        regimes = (
+            replace(each, alpha=each.alpha + network.latency, beta=each.beta + network.seconds_per_byte)
+            for each in self.here.regimes
+        )
+        return AlphaBeta(tuple(regimes), self.here.ranks)
 
 
 def fit(

@@ -22,7 +22,7 @@ from shaped_link import side_by_side
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
-from twohosts import Unavailable, shaped_link
+from hosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
 from distgpt.formatting import duration

@@ -1,19 +1,23 @@
 """What more ranks would do: a step of one rank, and an α–β model of its sums, for numbers nobody measured.
 
 A rank's step is a line in the number of its sequences. How a step grows by each way to exchange gradients,
-with S(n) the seconds that the sum of n bytes takes, and B those of the backward pass, at best:
+with S(n) the seconds that the sum of n bytes takes, P(n) those of a sum in parts, piece by piece, G(n) those
+of its second half without pieces, f a few numbers (loss and flags, where these do not travel with the
+gradients; the norm of shards), and B the backward pass, at best:
 
-| way                | exposed exchange                        |
-|--------------------|-----------------------------------------|
-| allreduce          | S(n)                                    |
-| bfloat16           | S(n / 2)                                |
-| overlapped         | the longer one of S(n) - B and S(bucket) |
-| sharded            | S(n), and each rank updates a part      |
-| local, H steps     | S(n) / H, and two sums of a few numbers |
+| way                | exposed exchange                                   |
+|--------------------|----------------------------------------------------|
+| allreduce          | S(n)                                               |
+| bfloat16           | P(n / 2) + S(f)                                    |
+| overlapped         | the longer one of S(n) - B and S(bucket)           |
+| sharded            | P(n) / 2 + G(n) + 2 S(f); a rank updates a part    |
+| sharded, bfloat16  | P(n / 2) / 2 + G(n) + 2 S(f): weights are not cut  |
+| local, H steps     | S(n) / H + 2 S(f)                                  |
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,6 +30,7 @@ from distgpt.measure.bench.results import Row
 from distgpt.model.model import flag_count
 from distgpt.training.exchange.choose import ONE_CALL
 from distgpt.training.exchange.overlapped import BUCKET
+from distgpt.training.exchange.reductions import PIECE
 
 MOST_RANKS = 1 << 20  # that predictions are made for
 ROUND = 16  # local steps
@@ -97,33 +102,51 @@ def forecast(mode: str, ranks: int, job: Job, exchange: Exchange) -> Row:
     return {**speeds, "compute_s": own, "allreduce_s": summed}
 
 
-def by_exchange(mode: str, ranks: int, job: Job, dtype: str, exchange: Exchange) -> dict[str, float]:
+def by_exchange(
+    mode: str, ranks: int, job: Job, dtype: str, model: AlphaBeta | OverNetwork
+) -> dict[str, float]:
     """The step by each way to exchange gradients."""
     rows = job.batch / ranks if mode == "strong" else job.batch
     itemsize = 8 if dtype == "float64" else 4
-    passes, summed = job.per_row * rows, partial(exchange, ranks)
-    return steps_by_exchange(passes, job.fixed, ranks, job.gradient_bytes, itemsize, summed)
+    how = partial(model.seconds, ranks), partial(model.in_parts, ranks)
+    return steps_by_exchange(job.per_row * rows, job.fixed, ranks, job.gradient_bytes, itemsize, *how)
 
 
 def steps_by_exchange(
-    passes: float, update: float, ranks: int, size: int, itemsize: int, summed: Sum
+    passes: float,
+    update: float,
+    ranks: int,
+    size: int,
+    itemsize: int,
+    summed: Sum,
+    in_parts: Sum,
+    piece: float = PIECE,
 ) -> dict[str, float]:
-    """Return a step's seconds by the words of its options; `passes` and `update` are those of one rank."""
+    """Return a step's seconds by the words of its options; `passes` and `update` are those of one rank.
+
+    `piece`: elements that are summed in parts at a time.
+    """
     alone = passes + update
     if ranks == 1:
         return {"allreduce": alone}
 
-    def overlapped(share: float) -> float:
-        return max(summed(share * size) - BACKWARD * passes, summed(share * BUCKET * itemsize))
+    def overlapped(add: Sum, share: float) -> float:
+        return max(add(share * size) - BACKWARD * passes, add(share * BUCKET * itemsize))
 
-    few = flag_count(ranks) * itemsize  # what local steps exchange in every step
+    def cut(size: float, elements: float) -> float:
+        pieces = max(1, math.ceil(elements / piece))
+        return pieces * in_parts(size / pieces)
+
+    few, count = summed(flag_count(ranks) * itemsize), size / itemsize
+    shards = passes + update / ranks + 2 * few + in_parts(size) / 2
     return {
         "allreduce": alone + summed(size),
-        "bfloat16": alone + summed(size / 2),
-        "overlapped": alone + overlapped(1),
-        "overlapped, bfloat16": alone + overlapped(0.5),
-        "sharded": passes + update / ranks + summed(size),
-        f"outer-every {ROUND}": alone + summed(size) / ROUND + 2 * summed(few),
+        "bfloat16": alone + cut(size / 2, count) + few,
+        "overlapped": alone + overlapped(summed, 1) + few,
+        "overlapped, bfloat16": alone + overlapped(in_parts, 0.5) + few,
+        "sharded": shards + cut(size, count) / 2,
+        "sharded, bfloat16": shards + cut(size / 2, count) / 2,
+        f"outer-every {ROUND}": alone + summed(size) / ROUND + 2 * few,
     }
 
 
@@ -182,7 +205,7 @@ def predictions(
         "predicted": [
             {
                 **forecast(*way, job, far.seconds),
-                "by_exchange": by_exchange(*way, job, found["dtype"], far.seconds),
+                "by_exchange": by_exchange(*way, job, found["dtype"], far),
             }
             for way in wanted
             if job.possible(*way)

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, nargs="+", default=[10, 25, 100, 400, 3200], help="of a host")
     parser.add_argument("--weak", type=int, help="tokens of a rank, in place of the published batch")
     args = parser.parse_args()
-    ways = list(steps_by_exchange(1, 1, 2, 4, 4, lambda n: n))
+    ways = list(steps_by_exchange(1, 1, 2, 4, 4, float, float))
     for shape in SHAPES:
         print(f"\n{shape.name}: percent of what so many GPUs would do without any exchange\n")
         print(f"| ranks | Gbit/s | tokens of a rank | {' | '.join(ways)} |\n{'| --- ' * (3 + len(ways))}|")
@@ -89,7 +89,7 @@ def predicted(shape: Shape, tokens: int, ranks: int, gbit: float) -> dict[str, A
         between = 2 * size * (hosts - 1) / hosts / (gbit * 1e9 / 8) + 2 * doublings(hosts) * MESSAGE
         return 2 * size * (inside - 1) / inside / NVLINK + between * (hosts > 1)
 
-    return steps_by_exchange(passes, update, ranks, int(4 * shape.parameters), 4, summed)
+    return steps_by_exchange(passes, update, ranks, int(4 * shape.parameters), 4, summed, summed, math.inf)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from scaling import ScalingOptions, scaling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
-from twohosts import Unavailable, shaped_link
+from hosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
 from distgpt.formatting import duration
@@ -95,14 +95,20 @@ def measured(mpirun: Path, hosts: Path, steps: int) -> dict[str, Any]:
 
 def side_by_side(run: RunConfig, folder: Path) -> float:
     """The step of one rank while an unrelated one trains too."""
-    config, outs = folder / "alone.toml", [Path(tempfile.mkdtemp(dir=folder)) for _ in range(2)]
+    return statistics.mean(read_summary(each)["step_s_median"] for each in unrelated(run, folder, 2))
+
+
+def unrelated(run: RunConfig, folder: Path, count: int) -> list[Path]:
+    """Train as so many runs of one rank each, at the same time."""
+    config = folder / "alone.toml"
     config.write_text(run.to_toml())
+    outs = [Path(tempfile.mkdtemp(dir=folder)) / "run" for _ in range(count)]
     words = ("train", "--threads", "1", "--config", config, "--progress", "plain", "--out")
-    jobs = [subprocess.Popen(distgpt_command(*words, out / "run"), stdout=subprocess.DEVNULL) for out in outs]
-    codes = [job.wait() for job in jobs]
+    trained = [subprocess.Popen(distgpt_command(*words, out), stdout=subprocess.DEVNULL) for out in outs]
+    codes = [job.wait() for job in trained]
     if any(codes):
         sys.exit("training on one rank failed")
-    return statistics.mean(read_summary(out / "run")["step_s_median"] for out in outs)
+    return outs
 
 
 if __name__ == "__main__":

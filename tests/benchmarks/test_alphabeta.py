@@ -27,6 +27,10 @@ def test_what_the_forms_cost():
     assert [doublings(n) for n in (1, 2, 3, 4, 5, 8, 1024)] == [0, 1, 2, 2, 3, 3, 10]
     assert [messages(form, 8) for form in ("doubling", "scatter-gather", "ring")] == [3, 6, 14]
     assert volume("doubling", 8) == 3 and volume("ring", 8) == volume("scatter-gather", 8) == 1.75
+    assert [(messages(form, 6), volume(form, 6)) for form in ("doubling", "scatter-gather")] == [
+        (4, 4),
+        (6, 3.5),
+    ]
     regime = Regime("scatter-gather", 1e-5, 1e-9)
     assert regime.seconds(4, 1e6) == pytest.approx(4e-5 + 1.5e-3)
 
@@ -55,6 +59,16 @@ def test_more_ranks_and_more_bytes_never_take_less(piece):
             assert times == sorted(times)
         times = [model.seconds(ranks, 1e6) for ranks in (1, 2, 4, 8, 64, 1024)]
         assert times == sorted(times) and times[0] == 0 < times[1]
+
+
+def test_over_a_network_its_latency_and_frames_are_added():
+    """By Ethernet 1,538 bytes carry 1,448."""
+    here, network = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2), parse_network("1gbit,100us")
+    byte = 8e-9 * 1538 / 1448
+    sums, parts = (getattr(OverNetwork(here, network, 2), name)(8, 1e6) for name in ("seconds", "in_parts"))
+    inside = 2e-5 + 1e6 * 1e-9  # two ranks, then four hosts
+    assert sums == pytest.approx(inside + 4 * 1.1e-4 + 1.5e6 * (1e-9 + byte))
+    assert parts == pytest.approx(inside + 6e-5 + 2e-4 + 1.5e6 * (1e-9 + byte))
 
 
 def test_what_is_cut_into_pieces_pays_for_each():

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import scaling
-from alphabeta import AlphaBeta, Regime
+from alphabeta import AlphaBeta, Network, Regime
 from click.testing import CliRunner
 from conftest import needs_mpi
+from four_hosts import Rig
 from predictions import Job, affine, compared, fitted, forecast, steps_by_exchange, takes_over
 from report import assemble, load_all
 from scaling_page import blocks, tables
@@ -15,6 +16,7 @@ from scaling_page import blocks, tables
 from distgpt.errors import UsageError
 from distgpt.jobs.processes import run
 from distgpt.measure.jobs import unsteered
+from distgpt.model.model import flag_count
 from distgpt.show.page import terminal
 from distgpt.training.exchange.overlapped import BUCKET
 
@@ -81,24 +83,49 @@ def test_the_model_is_fitted_to_the_algorithm_that_training_sums_with():
 
 
 def test_a_step_by_each_way_to_exchange():
-    """With 10 ms for a megabyte, and 1 ms at least."""
+    """With 10 ms for a megabyte, and 1 ms at least; half of that in parts."""
 
     def summed(size):
         return max(1e-3, size * 1e-8)
 
-    found = steps_by_exchange(0.3, 0.1, 4, 40_000_000, 4, summed)
+    found = steps_by_exchange(0.3, 0.1, 4, 40_000_000, 4, summed, lambda size: summed(size) / 2)
     bucket = 4 * BUCKET * 1e-8
     assert found == pytest.approx(
         {
             "allreduce": 0.4 + 0.4,
-            "bfloat16": 0.4 + 0.2,
-            "overlapped": 0.4 + 0.4 - 0.2,
-            "overlapped, bfloat16": 0.4 + bucket / 2,
-            "sharded": 0.3 + 0.025 + 0.4,
+            "bfloat16": 0.4 + 0.1 + 1e-3,
+            "overlapped": 0.4 + 0.4 - 0.2 + 1e-3,
+            "overlapped, bfloat16": 0.4 + bucket / 4 + 1e-3,
+            "sharded": 0.3 + 0.025 + 0.2 + 2e-3,
+            "sharded, bfloat16": 0.3 + 0.025 + 0.15 + 2e-3,
             "outer-every 16": 0.4 + 0.4 / 16 + 2e-3,
         }
     )
-    assert steps_by_exchange(0.3, 0.1, 1, 40_000_000, 4, summed) == {"allreduce": 0.4}
+    assert steps_by_exchange(0.3, 0.1, 1, 40_000_000, 4, summed, summed) == {"allreduce": 0.4}
+
+
+def test_exchanges_over_a_switch_are_predicted_from_its_rate_and_delay():
+    """8 Mbit/s carry a byte in a microsecond, but for the headers; among four hosts 1.5 n bytes pass each."""
+    rig = Rig(4, Network(8e6, 0.01, mtu=9000))
+    byte, few, flat = 1e-6 * 9038 / 8948, 0.04, 1.5e6
+    found = rig.predicted(1_000_000, passes=0.5)
+    short = 1.5 * 4 * flag_count(4) * byte
+    for way, seconds in {
+        "allreduce": 4 * 0.01 + flat * byte,
+        "bfloat16": 2 * 0.01 + flat / 2 * byte + few + short,
+        "sharded": 2 * 0.01 + flat * byte + 2 * (few + short),
+        "sharded, bfloat16": 2 * 0.01 + 0.75 * flat * byte + 2 * (few + short),
+    }.items():
+        assert found[way] == pytest.approx(0.5 + seconds), way
+    wire = {"bfloat16": flat / 2, "sharded": flat, "sharded, bfloat16": 0.75 * flat}
+    for way, seconds in rig.predicted(
+        8_000_000, passes=0.5
+    ).items():  # two pieces: two hosts' ways for each half
+        if way in wire:
+            more = 0.02 if way == "bfloat16" else 0.01
+            assert seconds == pytest.approx(found[way] + more + 7 * wire[way] * byte), way
+    by_host = rig.predicted(1_000_000, 0.0, ranks_of_a_host=2)
+    assert by_host["allreduce"] == pytest.approx(found["allreduce"] - 0.5)
 
 
 @needs_mpi

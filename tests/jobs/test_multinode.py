@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a cable, an sshd in each, one mpirun."""
+"""Hosts on one machine: network namespaces joined by a cable or a switch, an sshd in each, one mpirun."""
 
 import json
 import os
@@ -9,16 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
-from twohosts import (
+from hosts import (
     BIN,
     NET,
     Unavailable,
     call,
     inhabitants,
+    joined_hosts,
     lacking,
     plain_link,
     program,
-    two_hosts,
     wait_for,
 )
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 def hosts(tmp_path_factory):
     """The words before a command that start it on two hosts, one rank each, and the hosts' namespaces."""
     try:
-        with two_hosts(tmp_path_factory.mktemp("hosts"), plain_link) as (mpirun, hostfile, spaces):
+        with joined_hosts(tmp_path_factory.mktemp("hosts"), plain_link) as (mpirun, hostfile, spaces):
             yield [mpirun, "-n", "2", "-f", hostfile], spaces
     except Unavailable as reason:
         pytest.skip(str(reason))

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with an sshd each, and cables between them.
+"""Hosts on one machine: network namespaces with an sshd each, and a cable or a switch between them.
 
 All names have this process's number in them, so that runs at the same time leave each other's hosts alone.
 """
@@ -18,9 +18,12 @@ HERE = Path(__file__).resolve().parent
 TOOLS = ("ip", "ssh", "ssh-keygen", "unshare")
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 MPIRUN = BIN / "mpiexec.hydra"
-NET = "10.77.21"  # of a shaped link: no other host sees its addresses
-# Both hosts are one machine, which MPICH's UCX notices: it would go through shared memory.
+NET = "10.77.21"  # no other host sees its addresses
+# All hosts are one machine, which MPICH's UCX notices: it would go through shared memory.
+ON_THE_WIRE = 24  # bytes of each frame that only Ethernet sees; link.cpp counts them too
 OVER_TCP = "UCX_TLS=tcp,self UCX_NET_DEVICES=eth0"
+# MPICH's ranks spin while they wait. Where there are more of them than cores, they sleep instead.
+SHARING_CORES = "MPIR_CVAR_POLLS_BEFORE_YIELD=16 MPIR_CVAR_ENABLE_HEAVY_YIELD=1"
 
 
 class Unavailable(Exception):
@@ -28,7 +31,7 @@ class Unavailable(Exception):
 
 
 def lacking():
-    """Why there can be no two hosts here; "" if there can."""
+    """Why there can be no hosts here; "" if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not (all(map(shutil.which, TOOLS)) and Path(SSHD).exists()):
@@ -76,11 +79,11 @@ def program(path, script):
 
 
 @contextmanager
-def namespaces(word):
-    """Two new ones by name. At the end whatever runs in them is killed, and they are gone."""
+def namespaces(word, count):
+    """New ones by name. At the end whatever runs in them is killed, and they are gone."""
     made = []
     try:
-        for i in (1, 2):
+        for i in range(1, count + 1):
             space = f"{word}{os.getpid()}-{i}"
             made_by("namespace", space, "ip", "netns", "add", space)
             made.append(space)
@@ -140,16 +143,16 @@ def running(processes):
 
 
 @contextmanager
-def two_hosts(folder, connect, mtu=1500):
-    """An mpirun on the first of two hosts, a hostfile, and the hosts' namespaces.
+def joined_hosts(folder, connect, count=2, mtu=1500, ranks=1):
+    """An mpirun on the first of some hosts, a hostfile with so many ranks on each, and the hosts' namespaces.
 
-    `connect(stack, spaces)` makes the cable between two new network devices, named as the namespaces.
+    `connect(stack, spaces)` makes what joins new network devices, named as the namespaces.
     """
     if reason := lacking():
         raise Unavailable(reason)
     daemons = []
     with ExitStack() as stack:
-        spaces = stack.enter_context(namespaces("dgc"))
+        spaces = stack.enter_context(namespaces("dgc", count))
         connect(stack, spaces)
         stack.enter_context(running(daemons))
         for key in ("user", "host"):
@@ -162,13 +165,15 @@ def two_hosts(folder, connect, mtu=1500):
             daemons.append(start_sshd(folder, space, f"node{i}"))
         inside = ["ip", "netns", "exec", spaces[0]]
         ssh = ssh_program(folder)
-        for i in (1, 2):
-            wait_for(lambda i=i: subprocess.run([*inside, ssh, f"{NET}.{i}", "true"]).returncode == 0)
+        addresses = [f"{NET}.{i}" for i in range(1, count + 1)]
+        for address in addresses:
+            wait_for(lambda to=address: subprocess.run([*inside, ssh, to, "true"]).returncode == 0)
         hosts = folder / "hostfile"
-        hosts.write_text(f"{NET}.1:1\n{NET}.2:1\n")
+        hosts.write_text("".join(f"{address}:{ranks}\n" for address in addresses))
         start = f'{" ".join(inside)} unshare -u sh -c \'hostname node1; exec "$0" "$@"\''
         hydra = f"{MPIRUN} -launcher ssh -launcher-exec {ssh}"
-        yield program(folder / "mpirun", f'{OVER_TCP} exec {start} {hydra} "$@"'), hosts, spaces
+        how = OVER_TCP if count * ranks <= os.cpu_count() else f"{OVER_TCP} {SHARING_CORES}"
+        yield program(folder / "mpirun", f'{how} exec {start} {hydra} "$@"'), hosts, spaces
 
 
 def plain_link(stack, spaces):
@@ -177,23 +182,47 @@ def plain_link(stack, spaces):
     stack.enter_context(device(spaces[0], *words))
 
 
-@contextmanager
 def shaped_link(folder, bits_per_s, microseconds, mtu=60000):
     """An mpirun on the first of two hosts, and a hostfile, as two paths; there is no way but the cable."""
+    return switched_hosts(folder, [(bits_per_s, microseconds / 2)] * 2, mtu)
+
+
+@contextmanager
+def switched_hosts(folder, cables, mtu=1500, ranks=1):
+    """An mpirun on the first of some hosts, and a hostfile, as two paths; there is no way but the switch.
+
+    `cables`: of each host, bits per second in each direction, and microseconds to the switch.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
-        raise Unavailable("needs g++ to make the cable")
+        raise Unavailable("needs g++ to make the switch")
     if not Path("/dev/net/tun").exists():
         raise Unavailable("this kernel has no TAP devices")
 
     def connect(stack, spaces):
-        call(compiler, "-std=c++17", "-O2", "-pthread", HERE / "link.cpp", "-o", folder / "cable")
-        for space in spaces:
+        call(compiler, "-std=c++17", "-O2", HERE / "link.cpp", "-o", folder / "link")
+        words = [folder / "link"]
+        for space, (bits_per_s, microseconds) in zip(spaces, cables, strict=True):
             stack.enter_context(device(space, "tuntap", "add", "dev", space, "mode", "tap"))
-        words = [folder / "cable", *spaces, f"{bits_per_s:.0f}", f"{microseconds:g}"]
+            words += [space, f"{bits_per_s:.0f}", f"{microseconds:g}"]
         relay = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         stack.enter_context(running([relay]))
         assert relay.stdout.readline() == "ready\n"
 
-    with two_hosts(folder, connect, mtu) as (mpirun, hosts, _):
+    with joined_hosts(folder, connect, len(cables), mtu, ranks) as (mpirun, hosts, spaces):
+        for space, (bits_per_s, _) in zip(spaces, cables, strict=True):
+            send_as_a_card_does(space, bits_per_s, mtu)
         yield mpirun, hosts
+
+
+def send_as_a_card_does(space, bits_per_s, mtu):
+    """What the cable cannot take yet waits in the host's own queue, of which TCP keeps account.
+
+    A TAP device takes everything at once: acknowledgements would wait behind all that TCP may have under way,
+    and with data in both directions neither would be full. TCP is the default of Linux, not of this machine.
+    """
+    inside = ["ip", "netns", "exec", space]
+    burst = 2 * (mtu + 14 + ON_THE_WIRE) + int(bits_per_s / 8 / 1000)  # and of a millisecond
+    words = ["rate", f"{bits_per_s:.0f}bit", "burst", burst, "limit", 1 << 28, "overhead", ON_THE_WIRE]
+    made_by("queue", "tbf", *inside, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *words)
+    call("ip", "-n", space, "route", "change", f"{NET}.0/24", "dev", "eth0", "congctl", "cubic")
