@@ -20,11 +20,13 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding.rounding import rounded
 from distgpt.kernels.low_precision import Quantised, from_bfloat16, nearest, restored
 from distgpt.kernels.matmul.int8 import BLOCK
+from distgpt.model.layers import Block
 from distgpt.model.memory import bits_of
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import load_model
 
-TOKENS, LENGTH = 8192, 512  # of the text that is read, and of a sequence at most
+TOKENS, LENGTH = 32768, 512  # of the text that is read, and of a sequence, at most
+ROOM = 3 << 30  # bytes of what is computed of them: a large model reads fewer
 DAMPING = 0.01  # of H's mean diagonal, added to it: inputs that hardly occurred
 
 
@@ -35,9 +37,11 @@ def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
     length = min(LENGTH, model.config.seq_len)
     if about.tokenizer is None:
         raise DataError(f"{path} has no tokenizer, so it cannot read text")
-    tokens = about.tokenizer.encode(read_text(text))[:TOKENS]
+    row = 4 * sum(Block.activations(model.config).values())
+    most = min(TOKENS, max(length, ROOM // (2 * row)))
+    tokens = about.tokenizer.encode(read_text(text))[:most]
     if len(tokens) < length:
-        raise DataError(f"{text} has {len(tokens)} tokens: calibrate with {length} or more, best {TOKENS:,}")
+        raise DataError(f"{text} has {len(tokens)} tokens: calibrate with {length} or more, best {most:,}")
     rows = len(tokens) // length
     kernels.names = {
         model.weights[spec.name].ctypes.data: spec.name
