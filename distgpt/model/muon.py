@@ -17,8 +17,7 @@ import numpy as np
 from distgpt.config import TrainConfig
 from distgpt.kernels.api import MuonMatrix, MuonScalars
 from distgpt.model.memory import ALIGNED, MATRIX, Layout, Spec
-from distgpt.model.model import Model
-from distgpt.model.optim import AdamW, Outer, clip_scale
+from distgpt.model.optim import AdamW, clip_scale
 
 FIRST_MOMENTUM, MOMENTUM_WARMUP = 0.85, 300  # momentum rises from this within so many steps
 
@@ -30,24 +29,16 @@ class Muon(AdamW):
     memory, and they share the results before they update.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        config: TrainConfig,
-        own: slice | None = None,
-        outer: Outer | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        super().__init__(model, config, own, outer)
-        matrices = [spec.name for spec in model.layout.specs if _is_matrix(spec)]
-        first, last = model.layout.offsets[matrices[0]], model.layout.end_of(matrices)
-        self._bounds = [first, *borders(model.layout, ranks, _work)[1:-1], last]
+    def _divide(self, rank: int, ranks: int) -> None:
+        kernels, layout = self.model.kernels, self.model.layout
+        matrices = [spec.name for spec in layout.specs if _is_matrix(spec)]
+        first, last = layout.offsets[matrices[0]], layout.end_of(matrices)
+        self._bounds = [first, *borders(layout, ranks, _work)[1:-1], last]
         self._part = slice(self._bounds[rank], self._bounds[rank + 1])
-        stretches = model.layout.stretches(_is_matrix, self.own)
+        stretches = layout.stretches(_is_matrix, self.own)
         self._momenta = [slice(start, stop) for start, stop, is_matrix in stretches if is_matrix]
-        self._muon_scalars = model.kernels.scalars(len(MuonScalars._fields))
-        self._prepare = model.kernels.record(self._launch_updates)
+        self._muon_scalars = kernels.scalars(len(MuonScalars._fields))
+        self._prepare = kernels.record(self._launch_updates)
 
     @staticmethod
     def second_moments(layout: Layout) -> Layout:

@@ -51,6 +51,10 @@ class AdamW:
         self._stretches = k.integers(np.reshape(self._stretches_of_groups(), (-1, 4)), "int64")
         self._record_norm = k.record(self._launch_norm)
         self._update = k.record(self._launch)
+        self._divide(rank, ranks)
+
+    def _divide(self, rank: int, ranks: int) -> None:
+        """Divide the updates among ranks; AdamW computes all of them on each."""
 
     @staticmethod
     def second_moments(layout: Layout) -> Layout:

@@ -9,6 +9,7 @@ after the other, and those still to come move to where they make up for it best.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,8 +76,7 @@ class _Rounding(CpuKernels):
 def moved(w: Floats2d, exact: Floats2d, inputs: Floats2d) -> tuple[Floats2d, Floats2d]:
     """Return the matrix that makes of these inputs what w makes of exact ones, best, and the inputs' H."""
     h = inputs.T @ inputs
-    damping = DAMPING * np.trace(h) / len(h) or 1.0
-    damped, crossed = (part + damping * np.eye(len(h)) for part in (h, inputs.T @ exact))
+    damped, crossed = (part + _damping(h) * np.eye(len(h)) for part in (h, inputs.T @ exact))
     return (np.linalg.solve(damped, crossed) @ w.T).T.astype(np.float32), h
 
 
@@ -88,7 +88,7 @@ def round_for(w: Floats2d, products: Floats2d) -> Quantised:
     """
     k = w.shape[1]
     h = products.astype(np.float64)
-    h[np.diag_indices(k)] += DAMPING * np.trace(h) / k or 1.0
+    h[np.diag_indices(k)] += _damping(h)
     costs = 1 / np.diag(np.linalg.inv(h))
     found = rounded(w, 4, 1, (costs / costs.max()).astype(np.float32))
     order = np.argsort(-np.diag(h), kind="stable")
@@ -104,3 +104,7 @@ def round_for(w: Floats2d, products: Floats2d) -> Quantised:
             left[:, j:last] -= np.outer(errors[:, j - first], upper[j, j:last])
         left[:, last:] -= errors @ upper[first:last, last:]
     return found
+
+
+def _damping(h: Array) -> Any:
+    return DAMPING * np.trace(h) / len(h) or 1.0

@@ -1,4 +1,4 @@
-"""What `--resume` asks for: a run, its settings so far and its checkpoint, and which settings may change."""
+"""Resuming: the run that `--resume` names, its settings so far, its checkpoint, and what may change."""
 
 from __future__ import annotations
 
