@@ -42,10 +42,10 @@ class CompiledLanes:
     ) -> None:
         self.count, self.length, self.can_drop = count, config.seq_len, config.positions != "learned"
         self._kind = decode.kind_of(config)
-        factors = weights.head.dtype.name
+        factors, last = weights.qkv.w.dtype.name, weights.head.dtype.name
         cached = _cached(factors == "float32")
         self._cache = cache_of(config, count, cached)
-        rows = _rows(config, _most_rows(config, count), factors, adapters.rank)
+        rows = _rows(config, _most_rows(config, count), factors, last, adapters.rank)
         self._most = len(rows.s)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
@@ -125,7 +125,7 @@ def _most_rows(config: ModelConfig, count: int) -> int:
     return min(ROWS, max(count, min(ROOM // row, config.seq_len)))
 
 
-def _rows(config: ModelConfig, count: int, dtype: str, rank: int) -> decode.Rows:
+def _rows(config: ModelConfig, count: int, dtype: str, last: str, rank: int) -> decode.Rows:
     width, hidden = config.n_embd, config.hidden
     widest = max(width, config.attention_width)
     return decode.Rows(
@@ -136,6 +136,7 @@ def _rows(config: ModelConfig, count: int, dtype: str, rank: int) -> decode.Rows
         gates=factor_rows(count, hidden, "float32"),
         a=factor_rows(count, widest, dtype),
         h=factor_rows(count, hidden, dtype),
+        last=factor_rows(count, width, last),
         inner=factor_rows(count, rank, "float32"),
     )
 

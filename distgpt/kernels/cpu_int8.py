@@ -42,7 +42,7 @@ class Int8Kernels(CpuKernels):
             super().linear(y, x, wb, onto)
             return
         count = 1 << (len(x) - 1).bit_length()  # so that batches of many sizes share their memory
-        a = self._memory.of(factors.factor_rows, count, w.k, "uint8")
+        a = self._memory.of(factors.factor_rows, count, w.k, w.parts[0].dtype.name)
         self._pool.ranges(len(x), ROWS, factors.quantise_rows, a, x)
         column = 0
         for panels, rows in zip(w.parts, w.rows, strict=True):

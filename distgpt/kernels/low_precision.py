@@ -1,8 +1,8 @@
 """bfloat16, int8 and int4 in plain NumPy, which has no type for the one: bits in arrays of uint16.
 
 A matrix in int8 is symmetric: w ≈ q · scale, q in -127 … 127, with one scale for each block of k of a row. A
-scale is a bfloat16, rounded up, so that the largest element of a block still fits. In int4 q is one of the 16
-LEVELS, and the scale, of either sign, is searched for.
+scale is a bfloat16, rounded up, so that the largest element of a block still fits. In int4 blocks are
+smaller, q is one of the 16 LEVELS, and the scale, of either sign, is searched for.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from distgpt.kernels.api import Array, Floats2d
+from distgpt.kernels.matmul import int4, int8
 from distgpt.kernels.matmul.int4 import LEVELS
-from distgpt.kernels.matmul.int8 import BLOCK
 
+BLOCKS = {8: int8.BLOCK, 4: int4.BLOCK}  # columns that share a scale, by the bits of integers
 BITS = np.dtype(np.uint16)
 MOST = 127
 
@@ -43,12 +44,13 @@ class Quantised(NamedTuple):
 def quantise(w: Floats2d) -> Quantised:
     """Round a float32 matrix to the nearest int8."""
     n, k = w.shape
-    blocks = -(-k // BLOCK)
+    block = BLOCKS[8]
+    blocks = -(-k // block)
     q, scales = np.empty((n, k), np.int8), np.empty((n, blocks), BITS)
     for i in range(0, n, 1024):  # a part that stays in a cache
-        padded = np.zeros((len(w[i : i + 1024]), blocks * BLOCK), np.float32)
+        padded = np.zeros((len(w[i : i + 1024]), blocks * block), np.float32)
         padded[:, :k] = w[i : i + 1024]
-        each = padded.reshape(len(padded), blocks, BLOCK)
+        each = padded.reshape(len(padded), blocks, block)
         least = np.abs(each).max(2) / np.float32(MOST)
         bits = ((least.view(np.uint32) + np.uint32(0xFFFF)) >> 16).astype(BITS)
         scale = from_bfloat16(bits)[..., None]
@@ -70,10 +72,11 @@ def quantise4(w: Floats2d) -> Quantised:
     Of integers q the best scale is Σ w q / Σ q², which takes (Σ w q)² / Σ q² off the squared error.
     """
     n, k = w.shape
-    blocks = -(-k // BLOCK)
-    padded = np.zeros((n, blocks * BLOCK), np.float32)
+    block = BLOCKS[4]
+    blocks = -(-k // block)
+    padded = np.zeros((n, blocks * block), np.float32)
     padded[:, :k] = w
-    each = padded.reshape(n, blocks, BLOCK)
+    each = padded.reshape(n, blocks, block)
     top = np.abs(each).max(2) / np.float32(MOST)
     best, scale = np.zeros_like(top), np.zeros_like(top)
     for part in TRIED:
@@ -120,4 +123,4 @@ def from_nibbles(halves: Array, k: int) -> Array:
 
 def restored(x: Quantised) -> Floats2d:
     """Return the float32 matrix that this stands for."""
-    return x.q * np.repeat(from_bfloat16(x.scales), BLOCK, axis=1)[:, : x.q.shape[1]]
+    return x.q * np.repeat(from_bfloat16(x.scales), BLOCKS[x.bits], axis=1)[:, : x.q.shape[1]]

@@ -20,7 +20,7 @@ from distgpt.kernels.api import Affine, Array, Floats2d
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding.rounding import rounded
 from distgpt.kernels.low_precision import Quantised, from_bfloat16, nearest, restored
-from distgpt.kernels.matmul.int8 import BLOCK
+from distgpt.kernels.matmul.int4 import BLOCK
 from distgpt.model.layers import Block
 from distgpt.model.memory import bits_of
 from distgpt.model.passes import Pass

@@ -3,7 +3,7 @@
 A matrix in int8 is stored as I8 under its name, in int4 as U8 of half as many columns: the places of two
 integers in `LEVELS`, the first in the lower half of a byte. Its scales are BF16 under its name and ".scales":
 one for each block of columns of a row. The metadata say so, with the size of a block. A file in int4 has its
-embedding, head and value embeddings in int8.
+embedding, head and value embeddings in int8; in older ones blocks of int4 are as large as those of int8.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from distgpt.config import ModelConfig
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array
-from distgpt.kernels.low_precision import MOST, Quantised, from_nibbles, restored, to_nibbles
-from distgpt.kernels.matmul.int8 import BLOCK
+from distgpt.kernels.low_precision import BLOCKS, MOST, Quantised, from_nibbles, restored, to_nibbles
 from distgpt.model.memory import Spec, bits_of
 from distgpt.model.model import Architecture
 from distgpt.saved.tensors import (
@@ -43,26 +42,29 @@ if TYPE_CHECKING:  # with compiled loops, which files are read and written witho
 
 QUANTISED, SCALES = "quantised", ".scales"  # in the metadata; behind a matrix's name
 SOURCE_SUM = "source_sha256"  # in the metadata: the checksum of the data that were rounded
-WORDS = {f"int{bits}": f"int{bits}, blocks of {BLOCK}" for bits in (8, 4)}
+WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS.items()}
+OLDER = f"int4, blocks of {BLOCKS[8]}"
 
 
 def dtype_of(metadata: Mapping[str, str], path: Path) -> str:
     """Return "int8" or "int4", as the metadata of a rounded file say."""
-    for dtype, words in WORDS.items():
+    for dtype, words in (*WORDS.items(), ("int4", OLDER)):
         if metadata.get(QUANTISED) == words:
             return dtype
     known = " and ".join(WORDS.values())
     raise DataError(f"{path} is quantised in a way that this distgpt does not read: it reads {known}")
 
 
-def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def tensors_of(
+    config: ModelConfig, dtype: str, is_older: bool = False
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype and shape of every tensor."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for spec in Architecture(config).layout.specs:
         bits, (rows, *columns) = bits_of(spec, dtype), spec.shape
         found[spec.name] = ("U8", (rows, -(-columns[0] // 2))) if bits == 4 else (_TYPES[bits], spec.shape)
         if bits:
-            found[spec.name + SCALES] = ("BF16", _scales_shape(spec))
+            found[spec.name + SCALES] = ("BF16", _scales_shape(spec, bits, is_older))
     return found
 
 
@@ -70,13 +72,17 @@ _TYPES = {0: "F32", 8: "I8"}
 _STORED = {"U8": np.uint8, "I8": np.int8, "BF16": np.uint16, "F32": np.float32}
 
 
-def _scales_shape(spec: Spec) -> tuple[int, int]:
-    return spec.shape[0], -(-spec.shape[1] // BLOCK)
+def _scales_shape(spec: Spec, bits: int, is_older: bool = False) -> tuple[int, int]:
+    return spec.shape[0], -(-spec.shape[1] // BLOCKS[8 if is_older else bits])
+
+
+def _is_older(header: Header) -> bool:
+    return header.metadata.get(QUANTISED) == OLDER
 
 
 def refuse_others(header: Header, config: ModelConfig, dtype: str, path: Path) -> None:
     """A DataError unless the file is one in int8, or int4, of this model."""
-    known = tensors_of(config, dtype)
+    known = tensors_of(config, dtype, _is_older(header))
     refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
     for name, (stored, _) in known.items():
         if (found := header.tensors[name].dtype) != stored:
@@ -109,7 +115,8 @@ def read_parameter(
         if merge:
             merge(spec.name, floats)
         return _rounded(floats, bits, threads) if bits else floats
-    scales = _read(path, header, spec.name + SCALES, _scales_shape(spec), np.float32)
+    is_older = own == 4 and _is_older(header)
+    scales = _read(path, header, spec.name + SCALES, _scales_shape(spec, own, is_older), np.float32)
     sizes = np.abs(scales) if own == 4 else scales
     if not (sizes >= 0).all() or not (sizes <= np.finfo(np.float32).max / MOST).all():
         what = "not finite" if own == 4 else "negative or not finite"
@@ -119,9 +126,12 @@ def read_parameter(
         q = from_nibbles(halves, spec.shape[1])
     else:
         q = _read(path, header, spec.name, spec.shape, np.int8)
+    if is_older:
+        each = BLOCKS[8] // BLOCKS[4]
+        scales = np.repeat(scales, each, axis=1)[:, : _scales_shape(spec, own)[1]].copy()
     found = Quantised(q, (scales.view(np.uint32) >> 16).astype(np.uint16), own)
-    if own <= bits or not bits:  # what int4 can hold, int8 can
-        return found._replace(bits=bits or own)
+    if bits in (0, own):
+        return found
     return _rounded(restored(found), bits, threads)
 
 
@@ -181,7 +191,9 @@ class _Parameters(Mapping[str, Any]):
             return self._read(spec, bits)
         found: Any = np.empty(spec.shape, np.float32)
         if bits:
-            found = Quantised(np.empty(spec.shape, np.int8), np.empty(_scales_shape(spec), np.uint16), bits)
+            found = Quantised(
+                np.empty(spec.shape, np.int8), np.empty(_scales_shape(spec, bits), np.uint16), bits
+            )
         on_root(self._comm, partial(self._take, found, spec, bits))
         for array in found[:2] if bits else (found,):
             self._comm.broadcast(array.reshape(-1))

@@ -17,7 +17,7 @@ from distgpt.inference.lanes import Feed
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.low_precision import quantise, quantise4, restored
+from distgpt.kernels.low_precision import from_bfloat16, quantise, quantise4, restored, to_bfloat16
 from distgpt.kernels.matmul.int4 import LEVELS
 from distgpt.model.memory import is_quantised
 from distgpt.model.packed import int8_of
@@ -83,7 +83,7 @@ def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
         np.testing.assert_array_equal(widened.params[spec.name], expected)
 
 
-def test_a_file_in_int4_gives_the_same_model_as_rounding_and_int8_can_hold_it(files, in_int4):
+def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_int8(files, in_int4):
     model, wide, narrow, _ = files
     assert in_int4.stat().st_size < narrow.stat().st_size
     kinds = {entry.dtype for entry in read_header(in_int4).tensors.values()}
@@ -94,18 +94,43 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_int8_can_hold_it(fi
         found, _ = load_model(path, Int8Kernels(1, dtype), COMM)
         scores[path, dtype] = compiled_lanes(found, 1).feed([Feed(0, 0, text, len(text))])
     np.testing.assert_array_equal(scores[wide, "int4"], scores[in_int4, "int4"])
-    np.testing.assert_array_equal(scores[in_int4, "int8"], scores[in_int4, "int4"])
+    assert (
+        distance(scores[in_int4, "int8"], scores[in_int4, "int4"]) < 0.05
+    )  # rounded twice, and other blocks
     assert distance(scores[narrow, "int4"], scores[in_int4, "int4"]) < 0.3  # rounded twice
     widened, about = load_model(in_int4, CpuKernels("float32", 1), COMM)
     assert about.rounded == "int4" == dtype_of(in_int4, "auto", COMM)
     for spec in model.layout.specs:
         expected = round_alike(model.params[spec.name], spec, "int4")
-        np.testing.assert_allclose(widened.params[spec.name], expected, atol=1e-6)
+        equal = np.isclose(widened.params[spec.name], expected, atol=1e-6)
+        assert equal.mean() > 0.99  # where two scales are as good, sums in another order decide
     assert "int4" in repr(api.load(in_int4)) and "int4" in repr(api.init(config_of("odd"), dtype="int4"))
     with pytest.raises(DataError, match="in int4 already"):
         quantize(in_int4, narrow)
     with pytest.raises(UsageError, match="in int4, which cannot be trained further"):
         api.train("tiny", init=str(in_int4), steps=1, out=narrow.parent / "run")
+
+
+def test_a_file_in_int4_of_before_has_scales_for_blocks_of_64(in_int4):
+    header, old = read_header(in_int4), in_int4.with_name("old.safetensors")
+    tensors, expected = {}, {}
+    for name, entry in header.tensors.items():
+        array = np.empty(
+            entry.shape, {"U8": np.uint8, "I8": np.int8, "BF16": np.float32}.get(entry.dtype, np.float32)
+        )
+        read_rows(in_int4, header, name, array)
+        tensors[name] = to_bfloat16(array) if entry.dtype == "BF16" else array
+    for name in [name for name, entry in header.tensors.items() if entry.dtype == "U8"]:
+        scales = tensors[f"{name}.scales"][:, ::2]
+        tensors[f"{name}.scales"] = scales
+        shape = [spec.shape for spec in build("llama", Int8Kernels()).layout.specs if spec.name == name]
+        expected[name] = np.repeat(from_bfloat16(scales), 64, axis=1)[:, : shape[0][1]]
+    write_tensors(old, tensors, {**header.facts(), "quantised": "int4, blocks of 64"})
+    widened, about = load_model(old, CpuKernels("float32", 1), COMM)
+    assert about.rounded == "int4"
+    for name, scales in expected.items():
+        levels = widened.params[name] / np.where(scales == 0, 1, scales)
+        np.testing.assert_array_equal(np.rint(levels) * scales, widened.params[name])
 
 
 def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):

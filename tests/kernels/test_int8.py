@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.decoding import factors
-from distgpt.kernels.decoding.factors import A_RECORD, DOT, blocks_tile, pack_rounded, quantise_row, unpacked
+from distgpt.kernels.decoding.factors import DOT, block_of, blocks_tile, pack_rounded, quantise_row, unpacked
 from distgpt.kernels.fused.jit import jit
-from distgpt.kernels.low_precision import from_bfloat16, quantise, quantise4, restored
+from distgpt.kernels.low_precision import BLOCKS, from_bfloat16, quantise, quantise4, restored
 from distgpt.kernels.matmul import assembled, int4, int8
-from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.packing import aligned
 from distgpt.kernels.matmul.processor import features
 from distgpt.kernels.matmul.vectors import AVX2, AVX512, NEON
@@ -29,22 +28,22 @@ WAYS = {
 }
 
 
-def rows_of(q, scales, dot):
+def rows_of(q, scales, dot, block):
     """Rows of A, as the microkernel reads them."""
-    n, blocks = len(q), q.shape[1] // BLOCK
-    a, end = aligned((n, blocks, dot.a_record), "uint8"), dot.integers
-    a[:, :, :end] = q.astype(dot.integer).reshape(n, blocks, BLOCK).view(np.uint8)
+    n, blocks = len(q), q.shape[1] // block
+    a, end = aligned((n, blocks, dot.a_record(block)), "uint8"), dot.integers(block)
+    a[:, :, :end] = q.astype(dot.integer).reshape(n, blocks, block).view(np.uint8)
     a[:, :, end : end + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
-    sums = -dot.offset * q.reshape(n, blocks, BLOCK).sum(2, dtype=np.int32)
+    sums = -dot.offset * q.reshape(n, blocks, block).sum(2, dtype=np.int32)
     a[:, :, end + 4 :] = np.ascontiguousarray(sums)[..., None].view(np.uint8)
     return a
 
 
 def panel_of(q, scales, columns, dot, of):
     """A panel of B, of (columns, k) and bits of scales."""
-    blocks = q.shape[1] // BLOCK
+    blocks = q.shape[1] // of.BLOCK
     values = (q.astype(np.int16) + dot.offset) if of is int8 else np.searchsorted(int4.LEVELS, q)
-    words = values.astype(np.uint8).reshape(columns, blocks, BLOCK // 4, 4)[..., np.argsort(dot.order)]
+    words = values.astype(np.uint8).reshape(columns, blocks, of.BLOCK // 4, 4)[..., np.argsort(dot.order)]
     if of is int4:
         words = words[:, :, ::2] | words[:, :, 1::2] << 4
     bits = np.ascontiguousarray(scales.T).view(np.uint8).reshape(blocks, -1)
@@ -80,13 +79,14 @@ def test_integers_are_exact_in_every_way(way, of):
     for rows in range(1, dot.rows + 1):
         for blocks, columns, extremes in ((1, n, True), (3, n - 5, False), (2, 1, True)):
             choice = [-127, 127] if extremes else np.arange(-127, 128)
-            a = random.choice(choice, (rows, blocks * BLOCK)).astype(np.int8)
-            b = random.choice(choice if of is int8 else int4.LEVELS, (n, blocks * BLOCK)).astype(np.int8)
+            a = random.choice(choice, (rows, blocks * of.BLOCK)).astype(np.int8)
+            b = random.choice(choice if of is int8 else int4.LEVELS, (n, blocks * of.BLOCK)).astype(np.int8)
             row_scales = 2.0 ** random.integers(-1, 2, (rows, blocks))
             scales = 2.0 ** random.integers(-1, 2, (n, blocks)).astype(np.float32)
             bits = (scales.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            left, right = rows_of(a, row_scales, dot), panel_of(b, bits, n, dot, of)
-            dots = np.einsum("rbk,cbk->rcb", *(x.reshape(-1, blocks, BLOCK).astype(np.int64) for x in (a, b)))
+            left, right = rows_of(a, row_scales, dot, of.BLOCK), panel_of(b, bits, n, dot, of)
+            each = (x.reshape(-1, blocks, of.BLOCK).astype(np.int64) for x in (a, b))
+            dots = np.einsum("rbk,cbk->rcb", *each)
             exact = (dots * row_scales[:, None] * scales).sum(2)
             c, bias = np.full((rows, n + 3), np.nan, np.float32), np.arange(n, dtype=np.float32)
             for flags, expected in ((0, exact), (2, exact + bias), (1, 2 * exact + bias)):
@@ -105,10 +105,10 @@ def panels_of(w, columns):
 
 @jit
 def multiplied(c, a, x, w, panels):
-    """c ← x wᵀ by way of rows a of int8"""
+    """c ← x wᵀ by way of rows a in int8, of the weights' type"""
     for i in range(x.shape[0]):
         quantise_row(a[i], x[i], 0, x.shape[1])
-    blocks = (x.shape[1] + BLOCK - 1) // BLOCK
+    blocks = (x.shape[1] + block_of(w) - 1) // block_of(w)
     wide = factors.COLUMNS
     for i in range(x.shape[0]):
         for panel in range(panels):
@@ -133,21 +133,22 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
     assert rounded.q.min() >= -127
     near = restored(rounded)
     if rounding is quantise:
-        step = np.repeat(from_bfloat16(rounded.scales), BLOCK, axis=1)[:, :k]
+        step = np.repeat(from_bfloat16(rounded.scales), int8.BLOCK, axis=1)[:, :k]
         assert (np.abs(near - w) <= step / 2 * (1 + 1e-6)).all()
     packed = panels_of(rounded, -(-n // 64) * 64)
     found = np.zeros((n, k), np.float32)
     elements(found, packed)
     np.testing.assert_array_equal(found, near)
-    a = aligned((5, -(-k // BLOCK) * A_RECORD), "uint8")
+    block = BLOCKS[rounded.bits]
+    a = aligned((5, -(-k // block) * DOT.a_record(block)), packed.dtype.name)
     c = np.zeros((5, len(packed) * factors.COLUMNS), np.float32)
     multiplied(c, a, x, packed, len(packed))
-    blocks = a.reshape(5, -1, A_RECORD)
-    end = DOT.integers
+    blocks = a.reshape(5, -1, DOT.a_record(block))
+    end = DOT.integers(block)
     q = blocks[:, :, :end].view(DOT.integer).reshape(5, -1)[:, :k]
     scales = np.ascontiguousarray(blocks[:, :, end : end + 4]).view(np.float32)[..., 0]
     assert (np.abs(q.astype(int)).max() == 127) and np.abs(x).max() == pytest.approx(127 * scales.max())
-    expected = (q * np.repeat(scales, BLOCK, axis=1)[:, :k].astype(np.float64)) @ near.T.astype(np.float64)
+    expected = (q * np.repeat(scales, block, axis=1)[:, :k].astype(np.float64)) @ near.T.astype(np.float64)
     np.testing.assert_allclose(c[:, :n], expected, rtol=0, atol=3e-6 * np.abs(expected).max())
     assert not c[:, n:].any()
 
@@ -155,7 +156,8 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
 def test_zeros_stay_zeros_and_nan_and_infinity_show():
     nothing = quantise(np.zeros((3, 70), np.float32))
     assert not nothing.q.any() and not restored(nothing).any()
-    a, w = aligned((4, 2 * A_RECORD), "uint8"), panels_of(quantise(np.ones((64, 70), np.float32)), 64)
+    w = panels_of(quantise(np.ones((64, 70), np.float32)), 64)
+    a = aligned((4, 2 * DOT.a_record(int8.BLOCK)), "uint8")
     x = np.zeros((4, 70), np.float32)
     x[1, 3], x[2, 69], x[3] = np.nan, np.inf, 1
     c = np.zeros((4, 64), np.float32)

@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Memory for a number of rows. The factors `a` and `h` are in the form of the weights."""
+    """Memory for a number of rows. The factors `a`, `h` and `last` are in the form of the weights."""
 
     s: Array  # the residual stream (N, C)
     qkv: Array
@@ -60,6 +60,7 @@ class Rows(NamedTuple):
     gates: Array
     a: Array  # a norm's output, or attention's
     h: Array  # the activation's output
+    last: Array  # the last norm's output; the output layer may have another form than the rest
     inner: Array  # what adapters make of a layer's input (N, rank)
 
 
@@ -151,9 +152,9 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
         _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD, (inner, which, low.proj_b))
     arrivals = _wait_for_all(counter, arrivals, n_threads)
     for row in range(first, last):
-        _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.a[row])
+        _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.last[row])
     arrivals = _wait_for_all(counter, arrivals, n_threads)
-    _columns(threads, n, width, kind.vocab, rows.a, weights.head, scores, rows.s[0], 0)
+    _columns(threads, n, width, kind.vocab, rows.last, weights.head, scores, rows.s[0], 0)
 
 
 @inline

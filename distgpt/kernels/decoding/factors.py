@@ -1,7 +1,7 @@
 """Operands of the decoder's matmuls: rows in the form that packed weights want, and tiles of them.
 
-The form is that of the weights: float32, bfloat16 as uint16, or int8 as uint8. Weights in int4 are packed as
-int8, and take rows of uint8.
+The form is that of the weights: float32, bfloat16 as uint16, int8 as uint8, or int4 as int8. Rows for
+weights in int8 and in int4 are both int8, but in blocks of different sizes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from numba import types
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put
-from distgpt.kernels.low_precision import MOST, Quantised
+from distgpt.kernels.low_precision import BLOCKS, MOST, Quantised
 from distgpt.kernels.matmul import int4, int8
 from distgpt.kernels.matmul.assembled import external, tile
-from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.microkernel import BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
 from distgpt.kernels.matmul.processor import features, shape
@@ -27,8 +26,8 @@ LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cach
 
 def factor_rows(count: int, columns: int, dtype: str) -> Array:
     """Make memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
-    if dtype == "uint8":
-        return zeros_as_used((count, -(-columns // BLOCK) * A_RECORD + 64), dtype)
+    if block := {"uint8": BLOCKS[8], "int8": BLOCKS[4]}.get(dtype):
+        return zeros_as_used((count, -(-columns // block) * DOT.a_record(block) + 64), dtype)
     return zeros_as_used((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
 
@@ -56,7 +55,7 @@ def put_row(to, x, first, last):
     def quantised(to, x, first, last):
         quantise_row(to, x, first, last)
 
-    return quantised if to.dtype == types.uint8 else rounded
+    return quantised if to.dtype in _TILES else rounded
 
 
 @by_types(**FORCED)
@@ -71,7 +70,7 @@ def element(w, column, k):
     def restored(w, column, k):
         return unpacked(w, column, k)
 
-    return restored if w.dtype in _BLOCKS else plain
+    return restored if w.dtype in _TILES else plain
 
 
 @by_types(**FORCED)
@@ -83,10 +82,10 @@ def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
         tile(rows, end - begin, own, a.strides[0], 4, out, c, c.strides[0], columns, bias, flags)
 
     def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
-        blocks = (end - begin + BLOCK - 1) // BLOCK
+        blocks = (end - begin + block_of(panel) - 1) // block_of(panel)
         blocks_tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
 
-    return by_blocks if panel.dtype in _BLOCKS else by_tile
+    return by_blocks if panel.dtype in _TILES else by_tile
 
 
 # -- matrices in int8 and int4 (low_precision.py), packed for the microkernels of matmul/
@@ -94,14 +93,16 @@ def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
 DOT = int8.dot_of(shape(), features())
 INT8_ROWS = DOT.rows
 ORDER, OFFSET = DOT.order, DOT.offset
-INTEGER, INTEGERS, A_RECORD = np.dtype(DOT.integer), DOT.integers, DOT.a_record
+INTEGER = np.dtype(DOT.integer)
+A_BYTES = INTEGER.itemsize  # of each element of A
 SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
 LEVELS = np.array(int4.LEVELS, np.int8)
 PLACES = np.array([int4.LEVELS.index(q) if q in int4.LEVELS else 0 for q in range(-128, 128)], np.uint8)
 
+_BLOCKS = {types.uint8: BLOCKS[8], types.int8: BLOCKS[4]}  # by the types of packed matrices
 _I, _P = types.int64, types.voidptr
-# Registered when this file is imported, as microkernels are. By the types of packed matrices.
-_BLOCKS = {
+# Registered when this file is imported, as microkernels are.
+_TILES = {
     kind: external(
         f"tile-{name}", partial(of.module, shape(), DOT), tile=(_I, _I, _P, _I, _P, _P, _I, _I, _P, _I)
     )["tile"]
@@ -111,27 +112,26 @@ _BLOCKS = {
 
 def rounded_panels(w: Quantised, count: int, columns: int) -> Array:
     """Make memory for `count` matrices like this one in panels, padded to `columns`: int4 as int8."""
-    halves = w.bits == 4
-    record = BLOCK * COLUMNS // (2 if halves else 1) + SCALES
+    record = BLOCKS[w.bits] * COLUMNS * w.bits // 8 + SCALES
     shape = count, columns // COLUMNS, w.scales.shape[1] * record
-    return aligned(shape, "int8" if halves else "uint8")
+    return aligned(shape, "int8" if w.bits == 4 else "uint8")
 
 
 def pack_rounded(panels: Array, w: Quantised, first: int, last: int) -> None:
     """Panels ← rows first … last of a matrix."""
-    _pack(panels.view(np.uint8), w.q[first:last], w.scales[first:last], w.bits == 4)
+    _pack(panels.view(np.uint8), w.q[first:last], w.scales[first:last], w.bits == 4, BLOCKS[w.bits])
 
 
 @jit
-def _pack(out, q, scales, halves):
+def _pack(out, q, scales, halves, block_size):
     rows, depth = q.shape
     size = out.shape[1] // scales.shape[1]
     for column in range(out.shape[0] * COLUMNS):
         for block in range(scales.shape[1]):
             place = column % COLUMNS
             to = out[column // COLUMNS, block * size : (block + 1) * size]
-            for i in range(BLOCK):
-                k, step = block * BLOCK + i, i // 4
+            for i in range(block_size):
+                k, step = block * block_size + i, i // 4
                 value = np.int32(q[column, k] if column < rows and k < depth else 0)
                 if halves:
                     at = (step // 2 * COLUMNS + place) * 4 + ORDER[i % 4]
@@ -146,22 +146,23 @@ def _pack(out, q, scales, halves):
 @by_types(**FORCED)
 def unpacked(w, column, k):
     """Return an element of a packed matrix."""
+    block = _BLOCKS[w.dtype]
 
     def of_bytes(w, column, k):
-        size = BLOCK * COLUMNS + SCALES
-        record = w[column // COLUMNS, k // BLOCK * size : (k // BLOCK + 1) * size]
-        place, i = column % COLUMNS, k % BLOCK
+        size = block * COLUMNS + SCALES
+        record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
+        place, i = column % COLUMNS, k % block
         bits = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]])
         q = (bits - OFFSET + 128 & 255) - 128
-        return np.float32(q) * get(record[BLOCK * COLUMNS :].view(np.uint16), place)
+        return np.float32(q) * get(record[block * COLUMNS :].view(np.uint16), place)
 
     def of_halves(w, column, k):
-        size = BLOCK * COLUMNS // 2 + SCALES
-        record = w[column // COLUMNS, k // BLOCK * size : (k // BLOCK + 1) * size]
-        place, i = column % COLUMNS, k % BLOCK
+        size = block * COLUMNS // 2 + SCALES
+        record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
+        place, i = column % COLUMNS, k % block
         both = record[(i // 8 * COLUMNS + place) * 4 + ORDER[i % 4]]
         q = LEVELS[both >> (i // 4 % 2 * 4) & 15]
-        return np.float32(q) * get(record[BLOCK * COLUMNS // 2 :].view(np.uint16), place)
+        return np.float32(q) * get(record[block * COLUMNS // 2 :].view(np.uint16), place)
 
     return of_bytes if w.dtype == types.uint8 else of_halves
 
@@ -169,29 +170,43 @@ def unpacked(w, column, k):
 @inline
 def quantise_row(to, x, first, last):
     """Quantise elements first … last of a row of A, with zeros behind the last in its block."""
-    for left in range(first, last, BLOCK):
-        record = to[left // BLOCK * A_RECORD : (left // BLOCK + 1) * A_RECORD]
-        of = x[left : min(left + BLOCK, last)]
+    block = block_of(to)
+    integers = block * A_BYTES
+    size = integers + 8
+    for left in range(first, last, block):
+        record = to[left // block * size : (left // block + 1) * size]
+        of = x[left : min(left + block, last)]
         top, check = np.float32(0), np.float32(0)
         for j in range(of.shape[0]):
             top = max(top, abs(of[j]))
             check += of[j] * np.float32(0)  # NaN where there is one, or an infinite number
         inverse = np.float32(0) if top == np.float32(0) else np.float32(MOST) / top
-        q, total = record[:INTEGERS].view(INTEGER), np.int32(0)
+        q, total = record[:integers].view(INTEGER), np.int32(0)
         for j in range(of.shape[0]):
             rounded = np.int32(np.rint(of[j] * inverse))
             q[j] = rounded
             total += rounded
-        for j in range(of.shape[0], BLOCK):
+        for j in range(of.shape[0], block):
             q[j] = 0
-        record[INTEGERS : INTEGERS + 4].view(np.float32)[0] = top / np.float32(MOST) + check
-        record[INTEGERS + 4 :].view(np.int32)[0] = -OFFSET * total
+        record[integers : integers + 4].view(np.float32)[0] = top / np.float32(MOST) + check
+        record[integers + 4 :].view(np.int32)[0] = -OFFSET * total
+
+
+@by_types(**FORCED)
+def block_of(w):
+    """Return the columns that share a scale, in packed weights and in rows for them."""
+    block = _BLOCKS[w.dtype]
+
+    def known(w):
+        return block
+
+    return known
 
 
 @by_types()
 def blocks_tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
     """Compute a tile of C inside compiled loops; see matmul/int8.py and int4.py."""
-    routine = _BLOCKS[b.dtype]
+    routine = _TILES[b.dtype]
 
     def call(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
         routine(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
@@ -209,7 +224,7 @@ def quantise_rows(first, last, a, x):
 @jit
 def multiply_columns(first, last, y, a, w, bias, k):
     """Columns first … last of y ← a wᵀ [+ bias]; `first` begins a panel."""
-    blocks, n = (k + BLOCK - 1) // BLOCK, y.shape[0]
+    blocks, n = (k + block_of(w) - 1) // block_of(w), y.shape[0]
     for column in range(first, last, COLUMNS):
         panel, count = w[column // COLUMNS], min(COLUMNS, last - column)
         for top in range(0, n, INT8_ROWS):

@@ -9,7 +9,7 @@ import numpy as np
 from distgpt.kernels.api import Array, Floats2d
 from distgpt.kernels.fused.jit import get, inline, jit, put
 from distgpt.kernels.low_precision import BITS, LEAST, MOST, NEAREST, TRIED, Quantised, quantise
-from distgpt.kernels.matmul.int8 import BLOCK
+from distgpt.kernels.matmul.int4 import BLOCK
 from distgpt.kernels.pool import pool_of
 
 WIDE, PARTS = NEAREST.astype(np.float32), np.array(TRIED, np.float32)

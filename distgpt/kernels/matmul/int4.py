@@ -10,8 +10,9 @@ from __future__ import annotations
 from distgpt.kernels.matmul.int8 import Dot, Int8Tile, module_of
 from distgpt.kernels.matmul.vectors import Shape
 
+BLOCK = 32  # half of int8's: what fewer bits lose is large enough to pay for more scales
 # Dense where weights are: nearly the best for normal and Student's t distributions (8 degrees of freedom),
-# each block of 64 with the scale, of either sign, that suits it best. The positive ones end earlier, so that
+# each block with the scale, of either sign, that suits it best. The positive ones end earlier, so that
 # the sign can put the largest weight at the end that fits it.
 LEVELS = (-127, -97, -75, -58, -44, -32, -20, -9, 0, 12, 23, 34, 47, 62, 79, 105)
 MOST = 10  # rows whose sums stay in 32 registers beside the table
@@ -27,6 +28,8 @@ def module(shape: Shape, dot: Dot) -> str:
 
 class Int4Tile(Int8Tile):
     """Writes the function for one number of rows."""
+
+    block = BLOCK
 
     def __init__(self, shape: Shape, dot: Dot, rows: int) -> None:
         super().__init__(shape, dot, rows)

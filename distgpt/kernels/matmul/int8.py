@@ -2,10 +2,10 @@
 
     C (rows, columns) ← [C +] Σ over blocks of k of  scale of A · scale of B · Σ a b  [+ bias]
 
-k comes in blocks of `BLOCK`. A row of A holds, block after block, BLOCK integers, a float32 scale, and an
-int32: -128 times the sum of the block. A panel of B holds, block after block, BLOCK / 4 steps of four k of
-each column, and the columns' scales as bfloat16. B is int8 + 128, since processors multiply unsigned by
-signed bytes (VNNI); the int32 takes the 128 off again. Sums inside a block are exact.
+k comes in blocks of `BLOCK`. A row of A holds, block after block, the integers, a float32 scale, and an
+int32: -128 times the sum of the block. A panel of B holds, block after block, steps of four k of each
+column, and the columns' scales as bfloat16. B is int8 + 128, since processors multiply unsigned by signed
+bytes (VNNI); the int32 takes the 128 off again. Sums inside a block are exact.
 
 Processors without VNNI multiply 16 bits: there A has int16, and of B's four bytes the first and third are
 k and k + 1, so that one mask widens them both. NEON multiplies signed by signed bytes: there B is int8, and
@@ -47,15 +47,13 @@ class Dot:
         """The type of A's integers."""
         return "int16" if self.kind == "pairs" else "int8"
 
-    @property
-    def integers(self) -> int:
+    def integers(self, block: int) -> int:
         """Bytes of the integers in a block of A."""
-        return BLOCK * (2 if self.kind == "pairs" else 1)
+        return block * (2 if self.kind == "pairs" else 1)
 
-    @property
-    def a_record(self) -> int:
+    def a_record(self, block: int) -> int:
         """Bytes of a block of A: a scale and a sum behind the integers."""
-        return self.integers + 8
+        return self.integers(block) + 8
 
     @property
     def order(self) -> tuple[int, int, int, int]:
@@ -96,6 +94,8 @@ def module_of(tiles: Sequence[Int8Tile], *others: str) -> str:
 class Int8Tile(Tile):
     """Writes the function for one number of rows."""
 
+    block = BLOCK
+
     def __init__(self, shape: Shape, dot: Dot, rows: int) -> None:
         super().__init__(shape, FLOAT32, FLOAT32, rows)
         self.dot, self.ints = dot, f"<{shape.lanes} x i32>"
@@ -104,7 +104,7 @@ class Int8Tile(Tile):
     @property
     def integers(self) -> int:
         """The bytes of B's integers in a block of a panel."""
-        return BLOCK * self.shape.columns
+        return self.block * self.shape.columns
 
     def text(self) -> str:
         self.begin(ARGUMENTS)
@@ -126,14 +126,14 @@ class Int8Tile(Tile):
         sums = self._sums_of_pairs() if self.dot.kind == "pairs" else self._sums()
         scales = [self._scale(v) for v in range(self.shape.vectors)]
         for r in range(self.rows):
-            own = self.everywhere("float", self._of_row(r, "float", self.dot.integers))
+            own = self.everywhere("float", self._of_row(r, "float", self.dot.integers(self.block)))
             for v in range(self.shape.vectors):
                 factor = self.new(f"fmul {self.vector} {own}, {scales[v]}")
                 total = self.new(f"sitofp {self.ints} {sums[r, v]} to {self.vector}")
                 total = self.fma(total, factor, f"%s{r}_{v}")
                 self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
         self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {self.integers + 2 * self.shape.columns}")
-        self.add(f"  %at1 = add i64 %at, {self.dot.a_record}\n  %i1 = add i64 %i, 1")
+        self.add(f"  %at1 = add i64 %at, {self.dot.a_record(self.block)}\n  %i1 = add i64 %i, 1")
         self.add("  %more = icmp ult i64 %i1, %k\n  br i1 %more, label %loop, label %summed\nsummed:")
         self.totals = {(r, v): f"%n{r}_{v}" for r, v in self.cells()}
 
@@ -143,14 +143,14 @@ class Int8Tile(Tile):
             return dict.fromkeys(self.cells(), "zeroinitializer")
         sums: dict[tuple[int, int], str] = {}
         for r in range(self.rows):
-            less = self.everywhere("i32", self._of_row(r, "i32", self.dot.integers + 4))
+            less = self.everywhere("i32", self._of_row(r, "i32", self.dot.integers(self.block) + 4))
             sums |= {(r, v): less for v in range(self.shape.vectors)}
         return sums
 
     def _sums(self) -> dict[tuple[int, int], str]:
         """Return the exact sums of the products in a block."""
         sums = self._less()
-        for step in range(BLOCK // 4):
+        for step in range(self.block // 4):
             b = [self._split(self.four("%pb", step, v), "lshr") for v in range(self.shape.vectors)]
             for r in range(self.rows):
                 a = self._split(self._in_all("i32", self._of_row(r, "i32", 4 * step)), "ashr")
@@ -174,8 +174,8 @@ class Int8Tile(Tile):
             self.add(f"  %m{r}_{v} = bitcast {self.ints} {sums[r, v]} to {self.ints}")
         for r in range(self.rows):
             self.add(f"  %ak{r} = getelementptr i8, ptr %aj{r}, i64 {8 * UNROLLED}")
-        self.add(f"  %pj1 = getelementptr i8, ptr %pj, i64 {self.integers * UNROLLED * 4 // BLOCK}")
-        self.add(f"  %j1 = add i64 %j, 1\n  %further = icmp ult i64 %j1, {BLOCK // 4 // UNROLLED}")
+        self.add(f"  %pj1 = getelementptr i8, ptr %pj, i64 {self.integers * UNROLLED * 4 // self.block}")
+        self.add(f"  %j1 = add i64 %j, 1\n  %further = icmp ult i64 %j1, {self.block // 4 // UNROLLED}")
         self.add("  br i1 %further, label %steps, label %counted\ncounted:")
         return {(r, v): f"%m{r}_{v}" for r, v in self.cells()}
 
