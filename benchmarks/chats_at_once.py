@@ -54,9 +54,10 @@ def main() -> None:
         middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
         pairs = zip(found[first], rounds, strict=True)
         ratio = statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs)
+        beside = "" if name == first else f"; {first} is {ratio:.2f} x"
         print(
             f"{name}: {middle['tokens_per_s']:.0f} tokens/s, {middle['tokens']:.0f} tokens written, "
-            f"an answer after {middle['answer_s']:.1f} s; {first} is {ratio:.2f} x"
+            f"an answer after {middle['answer_s']:.1f} s{beside}"
         )
     sizes = {key: getattr(args, key) for key in ("chats", "turns", "answer")}
     save("chats", {**sizes, "servers": found}, args.out)
