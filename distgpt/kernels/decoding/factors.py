@@ -21,12 +21,13 @@ from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
 from distgpt.kernels.matmul.processor import features, shape
 
 UNIT = 64  # columns are handed out in multiples of this: whole panels and whole blocks
+FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, by the type that holds them
 LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cache while rows go past
 
 
 def factor_rows(count: int, columns: int, dtype: str) -> Array:
     """Make memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
-    if block := {"uint8": BLOCKS[8], "int8": BLOCKS[4]}.get(dtype):
+    if block := FORMS.get(dtype):
         return zeros_as_used((count, -(-columns // block) * DOT.a_record(block) + 64), dtype)
     return zeros_as_used((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
@@ -94,12 +95,11 @@ DOT = int8.dot_of(shape(), features())
 INT8_ROWS = DOT.rows
 ORDER, OFFSET = DOT.order, DOT.offset
 INTEGER = np.dtype(DOT.integer)
-A_BYTES = INTEGER.itemsize  # of each element of A
 SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
 LEVELS = np.array(int4.LEVELS, np.int8)
 PLACES = np.array([int4.LEVELS.index(q) if q in int4.LEVELS else 0 for q in range(-128, 128)], np.uint8)
 
-_BLOCKS = {types.uint8: BLOCKS[8], types.int8: BLOCKS[4]}  # by the types of packed matrices
+_BLOCKS = {getattr(types, name): block for name, block in FORMS.items()}
 _I, _P = types.int64, types.voidptr
 # Registered when this file is imported, as microkernels are.
 _TILES = {
@@ -170,9 +170,7 @@ def unpacked(w, column, k):
 @inline
 def quantise_row(to, x, first, last):
     """Quantise elements first … last of a row of A, with zeros behind the last in its block."""
-    block = block_of(to)
-    integers = block * A_BYTES
-    size = integers + 8
+    block, integers, size = record_of(to)
     for left in range(first, last, block):
         record = to[left // block * size : (left // block + 1) * size]
         of = x[left : min(left + block, last)]
@@ -199,6 +197,18 @@ def block_of(w):
 
     def known(w):
         return block
+
+    return known
+
+
+@by_types(**FORCED)
+def record_of(a):
+    """Return the columns of a block of A, and the bytes of its integers and of all of it."""
+    block = _BLOCKS[a.dtype]
+    sizes = block, DOT.integers(block), DOT.a_record(block)
+
+    def known(a):
+        return sizes
 
     return known
 
