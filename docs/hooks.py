@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
+from mkdocs.structure.files import File
 
 from distgpt.cli import cli
 from distgpt.commands.help import Command
@@ -20,6 +22,13 @@ from distgpt.config.presets import PRESETS, resolve
 MARK = re.compile(r"<!-- generated: (\w+) -->")
 OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+((?:benchmarks|distgpt|examples|tests)/[^)]+)\)")
 NOTE = re.compile(r"\n\(On the site .*?\)\n", re.DOTALL)  # for those who read the plain file
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add CONTRIBUTING.md, which lies beside docs/, with its links as seen from there."""
+    text = (Path(config.docs_dir).parent / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
+    files.append(File.generated(config, "contributing.md", content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

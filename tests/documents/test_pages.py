@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import click
+import drawings
 import pytest
 from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
 
@@ -36,7 +37,10 @@ TREES = ("distgpt", "tests", "benchmarks", "docs", "examples")
 NOT_OURS = {"ProcessPoolExecutor", "cs", "st", "json", "jsonl", "safetensors", "txt"}
 ABOUT_CODE = [
     ROOT / "docs" / "explanation" / f"{name}.md"
-    for name in ("architecture", "read-in-an-hour", "inference-measured", "performance", "scale", "torture")
+    for name in (
+        *("architecture", "read-in-an-hour", "life-of-a-token", "matmul"),
+        *("inference-measured", "performance", "scale", "torture"),
+    )
 ]
 
 
@@ -196,3 +200,9 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     page = (tmp_path / "reference" / "commands.html").read_text()
     assert "--grad-sync" in page and "distgpt weights quantize" in page
     assert "generated:" not in page
+
+
+def test_drawings_show_the_code_as_it_is():
+    for name, draw in drawings.DRAWINGS.items():
+        there = (drawings.IMAGES / f"{name}.svg").read_text()
+        assert draw().svg() == there, f"{name}.svg is no longer true: python docs/drawings.py"

@@ -1,0 +1,350 @@
+"""Drawings of the documentation, made from the code: `python docs/drawings.py` writes docs/images/*.svg.
+
+A test draws them anew, so that none shows what is no longer there.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from distgpt.config import ModelConfig
+from distgpt.kernels.matmul.vectors import AVX512_BF16
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.measure.profile.operations import OPERATIONS
+from distgpt.model.model import Architecture, Model
+from distgpt.model.passes import Pass
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+INK, FAINT, LINE = "#1b2a2f", "#5b6b70", "#9aa8ac"
+TEAL, SAND, ROSE, BLUE, PLAIN = "#cfe8e4", "#f6e6c8", "#f4d3d0", "#d5e2f5", "#eceff0"
+
+
+class Drawing:
+    """An SVG on a white card, so that it is read on dark pages too."""
+
+    def __init__(self, width: float, height: float, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
+        self.parts: list[str] = []
+
+    def box(self, x: float, y: float, width: float, height: float, fill: str, edge: str = LINE) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"'
+            f' stroke="{edge}"/>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        size: float = 13,
+        fill: str = INK,
+        anchor: str = "middle",
+        **more: str,
+    ) -> None:
+        extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"{extra}>'
+            f"{escape(words, quote=False)}</text>"
+        )
+
+    def path(self, d: str, color: str = LINE, width: float = 1.2, arrow: bool = False) -> None:
+        end = ' marker-end="url(#end)"' if arrow else ""
+        self.parts.append(f'<path d="{d}" fill="none" stroke="{color}" stroke-width="{width:g}"{end}/>')
+
+    def svg(self) -> str:
+        font = "font-family=\"system-ui, 'Segoe UI', Helvetica, Arial, sans-serif\""
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}"'
+            f' role="img" {font}>\n'
+            f"<title>{escape(self.title)}</title>\n"
+            '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"'
+            f' orient="auto"><path d="M0 0 8 4 0 8z" fill="{FAINT}"/></marker></defs>\n'
+            f'<rect width="{self.width:g}" height="{self.height:g}" rx="8" fill="#ffffff"/>\n'
+        )
+        return head + "\n".join(self.parts) + "\n</svg>\n"
+
+
+# -- the folders
+
+
+def house() -> Drawing:
+    """Draw who imports whom. A line that others make superfluous is left out."""
+    needs = imports()
+    levels: dict[str, int] = {}
+    for name in needs:
+        _level(name, needs, levels)
+    floors = [sorted(n for n in needs if levels[n] == i) for i in range(max(levels.values()) + 1)]
+    width, step, wide, high = 900.0, 54.0, 120.0, 30.0
+    drawing = Drawing(width, len(floors) * step + 30, "The folders of distgpt: each imports only from below")
+    at: dict[str, tuple[float, float]] = {}
+    for i, names in enumerate(floors):
+        names.sort(key=lambda name: sum(at[n][0] for n in needs[name]) / max(1, len(needs[name])))
+        for j, name in enumerate(names):
+            at[name] = (width * (j + 1) / (len(names) + 1), (len(floors) - 1 - i) * step + 24)
+    for name, others in needs.items():
+        for other in sorted(others - {far for near in others for far in _all_below(near, needs)}):
+            (x, y), (u, v) = at[name], at[other]
+            drawing.path(f"M{x:g} {y + high:g}C{x:g} {y + 50:g} {u:g} {v - 20:g} {u:g} {v:g}")
+    for name, (x, y) in at.items():
+        fill = (
+            SAND
+            if name in ("model", "training")
+            else TEAL
+            if name in ("kernels", "comm", "gpu", "stages")
+            else PLAIN
+        )
+        drawing.box(x - wide / 2, y, wide, high, fill)
+        drawing.text(x, y + 20, name, 14, font_weight="600")
+    return drawing
+
+
+LOOSE = "errors, files …"
+
+
+def imports() -> dict[str, set[str]]:
+    """Return what each folder of the package imports."""
+    package = ROOT / "distgpt"
+    needs: dict[str, set[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        name = _room(path.relative_to(package).with_suffix("").parts)
+        if name is None:
+            continue
+        found = {_room(module.split(".")[1:]) for module in _modules(path.read_text())} - {None, name}
+        needs.setdefault(name, set()).update(found)  # type: ignore[arg-type]
+    return needs
+
+
+def _modules(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distgpt"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from names if node.module == "distgpt" else [str(node.module)]
+
+
+def _room(parts: Sequence[str]) -> str | None:
+    """Return the folder of a module; what is in none counts as one, but for the entry points."""
+    if not parts or parts[0] in ("__init__", "__main__"):
+        return None
+    single = (ROOT / "distgpt" / parts[0]).with_suffix(".py").exists()
+    return LOOSE if single and parts[0] not in ("stages", "api", "cli") else parts[0]
+
+
+def _level(name: str, needs: dict[str, set[str]], levels: dict[str, int]) -> int:
+    if name not in levels:
+        levels[name] = 1 + max((_level(other, needs, levels) for other in needs[name]), default=-1)
+    return levels[name]
+
+
+def _all_below(name: str, needs: dict[str, set[str]]) -> set[str]:
+    return needs[name] | {far for near in needs[name] for far in _all_below(near, needs)}
+
+
+# -- a step
+
+
+class Recorded(ReferenceKernels):
+    """Kernels that keep the name of each operation, and the shape of what it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return _noting(name, found, self.calls) if name in OPERATIONS else found
+
+
+def _noting(
+    name: str, work: Callable[..., Any], calls: list[tuple[str, tuple[int, ...]]]
+) -> Callable[..., Any]:
+    def call(*args: Any, **more: Any) -> Any:
+        first = args[0] if hasattr(args[0], "shape") else args[0].w  # weights and bias
+        before = len(calls)
+        calls.append((name, first.shape))
+        result = work(*args, **more)
+        del calls[before + 1 :]  # operations that this one calls
+        return result
+
+    return call
+
+
+STEPS = (
+    *("look up the tokens", "norm", "queries, keys, values", "attention", "projection", "norm"),
+    *("MLP: up, and activation", "MLP: down", "norm", "scores and loss"),
+)
+
+
+def step() -> Drawing:
+    """Draw the operations of a step, one layer's for all: forward, backward, and gradients of weights."""
+    forward, backward, weights = passes()
+    row, top = 46.0, 74.0
+    drawing = Drawing(900, top + row * len(STEPS) + 16, "The operations of a training step")
+    for x, words in ((300, "forward ↓"), (560, "↑ backward, into the input"), (775, "into the weights")):
+        drawing.text(x, 32, words, 15, font_weight="600")
+    drawing.text(300, 50, "activations", 12, FAINT)
+    drawing.text(560, 50, "gradients of activations", 12, FAINT)
+    drawing.text(775, 50, "summed over all rows", 12, FAINT)
+    drawing.box(14, top + row - 6, 872, row * 7, "#fafbfb", PLAIN)
+    middle = top + row * 4.5 - 6
+    turned = f"rotate(-90 28 {middle:g})"
+    drawing.text(28, middle, "each layer", 12, FAINT, transform=turned)
+    for i, words in enumerate(STEPS):
+        y = top + i * row
+        drawing.text(190, y + 22, words, 13, INK, "end")
+        _operation(drawing, 300, y, *forward[i], BLUE)
+        last = i + 1 == len(STEPS)
+        if not last:
+            drawing.path(f"M300 {y + 34:g}V{y + row - 1:g}", FAINT, arrow=True)
+            _operation(drawing, 560, y, *backward[i], ROSE)
+            drawing.path(f"M560 {y + row:g}V{y + 35:g}", FAINT, arrow=True)
+        else:
+            drawing.path(f"M400 {y + 17:g}H560V{y - 11:g}", FAINT, arrow=True)
+        if weights[i]:
+            drawing.path(f"M660 {y + 17:g}H684", FAINT, arrow=True)
+            _operation(drawing, 775, y, *weights[i], SAND, 180)
+    return drawing
+
+
+def _operation(
+    drawing: Drawing, x: float, y: float, name: str, shape: str, fill: str, wide: float = 200
+) -> None:
+    drawing.box(x - wide / 2, y, wide, 34, fill)
+    drawing.text(x, y + 15, name, 12, font_family="ui-monospace, monospace")
+    drawing.text(x, y + 28, shape, 10.5, FAINT)
+
+
+def passes() -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the operations of a step of a model of one layer, each in the order of STEPS."""
+    config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=3, n_embd=12)
+    kernels = Recorded()
+    model = Model(config, kernels)
+    work = Pass(model, 2, config.seq_len, training=True, recompute="none")
+    model.train()
+    tokens = kernels.integers([0] * work.n_rows)
+    kernels.calls.clear()
+    work.loss_and_gradients(tokens, tokens, 1.0, False)
+    names = {16: "N", 12: "C", 36: "3 C", 48: "4 C", 64: "V", 8: "T"}
+    calls = [
+        (name, " × ".join(names[n] for n in shape))
+        for name, shape in kernels.calls
+        if name not in ("sum", "zero")
+    ]
+    forward = [call for call in calls if "backward" not in call[0]]
+    weights = iter([call for call in calls if call[0].endswith("_weights")])
+    backward = [call for call in calls if "backward" in call[0] and not call[0].endswith("_weights")]
+    assert len(forward) == len(STEPS) == len(backward) + 1, calls
+    found = [("", "")] * len(STEPS)
+    for i in reversed(range(1, len(STEPS) - 1)):
+        if "attention" not in forward[i][0]:
+            found[i] = next(weights)
+    assert not list(weights), calls
+    return forward, [*reversed(backward)], [pair if pair[0] else () for pair in found]  # type: ignore[misc]
+
+
+# -- the buffer of gradients
+
+
+def buffer() -> Drawing:
+    """Draw the gradients of GPT-2 124M as they lie in memory, and those of one layer, wider."""
+    layout = Architecture(
+        ModelConfig(vocab_size=50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768)
+    ).layout
+    whole: dict[str, int] = {}
+    layer: dict[str, int] = {}
+    for spec in layout.specs:
+        parts = spec.name.split(".")
+        kind = f"layer {parts[1]}" if parts[0] == "blocks" else parts[0]
+        whole[kind] = whole.get(kind, 0) + spec.size
+        if kind == "layer 0":
+            layer[".".join(parts[2:])] = spec.size
+    drawing = Drawing(900, 236, "The gradients of GPT-2 124M, in one buffer")
+    drawing.text(
+        450,
+        28,
+        f"all gradients of GPT-2 124M: {sum(whole.values()):,} numbers in one array",
+        15,
+        font_weight="600",
+    )
+    bounds = _bar(drawing, 20, 44, 860, whole, 9)
+    left, right = bounds["layer 0"]
+    drawing.path(f"M{left:g} 86L60 118M{right:g} 86L760 118", LINE)
+    _bar(drawing, 60, 118, 700, layer, 12)
+    drawing.text(772, 143, "one layer", 12, FAINT, "start")
+    drawing.path("M20 184H878", FAINT, arrow=True)
+    drawing.text(
+        20, 202, "the backward pass finishes them in this order, the last layer first", 13, INK, "start"
+    )
+    drawing.text(
+        20,
+        222,
+        "then: one Allreduce over the whole array, and every number × 1 / world_size",
+        13,
+        INK,
+        "start",
+    )
+    return drawing
+
+
+def _bar(
+    drawing: Drawing, x: float, y: float, wide: float, sizes: dict[str, int], letters: float
+) -> dict[str, tuple[float, float]]:
+    """Draw parts as long as they are large, named where their name fits; return where they lie."""
+    bounds, scale = {}, wide / sum(sizes.values())
+    for name, size in sizes.items():
+        fill = SAND if name.startswith("w") and "." not in name else TEAL
+        drawing.box(x, y, size * scale, 42, fill)
+        short = name.removeprefix("layer ")
+        if size * scale > 0.65 * letters * len(short):
+            drawing.text(x + size * scale / 2, y + 26, short, letters)
+        bounds[name] = x, x + size * scale
+        x += size * scale
+    return bounds
+
+
+# -- a tile of a matmul
+
+
+def tile() -> Drawing:
+    """Draw what a microkernel for AVX-512 holds in registers, and what it reads for one k."""
+    shape, cell = AVX512_BF16, 17.0
+    depth, left, top = 10, 250.0, 216.0
+    across, down = shape.columns * cell, shape.rows * cell
+    drawing = Drawing(900, top + down + 70, "A tile of C = A B")
+    for k in range(depth):
+        now = k == 4
+        drawing.box(left, 36 + k * cell, across, cell, SAND if now else PLAIN)
+        drawing.box(left - 20 - (depth - k) * cell, top, cell, down, ROSE if now else PLAIN)
+    for row in range(shape.rows):
+        for vector in range(shape.vectors):
+            x = left + vector * shape.lanes * cell
+            drawing.box(x, top + row * cell, shape.lanes * cell, cell, BLUE if row == 5 else TEAL)
+    drawing.box(left - 20 - (depth - 4) * cell, top + 5 * cell, cell, cell, "#e39b94")
+    drawing.text(
+        left + across / 2, 24, f"B: a panel of {shape.columns} columns, packed, one k below the other", 13
+    )
+    drawing.text(left - 20 - depth * cell / 2, top - 10, f"A: {shape.rows} rows, in place", 13)
+    sums = shape.rows * shape.vectors
+    foot = top + down
+    drawing.text(left + across / 2, foot + 22, f"C: {sums} registers of {shape.lanes} sums each", 13)
+    words = f"for each k: {shape.vectors} registers of B are loaded; each element of A meets both of them"
+    drawing.text(450, foot + 50, words, 13)
+    return drawing
+
+
+DRAWINGS: dict[str, Callable[[], Drawing]] = {"folders": house, "step": step, "buffer": buffer, "tile": tile}
+
+
+def main(names: Iterable[str]) -> None:
+    for name in [*names] or DRAWINGS:
+        (IMAGES / f"{name}.svg").write_text(DRAWINGS[name]().svg())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
