@@ -215,7 +215,7 @@ def help(context: click.Context, topic: str | None) -> None:
     known, parent = topics(), context.parent
     if topic is None:
         for name, path in known.items():
-            print_lines(f"{name:<15}{path.read_text('utf-8').partition(chr(10))[0].lstrip('# ')}")
+            print_lines(f"{name:<18}{path.read_text('utf-8').partition(chr(10))[0].lstrip('# ')}")
     elif topic in known:
         print_lines(page(known[topic]))
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):
