@@ -3,7 +3,7 @@
 A matrix in int8 is stored as I8 under its name, in int4 as U8 of half as many columns: the places of two
 integers in `LEVELS`, the first in the lower half of a byte. Its scales are BF16 under its name and ".scales":
 one for each block of columns of a row. The metadata say so, with the size of a block. A file in int4 has its
-embedding, head and value embeddings in int8; in older ones blocks of int4 are as large as those of int8.
+embedding, head and value embeddings in int8.
 """
 
 from __future__ import annotations
@@ -43,28 +43,25 @@ if TYPE_CHECKING:  # with compiled loops, which files are read and written witho
 QUANTISED, SCALES = "quantised", ".scales"  # in the metadata; behind a matrix's name
 SOURCE_SUM = "source_sha256"  # in the metadata: the checksum of the data that were rounded
 WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS.items()}
-OLDER = f"int4, blocks of {BLOCKS[8]}"
 
 
 def dtype_of(metadata: Mapping[str, str], path: Path) -> str:
     """Return "int8" or "int4", as the metadata of a rounded file say."""
-    for dtype, words in (*WORDS.items(), ("int4", OLDER)):
+    for dtype, words in WORDS.items():
         if metadata.get(QUANTISED) == words:
             return dtype
     known = " and ".join(WORDS.values())
     raise DataError(f"{path} is quantised in a way that this distgpt does not read: it reads {known}")
 
 
-def tensors_of(
-    config: ModelConfig, dtype: str, is_older: bool = False
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype and shape of every tensor."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for spec in Architecture(config).layout.specs:
         bits, (rows, *columns) = bits_of(spec, dtype), spec.shape
         found[spec.name] = ("U8", (rows, -(-columns[0] // 2))) if bits == 4 else (_TYPES[bits], spec.shape)
         if bits:
-            found[spec.name + SCALES] = ("BF16", _scales_shape(spec, bits, is_older))
+            found[spec.name + SCALES] = ("BF16", _scales_shape(spec, bits))
     return found
 
 
@@ -72,17 +69,13 @@ _TYPES = {0: "F32", 8: "I8"}
 _STORED = {"U8": np.uint8, "I8": np.int8, "BF16": np.uint16, "F32": np.float32}
 
 
-def _scales_shape(spec: Spec, bits: int, is_older: bool = False) -> tuple[int, int]:
-    return spec.shape[0], -(-spec.shape[1] // BLOCKS[8 if is_older else bits])
-
-
-def _is_older(header: Header) -> bool:
-    return header.metadata.get(QUANTISED) == OLDER
+def _scales_shape(spec: Spec, bits: int) -> tuple[int, int]:
+    return spec.shape[0], -(-spec.shape[1] // BLOCKS[bits])
 
 
 def refuse_others(header: Header, config: ModelConfig, dtype: str, path: Path) -> None:
     """A DataError unless the file is one in int8, or int4, of this model."""
-    known = tensors_of(config, dtype, _is_older(header))
+    known = tensors_of(config, dtype)
     refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
     for name, (stored, _) in known.items():
         if (found := header.tensors[name].dtype) != stored:
@@ -115,8 +108,7 @@ def read_parameter(
         if merge:
             merge(spec.name, floats)
         return _rounded(floats, bits, threads) if bits else floats
-    is_older = own == 4 and _is_older(header)
-    scales = _read(path, header, spec.name + SCALES, _scales_shape(spec, own, is_older), np.float32)
+    scales = _read(path, header, spec.name + SCALES, _scales_shape(spec, own), np.float32)
     sizes = np.abs(scales) if own == 4 else scales
     if not (sizes >= 0).all() or not (sizes <= np.finfo(np.float32).max / MOST).all():
         what = "not finite" if own == 4 else "negative or not finite"
@@ -126,9 +118,6 @@ def read_parameter(
         q = from_nibbles(halves, spec.shape[1])
     else:
         q = _read(path, header, spec.name, spec.shape, np.int8)
-    if is_older:
-        each = BLOCKS[8] // BLOCKS[4]
-        scales = np.repeat(scales, each, axis=1)[:, : _scales_shape(spec, own)[1]].copy()
     found = Quantised(q, (scales.view(np.uint32) >> 16).astype(np.uint16), own)
     if bits in (0, own):
         return found

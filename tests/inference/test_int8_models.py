@@ -17,7 +17,7 @@ from distgpt.inference.lanes import Feed
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.low_precision import from_bfloat16, quantise, quantise4, restored, to_bfloat16
+from distgpt.kernels.low_precision import quantise, quantise4, restored
 from distgpt.kernels.matmul.int4 import LEVELS
 from distgpt.model.memory import is_quantised
 from distgpt.model.packed import int8_of
@@ -113,28 +113,6 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_
         quantize(in_int4, narrow)
     with pytest.raises(UsageError, match="in int4, which cannot be trained further"):
         api.train("tiny", init=str(in_int4), steps=1, out=narrow.parent / "run")
-
-
-def test_a_file_in_int4_of_before_has_scales_for_blocks_of_64(files, in_int4):
-    shapes = {spec.name: spec.shape for spec in files[0].layout.specs}
-    header, old = read_header(in_int4), in_int4.with_name("old.safetensors")
-    tensors, expected = {}, {}
-    for name, entry in header.tensors.items():
-        array = np.empty(
-            entry.shape, {"U8": np.uint8, "I8": np.int8, "BF16": np.float32}.get(entry.dtype, np.float32)
-        )
-        read_rows(in_int4, header, name, array)
-        tensors[name] = to_bfloat16(array) if entry.dtype == "BF16" else array
-    for name in [name for name, entry in header.tensors.items() if entry.dtype == "U8"]:
-        scales = tensors[f"{name}.scales"][:, ::2]
-        tensors[f"{name}.scales"] = scales
-        expected[name] = np.repeat(from_bfloat16(scales), 64, axis=1)[:, : shapes[name][1]]
-    write_tensors(old, tensors, {**header.facts(), "quantised": "int4, blocks of 64"})
-    widened, about = load_model(old, CpuKernels("float32", 1), COMM)
-    assert about.rounded == "int4"
-    for name, scales in expected.items():
-        levels = widened.params[name] / np.where(scales == 0, 1, scales)
-        np.testing.assert_array_equal(np.rint(levels) * scales, widened.params[name])
 
 
 def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
