@@ -20,7 +20,6 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from distgpt.data.chats.format import ChatFormat
 from distgpt.errors import escape, first_line, print_lines
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, model_of, parse_body
@@ -131,8 +130,7 @@ class App:
 
     async def _page(self, request: Request) -> Response:
         self._admit(request, with_key=False)
-        chat = self._served.chat
-        text, policy = page(isinstance(chat, ChatFormat) and chat.is_taught)
+        text, policy = page(any(each.chats for each in self._served.models.values()))
         safe = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe})
 
@@ -162,6 +160,7 @@ class App:
             "created": served.created,
             "owned_by": "distgpt",
             "context_length": served.context,
+            "chats": served.chats,
             "max_tokens": self.limits.max_tokens,
         }
 

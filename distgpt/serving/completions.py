@@ -62,6 +62,11 @@ class Served:
     others: tuple[Served, ...] = ()  # the same model with each of its adapters
 
     @property
+    def chats(self) -> bool:
+        """Tell whether the model seems to know chats."""
+        return isinstance(self.chat, ChatFormat) and self.chat.is_taught
+
+    @property
     def models(self) -> dict[str, Served]:
         return {each.name: each for each in (self, *self.others)}
 

@@ -26,7 +26,7 @@ async function learn() {
     const kept = by("chosen").value || chat.model;
     by("chosen").replaceChildren(...found.data.map(each => new Option(each.id)));
     by("chosen").hidden = one;
-    choose(kept);
+    choose(kept || found.data.find(each => each.chats)?.id);
     by("model").textContent = `${one ? model.id + ", " : ""}context of ${model.context_length.toLocaleString("en")} tokens`;
     by("max_tokens").max = model.max_tokens;
     if (by("wrong").dataset.of === "learn") complain("");

@@ -253,18 +253,18 @@ def test_a_chat_fits_and_can_be_read(page, width, scheme):
         assert bottom <= 860 >= page.value("document.documentElement.scrollHeight")
 
 
-def adapted(*names, template=TEMPLATE):
-    """The bundled model with adapters of random elements."""
+def adapted(*names, template=TEMPLATE, base=True):
+    """The bundled model with adapters of random elements, which all know chats, or they alone."""
     model, tokenizer = sample()
     run, rng = RunConfig(model.config, TrainConfig(lora_rank=2)), np.random.default_rng(0)
     specs, found = adapter_layout(run).specs, []
     for _ in names:
         tensors = {spec.name: rng.standard_normal(spec.shape, np.float32) for spec in specs}
         found.append(Folding(Description(run, None), tensors))
-    tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()) if template else None)
-    beside = adapters_of(model.config, found), dict.fromkeys(names, tokenizer)
+    taught = tokenizer.with_chat(ChatTemplate(template, {}, ()) if template else None)
+    beside = adapters_of(model.config, found), dict.fromkeys(names, taught)
     how = SerialComm(), ModelSpec(None, "auto"), None, "float32"
-    return LoadedModel(model, tokenizer, *how, *beside)
+    return LoadedModel(model, taught if base else tokenizer, *how, *beside)
 
 
 def test_a_chat_keeps_the_model_that_was_chosen(page):
@@ -293,6 +293,16 @@ def test_a_chat_keeps_the_model_that_was_chosen(page):
             set_to(page, temperature=0, max_tokens=12)
             page.value("document.getElementById('again').click()")
             assert answered(page)[1] == answers[name]
+
+
+def test_where_an_adapter_alone_knows_chats_the_page_begins_with_it(page):
+    with server(loaded=adapted("law", base=False)) as found:
+        page.window(1280, 860, "light")
+        page.open(f"http://127.0.0.1:{found.port}/")
+        page.until("!document.getElementById('chosen').hidden")
+        assert page.value("document.body.classList.contains('chats')")
+        assert page.value("document.getElementById('chosen').value") == "law"
+        page.value("localStorage.clear()")
 
 
 CHOOSE_MODEL = """(() => {
