@@ -1,4 +1,4 @@
-"""The stages: which kernels compute and which communicator connects. The only file that names backends.
+"""The stages: which kernels compute and which communicator connects. Where a backend is chosen.
 
 | stage      | kernels | communicator |
 |------------|---------|--------------|

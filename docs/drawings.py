@@ -202,8 +202,12 @@ def step() -> Drawing:
         last = i + 1 == len(STEPS)
         if not last:
             drawing.path(f"M300 {y + 34:g}V{y + row - 1:g}", FAINT, arrow=True)
-            _operation(drawing, 560, y, *backward[i], ROSE)
-            drawing.path(f"M560 {y + row:g}V{y + 35:g}", FAINT, arrow=True)
+            if i:
+                _operation(drawing, 560, y, *backward[i], ROSE)
+                drawing.path(f"M560 {y + row:g}V{y + 35:g}", FAINT, arrow=True)
+            else:  # what comes back to the embedding is its weights' gradient
+                drawing.path(f"M560 {y + row:g}V{y + 17:g}H684", FAINT, arrow=True)
+                _operation(drawing, 775, y, *backward[i], SAND, 180)
         else:
             drawing.path(f"M400 {y + 17:g}H560V{y - 11:g}", FAINT, arrow=True)
         if weights[i]:
@@ -284,7 +288,7 @@ def buffer() -> Drawing:
     drawing.text(
         20,
         222,
-        "then: one Allreduce over the whole array, and every number × 1 / world_size",
+        "then: one Allreduce over the whole array, and every number × 1 / world size",
         13,
         INK,
         "start",

@@ -42,7 +42,7 @@ def sweep(
       val_fraction = 0.1
       steps = 300
       [sweep]
-      lr = [0.01, 0.02, 0.04]               # all of these
+      lr = [0.01, 0.02, 0.04]               # one of these
       embedding_lr = {low = 0.1, high = 1}  # drawn at random; scale = "log"
       seed = [1, 2]                         # each point has these seeds
       draws = 12                            # that many points
