@@ -10,7 +10,7 @@ from threadranks import on_all_ranks
 
 from distgpt.errors import UsageError
 from distgpt.model.model import Architecture
-from distgpt.training.exchange import choose
+from distgpt.training.exchange import trial
 from distgpt.training.exchange import overlapped as in_buckets
 from distgpt.training.opening.compatibility import refuse_unable
 
@@ -90,8 +90,8 @@ def test_overlapped_needs_nccl():
     "way, other", [("nccl", "overlapped"), pytest.param("host", "chunked", marks=pytest.mark.slow)]
 )
 def test_auto_tries_what_the_way_allows_and_computes_what_packed_does(way, other, monkeypatch):
-    monkeypatch.setattr(choose, "WARM_UP", 1)
-    monkeypatch.setattr(choose, "EACH", 1)
+    monkeypatch.setattr(trial, "WARM_UP", 1)
+    monkeypatch.setattr(trial, "EACH", 1)
     monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
     said = []
 

@@ -19,11 +19,10 @@ from distgpt.kernels.low_precision import from_bfloat16
 from distgpt.model.memory import ALIGNED, MATRIX, VECTOR, Layout, Spec
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
-from distgpt.training.exchange import choose, overlapped
+from distgpt.training.exchange import overlapped, trial
 from distgpt.training.exchange import reductions as ways
 from distgpt.training.exchange.checkpointing import Shards
 from distgpt.training.exchange.choose import (
-    candidates,
     fastest_between_nodes,
     one_by_one,
     optimizer_for,
@@ -31,6 +30,7 @@ from distgpt.training.exchange.choose import (
 from distgpt.training.exchange.overlapped import Overlapped
 from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, bounds_of
 from distgpt.training.exchange.sharded import own_shard, shards
+from distgpt.training.exchange.trial import candidates
 from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)
@@ -372,19 +372,19 @@ def test_candidates_by_how_the_ranks_lie():
 
 def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(choose, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     called, said = [], []
     seconds = {"a": 3.0, "b": 1.0, "c": 2.0}  # when warm; before that the slowest is the fastest
 
     def make(name):
         def finish(step):
             called.append(name)
-            clock[0] += seconds[name] if called.count(name) > choose.WARM_UP else 3.5 - seconds[name]
+            clock[0] += seconds[name] if called.count(name) > trial.WARM_UP else 3.5 - seconds[name]
 
         return SimpleNamespace(ready=name, before_backward=lambda step: None, sum_gradients=finish)
 
-    sync = choose.Auto(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
-    monkeypatch.setattr(choose, "on_root", lambda comm, act: act())
+    sync = trial.Trial(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
+    monkeypatch.setattr(trial, "on_root", lambda comm, act: act())
     for step in range(24):
         sync.before_backward(step)
         assert sync.name == ("b" if step > 14 else "auto")
