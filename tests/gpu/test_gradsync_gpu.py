@@ -10,8 +10,8 @@ from threadranks import on_all_ranks
 
 from distgpt.errors import UsageError
 from distgpt.model.model import Architecture
-from distgpt.training.exchange import trial
 from distgpt.training.exchange import overlapped as in_buckets
+from distgpt.training.exchange import trial
 from distgpt.training.opening.compatibility import refuse_unable
 
 pytestmark = needs_the_processor
