@@ -186,8 +186,9 @@ def test_an_output_in_a_document_is_compared(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_command_of_readme_and_tutorials_works():
-    assert main(list(DOCUMENTS)) == 0
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_command_of_readme_and_tutorials_works(document):
+    assert main([document]) == 0
 
 
 @pytest.mark.slow
