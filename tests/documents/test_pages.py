@@ -186,7 +186,10 @@ def test_an_output_in_a_document_is_compared(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.xdist_group(path.stem)) for path in DOCUMENTS],
+)
 def test_every_command_of_readme_and_tutorials_works(document):
     assert main([document]) == 0
 
