@@ -13,7 +13,14 @@ from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import UsageError
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.compare import page
-from distgpt.measure.compare.agreement import DONE, JUDGED, TOLERANCES, Comparison, differences
+from distgpt.measure.compare.agreement import (
+    DONE,
+    JUDGED,
+    JUDGED_OF_MUON,
+    TOLERANCES,
+    Comparison,
+    differences,
+)
 from distgpt.measure.compare.page import render_terminal
 from distgpt.measure.compare.run import Progress
 from distgpt.measure.compare.stages import (
@@ -99,6 +106,21 @@ def test_of_a_long_run_the_steps_are_judged_that_rounding_has_been_measured_over
     apart.losses[-1] = None
     (found,) = differences([serial, apart], None)
     assert not found.agrees and found.first == 60
+
+
+def test_of_muon_fewer_steps_are_judged_in_float32():
+    losses = [1.0] * JUDGED_OF_MUON + [1.001]
+    for optimizer, dtype, agrees in (
+        ("muon", "float32", True),
+        ("adamw", "float32", False),
+        ("muon", "float64", False),
+    ):
+        (found,) = differences(
+            [stage("serial", [1.0] * 9, dtype), stage("mpi", losses, dtype)], None, optimizer
+        )
+        assert found.agrees == agrees, (optimizer, dtype)
+    losses[JUDGED_OF_MUON - 1] = 1.001
+    assert not differences([stage("serial", [1.0] * 9), stage("mpi", losses)], None, "muon")[0].agrees
 
 
 def test_the_first_that_got_farthest_is_compared_with():

@@ -7,7 +7,7 @@ from typing import Any
 
 from distgpt.doctor.verdicts import sentence
 from distgpt.measure import published
-from distgpt.measure.compare.agreement import JUDGED, MEASURED, Comparison, failure
+from distgpt.measure.compare.agreement import MEASURED, Comparison, failure, judged_steps
 from distgpt.measure.compare.stages import Measured
 from distgpt.measure.compare.workload import NEW_TOKENS
 from distgpt.show.charts import Bar, BarChart, LineChart, Series
@@ -263,13 +263,14 @@ def agreement(comparison: Comparison) -> Table:
         ("in all steps", "", lambda each: _relative(each.largest_of_all) if longer else ""),
         ("text", "", lambda each: text_verdict(each.same_text, each.text_differs_at)),
     ]
-    usual = MEASURED.get(reference.dtype) if reference else None
-    note = (
-        f"Between CPU stages, rounding alone was measured to come to {usual:.1e} in {JUDGED} steps of"
-        f" {reference.dtype}; the tolerance leaves room for other machines."
-        if usual and reference
-        else ""
-    )
+    note = ""
+    optimizer = comparison.options.workload.run.train.optimizer
+    if reference and (usual := MEASURED[optimizer].get(reference.dtype)):
+        steps = judged_steps(optimizer, reference.dtype)
+        note = (
+            f"Between CPU stages, rounding alone was measured to come to {usual:.1e} in {steps} steps of"
+            f" {reference.dtype}; the tolerance leaves room for other machines."
+        )
     title = f"Largest difference from {reference.stage if reference else 'serial'}'s losses"
     return tabulated(columns, found, title, note)
 
