@@ -93,19 +93,13 @@ def house() -> Drawing:
             (x, y), (u, v) = at[name], at[other]
             drawing.path(f"M{x:g} {y + high:g}C{x:g} {y + 50:g} {u:g} {v - 20:g} {u:g} {v:g}")
     for name, (x, y) in at.items():
-        fill = (
-            SAND
-            if name in ("model", "training")
-            else TEAL
-            if name in ("kernels", "comm", "gpu", "stages")
-            else PLAIN
-        )
-        drawing.box(x - wide / 2, y, wide, high, fill)
+        drawing.box(x - wide / 2, y, wide, high, FILLS.get(name, PLAIN))
         drawing.text(x, y + 20, name, 14, font_weight="600")
     return drawing
 
 
 LOOSE = "errors, files …"
+FILLS = {**dict.fromkeys(("kernels", "comm", "gpu", "stages"), TEAL), "model": SAND, "training": SAND}
 
 
 def imports() -> dict[str, set[str]]:
@@ -199,20 +193,18 @@ def step() -> Drawing:
         y = top + i * row
         drawing.text(190, y + 22, words, 13, INK, "end")
         _operation(drawing, 300, y, *forward[i], BLUE)
-        last = i + 1 == len(STEPS)
-        if not last:
+        if i + 1 < len(STEPS):
             drawing.path(f"M300 {y + 34:g}V{y + row - 1:g}", FAINT, arrow=True)
-            if i:
-                _operation(drawing, 560, y, *backward[i], ROSE)
-                drawing.path(f"M560 {y + row:g}V{y + 35:g}", FAINT, arrow=True)
-            else:  # what comes back to the embedding is its weights' gradient
-                drawing.path(f"M560 {y + row:g}V{y + 17:g}H684", FAINT, arrow=True)
-                _operation(drawing, 775, y, *backward[i], SAND, 180)
         else:
             drawing.path(f"M400 {y + 17:g}H560V{y - 11:g}", FAINT, arrow=True)
-        if weights[i]:
-            drawing.path(f"M660 {y + 17:g}H684", FAINT, arrow=True)
-            _operation(drawing, 775, y, *weights[i], SAND, 180)
+        begin = f"M560 {y + row:g}V{y + 17:g}"  # of the arrow into the weights, where nothing is further back
+        if back := backward[i]:
+            _operation(drawing, 560, y, *back, ROSE)
+            drawing.path(f"M560 {y + row:g}V{y + 35:g}", FAINT, arrow=True)
+            begin = f"M660 {y + 17:g}"
+        if into := weights[i]:
+            drawing.path(f"{begin}H684", FAINT, arrow=True)
+            _operation(drawing, 775, y, *into, SAND, 180)
     return drawing
 
 
@@ -224,8 +216,14 @@ def _operation(
     drawing.text(x, y + 28, shape, 10.5, FAINT)
 
 
-def passes() -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the operations of a step of a model of one layer, each in the order of STEPS."""
+Call = tuple[str, str]  # an operation, and the shape of what it writes
+
+
+def passes() -> tuple[list[Call], list[Call | None], list[Call | None]]:
+    """Return the operations of a step of a model of one layer, each in the order of STEPS.
+
+    Forward; backward into the input; into the weights, the embedding's first.
+    """
     config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=3, n_embd=12)
     kernels = Recorded()
     model = Model(config, kernels)
@@ -241,15 +239,13 @@ def passes() -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[tuple[s
         if name not in ("sum", "zero")
     ]
     forward = [call for call in calls if "backward" not in call[0]]
-    weights = iter([call for call in calls if call[0].endswith("_weights")])
-    backward = [call for call in calls if "backward" in call[0] and not call[0].endswith("_weights")]
-    assert len(forward) == len(STEPS) == len(backward) + 1, calls
-    found = [("", "")] * len(STEPS)
-    for i in reversed(range(1, len(STEPS) - 1)):
-        if "attention" not in forward[i][0]:
-            found[i] = next(weights)
-    assert not list(weights), calls
-    return forward, [*reversed(backward)], [pair if pair[0] else () for pair in found]  # type: ignore[misc]
+    summed = [call for call in calls if call[0].endswith("_weights")]
+    *backward, embedding = (call for call in calls if "backward" in call[0] and call not in summed)
+    assert len(forward) == len(STEPS) == len(backward) + 2, calls
+    last_first = iter(summed)
+    inner = [None if name == "attention" else next(last_first) for name, _ in reversed(forward[1:-1])]
+    assert not list(last_first), calls
+    return forward, [None, *reversed(backward), None], [embedding, *reversed(inner), None]
 
 
 # -- the buffer of gradients
