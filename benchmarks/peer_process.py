@@ -29,6 +29,8 @@ LACKING = (
     "qk_norm",
     "qk_norm_gain",
     "value_embeddings",
+    "window",
+    "full_every",
     "head_dim",
     "qkv_bias",
     "rope_scaling",

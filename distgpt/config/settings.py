@@ -101,6 +101,18 @@ class ModelConfig:
         "Add a vector of each token, trained for it, to the values in every other layer.",
         flag="--value-embeddings/--no-value-embeddings",
     )
+    window: int = of_model(
+        0,
+        "Let a token attend to the last so many alone, itself included. 0: to all.",
+        low=0,
+        most=1 << 20,
+    )
+    full_every: int = of_model(
+        4,
+        "With --window: attend to all in every so many layers, counted from the last. 0: in none.",
+        low=0,
+        most=1000,
+    )
     bias: bool = of_model(True, "Give linear layers and layer norms biases.", flag="--bias/--no-bias")
     qkv_bias: bool = of_model(
         False,
@@ -164,6 +176,11 @@ class ModelConfig:
         """Return the layers that have value embeddings: every other one, the last included."""
         first = (self.n_layer - 1) % 2 if self.value_embeddings else self.n_layer
         return range(first, self.n_layer, 2)
+
+    def window_of(self, layer: int) -> int:
+        """Return how many tokens a layer's tokens attend to, themselves included; 0: all before."""
+        sees_all = self.full_every and (self.n_layer - 1 - layer) % self.full_every == 0
+        return 0 if sees_all or self.window >= self.seq_len else self.window
 
     @property
     def padded_vocab(self) -> int:

@@ -55,8 +55,9 @@ class OwnAttention:
         seq_len: int,
         n_head: int,
         positions: Array | None = None,
+        window: int = 0,
     ) -> None:
-        plan = self._plan(y, qkv, seq_len, n_head, positions, backward=False)
+        plan = self._plan(y, qkv, seq_len, n_head, _seen(positions, window), backward=False)
         self._start(plan, "attention_forward", y, lse, qkv, positions, seq_len, n_head)
 
     def backward(
@@ -70,8 +71,10 @@ class OwnAttention:
         n_head: int,
         sums: bool = False,
         positions: Array | None = None,
+        window: int = 0,
     ) -> Array | None:
-        plan, sizes = self._plan(y, qkv, seq_len, n_head, positions, backward=True), (seq_len, n_head)
+        plan = self._plan(y, qkv, seq_len, n_head, _seen(positions, window), backward=True)
+        sizes = seq_len, n_head
         parts = None
         if sums:
             shape = (math.prod(plan.grid) // n_head, dqkv.shape[1])
@@ -97,30 +100,30 @@ class OwnAttention:
         return parts
 
     def _plan(
-        self, y: Array, qkv: Array, seq_len: int, n_head: int, positions: Array | None, backward: bool
+        self, y: Array, qkv: Array, seq_len: int, n_head: int, seen: tuple[str, ...], backward: bool
     ) -> Plan:
-        packed = () if positions is None else ("PACKED=1",)
         heads, head = len(y) // seq_len * n_head, y.shape[1] // n_head
         is_bfloat16 = TYPE_OF[np.dtype(y.dtype)] == "bfloat16"
         if self._tensor_cores and is_bfloat16 and head % SIDE == 0 and head <= LARGEST_HEAD:
             blocks = heads * -(-seq_len // ROWS)
-            defines = mma_defines(head, _group(y, qkv)) + packed
+            defines = mma_defines(head, _group(y, qkv)) + seen
             return Plan("attention_mma", defines, (blocks,), ROWS // SIDE * WARP, 0)
         shape = _shape(y, qkv, n_head)
         tile, shared = shape.backward if backward else shape.forward
         grid = heads, -(-seq_len // tile.rows)
-        return Plan("attention", shape.defines + packed, grid, max(WARP, tile.height * tile.lanes), shared)
+        return Plan("attention", shape.defines + seen, grid, max(WARP, tile.height * tile.lanes), shared)
 
     def _start(self, plan: Plan, kernel: str, *args: Array | int | None) -> None:
         self._launcher.start(
             plan.source, kernel, plan.grid, plan.block, *args, shared=plan.shared, defines=plan.defines
         )
 
-    def cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
+    def cached(self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0) -> None:
         _, n_seq, _, t_max, head = cache.shape
         n_head, group = y.shape[1] // head, _group(y, qkv)
-        grid, defines = (n_seq * n_head, len(qkv) // n_seq), (f"HEAD={head}", f"GROUP={group}")
-        n_parts = cached_parts(grid[0] * grid[1], t_max, self._launcher.device.multiprocessors)
+        grid = n_seq * n_head, len(qkv) // n_seq
+        defines = (f"HEAD={head}", f"GROUP={group}", *_seen(None, window))
+        n_parts = cached_parts(grid[0] * grid[1], window or t_max, self._launcher.device.multiprocessors)
         parts = None
         if n_parts > 1:
             wide = WIDE[TYPE_OF[np.dtype(y.dtype)]]
@@ -138,6 +141,12 @@ class OwnAttention:
             self._launcher.start(
                 "attention_cached", "attention_cached_join", grid, WARP, *args, defines=defines
             )
+
+
+def _seen(positions: Array | None, window: int) -> tuple[str, ...]:
+    """Return the macros of seen.cuh."""
+    packed = () if positions is None else ("PACKED=1",)
+    return (*packed, f"WINDOW={window}") if window else packed
 
 
 def _shape(y: Array, qkv: Array, n_head: int) -> AttentionShape:

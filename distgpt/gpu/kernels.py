@@ -312,12 +312,18 @@ class CudaKernels:
         sum_parts(self._launcher, total, x, slice(0, c), accumulate)
 
     def attention(
-        self, y: Array, lse: Array, qkv: Array, seq_len: int, positions: Array | None = None
+        self,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        positions: Array | None = None,
+        window: int = 0,
     ) -> None:
-        if positions is None:
+        if positions is None and not window:
             self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
         else:  # of which libraries know nothing
-            self._own_attention.forward(y, lse, qkv, seq_len, lse.shape[1], positions)
+            self._own_attention.forward(y, lse, qkv, seq_len, lse.shape[1], positions, window)
 
     def attention_backward(
         self,
@@ -329,12 +335,13 @@ class CudaKernels:
         seq_len: int,
         db: Bias = None,
         positions: Array | None = None,
+        window: int = 0,
     ) -> None:
         args = (dqkv, dy, y, lse, qkv, seq_len, lse.shape[1], db is not None)
-        if positions is None:
+        if positions is None and not window:
             parts = self._attention_for(y, lse).backward(*args)
         else:
-            parts = self._own_attention.backward(*args, positions)
+            parts = self._own_attention.backward(*args, positions, window)
         if db is not None:
             self.linears.bias(db, dqkv, parts)
 
@@ -344,8 +351,8 @@ class CudaKernels:
             self._attention[head] = self._choose_attention(head, self._own_attention)
         return self._attention[head]
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
-        self._own_attention.cached(y, cache, qkv, start)
+    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0) -> None:
+        self._own_attention.cached(y, cache, qkv, start, window)
 
     # -- head and loss
 

@@ -406,12 +406,19 @@ class Kernels(Protocol):
         """total ← Σ x, over rows. x (N, C), total (C,)"""
 
     def attention(
-        self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int, positions: Ints1d | None = None
+        self,
+        y: Floats2d,
+        lse: Wide2d,
+        qkv: Floats2d,
+        seq_len: int,
+        positions: Ints1d | None = None,
+        window: int = 0,
     ) -> None:
         """y ← softmax(q kᵀ / √head, causal) v per head, (N, H·head); lse ← log of the softmax's denominator.
 
-        With `positions` a row sees its own document alone: itself and the positions[n] rows before it. lse
-        has N·H elements, as (N, H), in an order that the backend is free to choose.
+        With `positions` a row sees its own document alone: itself and the positions[n] rows before it; with
+        a `window` no more than that many rows, itself included. lse has N·H elements, as (N, H), in an order
+        that the backend is free to choose.
         """
 
     def attention_backward(
@@ -424,6 +431,7 @@ class Kernels(Protocol):
         seq_len: int,
         db: Bias = None,
         positions: Ints1d | None = None,
+        window: int = 0,
     ) -> None:
         """dqkv ← the gradient with respect to qkv; db ← Σ dqkv, where the backend `sums_bias_gradients`.
 
@@ -431,8 +439,12 @@ class Kernels(Protocol):
         Σ is over the heads of q that meet a head of k and v.
         """
 
-    def attention_cached(self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d) -> None:
+    def attention_cached(
+        self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d, window: int = 0
+    ) -> None:
         """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
+
+        With a `window` a row attends to the last so many of them, itself included.
 
         cache (2, B, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head).
         """

@@ -203,16 +203,22 @@ class CpuKernels(OnHost):
         self._pool.ranges(x.shape[1], COLUMNS, rowwise.sum_rows, total, x, accumulate)
 
     def attention(
-        self, y: Array, lse: Array, qkv: Array, seq_len: int, positions: Array | None = None
+        self,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        positions: Array | None = None,
+        window: int = 0,
     ) -> None:
         n_head, n_seq = lse.shape[1], len(y) // seq_len
-        size = y.shape[1] // n_head
+        size, seen = y.shape[1] // n_head, window or seq_len
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(
                 attention.forward_scratch, seq_len, size, self.dtype.name, self.wide.name
             )
-            attention.attention(i, j, y, lse, qkv, seq_len, scratch, positions)
+            attention.attention(i, j, y, lse, qkv, seq_len, scratch, positions, seen)
 
         self._pool.ranges(n_seq * n_head, 1, some)
 
@@ -226,28 +232,30 @@ class CpuKernels(OnHost):
         seq_len: int,
         db: Bias = None,
         positions: Array | None = None,
+        window: int = 0,
     ) -> None:
         assert db is None
-        size = y.shape[1] // lse.shape[1]
+        size, seen = y.shape[1] // lse.shape[1], window or seq_len
         kv_heads = (qkv.shape[1] - y.shape[1]) // (2 * size)
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(
                 attention.backward_scratch, seq_len, size, self.dtype.name, self.wide.name
             )
-            attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch, positions)
+            attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch, positions, seen)
 
         self._pool.ranges(len(y) // seq_len * kv_heads, 1, some)
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
+    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0) -> None:
         first = int(start[0])
         _, n_seq, kv_heads, length, size = cache.shape
+        seen = window or length
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(
                 attention.forward_scratch, length, size, self.dtype.name, self.wide.name
             )
-            attention.attention_cached(i, j, y, cache, qkv, first, scratch)
+            attention.attention_cached(i, j, y, cache, qkv, first, scratch, seen)
 
         read = 2 * (first + len(y) // n_seq) * size
         self._pool.ranges(n_seq * kv_heads, max(1, WORTHWHILE // read), some)

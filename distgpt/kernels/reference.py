@@ -290,11 +290,17 @@ class ReferenceKernels(OnHost):
         _put(total, x.sum(0), accumulate)
 
     def attention(
-        self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int, positions: Ints1d | None = None
+        self,
+        y: Floats2d,
+        lse: Wide2d,
+        qkv: Floats2d,
+        seq_len: int,
+        positions: Ints1d | None = None,
+        window: int = 0,
     ) -> None:
         out = _heads_of(y, seq_len, lse.shape[1])
         q, k, v = _heads(qkv, out)
-        scores = self._causal_scores(q, _for_each(q, k), 0, positions)
+        scores = self._causal_scores(q, _for_each(q, k), 0, window, positions)
         log_sum = self._log_sum_exp(scores)
         out[...] = np.exp(scores - log_sum) @ _for_each(q, v)
         lse.reshape(-1, seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
@@ -309,13 +315,14 @@ class ReferenceKernels(OnHost):
         seq_len: int,
         db: Bias = None,
         positions: Ints1d | None = None,
+        window: int = 0,
     ) -> None:
         n_head = lse.shape[1]
         out, dout = _heads_of(y, seq_len, n_head), _heads_of(dy, seq_len, n_head)
         (q, k, v), (dq, dk, dv) = _heads(qkv, out), _heads(dqkv, out)
         k, v = _for_each(q, k), _for_each(q, v)
         log_sum = lse.reshape(-1, seq_len, n_head).swapaxes(1, 2)[..., None]
-        p = np.exp(self._causal_scores(q, k, 0, positions) - log_sum)
+        p = np.exp(self._causal_scores(q, k, 0, window, positions) - log_sum)
         dp = dout @ v.swapaxes(2, 3)
         ds = p * (dp - (dout * out).sum(3, keepdims=True)) / math.sqrt(q.shape[3])
         dq[...] = ds @ k
@@ -324,7 +331,9 @@ class ReferenceKernels(OnHost):
         if db is not None:
             _put(db.db, dqkv.sum(0), db.accumulate)
 
-    def attention_cached(self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d) -> None:
+    def attention_cached(
+        self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d, window: int = 0
+    ) -> None:
         _, n_seq, _, _, size = cache.shape
         new, first = qkv.shape[0] // n_seq, int(start[0])
         out = _heads_of(y, new, y.shape[1] // size)
@@ -332,13 +341,17 @@ class ReferenceKernels(OnHost):
         cache[0, :, :, first : first + new] = k
         cache[1, :, :, first : first + new] = v
         keys, values = cache[:, :, :, : first + new]
-        scores = self._causal_scores(q, _for_each(q, keys), first)
+        scores = self._causal_scores(q, _for_each(q, keys), first, window)
         out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
 
-    def _causal_scores(self, q: Array, k: Array, start: int, positions: Ints1d | None = None) -> Array:
+    def _causal_scores(
+        self, q: Array, k: Array, start: int, window: int, positions: Ints1d | None = None
+    ) -> Array:
         scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
         rows, keys = np.arange(q.shape[2])[:, None] + start, np.arange(k.shape[2])
         hidden = keys > rows
+        if window:
+            hidden = hidden | (keys <= rows - window)
         if positions is not None:
             hidden = hidden | (keys < rows - positions.reshape(len(q), 1, -1, 1))
         return np.where(hidden, -np.inf, scores)

@@ -26,9 +26,14 @@ def matmul_flops(rows: int, weights: int) -> float:
     return 2.0 * rows * weights
 
 
-def attention_flops(elements: int, seq_len: int) -> float:
-    """Count causal attention's FLOPs: (T + 1) / 2 tokens on average, twice. y has N·C `elements`."""
-    return 2.0 * elements * (seq_len + 1)
+def attention_flops(elements: int, seq_len: int, window: int = 0) -> float:
+    """Count causal attention's FLOPs: of (T + 1) / 2 tokens on average, or fewer with a window, twice.
+
+    y has N·C `elements`.
+    """
+    before = max(0, seq_len - window) if window else 0  # rows that see a window alone
+    seen = (seq_len * (seq_len + 1) - before * (before + 1)) / (2 * seq_len)
+    return 4.0 * elements * seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,9 @@ def parameters(model: Architecture) -> Parameters:
 def operations(model: Architecture) -> Operations:
     config = model.config
     weights = (prod(p.shape) for block in model.blocks for p in block.parts if isinstance(p, Linear))
+    windows = [block.window for block in model.blocks]
     return Operations(
         layers=int(matmul_flops(1, sum(weights))),
         head=int(matmul_flops(1, config.vocab_size * config.n_embd)),
-        attention=int(config.n_layer * attention_flops(config.attention_width, config.seq_len)),
+        attention=int(sum(attention_flops(config.attention_width, config.seq_len, w) for w in windows)),
     )

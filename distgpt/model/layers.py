@@ -305,6 +305,7 @@ class Block:
         name, width, bias = f"blocks.{index}", config.n_embd, config.bias
         self.act, self.positions = config.mlp, positions
         self.qk_norm, self.head, self.eps = config.qk_norm, config.head_size, config.norm_eps
+        self.window = config.window_of(index)
         self.norm1 = NORMS[config.norm](f"{name}.norm1", config)
         q, kv = config.attention_width, config.kv_heads * config.head_size
         self.head_norm = HeadNorm(f"{name}.qk_norm", config) if config.qk_norm_gain else None
@@ -357,11 +358,11 @@ class Block:
 
     def attend(self, acts: LayerActivations, seq_len: int, positions: Ints1d | None) -> None:
         self._prepare(acts, seq_len, None)
-        self.k.attention(acts.att, acts.lse, acts.qkv, seq_len, positions)
+        self.k.attention(acts.att, acts.lse, acts.qkv, seq_len, positions, self.window)
 
     def attend_cached(self, acts: LayerActivations, cache: Floats5d, start: Ints1d) -> None:
         self._prepare(acts, len(acts.qkv) // cache.shape[1], start)
-        self.k.attention_cached(acts.att, cache, acts.qkv, start)
+        self.k.attention_cached(acts.att, cache, acts.qkv, start, self.window)
 
     def _prepare(self, acts: LayerActivations, seq_len: int, start: Ints1d | None) -> None:
         """Rotate and normalise queries and keys. Without gains the order does not matter: a rotation keeps
@@ -422,8 +423,8 @@ class Block:
         self.fc.backward(tmp.dh2, _dpre(acts, tmp))
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
         self.out.backward(tmp.datt, tmp.dmid)
-        of = acts.att, acts.lse, acts.qkv, seq_len, self.qkv.bias_along(accumulate), positions
-        self.k.attention_backward(tmp.dqkv, tmp.datt, *of)
+        of, db = (acts.att, acts.lse, acts.qkv, seq_len), self.qkv.bias_along(accumulate)
+        self.k.attention_backward(tmp.dqkv, tmp.datt, *of, db, positions, self.window)
         if self.qk_norm and self.head_norm is None:
             self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.head)
         self.positions.rotate(tmp.dqkv, seq_len, None, inverse=True)

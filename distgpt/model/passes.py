@@ -385,18 +385,22 @@ def trace(model: Model, tokens: Array, n_seq: int, seq_len: int) -> Trace:
     read = [layer.all.s1 for layer in work.layers]
     return Trace(
         tuple(host(x, config.n_embd) for x in (*read, last)),
-        tuple(_attention(host(layer.all.qkv, -1, config.head_size), config.n_head) for layer in work.layers),
+        tuple(
+            _attention(host(layer.all.qkv, -1, config.head_size), config.n_head, block.window)
+            for layer, block in zip(work.layers, model.blocks, strict=True)
+        ),
         host(scores, config.padded_vocab)[..., : config.vocab_size],
     )
 
 
-def _attention(qkv: NDArray[Any], n_head: int) -> NDArray[Any]:
+def _attention(qkv: NDArray[Any], n_head: int, window: int) -> NDArray[Any]:
     """softmax(q kᵀ / √head, causal) (B, H, T, T) of qkv (B, T, H + 2K, head), positions included."""
     wide = np.moveaxis(qkv.astype(np.promote_types(qkv.dtype, np.float32)), 1, 2)
     q, k, _ = np.split(wide, [n_head, (n_head + wide.shape[1]) // 2], axis=1)
     k = np.repeat(k, n_head // k.shape[1], axis=1)
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=wide.dtype)
-    scores[..., np.triu(np.ones(scores.shape[-2:], bool), 1)] = -np.inf
+    seen = np.tri(scores.shape[-1], dtype=bool)
+    scores[..., ~(np.triu(seen, 1 - window) if window else seen)] = -np.inf
     p = np.exp(scores - scores.max(-1, keepdims=True))
     weights: NDArray[Any] = p / p.sum(-1, keepdims=True)
     return weights

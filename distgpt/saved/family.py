@@ -96,6 +96,7 @@ class Family(ABC):
     buffers: re.Pattern[str]  # stored by some versions, though not parameters
     keys: Mapping[str, tuple[str, float]]  # our setting → their name for it, and their default
     parts: Mapping[str, tuple[Any, ...]]  # our setting → the values that this family knows
+    windows = "none"  # of attention: in which layers it has them: none, all or some
     shapes_heads = False  # where several heads of q may share one of k and v, and have any size
 
     @abstractmethod
@@ -120,12 +121,17 @@ class Family(ABC):
             "norm without gain": not config.norm_gain,
             "norm after the embedding": config.embed_norm,
             "value embeddings": config.value_embeddings,
+            "windows of attention (window)": not self._has_windows_of(config),
             "queries in groups (n_kv_head)": config.kv_heads < config.n_head and not self.shapes_heads,
             "heads of another size (head_dim)": config.attention_width != config.n_embd
             and not self.shapes_heads,
             "output layer without a norm in front": not config.final_norm,
         }
         return missing + [feature for feature, present in never.items() if present]
+
+    def _has_windows_of(self, config: ModelConfig) -> bool:
+        found = {bool(config.window_of(i)) for i in range(config.n_layer)}
+        return self.windows == "some" or found == {False} or (self.windows == "all" and found == {True})
 
     def values_from(self, settings: Settings) -> dict[str, Any]:
         return {ours: settings.get(*key) for ours, key in self.keys.items()}

@@ -17,6 +17,7 @@ FACTORS = {
     "linear": {"factor": "rope_factor"},
     "llama3": {"factor": "rope_factor", "low_freq_factor": "rope_slow", "high_freq_factor": "rope_fast"},
 }
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 OLD_CONTEXT = "original_max_position_embeddings"
 
 
@@ -68,11 +69,12 @@ class Llama(Family):
         for key in ("intermediate_size", "num_key_value_heads", "head_dim"):
             if (count := settings.get(key, 1)) < 1:
                 raise DataError(f"{settings.source}: {key} is {count}: it must be at least 1")
-        self._refuse_window(settings, config)
+        config = replace(config, **self._window(settings, config))
         return config if hidden == config.hidden else replace(config, mlp_width=hidden)
 
-    def _refuse_window(self, settings: Settings, config: ModelConfig) -> None:
-        """Refuse attention to the last tokens alone, unless the context is no longer."""
+    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
+        """Return our settings of attention to the last tokens alone, if the model has it."""
+        return {}
 
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
         return {
@@ -95,23 +97,7 @@ class Llama(Family):
         return mappings
 
 
-class _Windowed(Llama):
-    """Models of this kind may attend to a number of tokens, `sliding_window`, alone."""
-
-    def _refuse_window(self, settings: Settings, config: ModelConfig) -> None:
-        window = self._window(settings, config)
-        if window is not None and (type(window) is not int or window < config.seq_len):
-            raise DataError(
-                f"{settings.source}: sliding_window is {window!r:.40}, less than the context of"
-                f" {config.seq_len}: distgpt's attention sees all tokens before"
-            )
-
-    def _window(self, settings: Settings, config: ModelConfig) -> Any:
-        """Return the size of the window, None if there is none."""
-        return settings.values.get("sliding_window", 4096)
-
-
-class Mistral(_Windowed):
+class Mistral(Llama):
     """Mistral: a Llama, which its later versions are to the letter."""
 
     title = "Mistral"
@@ -124,11 +110,16 @@ class Mistral(_Windowed):
         "n_kv_head": ("num_key_value_heads", 8),
     }
 
+    windows = "all"
+
+    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
+        return _window(settings, config, [True] * config.n_layer)
+
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        return super().config_for(config) | {"sliding_window": None}
+        return super().config_for(config) | {"sliding_window": config.window_of(0) or None}
 
 
-class Qwen2(_Windowed):
+class Qwen2(Llama):
     """Qwen 2 and 2.5: a Llama whose queries, keys and values have biases."""
 
     title = "Qwen 2"
@@ -143,18 +134,29 @@ class Qwen2(_Windowed):
     parts: Mapping[str, tuple[Any, ...]] = {**Llama.parts, "qkv_bias": (True,)}
     absent: Mapping[str, Any] = {}
 
-    def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        return super().config_for(config) | {"use_sliding_window": False}
+    windows = "some"
 
-    def _window(self, settings: Settings, config: ModelConfig) -> Any:
+    def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
         kinds = settings.values.get("layer_types")
-        if isinstance(kinds, list):
-            has_windows = any(kind != "full_attention" for kind in kinds)
-        else:
-            has_windows = settings.get("max_window_layers", 28) < config.n_layer
-        if has_windows and settings.get("use_sliding_window", False):
-            return super()._window(settings, config)
-        return None
+        if not settings.get("use_sliding_window", False):
+            return {}
+        if kinds is None:
+            first = settings.get("max_window_layers", 28)
+            return _window(settings, config, [i >= first for i in range(config.n_layer)])
+        known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+        if not known or len(kinds) != config.n_layer:
+            raise DataError(
+                f"{settings.source}: layer_types is {kinds!r:.80}: it must be {FULL!r} or {SLIDING!r} of each"
+                " layer"
+            )
+        return _window(settings, config, [kind == SLIDING for kind in kinds])
+
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        if not any(map(config.window_of, range(config.n_layer))):
+            return super().config_for(config) | {"use_sliding_window": False}
+        kinds = [SLIDING if config.window_of(i) else FULL for i in range(config.n_layer)]
+        window = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
+        return super().config_for(config) | window
 
 
 class Qwen3(Qwen2):
@@ -166,6 +168,25 @@ class Qwen3(Qwen2):
     keys: Mapping[str, tuple[str, float]] = {**Qwen2.keys, "head_dim": ("head_dim", 128)}
     parts: Mapping[str, tuple[Any, ...]] = {**Llama.parts, "qk_norm": (True,), "qk_norm_gain": (True,)}
     absent: Mapping[str, Any] = {"attention_bias": False}
+
+
+def _window(settings: Settings, config: ModelConfig, has_window: list[bool]) -> dict[str, Any]:
+    """Return our settings of their sliding_window, which these layers have."""
+    if not any(has_window) or settings.values.get("sliding_window", 4096) is None:
+        return {}
+    window = settings.get("sliding_window", 4096)
+    if window >= config.seq_len:
+        return {}
+    if window < 1:
+        raise DataError(f"{settings.source}: sliding_window is {window}: it must be at least 1")
+    full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted from the last
+    every = 0 if not full else full[1] if len(full) > 1 else config.n_layer
+    if full != (list(range(0, config.n_layer, every)) if every else []):
+        raise DataError(
+            f"{settings.source}: some layers attend to the last {window} tokens alone: distgpt knows that of"
+            " all layers, or of all but every so many, counted from the last"
+        )
+    return {"window": window, "full_every": every}
 
 
 def _layer(config: ModelConfig) -> list[tuple[str, tuple[int, ...], str, int]]:

@@ -65,6 +65,7 @@ class Case:
     group: int = 1
     steep: float = 1.0
     documents: tuple[int, ...] = ()  # their lengths, side by side in each sequence
+    window: int = 0
 
     def positions(self, k: CudaKernels) -> Any:
         of_each = np.concatenate([np.arange(n) for n in self.documents or [0]])
@@ -79,10 +80,10 @@ class Case:
         qkv, dy = (values(k, array) for array in self.inputs(k))
         y, lse, dqkv = np.empty_like(dy), np.empty((len(dy), self.n_head)), np.empty_like(qkv)
         positions = self.positions(REFERENCE)
-        REFERENCE.attention(y, lse, qkv, self.seq_len, positions)
+        REFERENCE.attention(y, lse, qkv, self.seq_len, positions, self.window)
         db = np.arange(qkv.shape[1], dtype=float)
         bias = BiasGradient(db, True)
-        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len, bias, positions)
+        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len, bias, positions, self.window)
         return self._named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv, db)
 
     def computed(self, k: CudaKernels, back: CudaKernels | None = None) -> dict[str, Any]:
@@ -90,14 +91,15 @@ class Case:
         qkv, dy = self.inputs(k)
         y, dqkv = poisoned(k, *dy.shape), poisoned(k, *qkv.shape)
         lse = poisoned(k, len(dy), self.n_head, wide=True)
-        k.attention(y, lse, qkv, self.seq_len, self.positions(k))
+        k.attention(y, lse, qkv, self.seq_len, self.positions(k), self.window)
         ahead = values(k, y), values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
         arrays = [dqkv, dy, y, lse, qkv]
         if back is not None:
             arrays = [stored(back, k.to_host(array), array is lse) for array in arrays]
         k = back or k
         db = stored(k, np.arange(qkv.shape[1]), wide=True)
-        k.attention_backward(*arrays, self.seq_len, BiasGradient(db, True), self.positions(k))
+        bias = BiasGradient(db, True)
+        k.attention_backward(*arrays, self.seq_len, bias, self.positions(k), self.window)
         return self._named(*ahead, values(k, arrays[0]), values(k, db))
 
     def check(self, k: CudaKernels, storage: str, back: CudaKernels | None = None) -> None:
@@ -155,6 +157,12 @@ def test_attention_on_tensor_cores_is_the_reference_s() -> None:
 def test_documents_side_by_side_do_not_see_each_other(storage: str, head: int) -> None:
     for lengths in [(1, 70, 3, 66, 20), (65, 1)]:
         Case(2, sum(lengths), 4, head, 2, documents=lengths).check(kernels(storage), storage)
+
+
+@pytest.mark.parametrize(("storage", "head"), [("float64", 5), ("bfloat16", 64)])
+def test_a_token_sees_its_window_alone(storage: str, head: int) -> None:
+    for seq_len, window, documents in [(70, 2, ()), (130, 64, ()), (66, 5, ()), (90, 40, (66, 24))]:
+        Case(2, seq_len, 4, head, 2, documents=documents, window=window).check(kernels(storage), storage)
 
 
 @needs_the_processor
@@ -233,13 +241,13 @@ def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "prompt", "n_seq", "n_head", "kv_heads", "head", "n_parts"),
+    ("storage", "prompt", "n_seq", "n_head", "kv_heads", "head", "n_parts", "window"),
     [
-        ("float64", 7, 3, 1, 1, 5, 1),
-        ("float64", 7, 3, 6, 2, 5, 1),
-        ("float32", 33, 1, 3, 3, 80, 5),
-        ("float32", 33, 2, 3, 1, 12, 2),
-        ("bfloat16", 33, 1, 2, 1, 64, 3),
+        ("float64", 7, 3, 1, 1, 5, 1, 0),
+        ("float64", 7, 3, 6, 2, 5, 1, 3),
+        ("float32", 33, 1, 3, 3, 80, 5, 0),
+        ("float32", 33, 2, 3, 1, 12, 2, 34),
+        ("bfloat16", 33, 1, 2, 1, 64, 3, 9),
     ],
 )
 def test_attention_with_a_cache_is_the_reference_s(
@@ -250,6 +258,7 @@ def test_attention_with_a_cache_is_the_reference_s(
     kv_heads: int,
     head: int,
     n_parts: int,
+    window: int,
     monkeypatch: Any,
 ) -> None:
     """A prompt and three steps; then the cache."""
@@ -261,8 +270,8 @@ def test_attention_with_a_cache_is_the_reference_s(
     for new in (prompt, *[1] * steps):
         qkv, y = random(k, n_seq * new, c + 2 * kv_heads * head, seed=position), poisoned(k, n_seq * new, c)
         y64, start = np.empty(y.shape), np.array([position], np.int32)
-        k.attention_cached(y, cache, qkv, k.integers(start))
-        REFERENCE.attention_cached(y64, cache64, values(k, qkv), start)
+        k.attention_cached(y, cache, qkv, k.integers(start), window)
+        REFERENCE.attention_cached(y64, cache64, values(k, qkv), start, window)
         assert distance(values(k, y), y64) < TOLERANCE[storage], position
         position += new
     found = values(k, cache)

@@ -37,6 +37,8 @@ SHAPES = {
     "llama, linear": shape(77, 13, 1, 3, 18, rope_scaling="linear", rope_factor=2.5, head_dim=10, **MODERN),
     "qwen 2": shape(77, 13, 2, 6, 36, n_kv_head=2, mlp_width=37, qkv_bias=True, **MODERN),
     "qwen 3": shape(77, 13, 2, 4, 20, n_kv_head=2, head_dim=8, mlp_width=37, **QWEN3),
+    "mistral": shape(77, 13, 2, 3, 18, window=4, full_every=0, **MODERN),
+    "qwen 3, windows": shape(77, 13, 5, 2, 12, window=3, full_every=2, **QWEN3),
     "llama, odd": shape(259, 9, 1, 5, 10, mlp_width=7, tied=False, norm_eps=1e-3, **MODERN),
 }
 SMALL = SHAPES["odd"]

@@ -59,6 +59,8 @@ VARIANTS = {
     "value embeddings": replace(
         BASE, n_layer=3, value_embeddings=True, positions="rope", init_weights="unit"
     ),
+    "windows": replace(BASE, n_layer=3, window=4, full_every=2, positions="rope"),
+    "windows everywhere": replace(BASE, n_head=6, n_kv_head=2, window=2, full_every=0),
     "one head, one layer": replace(BASE, n_layer=1, n_head=1),
 }
 
@@ -108,7 +110,7 @@ def plain_logits(c, params, tokens):
         z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)
         return np.concatenate([z.real, z.imag], 1)
 
-    def attention(name, x):
+    def attention(name, x, window):
         heads, qkv = [], linear(f"{name}.attn.qkv", x)
         if f"{name}.values.w" in p:
             added = p[f"{name}.values.w"][tokens]
@@ -126,7 +128,8 @@ def plain_logits(c, params, tokens):
             q, k = (turned(q), turned(k)) if c.positions == "rope" else (q, k)
             if c.qk_norm and not c.qk_norm_gain:
                 q, k = (1.2 * x / np.sqrt((x**2).mean(1, keepdims=True) + c.norm_eps) for x in (q, k))
-            scores = np.where(np.tri(len(x)) > 0, q @ k.T / np.sqrt(c.head_size), -np.inf)
+            seen = [[max(0, t + 1 - window) <= s <= t for s in range(len(x))] for t in range(len(x))]
+            scores = np.where(seen, q @ k.T / np.sqrt(c.head_size), -np.inf)
             weights = np.exp(scores - scores.max(1, keepdims=True))
             heads.append(weights / weights.sum(1, keepdims=True) @ v)
         return np.concatenate(heads, 1)
@@ -145,7 +148,11 @@ def plain_logits(c, params, tokens):
     x = norm("embed_norm", x) if c.embed_norm else x
     for i in range(c.n_layer):
         name = f"blocks.{i}"
-        x = x + linear(f"{name}.attn.proj", attention(name, norm(f"{name}.norm1", x)))
+        all_seen = c.window == 0 or (c.full_every and (c.n_layer - 1 - i) % c.full_every == 0)
+        x = x + linear(
+            f"{name}.attn.proj",
+            attention(name, norm(f"{name}.norm1", x), len(x) if all_seen else c.window),
+        )
         x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
     x = norm("final_norm", x) if c.final_norm else x
     return x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T

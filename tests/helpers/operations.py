@@ -293,16 +293,17 @@ def test_rope(both):
 
 
 def test_attention(both):
-    def work(k, y, dqkv, db, dy, qkv, case, accumulate, positions):
+    def work(k, y, dqkv, db, dy, qkv, case, accumulate, positions, window):
         lse = k.wide_zeros(case.n, case.h)
-        k.attention(y, lse, qkv, case.t, positions)
-        k.attention_backward(dqkv, dy, y, lse, qkv, case.t, into(db, accumulate), positions)
+        k.attention(y, lse, qkv, case.t, positions, window)
+        k.attention_backward(dqkv, dy, y, lse, qkv, case.t, into(db, accumulate), positions, window)
 
-    for case, _, wide, packed in grouped(both, BOTH):
+    for case, _, wide, packed, window in grouped(both, BOTH, [0, 2]):
         qkv, dy = case.random(case.n, wide), case.random(case.n, case.c)
         positions = side_by_side(case) if packed else None
         for db, accumulate in bias_gradients(case, wide):
-            case.check(work, [dy.shape, qkv.shape, db], dy, qkv, case, accumulate, positions, strict=2.0)
+            outs, of = [dy.shape, qkv.shape, db], (case, accumulate, positions, window)
+            case.check(work, outs, dy, qkv, *of, strict=2.0)
 
 
 def test_qk_norm(both):
@@ -330,11 +331,11 @@ def test_sum_rows(both):
 
 
 def test_attention_cached(both):
-    for case, kv, wide, new in grouped(both, [1, 4, 5]):
+    for case, kv, wide, new, window in grouped(both, [1, 4, 5], [0, 1, 3]):
         start = np.array([5], np.int32)
         cache = case.random(2, case.b, kv, 5 + new + 3, case.c // case.h)
         outs, qkv = [(case.b * new, case.c), cache], case.random(case.b * new, wide)
-        case.check("attention_cached", outs, qkv, start)
+        case.check("attention_cached", outs, qkv, start, window)
 
 
 def check_cross_entropy(case, chunk, accumulate, ignored=0.0):

@@ -30,6 +30,8 @@ VARIANTS = {
     "own head": {"n_head": 4, "n_kv_head": 2, "head_dim": 10, "positions": "rope", "qk_norm": True}
     | {"qk_norm_gain": True, "bias": False, "qkv_bias": True, "rope_scaling": "linear"},
     "small heads": {"n_head": 2, "head_dim": 6, "norm": "rmsnorm", "mlp": "swiglu", "mlp_width": 37},
+    "windows": {"n_layer": 3, "window": 5, "full_every": 2, "positions": "rope", "n_kv_head": 1},
+    "wide windows": {"window": 34, "full_every": 0},
     "wide": {"n_embd": 32, "n_head": 1, "mlp_width": 1100, "positions": "rope", "embed_norm": True},
 }
 TYPES = {

@@ -26,8 +26,8 @@ class Windowed(ReferenceKernels):
 
     begins: np.ndarray
 
-    def _causal_scores(self, q, k, start, positions=None):
-        scores = super()._causal_scores(q, k, start, positions)
+    def _causal_scores(self, q, k, start, window, positions=None):
+        scores = super()._causal_scores(q, k, start, window, positions)
         gone = np.arange(k.shape[2]) < self.begins[: q.shape[2], None]
         return np.where(gone, -np.inf, scores)
 

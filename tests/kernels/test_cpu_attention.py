@@ -39,14 +39,14 @@ def poisoned(shape, dtype):
     return stored(np.full(shape, np.nan), dtype)
 
 
-def both_passes(k, qkv, dy, n_head, seq_len, positions=None):
+def both_passes(k, qkv, dy, n_head, seq_len, positions=None, window=0):
     """y, lse, dqkv"""
     y, dqkv = (x.copy() for x in (dy, qkv))
     lse = np.full((len(dy), n_head), np.nan, k.wide)
     for out in (y, dqkv):
         k.put(out, np.full(out.shape, np.nan))
-    k.attention(y, lse, qkv, seq_len, positions)
-    k.attention_backward(dqkv, dy, y, lse, qkv, seq_len, None, positions)
+    k.attention(y, lse, qkv, seq_len, positions, window)
+    k.attention_backward(dqkv, dy, y, lse, qkv, seq_len, None, positions, window)
     return y, lse, dqkv
 
 
@@ -102,6 +102,29 @@ def test_documents_side_by_side_do_not_see_each_other(dtype):
             check(found[own], wide(expected), "float32" if name == "lse" else dtype, (name, first, last))
 
 
+WINDOWS = [(1, 1), (2 * ROWS, 1), (70, 5), (70, 69), (70, 70), (9 * ROWS + 1, 4 * ROWS), (200, 64)]
+
+
+def test_a_token_sees_its_window_alone(dtype):
+    """Alone, and in documents side by side."""
+    exact, n_head, size = ReferenceKernels("float64"), 4, 20
+    for seq_len, window in WINDOWS:
+        qkv, dy = inputs(dtype, 2, seq_len, n_head, size, seed=seq_len, kv_heads=2)
+        middle = seq_len // 3
+        documents = np.concatenate([np.arange(middle), np.arange(seq_len - middle)]).astype(np.int32)
+        for positions in (None, np.tile(documents, 2)):
+            y, lse, dqkv = both_passes(kernels(dtype), qkv, dy, n_head, seq_len, positions, window)
+            outs = (wide(dy) * 0, np.zeros(lse.shape), wide(qkv) * 0)
+            exact.attention(outs[0], outs[1], wide(qkv), seq_len, positions, window)
+            exact.attention_backward(
+                outs[2], wide(dy), wide(y), outs[1], wide(qkv), seq_len, None, positions, window
+            )
+            values = slice(-2 * size, None)  # with few keys seen, gradients of scores may be 0
+            check(y, outs[0], dtype, ("y", seq_len, window))
+            check(dqkv[:, values], outs[2][:, values], dtype, ("dv", seq_len, window))
+            np.testing.assert_allclose(wide(dqkv), outs[2], rtol=0, atol=20 * CLOSE[dtype])
+
+
 def test_scores_far_apart_neither_overflow_nor_leave_anything_to_keys_to_come(dtype):
     """The largest score of a row is the next row's smallest, and beyond the range of eˣ."""
     seq_len, size = 2 * ROWS + 5, 16
@@ -125,10 +148,9 @@ def test_a_unit_writes_what_belongs_to_its_head_and_no_more(dtype):
     for unit in range(2 * n_head):
         y, dqkv = poisoned(dy.shape, dtype), poisoned(qkv.shape, dtype)
         lse = np.full((len(dy), n_head), np.nan, k.wide)
-        attention.attention(unit, unit + 1, y, lse, qkv, seq_len, forward, None)
-        attention.attention_backward(
-            unit, unit + 1, dqkv, dy, whole[0], whole[1], qkv, seq_len, backward, None
-        )
+        attention.attention(unit, unit + 1, y, lse, qkv, seq_len, forward, None, seq_len)
+        of = dqkv, dy, whole[0], whole[1], qkv, seq_len, backward, None, seq_len
+        attention.attention_backward(unit, unit + 1, *of)
         rows = slice(unit // n_head * seq_len, (unit // n_head + 1) * seq_len)
         for found, expected in zip((y, lse, dqkv), whole, strict=True):
             by_head = len(found), -1, n_head, 1 if found is lse else size
@@ -183,16 +205,16 @@ def test_a_cache_of_any_length(dtype):
     n_seq, n_head, length = 2, 6, 170
     k, exact = kernels(dtype), ReferenceKernels("float64")
     random = np.random.default_rng(4)
-    for (start, new), (size, kv_heads) in product(CACHED, ((3, 6), (20, 1), (64, 2))):
+    for (start, new), (size, kv_heads, window) in product(CACHED, ((3, 6, 0), (20, 1, 67), (64, 2, 5))):
         cache = random.standard_normal((2, n_seq, kv_heads, length, size))
         cache[:, :, :, start:] = np.nan  # what is not yet there must not be read
         cache = stored(cache, dtype)
         qkv, y = inputs(dtype, n_seq, new, n_head, size, kv_heads=kv_heads)
         k.put(y, np.full(y.shape, np.nan))
         expected, exact_cache = np.zeros(y.shape), wide(cache)
-        exact.attention_cached(expected, exact_cache, wide(qkv), np.array([start]))
-        k.attention_cached(y, cache, qkv, np.array([start]))
-        check(y, expected, dtype, (start, new, size))
+        exact.attention_cached(expected, exact_cache, wide(qkv), np.array([start]), window)
+        k.attention_cached(y, cache, qkv, np.array([start]), window)
+        check(y, expected, dtype, (start, new, size, window))
         np.testing.assert_array_equal(wide(cache), exact_cache)
 
 

@@ -96,7 +96,7 @@ CHANGES = {
     "heads for each layer": ({"llama.attention.head_count_kv": np.array([1, 2], np.int32)}, "layer to layer"),
     "a base that is no number": ({"llama.rope.freq_base": float("nan")}, "rope_theta"),
     "yarn": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "'yarn'"),
-    "a window": ({"llama.attention.sliding_window": 8}, "sliding_window"),
+    "a window that is no number": ({"llama.attention.sliding_window": "8"}, "sliding_window is '8'"),
     "lists for numbers": ({"llama.block_count": np.ones(3, np.int32)}, "layer to layer"),
     "a list for a text": ({"general.architecture": np.ones(3, np.int32)}, "known are"),
     "a list of parts": ({"split.count": np.ones(3, np.int32)}, "merge"),

@@ -84,28 +84,44 @@ LLAMA_REFUSALS = [
 
 
 WINDOWS = [
-    ("mistral", {}, False),  # of 4,096 tokens, by default
-    ("mistral", {"sliding_window": None}, True),
-    ("mistral", {"sliding_window": 8192}, True),
-    ("mistral", {"sliding_window": 8191}, False),
-    ("mistral", {"sliding_window": "all"}, False),
-    ("qwen2", {}, True),
-    ("qwen2", {"sliding_window": 13, "use_sliding_window": False}, True),
-    ("qwen2", {"sliding_window": 13, "use_sliding_window": True}, True),  # from layer 28 on
-    ("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 1}, False),
-    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, True),
-    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, False),
+    ("mistral", {}, [4096, 4096, 4096]),  # by default
+    ("mistral", {"sliding_window": None}, [0, 0, 0]),
+    ("mistral", {"sliding_window": 8192}, [0, 0, 0]),
+    ("mistral", {"sliding_window": 8191}, [8191, 8191, 8191]),
+    ("mistral", {"sliding_window": "all"}, "sliding_window is 'all'"),
+    ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+    ("qwen2", {}, [0, 0, 0]),
+    ("qwen2", {"sliding_window": 13, "use_sliding_window": False}, [0, 0, 0]),
+    ("qwen2", {"sliding_window": 13, "use_sliding_window": True}, [0, 0, 0]),  # from layer 28 on
+    ("qwen2", {"sliding_window": 13, "max_window_layers": 0}, [0, 0, 0]),
+    ("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 0}, [13, 13, 13]),
+    ("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 1}, "counted from"),
+    *(
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": types}, expected)
+        for types, expected in (
+            (["full_attention"] * 3, [0, 0, 0]),
+            (["sliding_attention"] * 3, [5, 5, 5]),
+            (["full_attention", "sliding_attention", "full_attention"], [0, 5, 0]),
+            (["sliding_attention", "sliding_attention", "full_attention"], [5, 5, 0]),
+            (["full_attention", "full_attention", "sliding_attention"], "counted from the last"),
+            (["sliding_attention", "full_attention", "full_attention"], "counted from the last"),
+            (["sliding_attention"] * 2, "of each layer"),
+            (["linear_attention"] * 3, "layer_types is"),
+            ("sliding_attention", "layer_types is"),
+        )
+    ),
 ]
 
 
-def test_attention_to_the_last_tokens_alone_is_refused():
-    for kind, changes, is_read in WINDOWS:
-        values = {"model_type": kind, "max_position_embeddings": 8192, "num_hidden_layers": 2, **changes}
-        if is_read:
-            assert recognised(Settings(values, "there"))[1].seq_len == 8192
-        else:
-            with pytest.raises(DataError, match=r"there: sliding_window is .*less than the context of 8192"):
-                recognised(Settings(values, "there"))
+@pytest.mark.parametrize(("kind", "changes", "expected"), WINDOWS)
+def test_windows_of_attention_are_read_or_refused(kind, changes, expected):
+    values = {"model_type": kind, "max_position_embeddings": 8192, "num_hidden_layers": 3, **changes}
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=f"there: .*{expected}"):
+            recognised(Settings(values, "there"))
+    else:
+        config = recognised(Settings(values, "there"))[1]
+        assert [config.window_of(i) for i in range(3)] == expected
 
 
 def test_a_configuration_that_is_not_ours_is_refused(exported, llama):

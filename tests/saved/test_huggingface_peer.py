@@ -53,6 +53,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_m
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
 GROUPED = {**NEW, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": LONG}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
+WINDOWS |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 FAMILIES = {
     "gpt2": ({**OLD, "n_positions": LONG}, "1GB"),
     "llama 2": ({**NEW, "max_position_embeddings": LONG}, "1GB"),
@@ -60,9 +62,11 @@ FAMILIES = {
     "smollm": ({**GROUPED, "head_dim": 10, "rms_norm_eps": 1e-3, "dtype": "bfloat16"}, "8KB"),
     "linear": ({**NEW, "max_position_embeddings": LONG, "rope_parameters": LINEAR}, "1GB"),
     "mistral": ({**GROUPED, "model_type": "mistral", "sliding_window": None, "head_dim": 6}, "1GB"),
+    "mistral of windows": ({**GROUPED, "model_type": "mistral", "sliding_window": 50}, "1GB"),
     "qwen2": ({**GROUPED, "model_type": "qwen2", "intermediate_size": 37}, "8KB"),
     "qwen2 tied": ({**GROUPED, "model_type": "qwen2", "tie_word_embeddings": True}, "1GB"),
     "qwen3": ({**GROUPED, "model_type": "qwen3", "head_dim": 16, "intermediate_size": 37}, "8KB"),
+    "qwen3 of windows": ({**GROUPED, "model_type": "qwen3", "num_hidden_layers": 3, **WINDOWS}, "1GB"),
 }
 
 

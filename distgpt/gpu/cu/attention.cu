@@ -9,7 +9,7 @@
 //   attention_delta                                 DELTA_LANES for each row and head
 // qkv is (rows, (heads + 2 heads / GROUP) · HEAD); lse, delta are (sequences, heads, T) of real.
 #include "common.cuh"
-#include "packed.cuh"
+#include "seen.cuh"
 
 constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // elements moved at once from and to memory
 constexpr int CHUNK = 16 / sizeof(real);          // reals moved at once from and to shared memory

@@ -3,9 +3,10 @@
 // Grid (sequences · heads, new rows, parts), block WARPS · 32 threads. The keys a row sees are cut into as
 // many parts as the grid has; with more than one, attention_cached_join (sequences · heads, new rows) of one
 // warp puts them together. Where the new rows stand in the cache is read on the device, so that a recorded
-// launch can be repeated at every position. HEAD and GROUP, the heads of q that share a head of k and v, are
-// macros; no more than t_max positions may be filled.
+// launch can be repeated at every position. HEAD, GROUP, the heads of q that share a head of k and v, and WINDOW
+// are macros; no more than t_max positions may be filled.
 #include "common.cuh"
+#include "seen.cuh"
 
 constexpr int W = HEAD % PACK == 0 ? PACK : 1;
 constexpr int PIECES = HEAD / W;  // of at most 256 elements: a thread for each
@@ -63,8 +64,9 @@ attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const
     const long long aside = channels + (head / GROUP - head) * HEAD;  // of k, from q
     stored* keys = cache + (long long)(blockIdx.x / GROUP) * t_max * HEAD;
     stored* values = keys + (long long)(gridDim.x / GROUP) * t_max * HEAD;
-    const int per_part = (last + n_parts) / n_parts;  // last + 1 keys, rounded up
-    const int from = part * per_part, to = min(from + per_part, last + 1);
+    const int lowest = WINDOW ? max(0, last + 1 - WINDOW) : 0;
+    const int per_part = (last - lowest + n_parts) / n_parts;  // last + 1 - lowest keys, rounded up
+    const int from = lowest + part * per_part, to = min(from + per_part, last + 1);
     const real scale = 1 / sqrt(real(HEAD));
 
     Elements<W> q[EACH];

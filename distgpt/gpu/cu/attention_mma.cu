@@ -10,7 +10,7 @@
 // they find its rows in the cache, and of them those with the longest work first. The arrays are those of
 // attention.cu, whose delta serves too.
 #include "common.cuh"
-#include "packed.cuh"
+#include "seen.cuh"
 
 // ---- tensor cores and what feeds them, for compute capability 8.0 and later: a warp's product of bfloat16
 // matrices with sums in float, matrices out of shared memory, copies into it that do not wait.
@@ -274,15 +274,15 @@ struct Begins {
     __device__ Begins(const int* positions, const Place& place, int t) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            if (PACKED && row_of(2 * half) < place.rows_from(t))
+            if (BOUNDED && row_of(2 * half) < place.rows_from(t))
                 at[half] = first_key(positions, place, t + row_of(2 * half));
     }
 
-    // Scores of keys, from `start` on, before the document of their query
+    // Scores of keys, from `start` on, before those that their query sees
     template <int COUNT>
     __device__ __forceinline__ void hide(Sums<COUNT>& s, int start) const {
 #pragma unroll
-        for (int n = 0; PACKED && n < COUNT; n++)
+        for (int n = 0; BOUNDED && n < COUNT; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 if (start + n * 8 + pair() + i % 2 < at[i / 2]) s.at[n][i] = LOWEST;
@@ -319,7 +319,7 @@ struct Softmax {
             highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, 2));
             const float fade = exp2_fast((top[half] - highest) * scale);
-            const float offset = PACKED && highest == LOWEST ? 0 : -highest * scale;  // all are hidden
+            const float offset = BOUNDED && highest == LOWEST ? 0 : -highest * scale;  // all are hidden
             top[half] = highest;
             total[half] *= fade;
 #pragma unroll
@@ -491,7 +491,7 @@ attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* 
                 if (start + part < own + SIDE)
                     hide(s, [&](int right) { return right < own - start - part - ahead(); });
 #pragma unroll
-                for (int n = 0; PACKED && n < QUERY_PART / 8; n++)
+                for (int n = 0; BOUNDED && n < QUERY_PART / 8; n++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int query = min(start + part + n * 8 + pair() + i % 2, seq_len - 1);

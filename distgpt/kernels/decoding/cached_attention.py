@@ -16,7 +16,7 @@ from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused.attention import normalise_head, pair, rstd_of
 from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
-from distgpt.kernels.fused.softmax import EDGE, softmax
+from distgpt.kernels.fused.softmax import EDGE, UNSEEN, softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
 
@@ -66,12 +66,12 @@ def thread_scratch(config: ModelConfig, dtype: str) -> ThreadScratch:
 def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
     """A thread's heads of k and v, with those of q that meet them, of all feeds, one after the other.
 
-    y ← attention in layer i to all of the lane. If `only_scored`, only the last rows of each feed attend; all
-    rows give keys and values.
+    y ← attention in layer i to its window of the lane. If `only_scored`, only the last rows of each feed
+    attend; all rows give keys and values.
     """
     thread, n_threads = threads
     heads, size = kind.kv_heads, kind.size
-    width, gains = kind.heads * size, weights.head_gains[:, i : i + 1]
+    width, gains, window = kind.heads * size, weights.head_gains[:, i : i + 1], weights.windows[i]
     units, span = feeds.shape[0] * heads, width // heads
     for unit in range(units * thread // n_threads, units * (thread + 1) // n_threads):
         feed, head = feeds[unit // heads], unit % heads
@@ -84,7 +84,8 @@ def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
         for column in range(head * span, (head + 1) * span, size):
             for top in range(count - feed[4] if only_scored else 0, count, ROWS):
                 n = min(ROWS, count - top)
-                _attend(n, before + top + 1, new[top:], column, size, keys, values, y[row + top :], own)
+                seen, out = before + top + 1, y[row + top :]
+                _attend(n, seen, window, new[top:], column, size, keys, values, out, own)
 
 
 @inline
@@ -118,8 +119,13 @@ def _scale_head(x, gain, eps):
 
 
 @inline
-def _attend(n, seen, q, column, size, keys, values, y, own):
-    """Attend with up to ROWS queries of one head; the first sees `seen` keys and each next one more."""
+def _attend(n, seen, window, q, column, size, keys, values, y, own):
+    """Attend with up to ROWS queries of one head; before the first stand `seen` keys, its own included.
+
+    Panels before its window are left out: whole vectors, so that sums are the same with other rows beside it.
+    """
+    begin = max(0, seen - window) // COLUMNS
+    seen -= begin * COLUMNS
     stop = seen + n - 1
     scale = np.float32(1 / math.sqrt(size))
     for i in range(n):
@@ -127,15 +133,23 @@ def _attend(n, seen, q, column, size, keys, values, y, own):
         for j in range(size):
             put(to, j, of[j])
     for panel in range((stop + COLUMNS - 1) // COLUMNS):
-        _tile(n, size, own.q, keys[panel], own.scores[:, panel * COLUMNS :], COLUMNS)
+        _tile(n, size, own.q, keys[begin + panel], own.scores[:, panel * COLUMNS :], COLUMNS)
     for i in range(n):
+        own.scores[i, : max(0, seen + i - window)] = UNSEEN
         softmax(own.scores[i], own.probs[i], seen + i, seen + i, scale, own.sums[i])
         rest = own.probs[i]
         for j in range(seen + i, stop):
             put(rest, j, np.float32(0))
     for panel in range(values.shape[0]):
         left = panel * COLUMNS
-        _tile(n, stop, own.probs, values[panel], y[:, column + left :], min(COLUMNS, size - left))
+        _tile(
+            n,
+            stop,
+            own.probs,
+            values[panel, begin * COLUMNS * COLUMNS :],
+            y[:, column + left :],
+            min(COLUMNS, size - left),
+        )
     for i in range(n):
         to, share = y[i, column : column + size], np.float32(1) / own.sums[i, 1]
         for j in range(size):

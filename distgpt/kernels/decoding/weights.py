@@ -40,6 +40,7 @@ class Weights(NamedTuple):
     head: Array  # (panels, elements of a panel)
     embedding: Array  # the same; the head's own memory if they are tied
     values: Array  # value embeddings of those layers that have some, like Layer.w
+    windows: Array  # int64 (layers,), of attention, T where a layer sees all
     places: Array  # (T, C), or (1, C) of 0
     cos: Array  # (T, head / 2), or (1, 0)
     sin: Array
@@ -90,6 +91,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
         values=_packed(values, len(config.value_layers), [vocab])[0]
         if config.value_layers
         else head[None][:0],
+        windows=np.array([config.window_of(i) or config.seq_len for i in range(config.n_layer)], np.int64),
         places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
         cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
         sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,

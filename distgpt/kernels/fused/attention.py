@@ -104,7 +104,7 @@ def _row(seq_len: int) -> int:
 
 
 @jit
-def attention(first, last, y, lse, qkv, seq_len, s, positions):
+def attention(first, last, y, lse, qkv, seq_len, s, positions, window):
     width, n_head = y.shape[1], lse.shape[1]
     size, kv_width = width // n_head, (qkv.shape[1] - width) // 2
     group = width // kv_width  # heads of q that share k and v
@@ -117,25 +117,25 @@ def attention(first, last, y, lse, qkv, seq_len, s, positions):
             pack_head(s.values, qkv, row, seq_len, key + kv_width, size)
         for begin in range(0, seq_len, ROWS):
             n = min(ROWS, seq_len - begin)
-            key = first_key(positions, row, begin) // COLUMNS * COLUMNS
-            _attend(n, begin + 1, key, y, lse, head, qkv, row + begin, column, size, s, positions)
+            key = first_key(positions, window, row, begin) // COLUMNS * COLUMNS
+            _attend(n, begin + 1, key, y, lse, head, qkv, row + begin, column, size, s, positions, window)
 
 
 @inline
-def first_key(positions, row, query):
+def first_key(positions, window, row, query):
     """Return the first key that a query of the sequence that begins at `row` sees, and so those after it."""
-    return 0 if positions is None else query - positions[row + query]
+    return max(0 if positions is None else query - positions[row + query], query + 1 - window)
 
 
 @inline
-def hide(scores, positions, row, seen):
-    """Hide what lies before a row's document from its scores, which are of `seen` keys, its own the last."""
-    if positions is not None:
-        scores[: max(0, seen - 1 - positions[row])] = UNSEEN
+def hide(scores, positions, window, row, seen):
+    """Hide what lies before a row's document and window from its scores, of `seen` keys, its own the last."""
+    reach = window if positions is None else min(window, positions[row] + 1)
+    scores[: max(0, seen - reach)] = UNSEEN
 
 
 @inline
-def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions):
+def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions, window):
     """Attend with up to ROWS queries from `row` on; the first sees `seen` keys and each next one more.
 
     Those before `key`, where a panel begins, are left out.
@@ -144,7 +144,7 @@ def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions):
     stop, scale = seen + n - 1, number(s.out, 1.0 / math.sqrt(size))
     _against(n, size, qkv[row:, column:], s.keys[key // COLUMNS :], stop, s.scores)
     for i in range(n):
-        hide(s.scores[i], positions, row + i, seen + i)
+        hide(s.scores[i], positions, window, row + i, seen + i)
         softmax(s.scores[i], s.probs[i], seen + i, stop, scale, s.sums[i])
         if lse is not None:
             lse[row + i, head] = s.sums[i, 0] * scale + np.log(s.sums[i, 1])
@@ -170,7 +170,7 @@ def _padded(row, stop):
 
 
 @jit
-def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions):
+def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions, window):
     width, n_head = y.shape[1], lse.shape[1]
     size, arrays = width // n_head, (dqkv, dy, y, lse, qkv)
     kv_width = (qkv.shape[1] - width) // 2
@@ -186,30 +186,32 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions
             pack_head(s.queries, qkv, row, seq_len, head * size, size)
             pack_head(s.grads, dy, row, seq_len, head * size, size)
             for begin in range(0, seq_len, BLOCK):
-                end, seen = min(begin + BLOCK, seq_len), first_key(positions, row, begin) // ROWS * ROWS
+                seen = first_key(positions, window, row, begin) // ROWS * ROWS
+                end = min(begin + BLOCK, seq_len)
                 key = seen // COLUMNS * COLUMNS  # where a panel begins
                 for start in range(begin, end, ROWS):
                     n = min(ROWS, end - start)
-                    _query_gradients(n, start, start - begin, key, arrays, row, head, size, s, positions)
+                    of = positions, window
+                    _query_gradients(n, start, start - begin, key, arrays, row, head, size, s, of)
                 _key_gradients(begin, end, seen, key, head > kv_head * group, s)
         _write(dqkv, row, seq_len, k, size, s.dkeys)
         _write(dqkv, row, seq_len, v, size, s.dvalues)
 
 
 @inline
-def _query_gradients(n, start, place, key, arrays, row, head, size, s, positions):
+def _query_gradients(n, start, place, key, arrays, row, head, size, s, of):
     """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `place` on.
 
     Scores begin with `key`.
     """
-    dqkv, dy, y, lse, qkv = arrays
+    (dqkv, dy, y, lse, qkv), (positions, window) = arrays, of
     seen, stop, top, q = start + 1 - key, start + n - key, row + start, head * size
     _against(n, size, qkv[top:, q:], s.keys[key // COLUMNS :], stop, s.scores)
     _against(n, size, dy[top:, q:], s.values[key // COLUMNS :], stop, s.dprobs)
     scale, end = number(s.dkeys, 1.0 / math.sqrt(size)), _padded(s.scores, stop)
     for i in range(n):
         delta = _dot(y[top + i, q : q + size], dy[top + i, q : q + size])
-        hide(s.scores[i], positions, top + i, seen + i)
+        hide(s.scores[i], positions, window, top + i, seen + i)
         s.scores[i, seen + i : end] = UNSEEN
         _softmax_backward(s.scores[i, :end], s.dprobs[i, :end], scale, delta, lse[top + i, head])
     _round_rows(n, place, end, s)
@@ -265,8 +267,8 @@ def _write(out, row, seq_len, column, size, x):
 
 
 @jit
-def attention_cached(first, last, y, cache, qkv, start, s):
-    """New rows of each sequence, from position `start` on, against all keys up to their own."""
+def attention_cached(first, last, y, cache, qkv, start, s, window):
+    """New rows of each sequence, from position `start` on, against the last keys up to their own."""
     width, n_seq, kv_heads, size = y.shape[1], cache.shape[1], cache.shape[2], cache.shape[4]
     new, kv_width = y.shape[0] // n_seq, kv_heads * size
     for unit in range(first, last):
@@ -283,10 +285,12 @@ def attention_cached(first, last, y, cache, qkv, start, s):
             stop = column + size
             for i in range(new if new <= FEW else 0):
                 q, out = qkv[seq * new + i, column:stop], y[seq * new + i, column:stop]
-                _attend_one(q, keys[: start + i + 1], values[: start + i + 1], out, s)
+                seen = slice(first_key(None, window, 0, start + i), start + i + 1)
+                _attend_one(q, keys[seen], values[seen], out, s)
             for begin in range(0, new if new > FEW else 0, ROWS):
-                n = min(ROWS, new - begin)
-                _attend(n, start + begin + 1, 0, y, None, 0, qkv, seq * new + begin, column, size, s, None)
+                n, row = min(ROWS, new - begin), seq * new + begin
+                key = first_key(None, window, 0, start + begin) // COLUMNS * COLUMNS
+                _attend(n, start + begin + 1, key, y, None, 0, qkv, row, column, size, s, None, window)
 
 
 @inline

@@ -164,9 +164,11 @@ OPERATIONS = {
     ),
     "sum_rows": Operation("Norms backward"),
     "rope": Operation("RoPE", lambda a: 2 * _heads(a, a.heads, 2 * a.angles.cos.shape[1])),
-    "attention": Operation("Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len)),
+    "attention": Operation(
+        "Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len, a.window)
+    ),
     "attention_backward": Operation(
-        "Attention backward", flops=lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len)
+        "Attention backward", flops=lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len, a.window)
     ),
     # Of the whole cache: only the device knows how much of it is filled.
     "attention_cached": Operation(

@@ -74,6 +74,8 @@ def family_in_gguf(config: ModelConfig, source: object) -> Family:
     family = family_for(config, source, "GGUF")
     if config.mlp == "relu":
         raise UsageError(f"{source} cannot be exported: GPT-2 has no ReLU in GGUF")
+    if any(map(config.window_of, range(config.n_layer))):
+        raise UsageError(f"{source} cannot be exported: llama.cpp leaves windows of attention out (window)")
     if factors_for(config) is not None and family.model_type != "llama":
         raise UsageError(f"{source} cannot be exported: in GGUF only a Llama has Llama 3's rope_scaling")
     return family
