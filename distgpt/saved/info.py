@@ -126,6 +126,7 @@ def _tokenizer(model: Source) -> tuple[Tokenizer | None, dict[str, str]]:
 
 
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    windows = sum(config.window_of(i) > 0 for i in range(config.n_layer))
     parts = [
         PART_NAMES[config.norm],
         PART_NAMES[config.mlp],
@@ -135,6 +136,7 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         *["normalised and scaled queries and keys" if config.qk_norm_gain else "normalised queries and keys"]
         * config.qk_norm,
         *["value embeddings"] * config.value_embeddings,
+        *[f"windows of {config.window:,} tokens in {count(windows, 'layer')}"] * bool(windows),
     ]
     heads = count(config.n_head, "head")
     if config.attention_width != config.n_embd:

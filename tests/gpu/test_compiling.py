@@ -83,11 +83,13 @@ def test_two_rows_of_scores_fit_a_multiprocessor():
 @pytest.mark.slow
 def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multiprocessor():
     heads = range(SIDE, LARGEST_HEAD + 1, SIDE)
-    for arch, head in (("sm_80", 64), ("sm_80", 128), *(("sm_90", head) for head in heads)):
-        used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, 1)), arch)
+    whole = ("sm_80", 64), ("sm_80", 128), *(("sm_90", head) for head in heads)
+    cases = [*((*each, ()) for each in whole), *(("sm_90", head, ("WINDOW=128",)) for head in (64, 128))]
+    for arch, head, window in cases:
+        used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, 1), *window), arch)
         assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
         for kernel, takes in used.items():
-            where = (arch, head, kernel, takes)
+            where = (arch, head, window, kernel, takes)
             assert (takes.stack, takes.spill_stores, takes.spill_loads) == (0, 0, 0), where
             least = {"attention_forward": 4 if head <= 64 else 3}.get(kernel, 3 if head <= 64 else 2)
             assert takes.registers * 128 * least <= REGISTERS and takes.shared * least <= 164 << 10, where
