@@ -66,11 +66,11 @@ def refuse_without_torch(option: str, python: str) -> None:
 
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
     """Return the architecture as the peer's Shape, which lacks some of our settings."""
-    of_its_own = shape.head_dim or shape.qkv_bias or shape.rope_scaling != "none"
+    of_its_own = shape.head_dim or shape.qkv_bias or shape.rope_scaling != "none" or any(shape.windows)
     if shape.qk_norm or shape.value_embeddings or shape.mlp == "relu2" or of_its_own:
         raise UsageError(
-            "the model in PyTorch has no qk_norm, value embeddings, relu2, head_dim, qkv_bias, rope_scaling:"
-            " see --preset tiny-adamw"
+            "the model in PyTorch has no qk_norm, value embeddings, relu2, head_dim, qkv_bias, rope_scaling,"
+            " window: see --preset tiny-adamw"
         )
     return {name: value for name, value in asdict(shape).items() if name not in LACKING}
 

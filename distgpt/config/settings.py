@@ -103,13 +103,13 @@ class ModelConfig:
     )
     window: int = of_model(
         0,
-        "Let a token attend to the last so many alone, itself included. 0: to all.",
+        "Let each token attend to so many alone: itself and those just before it. 0: no limit.",
         low=0,
         most=1 << 20,
     )
     full_every: int = of_model(
         4,
-        "With --window: attend to all in every so many layers, counted from the last. 0: in none.",
+        "With --window: every so many layers, counted back from the last, have no limit. 0: none.",
         low=0,
         most=1000,
     )
@@ -178,9 +178,14 @@ class ModelConfig:
         return range(first, self.n_layer, 2)
 
     def window_of(self, layer: int) -> int:
-        """Return how many tokens a layer's tokens attend to, themselves included; 0: all before."""
+        """Return how many tokens each token attends to in a layer, itself included; 0: all before it."""
         sees_all = self.full_every and (self.n_layer - 1 - layer) % self.full_every == 0
         return 0 if sees_all or self.window >= self.seq_len else self.window
+
+    @property
+    def windows(self) -> list[int]:
+        """Return `window_of` of all layers."""
+        return [self.window_of(layer) for layer in range(self.n_layer)]
 
     @property
     def padded_vocab(self) -> int:

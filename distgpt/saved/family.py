@@ -121,17 +121,16 @@ class Family(ABC):
             "norm without gain": not config.norm_gain,
             "norm after the embedding": config.embed_norm,
             "value embeddings": config.value_embeddings,
-            "windows of attention (window)": not self._has_windows_of(config),
+            "windows of attention (window)": any(config.windows) and self.windows == "none",
+            "layers without a window beside those with one (full_every)": any(config.windows)
+            and not all(config.windows)
+            and self.windows == "all",
             "queries in groups (n_kv_head)": config.kv_heads < config.n_head and not self.shapes_heads,
             "heads of another size (head_dim)": config.attention_width != config.n_embd
             and not self.shapes_heads,
             "output layer without a norm in front": not config.final_norm,
         }
         return missing + [feature for feature, present in never.items() if present]
-
-    def _has_windows_of(self, config: ModelConfig) -> bool:
-        found = {bool(config.window_of(i)) for i in range(config.n_layer)}
-        return self.windows == "some" or found == {False} or (self.windows == "all" and found == {True})
 
     def values_from(self, settings: Settings) -> dict[str, Any]:
         return {ours: settings.get(*key) for ours, key in self.keys.items()}

@@ -126,7 +126,7 @@ def _tokenizer(model: Source) -> tuple[Tokenizer | None, dict[str, str]]:
 
 
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    windows = sum(config.window_of(i) > 0 for i in range(config.n_layer))
+    windows = sum(window > 0 for window in config.windows)
     parts = [
         PART_NAMES[config.norm],
         PART_NAMES[config.mlp],

@@ -109,14 +109,15 @@ class Mistral(Llama):
         "mlp_width": ("intermediate_size", 14336),
         "n_kv_head": ("num_key_value_heads", 8),
     }
-
     windows = "all"
 
     def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
         return _window(settings, config, [True] * config.n_layer)
 
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        return super().config_for(config) | {"sliding_window": config.window_of(0) or None}
+        return super().config_for(config) | {
+            "sliding_window": None if config.full_every else config.window or None
+        }
 
 
 class Qwen2(Llama):
@@ -138,7 +139,11 @@ class Qwen2(Llama):
 
     def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
         kinds = settings.values.get("layer_types")
-        if not settings.get("use_sliding_window", False):
+        is_used = settings.get("use_sliding_window", False)
+        is_there = is_used and settings.values.get("sliding_window", 4096) is not None
+        if isinstance(kinds, list) and SLIDING in kinds and not is_there:
+            raise DataError(f"{settings.source}: layer_types has {SLIDING}, but no sliding_window is used")
+        if not is_used:
             return {}
         if kinds is None:
             first = settings.get("max_window_layers", 28)
@@ -152,11 +157,13 @@ class Qwen2(Llama):
         return _window(settings, config, [kind == SLIDING for kind in kinds])
 
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        if not any(map(config.window_of, range(config.n_layer))):
+        if not any(config.windows):
             return super().config_for(config) | {"use_sliding_window": False}
-        kinds = [SLIDING if config.window_of(i) else FULL for i in range(config.n_layer)]
-        window = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
-        return super().config_for(config) | window
+        kinds = [SLIDING if window else FULL for window in config.windows]
+        found = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
+        if SLIDING not in kinds or FULL not in kinds:  # versions that know no layer_types
+            found["max_window_layers"] = 0
+        return super().config_for(config) | found
 
 
 class Qwen3(Qwen2):
@@ -175,18 +182,18 @@ def _window(settings: Settings, config: ModelConfig, has_window: list[bool]) -> 
     if not any(has_window) or settings.values.get("sliding_window", 4096) is None:
         return {}
     window = settings.get("sliding_window", 4096)
-    if window >= config.seq_len:
-        return {}
     if window < 1:
         raise DataError(f"{settings.source}: sliding_window is {window}: it must be at least 1")
-    full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted from the last
+    full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted back from the last
     every = 0 if not full else full[1] if len(full) > 1 else config.n_layer
-    if full != (list(range(0, config.n_layer, every)) if every else []):
-        raise DataError(
-            f"{settings.source}: some layers attend to the last {window} tokens alone: distgpt knows that of"
-            " all layers, or of all but every so many, counted from the last"
-        )
-    return {"window": window, "full_every": every}
+    if full == (list(range(0, config.n_layer, every)) if every else []):
+        return {"window": window, "full_every": every}  # also one that a longer --context would need
+    if window >= config.seq_len:
+        return {}
+    raise DataError(
+        f"{settings.source}: the layers with a sliding_window of {window} must be all, or all but every so"
+        " many, counted back from the last"
+    )
 
 
 def _layer(config: ModelConfig) -> list[tuple[str, tuple[int, ...], str, int]]:

@@ -70,7 +70,8 @@ def alike(config, kernels):
     [
         *((kind, "float32") for kind in VARIANTS),
         *product(
-            ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries"), ("float64", "bfloat16")
+            ("gpt2", "modern", "microgpt", "grouped queries", "scaled queries", "windows"),
+            ("float64", "bfloat16"),
         ),
     ],
 )
@@ -78,7 +79,9 @@ def test_gradients_are_those_of_the_reference(kind, dtype, cuda_kernels):
     compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("gpt2", "float32"), ("modern", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gpt2", "float32"), ("modern", "bfloat16"), ("windows", "float32")]
+)
 def test_so_are_those_of_documents_side_by_side(kind, dtype, cuda_kernels):
     compare_gradients(VARIANTS[kind], *alike(VARIANTS[kind], cuda_kernels(dtype)), dtype, (1, 4, 2))
 

@@ -31,7 +31,7 @@ VARIANTS = {
     | {"qk_norm_gain": True, "bias": False, "qkv_bias": True, "rope_scaling": "linear"},
     "small heads": {"n_head": 2, "head_dim": 6, "norm": "rmsnorm", "mlp": "swiglu", "mlp_width": 37},
     "windows": {"n_layer": 3, "window": 5, "full_every": 2, "positions": "rope", "n_kv_head": 1},
-    "wide windows": {"window": 34, "full_every": 0},
+    "short": {"window": 17, "full_every": 0},
     "wide": {"n_embd": 32, "n_head": 1, "mlp_width": 1100, "positions": "rope", "embed_norm": True},
 }
 TYPES = {
@@ -109,7 +109,8 @@ def test_scores_are_those_of_the_forward_pass(variant, kind):
 
 
 @pytest.mark.parametrize(
-    "variant, kind", [("llama", "float32"), ("odd", "float32"), ("odd", "int8"), ("odd", "int4")]
+    "variant, kind",
+    [("llama", "float32"), ("odd", "float32"), ("odd", "int8"), ("odd", "int4"), ("short", "float32")],
 )
 def test_a_sequence_gets_the_same_bits_alone_or_not_in_pieces_or_not_on_any_number_of_threads(variant, kind):
     texts, found = sequences(variant), []

@@ -51,12 +51,13 @@ def test_operations_are_those_of_the_matmuls():
         (2, 66, MODERN),
         (1, 66, {"positions": "none", "vocab_multiple": 1}),
         (1, 44, {"n_head": 2, "n_kv_head": 1, "positions": "none"}),
+        (1, 66, {"window": 4, "full_every": 0, "positions": "none"}),
     ):
         found = operations(Architecture(preset("tiny", sizes, {"mlp": "gelu"}, changes).model))
         assert found.layers == 3 * 2 * (22 * qkv + 22 * 22 + 22 * sides * 31 + 31 * 22), changes
         assert found.head == 2 * 53 * 22, changes
-        seen = [t + 1 for t in range(7)]  # by each position
-        assert found.attention * 7 == 3 * sum(2 * 2 * 22 * count for count in seen), changes
+        seen = [min(t + 1, changes.get("window", 7)) for t in range(7)]  # by each position
+        assert found.attention == 3 * sum(2 * 2 * 22 * count for count in seen) // 7, changes
         assert found.backward == 2 * found.forward, changes
 
 

@@ -15,10 +15,12 @@ TOKENS = np.random.default_rng(0).integers(0, 13, (4, 7))
 
 
 GROUPED = replace(CONFIG, n_kv_head=1)
+WINDOWS = replace(CONFIG, window=3, full_every=3)
 
 
 @pytest.fixture(
-    params=[CONFIG, MODERN, BARE, GROUPED], ids=["gpt2", "modern", "no final norm", "grouped queries"]
+    params=[CONFIG, MODERN, BARE, GROUPED, WINDOWS],
+    ids=["gpt2", "modern", "no final norm", "grouped queries", "windows"],
 )
 def model(request):
     return distgpt.init(request.param, seed=3, dtype="float64")
@@ -53,6 +55,7 @@ def test_attention_is_what_the_next_layer_was_made_of(model):
     q, k, v = np.split(qkv.swapaxes(1, 2), [3, 3 + model.config.kv_heads], axis=1)
     if model.config.positions == "learned":
         scores = np.exp(q @ k.swapaxes(2, 3) / np.sqrt(8)) * np.tri(7)
+        scores *= 1 - np.tri(7, k=-model.config.window) if model.config.window else 1
         np.testing.assert_allclose(weights, scores / scores.sum(-1, keepdims=True), atol=1e-12)
     mixed = (weights @ v).swapaxes(1, 2).reshape(4, 7, 24)
     s = x + mixed @ p["blocks.0.attn.proj.w"].T + p.get("blocks.0.attn.proj.b", 0)

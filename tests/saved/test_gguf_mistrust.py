@@ -12,6 +12,7 @@ from gguffiles import LLAMA, front, rewritten_gguf, tensor, text
 from distgpt.errors import DataError
 from distgpt.saved.gguf.container import read_container
 from distgpt.saved.gguf.transfer import export_gguf, import_gguf
+from distgpt.saved.modelfile import read_description
 
 ALIGNED = text(b"general.alignment") + struct.pack("<II", 4, 0)
 HUGE = 1 << 40
@@ -96,6 +97,10 @@ CHANGES = {
     "heads for each layer": ({"llama.attention.head_count_kv": np.array([1, 2], np.int32)}, "layer to layer"),
     "a base that is no number": ({"llama.rope.freq_base": float("nan")}, "rope_theta"),
     "yarn": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "'yarn'"),
+    "a pattern of windows": (
+        {"llama.attention.sliding_window": 8, "llama.attention.sliding_window_pattern": 4},
+        "sliding_window_pattern",
+    ),
     "a window that is no number": ({"llama.attention.sliding_window": "8"}, "sliding_window is '8'"),
     "lists for numbers": ({"llama.block_count": np.ones(3, np.int32)}, "layer to layer"),
     "a list for a text": ({"general.architecture": np.ones(3, np.int32)}, "known are"),
@@ -117,6 +122,12 @@ def test_a_model_that_is_none_of_ours_is_named(model, name):
 
     rewritten_gguf(model, change)
     is_refused(model, *words)
+
+
+def test_a_window_of_attention_is_that_of_all_layers(model):
+    rewritten_gguf(model, lambda metadata, tensors: metadata.update({"llama.attention.sliding_window": 8}))
+    import_gguf(model, model.with_name("o.safetensors"), "byte")
+    assert set(read_description(model.with_name("o.safetensors")).run.model.windows) == {8}
 
 
 def test_values_that_are_not_finite_are_refused_in_every_type(tmp_path, model):

@@ -1,6 +1,7 @@
 """Models from anywhere: whatever is wrong with one is said in one line, before anything is written."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,7 +96,14 @@ WINDOWS = [
     ("qwen2", {"sliding_window": 13, "use_sliding_window": True}, [0, 0, 0]),  # from layer 28 on
     ("qwen2", {"sliding_window": 13, "max_window_layers": 0}, [0, 0, 0]),
     ("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 0}, [13, 13, 13]),
-    ("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 1}, "counted from"),
+    ("qwen2", {"sliding_window": 13, "use_sliding_window": True, "max_window_layers": 1}, "counted back"),
+    ("qwen2", {"sliding_window": 9000, "use_sliding_window": True, "max_window_layers": 1}, [0, 0, 0]),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window is used"),
+    (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 3},
+        "no sliding_window is used",
+    ),
     *(
         ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": types}, expected)
         for types, expected in (
@@ -103,9 +111,10 @@ WINDOWS = [
             (["sliding_attention"] * 3, [5, 5, 5]),
             (["full_attention", "sliding_attention", "full_attention"], [0, 5, 0]),
             (["sliding_attention", "sliding_attention", "full_attention"], [5, 5, 0]),
-            (["full_attention", "full_attention", "sliding_attention"], "counted from the last"),
-            (["sliding_attention", "full_attention", "full_attention"], "counted from the last"),
+            (["full_attention", "full_attention", "sliding_attention"], "counted back from the last"),
+            (["sliding_attention", "full_attention", "full_attention"], "counted back from the last"),
             (["sliding_attention"] * 2, "of each layer"),
+            (["full_attention"] * 3 + ["sliding_attention"], "of each layer"),
             (["linear_attention"] * 3, "layer_types is"),
             ("sliding_attention", "layer_types is"),
         )
@@ -121,7 +130,13 @@ def test_windows_of_attention_are_read_or_refused(kind, changes, expected):
             recognised(Settings(values, "there"))
     else:
         config = recognised(Settings(values, "there"))[1]
-        assert [config.window_of(i) for i in range(3)] == expected
+        assert config.windows == expected
+
+
+def test_a_window_as_long_as_the_context_is_kept_for_longer_ones():
+    values = {"model_type": "mistral", "max_position_embeddings": 8192, "sliding_window": 8192}
+    config = recognised(Settings(values, "there"))[1]
+    assert not any(config.windows) and all(replace(config, seq_len=16384).windows)
 
 
 def test_a_configuration_that_is_not_ours_is_refused(exported, llama):

@@ -64,7 +64,7 @@ attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const
     const long long aside = channels + (head / GROUP - head) * HEAD;  // of k, from q
     stored* keys = cache + (long long)(blockIdx.x / GROUP) * t_max * HEAD;
     stored* values = keys + (long long)(gridDim.x / GROUP) * t_max * HEAD;
-    const int lowest = WINDOW ? max(0, last + 1 - WINDOW) : 0;
+    const int lowest = window_begin(last);
     const int per_part = (last - lowest + n_parts) / n_parts;  // last + 1 - lowest keys, rounded up
     const int from = lowest + part * per_part, to = min(from + per_part, last + 1);
     const real scale = 1 / sqrt(real(HEAD));

@@ -10,11 +10,13 @@
 
 constexpr bool BOUNDED = PACKED || WINDOW;
 
+// The first key of the window of row t.
+__device__ __forceinline__ int window_begin(int t) { return WINDOW ? max(0, t + 1 - WINDOW) : 0; }
+
 // The first key that row t sees, and those after it see none before; `positions` as in kernels/api.py.
 template <typename Place>
 __device__ __forceinline__ int first_key(const int* positions, const Place& place, int t) {
-    const int of_document = PACKED ? t - positions[place.first_row + t] : 0;
-    return WINDOW ? max(of_document, t + 1 - WINDOW) : of_document;
+    return max(PACKED ? t - positions[place.first_row + t] : 0, window_begin(t));
 }
 
 // Whether a query sees a key; `begin` is the first key that it sees.

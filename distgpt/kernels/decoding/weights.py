@@ -91,7 +91,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
         values=_packed(values, len(config.value_layers), [vocab])[0]
         if config.value_layers
         else head[None][:0],
-        windows=np.array([config.window_of(i) or config.seq_len for i in range(config.n_layer)], np.int64),
+        windows=np.array([window or config.seq_len for window in config.windows], np.int64),
         places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
         cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
         sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,

@@ -172,7 +172,7 @@ def _padded(row, stop):
 @jit
 def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions, window):
     width, n_head = y.shape[1], lse.shape[1]
-    size, arrays = width // n_head, (dqkv, dy, y, lse, qkv)
+    size, arrays = width // n_head, (dqkv, dy, y, lse, qkv, positions, window)
     kv_width = (qkv.shape[1] - width) // 2
     kv_heads, group = kv_width // size, width // kv_width
     for unit in range(first, last):
@@ -191,20 +191,19 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions
                 key = seen // COLUMNS * COLUMNS  # where a panel begins
                 for start in range(begin, end, ROWS):
                     n = min(ROWS, end - start)
-                    of = positions, window
-                    _query_gradients(n, start, start - begin, key, arrays, row, head, size, s, of)
+                    _query_gradients(n, start, start - begin, key, arrays, row, head, size, s)
                 _key_gradients(begin, end, seen, key, head > kv_head * group, s)
         _write(dqkv, row, seq_len, k, size, s.dkeys)
         _write(dqkv, row, seq_len, v, size, s.dvalues)
 
 
 @inline
-def _query_gradients(n, start, place, key, arrays, row, head, size, s, of):
+def _query_gradients(n, start, place, key, arrays, row, head, size, s):
     """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `place` on.
 
     Scores begin with `key`.
     """
-    (dqkv, dy, y, lse, qkv), (positions, window) = arrays, of
+    dqkv, dy, y, lse, qkv, positions, window = arrays
     seen, stop, top, q = start + 1 - key, start + n - key, row + start, head * size
     _against(n, size, qkv[top:, q:], s.keys[key // COLUMNS :], stop, s.scores)
     _against(n, size, dy[top:, q:], s.values[key // COLUMNS :], stop, s.dprobs)

@@ -98,6 +98,10 @@ def _head_matmuls(a: Any) -> int:
     return 1 + (a.dx is not None) + (a.dw is not None)
 
 
+def _seen(a: Any) -> int:
+    return int(a.window or a.cache.shape[3])
+
+
 def _head(a: Any) -> float:
     (n, width), vocab = a.x.shape, a.head.vocab
     matmul = moved(a.x) + float((n + width) * vocab * a.x.itemsize)
@@ -170,11 +174,11 @@ OPERATIONS = {
     "attention_backward": Operation(
         "Attention backward", flops=lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len, a.window)
     ),
-    # Of the whole cache: only the device knows how much of it is filled.
+    # Of the whole cache, or a window of it: only the device knows how much of it is filled.
     "attention_cached": Operation(
         "Attention forward",
-        lambda a: moved(a.y, a.qkv, a.cache),
-        lambda a: matmul_flops(len(a.y), 2 * a.cache.shape[3] * a.y.shape[1]),
+        lambda a: moved(a.y, a.qkv) + moved(a.cache) * _seen(a) // a.cache.shape[3],
+        lambda a: matmul_flops(len(a.y), 2 * _seen(a) * a.y.shape[1]),
     ),
     "linear_cross_entropy": Operation(
         "Head and cross-entropy",

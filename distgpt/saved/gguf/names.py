@@ -74,7 +74,7 @@ def family_in_gguf(config: ModelConfig, source: object) -> Family:
     family = family_for(config, source, "GGUF")
     if config.mlp == "relu":
         raise UsageError(f"{source} cannot be exported: GPT-2 has no ReLU in GGUF")
-    if any(map(config.window_of, range(config.n_layer))):
+    if any(config.windows):
         raise UsageError(f"{source} cannot be exported: llama.cpp leaves windows of attention out (window)")
     if factors_for(config) is not None and family.model_type != "llama":
         raise UsageError(f"{source} cannot be exported: in GGUF only a Llama has Llama 3's rope_scaling")
@@ -163,6 +163,8 @@ def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any
             raise DataError(f"{container.path}: {key} differs from layer to layer")
     named = {family.keys[ours][0]: value for ours, value in found.items()}
     window = metadata.get(f"{arch}.attention.sliding_window")
+    if window and f"{arch}.attention.sliding_window_pattern" in metadata:
+        raise DataError(f"{container.path}: distgpt does not read {arch}.attention.sliding_window_pattern")
     kind = "mistral" if arch == "llama" and window else arch
     more = {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 0}
     bias = {"bias": metadata.get(_BIAS, True)} if is_gpt2 else {}
