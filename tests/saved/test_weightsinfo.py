@@ -24,6 +24,13 @@ def test_a_trained_model_is_described(trained, tmp_path):
     assert "word, " in found["tokenizer"] and "2 layers, 2 heads, width 16" in page(found)
 
 
+def test_windows_of_attention_are_named(tmp_path):
+    for name, said in (("mistral", "windows of 4 tokens in 2 layers"), ("llama", "no biases, tied")):
+        random_model(tmp_path / "w.safetensors", SHAPES[name])
+        found = page(inspect(tmp_path / "w.safetensors"))
+        assert said in found and ("windows" in said) == ("windows" in found)
+
+
 def test_an_imported_model_says_where_it_is_from_and_is_counted_without_padding(exported):
     path = exported.parent / "w.safetensors"
     import_model(str(exported), path, None)
