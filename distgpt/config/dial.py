@@ -107,6 +107,7 @@ def recipe(
         "n_head": depth,
         "n_embd": width(depth),
         "seq_len": seq_len,
+        "window": 0 if from_pairs else seq_len // 4,
         **({"tokenizer": text.tokenizer} if text.tokenizer else {}),
         "batch_size": sequences,
         "steps": steps,

@@ -251,7 +251,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warmup": 120,
     },
     # The recipe that learns fastest; and up to about two million tokens.
-    "fast": {**_FAST, **_FOUR_LAYERS, "steps": 1000},
+    "fast": {**_FAST, **_FOUR_LAYERS, "window": 128, "steps": 1000},
     "sprint": {**_FAST, **_FROM_PAIRS, **_FOUR_LAYERS, "steps": 330},
     "gpt-mini": {
         "n_layer": 6,
@@ -276,7 +276,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-large": _gpt2(36, 20, 1280, lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": _gpt2(48, 25, 1600, lr=2e-4, min_lr=2e-5),
     "gpt2-modern": _gpt2(12, 12, 768, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False),
-    "gpt2-fast": _gpt2(12, 12, 768, **_FAST),
+    "gpt2-fast": _gpt2(12, 12, 768, **_FAST, window=256),
     "smollm2-135m": _llama(30, 9, 3, 576, vocab_size=49152, mlp_width=1536, rope_base=1e5),
     "smollm2-360m": _llama(
         32, 15, 5, 960, vocab_size=49152, mlp_width=2560, rope_base=1e5, lr=3e-4, min_lr=3e-5

@@ -61,6 +61,7 @@ def test_the_recipe_is_a_run_and_follows_what_is_given():
     short = preset("fast", recipe(4, 1e6, DOCS, given={"batch_tokens": 4096}))
     assert (short.model.init_weights, run.model.init_weights) == ("bigrams", "unit")
     assert (short.train.lr, short.train.embedding_lr, short.train.head_lr) == (0.04, 0.02, 0.0007)
+    assert (short.model.windows, run.model.windows) == ([0] * 4, [128, 128, 128, 0])
     assert run.train.steps * run.train.batch_size * 512 == pytest.approx(12e6, rel=0.01)
     assert recipe(4, 12e6, DOCS, given={"batch_tokens": 16384})["lr"] == 0.05
     assert recipe(4, 12e6, DOCS, given={"seq_len": 256})["batch_size"] == 16
