@@ -310,7 +310,12 @@ PRETRAINED: dict[str, Any] = {
     "head_lr": 0.0,
     "vector_lr": 0.0,
 }
-ADAPTED: dict[str, Any] = {"lr": 2e-4, "weight_decay": 0.0}  # of adapters, which begin at 0
+ADAPTED_LR = 2e-3  # at most
+
+
+def adapted(width: int) -> dict[str, Any]:
+    """Return the settings of adapters beside a model of this width: they begin at 0 (docs/how-to/lora.md)."""
+    return {"lr": float(f"{min(ADAPTED_LR, 1 / width):.2g}"), "weight_decay": 0.0}
 
 
 TUNING_TOKENS = 4096  # of a step, about
@@ -399,7 +404,7 @@ def resolve(
     initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
     dialled = dial({**initial, **from_file, **flags})
     held = initial | PRETRAINED if initial else {}
-    held |= ADAPTED if initial and {**from_file, **flags}.get("lora_rank") else {}
+    held |= adapted(initial["n_embd"]) if initial and {**from_file, **flags}.get("lora_rank") else {}
     run = preset(str(chosen), held, dialled, from_file, flags)
     for key, value in initial.items():
         asked = getattr(run.model, key)

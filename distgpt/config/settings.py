@@ -295,7 +295,7 @@ class TrainConfig:
     )
     lr: float = of_optimizer(
         2e-3,
-        "Peak learning rate. With --init 5e-5, if not given; with --lora-rank 2e-4.",
+        "Peak learning rate. With --init 5e-5, if not given; with --lora-rank 1/n_embd.",
         above=0,
         changeable=True,
         first=True,
