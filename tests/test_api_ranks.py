@@ -61,6 +61,7 @@ LEAVING = {
 }
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("case", LEAVING)
 def test_a_rank_that_leaves_ends_the_job(case, tmp_path):
@@ -71,6 +72,7 @@ def test_a_rank_that_leaves_ends_the_job(case, tmp_path):
     assert f"rank {rank}: left with exit code 3" in ended.stderr
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("case", CASES)
 def test_an_error_of_one_rank_ends_the_job(case, tmp_path):

@@ -20,6 +20,7 @@ from distgpt.measure.jobs import unsteered
 from distgpt.show.page import tabulated
 
 
+@pytest.mark.slow
 def test_a_sweep_measures_prints_draws_and_leaves_a_file(tmp_path):
     words = ["--preset", "microgpt", "--names", 60, "--sweep", "input", "--repeats", 1, "--threads", 1]
     words += ["--method", "batched", "--ablation", "--out", tmp_path]

@@ -51,6 +51,7 @@ def test_shards_hold_the_text_in_two_parts(shards):
         assert corpus.tokenizer.decode(whole(corpus.train)) == text[1000:].decode()
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):
     cut(copy / "train-000002.npy")

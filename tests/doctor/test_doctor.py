@@ -96,6 +96,7 @@ def test_an_mpi_that_does_not_load_or_ends_its_process_does_not_end_the_doctor(t
 # Under a launcher
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_several_ranks_make_one_report_about_all():
     n_cores = len(os.sched_getaffinity(0))
@@ -119,6 +120,7 @@ def test_two_ranks_leave_together_with_one_line():
     assert result.stdout.count("distgpt 0") == 1
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_launcher_of_another_mpi_is_reported_by_one_process():
     result = distgpt("doctor", "--stage", "mpi", env={"PMI_SIZE": "2", "PMI_RANK": "0"})

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from devices import needs_the_processor
 from fakecupy import FakeCupy
 from hostgpu import HostDevice, host_lt
@@ -152,6 +153,7 @@ def test_a_run_asks_once_after_its_first_step():
     assert found == [[], [[b"own"]], [[b"own"]]]
 
 
+@pytest.mark.slow
 @needs_the_processor
 def test_a_run_goes_on_with_the_choices_of_another_and_learns_the_same():
     def run(favourite, others):

@@ -150,6 +150,7 @@ def test_recorded_steps_train_like_the_cpu(dtype, tolerance, accum, cuda_kernels
         np.testing.assert_allclose(weights, twin.weights.flat, rtol=0, atol=20 * tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
 def test_muon_trains_like_the_cpu(dtype, tolerance, cuda_kernels):
     config = replace(

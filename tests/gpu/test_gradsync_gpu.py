@@ -105,6 +105,7 @@ def test_auto_tries_what_the_way_allows_and_computes_what_packed_does(way, other
     assert len(set(said)) == 1 and "allreduce" in said[0] and other in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["allreduce", "sharded", "overlapped"])
 def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
     config = replace(CONFIG, grad_sync=mode, gradient_dtype="bfloat16")

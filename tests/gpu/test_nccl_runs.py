@@ -100,6 +100,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_a_failure_of_nccls_ends_the_job_instead_of_a_wait(ranks, tmp_path, monkeypatch):

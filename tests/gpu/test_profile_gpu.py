@@ -78,6 +78,7 @@ def test_training_does_without_graphs_and_says_so(gpu, tmp_path):
     assert {"GPU", "steps"} == {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_with_gpus_wait_and_sum_apart(gpu, tmp_path):
     small = ("--steps", "2", "--n-layer", "1", "--seq-len", "8")

@@ -63,6 +63,7 @@ LAYERS = {"gpt2": 3, "modern": 2, "scaled queries": 3}
 SHAPES = {name: replace(VARIANTS[name], n_layer=layers) for name, layers in LAYERS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_second_stream_changes_no_bit(kind):
     expected = trained(SHAPES[kind], "bfloat16", aside=False)

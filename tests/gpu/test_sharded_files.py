@@ -72,6 +72,7 @@ def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_
             assert (weights == wanted).all() and read == known[2:], (name, config.grad_sync)
 
 
+@pytest.mark.slow
 def test_sharded_runs_move_to_other_numbers_of_ranks_and_stages(tmp_path):
     on_gpus(2, lambda comm, device: saved_at(comm, device, tmp_path / "gpu", SHARDED))
     on_all_ranks(2, lambda comm: saved_at(comm, None, tmp_path / "cpu", SHARDED))

@@ -172,6 +172,7 @@ def broken(tmp_path):
     return run
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_lacks_its_gpu_or_fails_in_opening_it_ends_the_job(broken, rank):

@@ -69,6 +69,7 @@ def seconds(tmp_path_factory):
     return [max(float(s) for n, s in told if int(n) == number) for number in range(len(AT_ONCE))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(AT_ONCE)))
 def test_what_is_sent_at_once_takes_as_long_as_its_cables_say(seconds, number):
     expected = ON_THE_WIRE * list(AT_ONCE.values())[number]

@@ -42,6 +42,7 @@ def lines_of(process):
     return output.splitlines()
 
 
+@pytest.mark.slow
 def test_two_may_start_at_once_and_the_next_start_assembles_nothing(tmp_path):
     for process in [start(tmp_path) for _ in range(2)]:
         *made, packed = lines_of(process)

@@ -58,6 +58,7 @@ def compare(*words):
     return CliRunner().invoke(compare_stages, list(map(str, words)))
 
 
+@pytest.mark.slow
 def test_what_computes_something_else_and_what_dies_are_named_and_the_others_finish(tmp_path, monkeypatch):
     """With another learning rate, the loss before the first step is still the same."""
     changes = {("serial", "infer"): ["--max-new-tokens", "-1"], ("mpi", "train"): ["--lr", "0.1"]}
@@ -98,6 +99,7 @@ def steps_of(run):
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, to look for processes")
 def test_killed_and_interrupted_it_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):
     out = tmp_path / "out"

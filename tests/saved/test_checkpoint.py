@@ -269,6 +269,7 @@ def after_each_change(directory, step, act):
     assert 20 < number < 199
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
 def test_killed_before_any_change_and_any_failing_change(directory, step):
     """Whenever a save dies, the old or the new checkpoint is there, whole, and saving works again.

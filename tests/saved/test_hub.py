@@ -128,6 +128,7 @@ print(weights_of(Path("hub:some/model")))
 """
 
 
+@pytest.mark.slow
 def test_other_commands_take_a_name_of_the_hub_which_is_fetched_once(hub, tmp_path):
     env = {**hub.env, "XDG_CACHE_HOME": str(tmp_path / "kept")}
     for _ in range(2):

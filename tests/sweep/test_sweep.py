@@ -134,6 +134,7 @@ def test_the_same_command_again_trains_nothing_and_prints_the_same(swept):
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_interrupted_resumes_and_ends_as_if_not(swept, tmp_path, monkeypatch):
     folder, done = written(tmp_path, HALVING), swept[1]
     steps = []
@@ -235,6 +236,7 @@ def test_what_would_fail_for_all_is_refused_before_anything_is_written(tmp_path)
     refused(sweep(written(tmp_path, HALVING), "--stage", "mpi"), 2, "a stage of its own")
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_share_the_runs_and_find_the_same(swept, tmp_path):
     folder = written(tmp_path, HALVING)

@@ -86,6 +86,7 @@ def test_what_needs_equal_parts_is_refused():
         refuse_unsuited(config, 1, on_gpu=False)
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_run_measures_says_and_keeps_its_shares(tmp_path):
     words = ["--schedule", "constant", "--balance", "auto", "--batch-size", "8"]

@@ -103,6 +103,7 @@ def seconds_of(out, step):
     return json.loads((out / "checkpoints" / f"step-{step:08}" / "state.json").read_text())["seconds"]
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
     out = tmp_path / "run"

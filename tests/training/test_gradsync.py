@@ -328,6 +328,7 @@ def test_what_this_job_s_mpi_cannot_do_is_refused_before_the_first_step():
 # -- whole runs
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(tmp_path):
     from test_mpi import trained_together
@@ -400,6 +401,7 @@ def test_auto_computes_what_packed_does_and_all_ranks_choose_alike():
     assert [each[0].tobytes() for each in found] == [each[0].tobytes() for each in packed]
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_four_ranks_that_mpi_takes_for_two_nodes(tmp_path, monkeypatch):
     from test_mpi import trained_together

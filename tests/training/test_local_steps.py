@@ -269,6 +269,7 @@ def test_what_needs_the_same_weights_everywhere_is_refused():
     assert optimizer_for(model_of(), CONFIG, SerialComm()).outer is None
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_whole_runs_evaluate_save_and_resume_in_rounds(tmp_path):
     from test_mpi import trained_together

@@ -177,6 +177,7 @@ RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--embedding-lr", "0.1", "--sch
 RECIPE += ["--save-every", "5", "--n-head", "4", "--n-kv-head", "2", "--positions", "rope"]
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_runs_stop_resume_and_move_between_ranks(tmp_path):
     whole = train(tmp_path / "whole", "--steps", "10", *RECIPE)

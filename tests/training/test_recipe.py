@@ -92,6 +92,7 @@ def test_the_best_of_another_set_or_another_directory_is_not_compared_with(run, 
     assert (there / "best.safetensors").exists()
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_any_number_of_ranks_validates_alike(run):
     weights = run / "weights.safetensors"

@@ -161,6 +161,7 @@ def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
     assert result.returncode == 2 and "power of two" in result.stderr and not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_runs_on_any_number_of_ranks_leave_the_same_files(tmp_path):
     from test_mpi import trained_together
@@ -174,6 +175,7 @@ def test_runs_on_any_number_of_ranks_leave_the_same_files(tmp_path):
     assert len({str(losses(run)) for run in tmp_path.iterdir()}) == 1 and len(losses(alone)) == 20
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_stages_are_compared_to_the_bit(tmp_path):
     words = [*SMALL, "--batch-size", "8", "--steps", "6"]

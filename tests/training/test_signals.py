@@ -135,6 +135,7 @@ def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkey
         assert (out / "best.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(deadline, "LEAVING", 0.3)

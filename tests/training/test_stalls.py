@@ -190,6 +190,7 @@ def gone(ranks):
     return not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
     job, ranks, out = stuck(tmp_path, "--stall-timeout", "2s", "--stall-abort", "8s")

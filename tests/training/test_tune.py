@@ -238,6 +238,7 @@ def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, t
     assert answered.returncode == 0, answered.stderr
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_two_ranks_have_the_losses_of_one_process(chats, tmp_path):
     words = ["--epochs", "4", "--val", str(chats)]
