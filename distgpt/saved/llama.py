@@ -134,7 +134,6 @@ class Qwen2(Llama):
     }
     parts: Mapping[str, tuple[Any, ...]] = {**Llama.parts, "qkv_bias": (True,)}
     absent: Mapping[str, Any] = {}
-
     windows = "some"
 
     def _window(self, settings: Settings, config: ModelConfig) -> dict[str, Any]:
@@ -161,7 +160,7 @@ class Qwen2(Llama):
             return super().config_for(config) | {"use_sliding_window": False}
         kinds = [SLIDING if window else FULL for window in config.windows]
         found = {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
-        if SLIDING not in kinds or FULL not in kinds:  # versions that know no layer_types
+        if FULL not in kinds:  # versions that know no layer_types can be told of this alone
             found["max_window_layers"] = 0
         return super().config_for(config) | found
 
@@ -185,8 +184,8 @@ def _window(settings: Settings, config: ModelConfig, has_window: list[bool]) -> 
     if window < 1:
         raise DataError(f"{settings.source}: sliding_window is {window}: it must be at least 1")
     full = [i for i, has in enumerate(reversed(has_window)) if not has]  # counted back from the last
-    every = 0 if not full else full[1] if len(full) > 1 else config.n_layer
-    if full == (list(range(0, config.n_layer, every)) if every else []):
+    every = [*full, config.n_layer][1] if full else 0
+    if full == [i for i in range(config.n_layer) if every and i % every == 0]:
         return {"window": window, "full_every": every}  # also one that a longer --context would need
     if window >= config.seq_len:
         return {}

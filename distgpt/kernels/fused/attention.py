@@ -124,14 +124,19 @@ def attention(first, last, y, lse, qkv, seq_len, s, positions, window):
 @inline
 def first_key(positions, window, row, query):
     """Return the first key that a query of the sequence that begins at `row` sees, and so those after it."""
-    return max(0 if positions is None else query - positions[row + query], query + 1 - window)
+    return max(0, query + 1 - reach(positions, window, row + query))
+
+
+@inline
+def reach(positions, window, row):
+    """Return how many keys a row sees at most, its own the last."""
+    return window if positions is None else min(window, positions[row] + 1)
 
 
 @inline
 def hide(scores, positions, window, row, seen):
     """Hide what lies before a row's document and window from its scores, of `seen` keys, its own the last."""
-    reach = window if positions is None else min(window, positions[row] + 1)
-    scores[: max(0, seen - reach)] = UNSEEN
+    scores[: max(0, seen - reach(positions, window, row))] = UNSEEN
 
 
 @inline
