@@ -156,14 +156,19 @@ class CpuKernels(OnHost):
     def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
         if b is None or a is None:
             self._pool.ranges(len(y), ROWS, low_rank.copy, y, w)
-        else:
-            columns = y.shape[1]
+            return
+        columns = y.shape[1]
+        most = max(ROWS, low_rank.SUMS_BYTES // (columns * self.wide.itemsize))
 
-            def some(first: int, last: int) -> None:
-                own = self._memory.of(low_rank.scratch, len(a), columns, self.wide.name)
-                low_rank.add_low_rank(first, last, y, w, b, a, scale, *own)
+        def some(first: int, last: int) -> None:
+            memory = self._memory.of(np.empty, (most, columns), self.wide.name)
+            for top in range(first, last, most):
+                bottom = min(top + most, last)
+                sums = memory[: bottom - top]
+                self.matmuls.backward(sums, b[top:bottom], a)
+                low_rank.add(top, bottom, y, w, sums, scale)
 
-            self._pool.ranges(len(y), ROWS, some)
+        self._pool.ranges(len(y), ROWS, some)
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)

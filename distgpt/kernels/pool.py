@@ -44,7 +44,7 @@ class Pool:
 
     `run`: parts 0 … n - 1 of a job, each by a fixed thread. `ranges`: stretches of a range.
     `run_together`: all threads make the same calls, and every `ranges` in them gives each its own stretch,
-    without waiting in between. A `ranges` inside a part of `run` is done whole by the thread of that part.
+    without waiting in between. A `ranges` inside a part of another is done whole by the thread of that part.
     Threads of the user that compute at once take turns.
     """
 
@@ -85,7 +85,11 @@ class Pool:
         if mode == TOGETHER:
             first, last = self._stretch(self.thread, self.threads, total, grain)
             if first < last:
-                job(first, last, *args)
+                self._state.mode = IN_PARTS
+                try:
+                    job(first, last, *args)
+                finally:
+                    self._state.mode = TOGETHER
         elif mode == IN_PARTS or self.threads == 1 or total <= grain:
             job(0, total, *args)
         else:

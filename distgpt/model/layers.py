@@ -420,9 +420,12 @@ class Block:
         dact = acts.act if again else tmp.dact
         through = (_dpre(acts, tmp), dact, tmp.dout, self.proj.wb.w, acts.pre)
         self.k.linear_backward_act(*through, self.act, again, self.fc.bias_along(accumulate))
+        self._adapters_backward(self.proj, tmp, tmp.dout, acts.act)
         self.fc.backward(tmp.dh2, _dpre(acts, tmp))
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
+        self._adapters_backward(self.fc, tmp, _dpre(acts, tmp), acts.h2)
         self.out.backward(tmp.datt, tmp.dmid)
+        self._adapters_backward(self.out, tmp, tmp.dmid, acts.att)
         of, db = (acts.att, acts.lse, acts.qkv, seq_len), self.qkv.bias_along(accumulate)
         self.k.attention_backward(tmp.dqkv, tmp.datt, *of, db, positions, self.window)
         if self.qk_norm and self.head_norm is None:
@@ -432,8 +435,7 @@ class Block:
             self.head_norm.backward(tmp.dqkv, tmp.dgain, acts.xhat, acts.qk_rstd)
         self.qkv.backward(tmp.dh1, tmp.dqkv)
         self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)
-        for adapter, inner, dy, x in self._adapted(acts, tmp, tmp.dout):
-            adapter.backward(*inner, dy, x)
+        self._adapters_backward(self.qkv, tmp, tmp.dqkv, acts.h1)
 
     def weights(
         self,
@@ -455,27 +457,27 @@ class Block:
         if self.values is not None:
             self.values.weights(tmp.dqkv, tokens)
         self.norm1.weights(tmp.in_sums, tmp.dh1, acts.s1, acts.stats1, accumulate)
-        for adapter, inner, dy, x in self._adapted(acts, tmp, dout):
-            adapter.weights(*inner, dy, x, accumulate)
+        ends = (dout, acts.act), (_dpre(acts, tmp), acts.h2), (tmp.dmid, acts.att), (tmp.dqkv, acts.h1)
+        for linear, (dy, x) in zip((self.proj, self.fc, self.out, self.qkv), ends, strict=True):
+            for adapter, inner in self._adapters_of(linear, tmp):
+                adapter.weights(*inner, dy, x, accumulate)
 
     def merge(self) -> None:
         """Make the matrices that this layer computes with, in memory that it shares with the others."""
         for adapter in self.adapters:
             adapter.merge()
 
-    def _adapted(
-        self, acts: LayerActivations, tmp: Scratch, dout: Floats2d
-    ) -> Iterator[tuple[Any, tuple[Floats2d, Floats2d], Floats2d, Floats2d]]:
-        """Give each adapter its memory, the gradient of its linear layer's output, and that one's input."""
-        ends = {
-            self.proj: (dout, acts.act),
-            self.fc: (_dpre(acts, tmp), acts.h2),
-            self.out: (tmp.dmid, acts.att),
-            self.qkv: (tmp.dqkv, acts.h1),
-        }
+    def _adapters_backward(self, linear: Linear, tmp: Scratch, dy: Floats2d, x: Floats2d) -> None:
+        """Compute what the gradients of a layer's adapters are made of, while dy and x are in a cache."""
+        for adapter, inner in self._adapters_of(linear, tmp):
+            adapter.backward(*inner, dy, x)
+
+    def _adapters_of(self, linear: Linear, tmp: Scratch) -> Iterator[tuple[Any, tuple[Floats2d, Floats2d]]]:
+        """Give each adapter of a linear layer and its memory."""
         trained = (adapter for adapter in self.adapters if adapter.rank)
         for adapter, inner in zip(trained, tmp.inner, strict=True):
-            yield adapter, inner, *ends[adapter.linear]
+            if adapter.linear is linear:
+                yield adapter, inner
 
 
 def _dpre(acts: LayerActivations, tmp: Scratch) -> Floats2d:

@@ -127,7 +127,7 @@ class Pass:
         slabs = [self._forward_slab(i, tokens, caches, start) for i in range(len(self.slabs))]
         for block in self.model.blocks:
             if block.adapters:  # its matrices are made where those of the layer before were
-                block.merge()
+                self._run_together(block.merge)
                 self.k.each(lambda i: next(slabs[i]), len(slabs))
         self.k.each(lambda i: self._finish(slabs[i]), len(slabs))
         return self.ends.all.hidden
@@ -177,7 +177,8 @@ class Pass:
                 block.values.zero_gradient()
         under_way: list[Block] = []  # whose weight gradients may not be done
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
-            block.merge()
+            if block.adapters:
+                self._run_together(block.merge)
             self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))
             self._join(under_way, ready)
             self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, tokens, accumulate))
@@ -192,7 +193,7 @@ class Pass:
         ready(model.layout.size)
 
     def _run_together(self, work: Work) -> None:
-        """Compute weight gradients: on the second stream where the layer below may begin, else in order."""
+        """Compute on all threads; on the second stream where the layer below may begin, else in order."""
         if self.k.capabilities.has_second_stream and not self._overlaps:
             work()
         else:

@@ -15,6 +15,8 @@ from distgpt.kernels.fused import rowwise
 from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
 from distgpt.kernels.matmul import assembled, blocked, packing
 from distgpt.kernels.matmul.blocked import backward, forward, product_scratch, products, scratch
+from distgpt.kernels.matmul.layers import OwnMatmuls
+from distgpt.kernels.pool import pool_of
 
 FLOAT, BITS = "float32", "uint16"
 GUARD = {FLOAT: np.float32(np.nan), BITS: np.uint16(0x7FC1)}
@@ -60,6 +62,7 @@ SIZES = {
     "CUT_GROUP_BYTES": 32 << 10,
     "ROWS_BYTES": 12 << 10,
     "COPIED_GROUP_BYTES": 64 << 10,
+    "THIN": 32,
 }
 
 
@@ -93,12 +96,12 @@ def test_odd_shapes_with_bias_and_without(kind, small_caches):
         bias = random.standard_normal(n).astype(np.float32) if case % 3 and case % 2 else None
         c, behind = guarded(m, n, kind)
         first, last = (0, m) if case % 4 else sorted(int(i) for i in random.integers(0, m + 1, 2))
-        if case % 2:
-            cut = n // 2 // packing.COLUMNS * packing.COLUMNS
-            for begin, end in ((0, cut), (cut, n)):
+        cut = n // 2 // packing.COLUMNS * packing.COLUMNS
+        for begin, end in ((0, cut), (cut, n)):
+            if case % 2:
                 forward(first, last, begin, end, c, x, w, bias, own)
-        else:
-            backward(first, last, c, x, np.ascontiguousarray(w.T), own)
+            else:
+                backward(first, last, begin, end, c, x, np.ascontiguousarray(w.T), own)
         added = 0 if bias is None else bias
         if first < last:
             reach = np.abs(wide(x)) @ np.abs(wide(w)).T + np.abs(added)
@@ -115,7 +118,7 @@ def test_transposed_rows_from_tiles_add_to_what_is_there(kind, small_caches):
         m, n, k = (int(side) for side in random.choice(sides(), 3))  # outputs, inputs, tokens
         dy, x = (stored(random.standard_normal((k, side)), kind) for side in (m, n))
         small_caches(case)
-        own = dirty(product_scratch(kind, k, n))
+        own = dirty(product_scratch(kind, k, n, bool(random.integers(2))))
         dw, behind = guarded(m, n, FLOAT)
         accumulate = case % 2
         before = random.standard_normal((m, n)).astype(np.float32)
@@ -132,6 +135,40 @@ def test_transposed_rows_from_tiles_add_to_what_is_there(kind, small_caches):
         reach = np.abs(wide(dy)).T @ np.abs(wide(x)) + np.abs(before)
         check(dw, wide(dy).T @ wide(x) + accumulate * before, reach, FLOAT, (m, n, k, case))
         assert untouched(behind)
+
+
+@pytest.mark.parametrize("kind", [FLOAT, BITS])
+def test_threads_share_rows_or_panels_and_compute_the_same(kind):
+    """Thin sides are those of adapters; 5 rows of 300 outputs share the panels of 96 inputs."""
+    random = np.random.default_rng(5)
+    one, two = (OwnMatmuls(pool_of(threads), kind) for threads in (1, 2))
+    for tokens, outputs, inputs in (
+        (300, 70, 16),
+        (300, 16, 70),
+        (261, 33, 32),
+        (40, 8, 8),
+        (5, 300, 96),
+        (9, 4500, 64),
+    ):
+        dy, x, w = (
+            stored(random.standard_normal(shape), kind)
+            for shape in ((tokens, outputs), (tokens, inputs), (outputs, inputs))
+        )
+        found = []
+        for matmuls in (one, two):
+            dw, dx = np.ones((outputs, inputs), FLOAT), np.empty_like(x)
+            matmuls.backward_weights(dw, dy, x, True)
+            matmuls.backward(dx, dy, w)
+            again = np.empty_like(dw)
+            matmuls.backward_weights(again, dy, x, False)
+            found.append((dw, dx, again))
+        for ours, theirs in zip(*found, strict=True):
+            assert np.array_equal(ours, theirs), (tokens, outputs, inputs)
+        dw, dx, again = found[0]
+        expected, reach = wide(dy).T @ wide(x), np.abs(wide(dy)).T @ np.abs(wide(x))
+        check(dw, 1 + expected, 1 + reach, FLOAT, (tokens, outputs, inputs))
+        check(again, expected, reach, FLOAT, (tokens, outputs, inputs))
+        check(dx, wide(dy) @ wide(w), np.abs(wide(dy)) @ np.abs(wide(w)), kind, (tokens, outputs, inputs))
 
 
 @pytest.mark.parametrize("kind", [FLOAT, BITS])

@@ -103,8 +103,8 @@ def _nearest(builder, value):
     half = builder.add(builder.and_(upper, I32(1)), I32(0x7FFF))
     nearest = builder.lshr(builder.add(bits, half), I32(16))
     quiet = builder.or_(upper, I32(0x40))
-    beyond = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
-    return builder.trunc(builder.select(beyond, quiet, nearest), I16)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, quiet, nearest), I16)
 
 
 @intrinsic

@@ -100,7 +100,7 @@ def orthogonalise_low(u, memory, coefficients):
         _squared_low(fourth, factor, memory.short)
         _combine(square, fourth, coefficients[i, 0], coefficients[i, 1], coefficients[i, 2])
         _round_all(factor, square)
-        blocked.backward(0, x.shape[0], y, factor, x, memory.short)
+        blocked.backward(0, x.shape[0], 0, x.shape[1], y, factor, x, memory.short)
         x, y = y, x
     _put_back(u, x)
 

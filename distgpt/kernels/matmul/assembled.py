@@ -83,7 +83,8 @@ _FOURS: Any = None
 if shape().neon and shape().dot:
     _text = partial(mmla.fours, shape().vectors)
     _FOURS = external("fours", _text, fours=(_P, _I, _P, _I, _I))["fours"]
-_TRANSPOSE, _PREFETCH = _MOVES["transpose"], _MOVES["prefetch"]
+_TRANSPOSE, _COPY, _PREFETCH = _MOVES["transpose"], _MOVES["copy"], _MOVES["prefetch"]
+WORDS_BYTES = 4 * shape().lanes
 
 
 @by_types()
@@ -132,6 +133,12 @@ def fours(panels, count, k):
 def transpose(x, row, to, step, count):
     """Transpose squares of words of 32 bits inside compiled loops; see vectors.py."""
     _TRANSPOSE(x.ctypes, row, to.ctypes, step, count)
+
+
+@inline
+def words(x, to, count):
+    """Copy `count` vectors of memory without gaps inside compiled loops."""
+    _COPY(x.ctypes, WORDS_BYTES, to.ctypes, WORDS_BYTES, count)
 
 
 @inline

@@ -13,7 +13,7 @@ from numba import types
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused.jit import FORCED, by_types, inline, jit, put
-from distgpt.kernels.matmul.assembled import fours, prefetch, tile
+from distgpt.kernels.matmul.assembled import WORDS_BYTES, fours, prefetch, tile, words
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import (
     COLUMNS,
@@ -32,6 +32,7 @@ GROUP_BYTES = 256 << 10  # panels that all rows of A go past before the next one
 CUT_GROUP_BYTES = 512 << 10  # the same where k is cut, and A is too long to stay in a cache
 ROWS_BYTES = 512 << 10  # rows of a copied or packed A that all panels go past: half of the L2 cache
 COPIED_GROUP_BYTES = 1536 << 10  # the panels of a group when rows of A are copied: each copy costs
+THIN = 128  # k of a stretch of products with few rows
 
 
 class Scratch(NamedTuple):
@@ -72,9 +73,9 @@ def forward(top, bottom, first, last, y, x, w, bias, scratch):
 
 
 @jit
-def backward(first, last, dx, dy, w, scratch):
-    """Rows first … last of dx ← dy w."""
-    _by_groups(first, last, 0, w.shape[1], dx, dy, w, w.shape[0], False, None, scratch)
+def backward(top, bottom, first, last, dx, dy, w, scratch):
+    """Rows top … bottom, columns first … last, of dx ← dy w; `first` begins a panel."""
+    _by_groups(top, bottom, first, last, dx, dy, w, w.shape[0], False, None, scratch)
 
 
 @inline
@@ -142,9 +143,11 @@ def _one(rows, k, a, panel, c, bias, start, flags, scratch):
 
 @inline
 def _copy(to, a, count):
+    whole = a.shape[1] * a.itemsize // WORDS_BYTES
     for r in range(count):
-        row, of = to[r, : a.shape[1]], a[r]
-        for j in range(of.shape[0]):
+        row, of = to[r], a[r]
+        words(of, row, whole)
+        for j in range(whole * WORDS_BYTES // a.itemsize, a.shape[1]):
             row[j] = of[j]
 
 
@@ -195,29 +198,33 @@ class ProductScratch(NamedTuple):
     panels: Array  # of B, packed
 
 
-def product_scratch(dtype: Any, k: int, columns: int) -> ProductScratch:
-    """Make the memory for B (k, columns)."""
+def product_scratch(dtype: Any, k: int, columns: int, is_thin: bool) -> ProductScratch:
+    """Make the memory for B (k, columns); `is_thin` if A has few rows, so that packing B takes its time."""
     item = int(np.dtype(dtype).itemsize)
-    depth = _stretch(k, item)
+    depth = min(k, THIN) if is_thin else _stretch(k, item)
     rows = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS
     return ProductScratch(packed_rows(rows, depth, dtype), packed(depth, columns, dtype))
 
 
 @jit
 def products(first, last, begin, end, c, x, y, scratch, accumulate):
-    """Rows first … last, columns begin … end, of C ← [C +] xᵀ y."""
+    """Rows first … last, columns begin … end, of C ← [C +] xᵀ y. A thin product fetches y meanwhile."""
     k, columns, ldc = x.shape[0], y.shape[1], c.strides[0]
     depth, most = scratch.panels.shape[1] // COLUMNS, scratch.rows.shape[0] * ROWS
     for low in range(0, k, depth):
         high = min(low + depth, k)
         flags = ACCUMULATE if low else accumulate
         pack_plain(begin, end, scratch.panels, y[low:high])
-        flags |= fours(scratch.panels, (end - begin + COLUMNS - 1) // COLUMNS, high - low)
+        panels = (end - begin + COLUMNS - 1) // COLUMNS
+        flags |= fours(scratch.panels, panels, high - low)
+        coming = (high, min(high + depth, k) if depth <= THIN else high), (begin, end)
         for top in range(first, last, most):
             bottom = min(top + most, last)
             pack_rows_transposed(top, bottom, scratch.rows, x[low:high])
-            for column in range(begin, end, COLUMNS):
-                panel, count = scratch.panels[(column - begin) // COLUMNS], min(COLUMNS, columns - column)
+            for number in range(panels):
+                _fetch(y, coming, number, panels)
+                column = begin + number * COLUMNS
+                panel, count = scratch.panels[number], min(COLUMNS, columns - column)
                 for at in range(top, bottom, ROWS):
                     rows, own = min(ROWS, bottom - at), scratch.rows[(at - top) // ROWS]
                     out = c[at:, column:]

@@ -86,26 +86,52 @@ class OwnMatmuls:
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         """dx ← dy w"""
+        columns = len(dx) < len(w) and self._share_panels(w.shape[1])
 
         def part(first: int, last: int) -> None:
-            own = self._memory.of(blocked.scratch, self._dtype, _up(last - first), len(w), rows_conflict(dy))
-            blocked.backward(first, last, dx, dy, w, own)
+            rows, panels = ((0, len(dx)), (first, last)) if columns else ((first, last), (0, w.shape[1]))
+            own = self._memory.of(
+                blocked.scratch, self._dtype, _up(rows[1] - rows[0]), len(w), rows_conflict(dy)
+            )
+            blocked.backward(*rows, *panels, dx, dy, w, own)
 
-        self._pool.ranges(len(dx), packing.ROWS, part)
+        total, grain = (w.shape[1], packing.COLUMNS) if columns else (len(dx), packing.ROWS)
+        self._pool.ranges(total, grain, part)
+
+    def _share_panels(self, columns: int) -> bool:
+        """Return whether threads that take panels get about the same: then nobody packs another's."""
+        panels, threads = -(-columns // packing.COLUMNS), self._pool.threads
+        return 8 * threads * -(-panels // threads) <= 9 * panels
 
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
         """dw ← [dw +] dyᵀ x; each worker packs the shorter side, and its part of the longer one."""
         outputs, inputs = dw.shape
-        by_rows = outputs >= inputs
+        if inputs <= packing.COLUMNS < outputs:
+            self._turned_weights(dw, dy, x, accumulate)
+            return
+        by_rows, is_thin = outputs >= inputs, outputs <= packing.COLUMNS
 
         def part(first: int, last: int) -> None:
             top, bottom = (first, last) if by_rows else (0, outputs)
             begin, end = (0, inputs) if by_rows else (first, last)
-            own = self._memory.of(blocked.product_scratch, self._dtype, len(x), end - begin)
+            own = self._memory.of(blocked.product_scratch, self._dtype, len(x), end - begin, is_thin)
             blocked.products(top, bottom, begin, end, dw, dy, x, own, int(accumulate))
 
         grain = packing.ROWS if by_rows else packing.COLUMNS
         self._pool.ranges(max(outputs, inputs), grain, part)
+
+    def _turned_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
+        """dw ← [dw +] (xᵀ dy)ᵀ: for few inputs, where packing dy as rows would take longer than the sums."""
+        outputs, inputs = dw.shape
+
+        def part(first: int, last: int) -> None:
+            own = self._memory.of(blocked.product_scratch, self._dtype, len(x), last - first, True)
+            sums = self._memory.of(np.empty, (inputs, outputs), "float32")
+            blocked.products(0, inputs, first, last, sums, x, dy, own, 0)
+            turned = sums[:, first:last].T
+            dw[first:last] = dw[first:last] + turned if accumulate else turned
+
+        self._pool.ranges(outputs, packing.COLUMNS, part)
 
 
 def _up(rows: int) -> int:

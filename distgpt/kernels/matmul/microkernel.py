@@ -28,8 +28,13 @@ ARGUMENTS = (
 def module(shape: Shape, factor: str, out: str, tile: type[Tile] | None = None) -> str:
     """Return the IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
     at_once = shape.at_once(factor)
-    tiles = [(tile or Tile)(shape, factor, out, rows).text() for rows in range(1, at_once + 1)]
-    chosen = choice(shape, shape.rows, at_once, ARGUMENTS, out)
+    shapes = {"tile": shape} if shape.neon else {"tile": shape, "narrow": shape.narrow()}
+    tiles = [
+        (tile or Tile)(each, factor, out, rows, name).text()
+        for name, each in shapes.items()
+        for rows in range(1, at_once + 1)
+    ]
+    chosen = choice(shape, shape.rows, at_once, ARGUMENTS, out, tuple(shapes))
     return "\n".join([*declarations(shape, factor, out), *tiles, chosen])
 
 
@@ -49,39 +54,49 @@ def declarations(shape: Shape, factor: str, out: str) -> list[str]:
     return declared
 
 
-def choice(shape: Shape, most: int, at_once: int, arguments: str, out: str) -> str:
-    """`tile`, which calls the function for its number of rows, or those for even parts of them."""
+def choice(
+    shape: Shape, most: int, at_once: int, arguments: str, out: str, names: tuple[str, ...] = ("tile",)
+) -> str:
+    """`tile`, which calls the function for its number of rows, or those for even parts of them.
+
+    The second of two `names` is that of the functions for columns that fit one register.
+    """
     name = "internal void @whole" if shape.neon else "void @tile"
-    lines = [f"define {name}({arguments}) {{", "  switch i64 %rows, label %none ["]
-    lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, most + 1)]
-    lines.append("  ]\nnone:\n  ret void")
-    for rows in range(1, most + 1):
-        parts = -(-rows // at_once)
-        cuts = [rows * part // parts for part in range(parts + 1)]
-        lines.append(f"rows{rows}:")
-        for first, last in pairwise(cuts):
-            lines += _part(f"{rows}_{first}", first, last - first, arguments)
-        lines.append("  ret void")
-    lines.append("}")
+    lines = [f"define {name}({arguments}) {{"]
+    if len(names) > 1:
+        lines.append(f"  %few = icmp ule i64 %columns, {shape.lanes}")
+        lines.append(f"  br i1 %few, label %{names[1]}, label %{names[0]}")
+    for name in names:
+        lines.append(f"{name}:\n  switch i64 %rows, label %none [")
+        lines += [f"    i64 {rows}, label %{name}_{rows}" for rows in range(1, most + 1)]
+        lines.append("  ]")
+        for rows in range(1, most + 1):
+            parts = -(-rows // at_once)
+            cuts = [rows * part // parts for part in range(parts + 1)]
+            lines.append(f"{name}_{rows}:")
+            for first, last in pairwise(cuts):
+                lines += _part(name, f"{name}{rows}_{first}", first, last - first, arguments)
+            lines.append("  ret void")
+    lines.append("none:\n  ret void\n}")
     return "\n".join([*lines, neon.edges(shape, most, out, arguments)] if shape.neon else lines)
 
 
-def _part(name: str, first: int, rows: int, arguments: str) -> list[str]:
+def _part(called: str, name: str, first: int, rows: int, arguments: str) -> list[str]:
     """Write a call for `rows` rows from `first` on; `name` makes its values' names unique."""
     lines = []
     for pointer, stride in (("a", "row"), ("c", "ldc")):
         lines.append(f"  %offset_{pointer}{name} = mul i64 %{stride}, {first}")
         lines.append(f"  %{pointer}{name} = getelementptr i8, ptr %{pointer}, i64 %offset_{pointer}{name}")
         arguments = arguments.replace(f"%{pointer},", f"%{pointer}{name},")
-    return [*lines, f"  tail call void @tile{rows}({arguments})"]
+    return [*lines, f"  tail call void @{called}{rows}({arguments})"]
 
 
 class Tile(Vectors):
     """Writes the function for one number of rows."""
 
-    def __init__(self, shape: Shape, factor: str, out: str, rows: int) -> None:
+    def __init__(self, shape: Shape, factor: str, out: str, rows: int, name: str = "tile") -> None:
         super().__init__(shape)
-        self.factor, self.out, self.rows = factor, out, rows
+        self.factor, self.out, self.rows, self.name = factor, out, rows, name
         self._widens = shape.widens(factor)
         self.totals: dict[tuple[int, int], str] = {}
 
@@ -96,7 +111,7 @@ class Tile(Vectors):
 
     def begin(self, arguments: str) -> None:
         attributes = neon.SCHEDULED * self.shape.neon
-        self.add(f"define internal void @tile{self.rows}({arguments}) {attributes}{{\nentry:")
+        self.add(f"define internal void @{self.name}{self.rows}({arguments}) {attributes}{{\nentry:")
 
     def cells(self) -> list[tuple[int, int]]:
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]

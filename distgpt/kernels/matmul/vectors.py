@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 LLVM = {FLOAT32: "float", BFLOAT16: "i16"}
@@ -24,10 +24,15 @@ class Shape:
     dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16, BFMMLA)
     amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
     neon: bool = False  # of arm64: factors are taken from a lane, and memory has no masks
+    panel: int = 0  # columns of a panel of B, where they are more than the registers'
 
     @property
     def columns(self) -> int:
-        return self.lanes * self.vectors
+        return self.panel or self.lanes * self.vectors
+
+    def narrow(self) -> Shape:
+        """Return the shape that takes the first register's columns of a panel."""
+        return replace(self, vectors=1, panel=self.columns)
 
     def at_once(self, factor: str) -> int:
         """Return the rows whose sums fit the vector registers; a tile of more is computed in parts."""
