@@ -24,6 +24,7 @@ WAYS = {
     "avx2": (AVX2, {"avx2"}, "pairs"),
     "none": (AVX2, set(), "plain"),
     "dotprod": (NEON, {"dotprod"}, "signed"),
+    "i8mm": (NEON, {"dotprod", "i8mm"}, "squares"),
     "neon": (NEON, set(), "plain"),
 }
 
@@ -43,8 +44,12 @@ def panel_of(q, scales, columns, dot, of):
     """A panel of B, of (columns, k) and bits of scales."""
     blocks = q.shape[1] // of.BLOCK
     values = (q.astype(np.int16) + dot.offset) if of is int8 else np.searchsorted(int4.LEVELS, q)
-    words = values.astype(np.uint8).reshape(columns, blocks, of.BLOCK // 4, 4)[..., np.argsort(dot.order)]
-    if of is int4:
+    step = len(dot.order)
+    words = values.astype(np.uint8).reshape(columns, blocks, -1, step)[..., np.argsort(dot.order)]
+    if of is int4 and step == 8:  # two columns of every four, and the next two beside them
+        words = (words[0::4] | words[2::4] << 4), (words[1::4] | words[3::4] << 4)
+        words = np.stack(words, 1).reshape(columns // 2, blocks, -1, step)
+    elif of is int4:
         words = words[:, :, ::2] | words[:, :, 1::2] << 4
     bits = np.ascontiguousarray(scales.T).view(np.uint8).reshape(blocks, -1)
     steps = words.transpose(1, 2, 0, 3).reshape(blocks, -1)

@@ -94,6 +94,7 @@ def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
 DOT = int8.dot_of(shape(), features())
 INT8_ROWS = DOT.rows
 ORDER, OFFSET = DOT.order, DOT.offset
+STEP = len(ORDER)
 INTEGER = np.dtype(DOT.integer)
 SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
 LEVELS = np.array(int4.LEVELS, np.int8)
@@ -131,16 +132,29 @@ def _pack(out, q, scales, halves, block_size):
             place = column % COLUMNS
             to = out[column // COLUMNS, block * size : (block + 1) * size]
             for i in range(block_size):
-                k, step = block * block_size + i, i // 4
+                k = block * block_size + i
                 value = np.int32(q[column, k] if column < rows and k < depth else 0)
                 if halves:
-                    at = (step // 2 * COLUMNS + place) * 4 + ORDER[i % 4]
-                    level = PLACES[value + 128]
-                    to[at] = level | to[at] if step % 2 == 0 else level << 4 | to[at]
+                    at, shift = half_of(place, i)
+                    to[at] |= PLACES[value + 128] << shift
                 else:
-                    to[(step * COLUMNS + place) * 4 + ORDER[i % 4]] = value + OFFSET & 255
+                    to[byte_of(place, i)] = value + OFFSET & 255
             of = to[size - SCALES :].view(np.uint16)
             of[place] = scales[column, block] if column < rows else 0
+
+
+@inline
+def byte_of(place, i):
+    """Return the byte of a column's k number i in a block of int8."""
+    return (i // STEP * COLUMNS + place) * STEP + ORDER[i % STEP]
+
+
+@inline
+def half_of(place, i):
+    """Return the byte of a column's k number i in a block of int4, and the bits to its right in there."""
+    if STEP == 8:
+        return (i // 8 * COLUMNS // 2 + place // 4 * 2 + place % 2) * 8 + i % 8, place // 2 % 2 * 4
+    return (i // 8 * COLUMNS + place) * 4 + ORDER[i % 4], i // 4 % 2 * 4
 
 
 @by_types(**FORCED)
@@ -152,7 +166,7 @@ def unpacked(w, column, k):
         size = block * COLUMNS + SCALES
         record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
         place, i = column % COLUMNS, k % block
-        bits = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]])
+        bits = np.int32(record[byte_of(place, i)])
         q = (bits - OFFSET + 128 & 255) - 128
         return np.float32(q) * get(record[block * COLUMNS :].view(np.uint16), place)
 
@@ -160,8 +174,8 @@ def unpacked(w, column, k):
         size = block * COLUMNS // 2 + SCALES
         record = w[column // COLUMNS, k // block * size : (k // block + 1) * size]
         place, i = column % COLUMNS, k % block
-        both = record[(i // 8 * COLUMNS + place) * 4 + ORDER[i % 4]]
-        q = LEVELS[both >> (i // 4 % 2 * 4) & 15]
+        at, shift = half_of(place, i)
+        q = LEVELS[record[at] >> shift & 15]
         return np.float32(q) * get(record[block * COLUMNS // 2 :].view(np.uint16), place)
 
     return of_bytes if w.dtype == types.uint8 else of_halves

@@ -2,7 +2,8 @@
 
 A panel of B holds, in a block, words of 32 bits, each eight k of a column: the lower halves of its bytes are
 the first four, the upper halves the next four, in the order of int8's. A half is the place of a weight's
-integer in `LEVELS`. All else is as in int8.py.
+integer in `LEVELS`. For SMMLA the halves are eight k of two columns, and of the next two. All else is as in
+int8.py.
 """
 
 from __future__ import annotations
@@ -49,6 +50,16 @@ class Int4Tile(Int8Tile):
         word = self.word(panel, step // 2, v, load)
         if step % 2:
             word = self.new(f"lshr {self.ints} {word}, splat (i32 4)")
+        return self._looked_up(word)
+
+    def two_columns(self, panel: str, c: int) -> str:
+        word = self.word(panel, 0, c // 2, "load")
+        if c % 2:
+            word = self.new(f"lshr {self.ints} {word}, splat (i32 4)")
+        return self._looked_up(word)
+
+    def _looked_up(self, word: str) -> str:
+        """Return the integers that the lower halves of bytes are the places of."""
         halves = self.new(f"and {self.ints} {word}, splat (i32 {HALF})")
         places = self.new(f"bitcast {self.ints} {halves} to {self.bytes}")
         found = self._chosen(places, 0, LEVELS) if self.dot.kind == "plain" else self._shuffled(places)

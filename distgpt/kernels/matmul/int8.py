@@ -9,17 +9,18 @@ bytes (VNNI); the int32 takes the 128 off again. Sums inside a block are exact.
 
 Processors without VNNI multiply 16 bits: there A has int16, and of B's four bytes the first and third are
 k and k + 1, so that one mask widens them both. NEON multiplies signed by signed bytes: there B is int8, and
-the int32 is 0.
+the int32 is 0. Its SMMLA multiplies two rows by two columns, eight k at once: there B's steps are of eight k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distgpt.kernels.matmul.microkernel import Tile, choice, declarations
 from distgpt.kernels.matmul.vectors import FLOAT32, Shape
 
+Sums = dict[tuple[int, int], str]  # by row and vector
 BLOCK = 64
 UNROLLED = 2  # steps of pairs
 
@@ -32,7 +33,9 @@ ARGUMENTS = (
 class Dot:
     """A processor's way to add products of four bytes, and the rows that fit its registers that way."""
 
-    kind: str  # "vnni", "signed": four at once; "pairs": two of 16 bits; "plain": any processor
+    # "vnni", "signed": four at once; "squares": eight, of two rows and two columns; "pairs": two of 16 bits;
+    # "plain": any processor.
+    kind: str
     rows: int
     function: str = ""
     takes: tuple[str, ...] = ()
@@ -40,7 +43,7 @@ class Dot:
     @property
     def offset(self) -> int:
         """Return the number that is added to weights."""
-        return 0 if self.kind == "signed" else 128
+        return 0 if self.kind in ("signed", "squares") else 128
 
     @property
     def integer(self) -> str:
@@ -56,9 +59,9 @@ class Dot:
         return self.integers(block) + 8
 
     @property
-    def order(self) -> tuple[int, int, int, int]:
-        """The positions of four k in B."""
-        return (0, 2, 1, 3) if self.kind == "pairs" else (0, 1, 2, 3)
+    def order(self) -> tuple[int, ...]:
+        """The positions in B of the k of a step."""
+        return (0, 2, 1, 3) if self.kind == "pairs" else tuple(range(8 if self.kind == "squares" else 4))
 
     def declaration(self, gives: str) -> str:
         return f"declare {gives} @{self.function}({', '.join(self.takes)})" if self.function else ""
@@ -69,7 +72,8 @@ def dot_of(shape: Shape, features: set[str]) -> Dot:
     wide = shape.lanes == 16
     bits, ints, shorts = 32 * shape.lanes, f"<{shape.lanes} x i32>", f"<{2 * shape.lanes} x i16>"
     if shape.neon and "dotprod" in features:
-        return Dot("signed", 3, "llvm.aarch64.neon.sdot.v4i32.v16i8", (ints, "<16 x i8>", "<16 x i8>"))
+        kind, rows, name = ("squares", 6, "smmla") if "i8mm" in features else ("signed", 3, "sdot")
+        return Dot(kind, rows, f"llvm.aarch64.neon.{name}.v4i32.v16i8", (ints, "<16 x i8>", "<16 x i8>"))
     if ("avx512vnni" if wide else "avxvnni") in features:
         return Dot("vnni", 7 if wide else 3, f"llvm.x86.avx512.vpdpbusd.{bits}", (ints, ints, ints))
     if ("avx512bw" if wide else "avx2") in features:
@@ -116,38 +120,64 @@ class Int8Tile(Tile):
         return "\n".join([*self.lines, "  ret void\n}"])
 
     def _blocks(self) -> None:
-        last = "counted" if self.dot.kind == "pairs" else "loop"
+        ways = {"pairs": self._sums_of_pairs, "squares": self._sums_of_squares}
+        last = "counted" if self.dot.kind in ways else "loop"
         self.add(f"loop:\n  %i = phi i64 [0, %entry], [%i1, %{last}]")
         self.add(f"  %at = phi i64 [0, %entry], [%at1, %{last}]")
         self.add(f"  %pb = phi ptr [%b, %entry], [%pb1, %{last}]")
-        for r, v in self.cells():
+        places = self._squares() if self.dot.kind == "squares" else self.cells()
+        for r, v in places:
             self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %{last}]")
         self.blocks = [self.new(f"getelementptr i8, ptr {start}, i64 %at") for start in self.starts]
-        sums = self._sums_of_pairs() if self.dot.kind == "pairs" else self._sums()
+        sums = ways.get(self.dot.kind, self._sums)()
         scales = [self._scale(v) for v in range(self.shape.vectors)]
-        for r in range(self.rows):
-            own = self.everywhere("float", self._of_row(r, "float", self.dot.integers(self.block)))
-            for v in range(self.shape.vectors):
-                factor = self.new(f"fmul {self.vector} {own}, {scales[v]}")
-                total = self.new(f"sitofp {self.ints} {sums[r, v]} to {self.vector}")
-                total = self.fma(total, factor, f"%s{r}_{v}")
-                self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
+        if self.dot.kind == "squares":
+            scales = [self._lanes(x, x, order) for x in scales for order in ((0, 1, 0, 1), (2, 3, 2, 3))]
+        own = ""
+        for r, v in places:
+            own = self._scale_of_rows(r) if v == 0 else own
+            factor = self.new(f"fmul {self.vector} {own}, {scales[v]}")
+            total = self.new(f"sitofp {self.ints} {sums[r, v]} to {self.vector}")
+            total = self.fma(total, factor, f"%s{r}_{v}")
+            self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
         self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {self.integers + 2 * self.shape.columns}")
         self.add(f"  %at1 = add i64 %at, {self.dot.a_record(self.block)}\n  %i1 = add i64 %i, 1")
         self.add("  %more = icmp ult i64 %i1, %k\n  br i1 %more, label %loop, label %summed\nsummed:")
-        self.totals = {(r, v): f"%n{r}_{v}" for r, v in self.cells()}
+        self.totals = {(r, v): f"%n{r}_{v}" for r, v in places}
+        if self.dot.kind == "squares":
+            self.totals = {(r, v): self._row_of_squares(r, v) for r, v in self.cells()}
 
-    def _less(self) -> dict[tuple[int, int], str]:
+    def _scale_of_rows(self, r: int) -> str:
+        """Return the scale of a row of A, and of the next one where two make squares."""
+        pair = (r, min(r + 1, self.rows - 1)) if self.dot.kind == "squares" else (r,)
+        own = [
+            self.everywhere("float", self._of_row(i, "float", self.dot.integers(self.block))) for i in pair
+        ]
+        return self._lanes(own[0], own[1], (0, 1, 4, 5)) if len(own) > 1 else own[0]
+
+    def _squares(self) -> list[tuple[int, int]]:
+        """Return the first rows of squares of two rows and two columns, and their number in the row."""
+        return [(r, c) for r in range(0, self.rows, 2) for c in range(2 * self.shape.vectors)]
+
+    def _row_of_squares(self, r: int, v: int) -> str:
+        left, right = (self.totals[r - r % 2, 2 * v + half] for half in (0, 1))
+        return self._lanes(left, right, (2, 3, 6, 7) if r % 2 else (0, 1, 4, 5))
+
+    def _lanes(self, x: str, y: str, order: tuple[int, int, int, int]) -> str:
+        lanes = ", ".join(f"i32 {lane}" for lane in order)
+        return self.new(f"shufflevector {self.vector} {x}, {self.vector} {y}, <4 x i32> <{lanes}>")
+
+    def _less(self) -> Sums:
         """Return the start of a block's sums."""
         if self.dot.kind == "signed":
             return dict.fromkeys(self.cells(), "zeroinitializer")
-        sums: dict[tuple[int, int], str] = {}
+        sums: Sums = {}
         for r in range(self.rows):
             less = self.everywhere("i32", self._of_row(r, "i32", self.dot.integers(self.block) + 4))
             sums |= {(r, v): less for v in range(self.shape.vectors)}
         return sums
 
-    def _sums(self) -> dict[tuple[int, int], str]:
+    def _sums(self) -> Sums:
         """Return the exact sums of the products in a block."""
         sums = self._less()
         for step in range(self.block // 4):
@@ -158,28 +188,50 @@ class Int8Tile(Tile):
                     sums[r, v] = self._added(sums[r, v], b[v], a)
         return sums
 
-    def _sums_of_pairs(self) -> dict[tuple[int, int], str]:
-        """Return these sums from a loop over steps, during which the float32 sums can leave the registers."""
-        less = self._less()
+    def _sums_of_pairs(self) -> Sums:
+        return self._counted(self._less(), self._add_steps_of_pairs, 4 * UNROLLED)
+
+    def _sums_of_squares(self) -> Sums:
+        return self._counted(dict.fromkeys(self._squares(), "zeroinitializer"), self._add_squares, 8)
+
+    def _counted(self, starts: Sums, add: Callable[[Sums], None], width: int) -> Sums:
+        """Return sums from a loop over `width` k at a time; float32 sums can leave the registers for it."""
         self.add("  br label %steps\nsteps:")
         self.add("  %j = phi i64 [0, %loop], [%j1, %steps]\n  %pj = phi ptr [%pb, %loop], [%pj1, %steps]")
         for r, start in enumerate(self.blocks):
             self.add(f"  %aj{r} = phi ptr [{start}, %loop], [%ak{r}, %steps]")
-        for r, v in self.cells():
-            self.add(f"  %i{r}_{v} = phi {self.ints} [{less[r, v]}, %loop], [%m{r}_{v}, %steps]")
-        sums = {(r, v): f"%i{r}_{v}" for r, v in self.cells()}
-        for half in range(2 * UNROLLED):
-            self._add_pairs(sums, half)
-        for r, v in self.cells():
+        for (r, v), start in starts.items():
+            self.add(f"  %i{r}_{v} = phi {self.ints} [{start}, %loop], [%m{r}_{v}, %steps]")
+        sums = {(r, v): f"%i{r}_{v}" for r, v in starts}
+        add(sums)
+        for r, v in starts:
             self.add(f"  %m{r}_{v} = bitcast {self.ints} {sums[r, v]} to {self.ints}")
         for r in range(self.rows):
-            self.add(f"  %ak{r} = getelementptr i8, ptr %aj{r}, i64 {8 * UNROLLED}")
-        self.add(f"  %pj1 = getelementptr i8, ptr %pj, i64 {self.integers * UNROLLED * 4 // self.block}")
-        self.add(f"  %j1 = add i64 %j, 1\n  %further = icmp ult i64 %j1, {self.block // 4 // UNROLLED}")
+            self.add(f"  %ak{r} = getelementptr i8, ptr %aj{r}, i64 {self.dot.integers(width)}")
+        self.add(f"  %pj1 = getelementptr i8, ptr %pj, i64 {self.integers * width // self.block}")
+        self.add(f"  %j1 = add i64 %j, 1\n  %further = icmp ult i64 %j1, {self.block // width}")
         self.add("  br i1 %further, label %steps, label %counted\ncounted:")
-        return {(r, v): f"%m{r}_{v}" for r, v in self.cells()}
+        return {(r, v): f"%m{r}_{v}" for r, v in starts}
 
-    def _add_pairs(self, sums: dict[tuple[int, int], str], half: int) -> None:
+    def _add_squares(self, sums: Sums) -> None:
+        """Add the products of eight k. An odd last row comes twice."""
+        a = {}
+        for r in range(0, self.rows, 2):
+            both = "poison"
+            for i, row in enumerate((r, min(r + 1, self.rows - 1))):
+                eight = self.new(f"load i64, ptr %aj{row}, align 4")
+                both = self.new(f"insertelement <2 x i64> {both}, i64 {eight}, i32 {i}")
+            a[r] = self.new(f"bitcast <2 x i64> {both} to {self.ints}")
+        for c in range(2 * self.shape.vectors):
+            b = self.two_columns("%pj", c)
+            for r, two_rows in a.items():
+                sums[r, c] = self._called(sums[r, c], two_rows, b)
+
+    def _add_steps_of_pairs(self, sums: Sums) -> None:
+        for half in range(2 * UNROLLED):
+            self._add_pairs(sums, half)
+
+    def _add_pairs(self, sums: Sums, half: int) -> None:
         """Add the products of half a step, which is two k of each column."""
         b = [self._half(half // 2, v, half % 2 == 1) for v in range(self.shape.vectors)]
         for r in range(self.rows):
@@ -206,6 +258,10 @@ class Int8Tile(Tile):
     def four(self, panel: str, step: int, v: int, load: str = "load") -> str:
         """Return four of B's bytes of each column."""
         return self.word(panel, step, v, load)
+
+    def two_columns(self, panel: str, c: int) -> str:
+        """Return eight of B's bytes of columns 2c and 2c + 1."""
+        return self.word(panel, c // self.shape.vectors, c % self.shape.vectors, "load")
 
     def word(self, panel: str, i: int, v: int, load: str) -> str:
         """Load word i of each column."""
