@@ -49,6 +49,7 @@ class CudaKernels:
     """
 
     threads = 1
+    slab_rows = 1 << 30  # all
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class CpuKernels(OnHost):
     """
 
     logits_bytes = 128 << 20
+    slab_rows = 1024
     capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)

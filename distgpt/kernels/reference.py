@@ -94,6 +94,7 @@ class ReferenceKernels(OnHost):
 
     threads = 1
     logits_bytes = 1 << 20
+    slab_rows = 1 << 30
     capabilities = Capabilities(sums_bias_gradients=True)
 
     def __init__(self, dtype: str = "float64") -> None:

@@ -84,7 +84,9 @@ class Pass:
     ) -> None:
         self.model, self.k, self.positions = model, model.kernels, positions
         self._workers = model.kernels.threads if workers is None else workers
-        self._wide = not training and _layer_bytes(model) >= WIDE
+        self._wide, self._slab_rows = not training and _layer_bytes(model) >= WIDE, 1 << 30
+        if training:
+            self._slab_rows = self.k.slab_rows
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
@@ -214,7 +216,7 @@ class Pass:
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
-        count = 1 if few else _slab_count(n_seq, self._workers)
+        count = 1 if few else _slab_count(n_seq, seq_len, self._workers, self._slab_rows)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
         self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
         self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
@@ -333,9 +335,12 @@ class Pass:
         self.k.embed_backward(dwte, dwpe, dx, tokens, self.seq_len, self.positions)
 
 
-def _slab_count(n_seq: int, threads: int) -> int:
-    even = n_seq % threads == 0 or n_seq >= EVEN_ENOUGH * threads
-    return threads if even else 1
+def _slab_count(n_seq: int, seq_len: int, threads: int, rows: int) -> int:
+    """Return the number of slabs: for each thread as many as make `rows` rows, and divide evenly."""
+    if n_seq % threads and n_seq < EVEN_ENOUGH * threads:
+        return 1
+    most = max(1, min(n_seq, n_seq * seq_len // rows) // threads)
+    return threads * next(each for each in range(most, 0, -1) if each == 1 or n_seq % (threads * each) == 0)
 
 
 def _layer_bytes(model: Model) -> int:

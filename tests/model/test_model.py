@@ -193,3 +193,18 @@ def test_few_rows_of_wide_layers_share_the_reading_of_weights():
         assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-13)
     narrow = build(BASE, CpuKernels("float64", 2))
     assert len(Pass(narrow, 4, 7, training=False).slabs) == 2
+
+
+@pytest.mark.parametrize("n_seq, slabs", [(4, 2), (6, 2), (5, 1), (1, 1), (12, 6), (20, 10), (34, 2)])
+def test_with_gradients_each_thread_gets_several_slabs_and_the_bits_stay(n_seq, slabs, monkeypatch):
+    """Slabs of about two sequences where their number divides evenly."""
+    found = []
+    for rows in (1 << 30, 14):
+        monkeypatch.setattr(CpuKernels, "slab_rows", rows)
+        model = build(BASE, CpuKernels("float32", 2, "own"))
+        work = Pass(model, n_seq, 7, training=True)
+        work.loss_and_gradients(*batch(BASE, n_seq, 7), 1.0, False)
+        found.append([model.grads[name].copy() for name in model.grads])
+    assert len(work.slabs) == slabs
+    for one, several in zip(*found, strict=True):
+        assert np.array_equal(one, several)

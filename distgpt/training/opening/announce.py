@@ -88,7 +88,9 @@ def note_surprises(
         rows, cut_off = count(len(batches.plan), "sequence"), batches.plan.cut_off / tokens
         say(f"--pack: {rows}; {cut_off:.1%} of the tokens, ends of documents that do not fit, are left out")
     if config.model.window and not any(config.model.windows):
-        say("--window has no effect: no layer has one that is shorter than --seq-len (--full-every)")
+        say(
+            "no window is shorter than the context: every layer attends to all of it (--window, --full-every)"
+        )
     if t.warmup > t.steps > 0:
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     if plan.resumed and not plan.is_of_same_text(batches.fingerprint):
