@@ -201,7 +201,7 @@ class Kernels(Protocol):
     wide: Any
     threads: int
     logits_bytes: int  # the most memory that the loss wants for logits
-    slab_rows: int  # of a batch that pass through a layer at once: their results stay in a cache
+    slab_rows: int  # the least of a slab where a worker has several: their results stay in a cache
     capabilities: Capabilities
     wire: Wire | None  # where arrays are not the host's
 

@@ -159,7 +159,7 @@ class CpuKernels(OnHost):
             self._pool.ranges(len(y), ROWS, low_rank.copy, y, w)
             return
         columns = y.shape[1]
-        most = max(ROWS, low_rank.SUMS_BYTES // (columns * self.wide.itemsize))
+        most = max(low_rank.LEAST_ROWS, low_rank.SUMS_BYTES // (columns * self.wide.itemsize))
 
         def some(first: int, last: int) -> None:
             memory = self._memory.of(np.empty, (most, columns), self.wide.name)

@@ -44,7 +44,7 @@ class Pool:
 
     `run`: parts 0 … n - 1 of a job, each by a fixed thread. `ranges`: stretches of a range.
     `run_together`: all threads make the same calls, and every `ranges` in them gives each its own stretch,
-    without waiting in between. A `ranges` inside a part of another is done whole by the thread of that part.
+    without waiting in between. A `ranges` inside a part, or inside a stretch, is done whole by its thread.
     Threads of the user that compute at once take turns.
     """
 

@@ -1,9 +1,9 @@
 """Forward and backward passes over a batch of one shape, with all their memory made beforehand; a trace.
 
 A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
-slab through all layers without waiting for the others; all meet for the weight gradients, which are sums over
-the whole batch. Where the sequences do not divide evenly there is one slab, and each kernel splits its rows
-or columns; so it is where reading the weights takes longest.
+slabs through all layers, one after the other, without waiting for the other workers; all meet for the weight
+gradients, which are sums over the whole batch. Where the sequences do not divide evenly there is one slab,
+and each kernel splits its rows or columns; so it is where reading the weights takes longest.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Pass:
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
         # True if the layer below begins before this one's weight gradients are done, with other buffers.
-        is_adapted = any(block.adapters for block in model.blocks)  # little is left to compute beside it
+        # With adapters little is left to compute beside it, and nothing joins a merge before it is read.
+        is_adapted = any(block.adapters for block in model.blocks)
         self._overlaps = (
             self.k.capabilities.has_second_stream and self._recompute == "none" and not is_adapted
         )
@@ -336,7 +337,7 @@ class Pass:
 
 
 def _slab_count(n_seq: int, seq_len: int, threads: int, rows: int) -> int:
-    """Return the number of slabs: for each thread as many as make `rows` rows, and divide evenly."""
+    """Return the number of slabs: the same for each thread, of at least `rows` rows each if it is not one."""
     if n_seq % threads and n_seq < EVEN_ENOUGH * threads:
         return 1
     most = max(1, min(n_seq, n_seq * seq_len // rows) // threads)

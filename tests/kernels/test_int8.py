@@ -102,6 +102,25 @@ def test_integers_are_exact_in_every_way(way, of):
     assert alive
 
 
+@pytest.mark.parametrize("of", [int8, int4], ids=["int8", "int4"])
+def test_weights_lie_where_smmla_looks_for_them(of, monkeypatch):
+    """On any processor: the packing's formulas against a panel made otherwise."""
+    dot = int8.dot_of(NEON, {"dotprod", "i8mm"})
+    for name, value in {"STEP": 8, "ORDER": dot.order, "COLUMNS": NEON.columns}.items():
+        monkeypatch.setattr(factors, name, value)
+    choice = np.arange(-127, 128) if of is int8 else int4.LEVELS
+    q = np.random.default_rng(6).choice(choice, (NEON.columns, of.BLOCK)).astype(np.int8)
+    panel = panel_of(q, np.zeros((NEON.columns, 1), np.uint16), NEON.columns, dot, of)[0]
+    for column in range(NEON.columns):
+        for k in range(of.BLOCK):
+            if of is int8:
+                found = panel[factors.byte_of.py_func(column, k)].view(np.int8)
+            else:
+                at, shift = factors.half_of.py_func(column, k)
+                found = int4.LEVELS[panel[at] >> shift & 15]
+            assert found == q[column, k], (column, k)
+
+
 def panels_of(w, columns):
     panels = factors.rounded_panels(w, 1, columns)[0]
     pack_rounded(panels, w, 0, len(w.q))

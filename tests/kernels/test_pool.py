@@ -63,6 +63,20 @@ def test_a_job_inside_a_part_is_done_whole_by_its_worker():
     assert seen == [(0, 10), (0, 10)]
 
 
+def test_a_range_inside_a_stretch_of_all_threads_is_done_whole_by_its_thread():
+    pool, inside, after = Pool(2), [], []
+
+    def stretch(first, last):
+        pool.ranges(10, 1, lambda *inner: inside.append((first, last, *inner)))
+
+    def work():
+        pool.ranges(4, 1, stretch)
+        pool.ranges(6, 1, lambda *own: after.append(own))
+
+    pool.run_together(work)
+    assert sorted(inside) == [(0, 2, 0, 10), (2, 4, 0, 10)] and sorted(after) == [(0, 3), (3, 6)]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
     pool = Pool(2)

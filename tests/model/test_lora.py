@@ -7,6 +7,7 @@ from models import BASE, VARIANTS, batch, plain_logits
 
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
+from distgpt.kernels.fused import low_rank
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.passes import Pass
 
@@ -87,6 +88,22 @@ def test_what_is_added_is_right_on_average_however_little_it_is():
     exact = kernels.to_host(b) @ kernels.to_host(a)
     added = (kernels.to_host(y) - kernels.to_host(w)) * 1e4
     assert (added * exact).sum() == pytest.approx((exact**2).sum(), rel=0.1)
+
+
+def test_a_matrix_made_in_parts_by_several_threads_has_the_same_bits(monkeypatch):
+    rng, found = np.random.default_rng(0), []
+    host = [rng.standard_normal(shape) for shape in ((70, 40), (70, 3), (3, 40))]
+    for threads, rows in ((1, 1000), (1, 8), (2, 8)):
+        monkeypatch.setattr(low_rank, "SUMS_BYTES", 40 * 4 * rows)
+        monkeypatch.setattr(low_rank, "LEAST_ROWS", 1)
+        kernels = Bfloat16Kernels(threads)
+        w, b, a = (kernels.zeros(*each.shape) for each in host)
+        for array, each in zip((w, b, a), host, strict=True):
+            kernels.put(array, each)
+        y = np.zeros_like(w)
+        kernels.add_low_rank(y, w, b, a, 0.5)
+        found.append(y)
+    assert found[0].any() and all(np.array_equal(found[0], each) for each in found)
 
 
 def test_a_matrix_that_the_model_does_not_have_is_refused():

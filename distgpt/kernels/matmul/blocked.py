@@ -217,6 +217,7 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
         pack_plain(begin, end, scratch.panels, y[low:high])
         panels = (end - begin + COLUMNS - 1) // COLUMNS
         flags |= fours(scratch.panels, panels, high - low)
+        # Stretches of others are longer, or the only one: they would push out of the cache what is used.
         coming = (high, min(high + depth, k) if depth <= THIN else high), (begin, end)
         for top in range(first, last, most):
             bottom = min(top + most, last)

@@ -260,7 +260,7 @@ class Int8Tile(Tile):
         return self.word(panel, step, v, load)
 
     def two_columns(self, panel: str, c: int) -> str:
-        """Return eight of B's bytes of columns 2c and 2c + 1."""
+        """Return eight of B's bytes of columns 2c and 2c + 1: register c of a step."""
         return self.word(panel, c // self.shape.vectors, c % self.shape.vectors, "load")
 
     def word(self, panel: str, i: int, v: int, load: str) -> str:

@@ -61,8 +61,8 @@ def choice(
 
     The second of two `names` is that of the functions for columns that fit one register.
     """
-    name = "internal void @whole" if shape.neon else "void @tile"
-    lines = [f"define {name}({arguments}) {{"]
+    kind = "internal void @whole" if shape.neon else "void @tile"
+    lines = [f"define {kind}({arguments}) {{"]
     if len(names) > 1:
         lines.append(f"  %few = icmp ule i64 %columns, {shape.lanes}")
         lines.append(f"  br i1 %few, label %{names[1]}, label %{names[0]}")

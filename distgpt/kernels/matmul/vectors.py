@@ -199,7 +199,7 @@ def _copy(lanes: int) -> str:
     """Copy rows of words of 32 bits: to[k, j] ← from[k, j] for j < lanes, k < count."""
     vector = f"<{lanes} x i32>"
     return loop_over_rows(
-        "copy", 1, f"\n  %a = load {vector}, ptr %f, align 4\n  store {vector} %a, ptr %t, align 4"
+        "copy", 1, f"\n  %a = load {vector}, ptr %f, align 2\n  store {vector} %a, ptr %t, align 4"
     )
 
 
