@@ -16,6 +16,7 @@ from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.gpu.muon import MuonSteps
 from distgpt.kernels.api import (
+    ALL_ROWS,
     PIECE,
     AdamConstants,
     AdamState,
@@ -49,7 +50,7 @@ class CudaKernels:
     """
 
     threads = 1
-    slab_rows = 1 << 30  # all
+    slab_rows = ALL_ROWS
 
     def __init__(
         self,

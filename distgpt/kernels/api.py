@@ -194,6 +194,9 @@ class AdamConstants(NamedTuple):
     eps: float
 
 
+ALL_ROWS = 1 << 30  # `slab_rows` of kernels whose passes have one slab
+
+
 class Kernels(Protocol):
     """One backend. See `reference.py` for what each operation means, line by line."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import (
+    ALL_ROWS,
     IGNORED,
     PIECE,
     POLAR,
@@ -94,7 +95,7 @@ class ReferenceKernels(OnHost):
 
     threads = 1
     logits_bytes = 1 << 20
-    slab_rows = 1 << 30
+    slab_rows = ALL_ROWS
     capabilities = Capabilities(sums_bias_gradients=True)
 
     def __init__(self, dtype: str = "float64") -> None:

@@ -457,8 +457,12 @@ class Block:
         if self.values is not None:
             self.values.weights(tmp.dqkv, tokens)
         self.norm1.weights(tmp.in_sums, tmp.dh1, acts.s1, acts.stats1, accumulate)
-        ends = (dout, acts.act), (_dpre(acts, tmp), acts.h2), (tmp.dmid, acts.att), (tmp.dqkv, acts.h1)
-        for linear, (dy, x) in zip((self.proj, self.fc, self.out, self.qkv), ends, strict=True):
+        for linear, dy, x in (
+            (self.proj, dout, acts.act),
+            (self.fc, _dpre(acts, tmp), acts.h2),
+            (self.out, tmp.dmid, acts.att),
+            (self.qkv, tmp.dqkv, acts.h1),
+        ):
             for adapter, inner in self._adapters_of(linear, tmp):
                 adapter.weights(*inner, dy, x, accumulate)
 

@@ -18,7 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distgpt.kernels.api import Affine, Array, Floats1d, Floats2d, Head, Ints1d, Stats, Wide1d, Wide2d, Work
+from distgpt.kernels.api import (
+    ALL_ROWS,
+    Affine,
+    Array,
+    Floats1d,
+    Floats2d,
+    Head,
+    Ints1d,
+    Stats,
+    Wide1d,
+    Wide2d,
+    Work,
+)
 from distgpt.model.layers import NORMS, Block, LayerActivations, Part, Scratch
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
@@ -84,9 +96,8 @@ class Pass:
     ) -> None:
         self.model, self.k, self.positions = model, model.kernels, positions
         self._workers = model.kernels.threads if workers is None else workers
-        self._wide, self._slab_rows = not training and _layer_bytes(model) >= WIDE, 1 << 30
-        if training:
-            self._slab_rows = self.k.slab_rows
+        self._wide = not training and _layer_bytes(model) >= WIDE
+        self._slab_rows = self.k.slab_rows if training else ALL_ROWS
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from distgpt.kernels.matmul.microkernel import Tile, choice, declarations
+from distgpt.kernels.matmul.microkernel import Sums, Tile, choice, declarations
 from distgpt.kernels.matmul.vectors import FLOAT32, Shape
 
-Sums = dict[tuple[int, int], str]  # by row and vector
 BLOCK = 64
 UNROLLED = 2  # steps of pairs
 
@@ -125,17 +124,21 @@ class Int8Tile(Tile):
         self.add(f"loop:\n  %i = phi i64 [0, %entry], [%i1, %{last}]")
         self.add(f"  %at = phi i64 [0, %entry], [%at1, %{last}]")
         self.add(f"  %pb = phi ptr [%b, %entry], [%pb1, %{last}]")
-        places = self._squares() if self.dot.kind == "squares" else self.cells()
+        places = self.squares() if self.dot.kind == "squares" else self.cells()
         for r, v in places:
             self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %{last}]")
         self.blocks = [self.new(f"getelementptr i8, ptr {start}, i64 %at") for start in self.starts]
         sums = ways.get(self.dot.kind, self._sums)()
         scales = [self._scale(v) for v in range(self.shape.vectors)]
         if self.dot.kind == "squares":
-            scales = [self._lanes(x, x, order) for x in scales for order in ((0, 1, 0, 1), (2, 3, 2, 3))]
-        own = ""
+            scales = [
+                self.shuffled(self.vector, x, x, order)
+                for x in scales
+                for order in ((0, 1, 0, 1), (2, 3, 2, 3))
+            ]
         for r, v in places:
-            own = self._scale_of_rows(r) if v == 0 else own
+            if v == 0:
+                own = self._scale_of_rows(r)
             factor = self.new(f"fmul {self.vector} {own}, {scales[v]}")
             total = self.new(f"sitofp {self.ints} {sums[r, v]} to {self.vector}")
             total = self.fma(total, factor, f"%s{r}_{v}")
@@ -145,27 +148,17 @@ class Int8Tile(Tile):
         self.add("  %more = icmp ult i64 %i1, %k\n  br i1 %more, label %loop, label %summed\nsummed:")
         self.totals = {(r, v): f"%n{r}_{v}" for r, v in places}
         if self.dot.kind == "squares":
-            self.totals = {(r, v): self._row_of_squares(r, v) for r, v in self.cells()}
+            self.totals = {(r, v): self.row_of_squares(self.totals, r, v) for r, v in self.cells()}
 
     def _scale_of_rows(self, r: int) -> str:
-        """Return the scale of a row of A, and of the next one where two make squares."""
-        pair = (r, min(r + 1, self.rows - 1)) if self.dot.kind == "squares" else (r,)
-        own = [
-            self.everywhere("float", self._of_row(i, "float", self.dot.integers(self.block))) for i in pair
-        ]
-        return self._lanes(own[0], own[1], (0, 1, 4, 5)) if len(own) > 1 else own[0]
+        """Return the scale of row r of A, or those of the two rows of square r."""
+        if self.dot.kind != "squares":
+            return self._scale_of_row(r)
+        first, second = (self._scale_of_row(i) for i in self.two_rows(r))
+        return self.shuffled(self.vector, first, second, (0, 1, 4, 5))
 
-    def _squares(self) -> list[tuple[int, int]]:
-        """Return the first rows of squares of two rows and two columns, and their number in the row."""
-        return [(r, c) for r in range(0, self.rows, 2) for c in range(2 * self.shape.vectors)]
-
-    def _row_of_squares(self, r: int, v: int) -> str:
-        left, right = (self.totals[r - r % 2, 2 * v + half] for half in (0, 1))
-        return self._lanes(left, right, (2, 3, 6, 7) if r % 2 else (0, 1, 4, 5))
-
-    def _lanes(self, x: str, y: str, order: tuple[int, int, int, int]) -> str:
-        lanes = ", ".join(f"i32 {lane}" for lane in order)
-        return self.new(f"shufflevector {self.vector} {x}, {self.vector} {y}, <4 x i32> <{lanes}>")
+    def _scale_of_row(self, r: int) -> str:
+        return self.everywhere("float", self._of_row(r, "float", self.dot.integers(self.block)))
 
     def _less(self) -> Sums:
         """Return the start of a block's sums."""
@@ -192,7 +185,7 @@ class Int8Tile(Tile):
         return self._counted(self._less(), self._add_steps_of_pairs, 4 * UNROLLED)
 
     def _sums_of_squares(self) -> Sums:
-        return self._counted(dict.fromkeys(self._squares(), "zeroinitializer"), self._add_squares, 8)
+        return self._counted(dict.fromkeys(self.squares(), "zeroinitializer"), self._add_squares, 8)
 
     def _counted(self, starts: Sums, add: Callable[[Sums], None], width: int) -> Sums:
         """Return sums from a loop over `width` k at a time; float32 sums can leave the registers for it."""
@@ -214,18 +207,18 @@ class Int8Tile(Tile):
         return {(r, v): f"%m{r}_{v}" for r, v in starts}
 
     def _add_squares(self, sums: Sums) -> None:
-        """Add the products of eight k. An odd last row comes twice."""
-        a = {}
-        for r in range(0, self.rows, 2):
+        """Add the products of eight k."""
+        a = []
+        for p in range((self.rows + 1) // 2):
             both = "poison"
-            for i, row in enumerate((r, min(r + 1, self.rows - 1))):
-                eight = self.new(f"load i64, ptr %aj{row}, align 4")
+            for i, r in enumerate(self.two_rows(p)):
+                eight = self.new(f"load i64, ptr %aj{r}, align 4")
                 both = self.new(f"insertelement <2 x i64> {both}, i64 {eight}, i32 {i}")
-            a[r] = self.new(f"bitcast <2 x i64> {both} to {self.ints}")
+            a.append(self.new(f"bitcast <2 x i64> {both} to {self.ints}"))
         for c in range(2 * self.shape.vectors):
             b = self.two_columns("%pj", c)
-            for r, two_rows in a.items():
-                sums[r, c] = self._called(sums[r, c], two_rows, b)
+            for p, rows in enumerate(a):
+                sums[p, c] = self._called(sums[p, c], rows, b)
 
     def _add_steps_of_pairs(self, sums: Sums) -> None:
         for half in range(2 * UNROLLED):

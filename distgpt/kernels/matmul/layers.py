@@ -73,29 +73,25 @@ class OwnMatmuls:
     def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
         if bias is not None and bias.dtype == BITS:
             bias = from_bfloat16(bias)
-        columns = len(x) < len(w)
-
-        def part(first: int, last: int) -> None:
-            rows, panels = ((0, len(x)), (first, last)) if columns else ((first, last), (0, len(w)))
-            own = self._memory.of(
-                blocked.scratch, self._dtype, _up(rows[1] - rows[0]), x.shape[1], rows_conflict(x)
-            )
-            blocked.forward(*rows, *panels, y, x, w, bias, own)
-
-        self._pool.ranges(len(w) if columns else len(x), packing.COLUMNS if columns else packing.ROWS, part)
+        self._cut(blocked.forward, len(x) < len(w), len(w), y, x, w, bias)
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         """dx ← dy w"""
-        columns = len(dx) < len(w) and self._share_panels(w.shape[1])
+        width = w.shape[1]
+        self._cut(blocked.backward, len(dx) < len(w) and self._share_panels(width), width, dx, dy, w)
+
+    def _cut(
+        self, loop: Callable[..., None], by_columns: bool, width: int, c: Floats2d, a: Floats2d, *of: Any
+    ) -> None:
+        """Let workers compute rows of C (…, width), or columns."""
 
         def part(first: int, last: int) -> None:
-            rows, panels = ((0, len(dx)), (first, last)) if columns else ((first, last), (0, w.shape[1]))
-            own = self._memory.of(
-                blocked.scratch, self._dtype, _up(rows[1] - rows[0]), len(w), rows_conflict(dy)
-            )
-            blocked.backward(*rows, *panels, dx, dy, w, own)
+            rows, columns = ((0, len(a)), (first, last)) if by_columns else ((first, last), (0, width))
+            count = _up(rows[1] - rows[0])
+            own = self._memory.of(blocked.scratch, self._dtype, count, a.shape[1], rows_conflict(a))
+            loop(*rows, *columns, c, a, *of, own)
 
-        total, grain = (w.shape[1], packing.COLUMNS) if columns else (len(dx), packing.ROWS)
+        total, grain = (width, packing.COLUMNS) if by_columns else (len(a), packing.ROWS)
         self._pool.ranges(total, grain, part)
 
     def _share_panels(self, columns: int) -> bool:

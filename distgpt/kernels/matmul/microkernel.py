@@ -16,6 +16,7 @@ from distgpt.kernels.matmul import neon
 from distgpt.kernels.matmul.vectors import BFLOAT16, BYTES, FLOAT32, LLVM, SUFFIX, Shape, Vectors
 
 ACCUMULATE, BIAS = 1, neon.FLAG_BIAS  # flags
+Sums = dict[tuple[int, int], str]  # by row and vector of columns, or by square
 PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
@@ -98,7 +99,7 @@ class Tile(Vectors):
         super().__init__(shape)
         self.factor, self.out, self.rows, self.name = factor, out, rows, name
         self._widens = shape.widens(factor)
-        self.totals: dict[tuple[int, int], str] = {}
+        self.totals: Sums = {}
 
     def text(self) -> str:
         self.begin(ARGUMENTS)
@@ -115,6 +116,18 @@ class Tile(Vectors):
 
     def cells(self) -> list[tuple[int, int]]:
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
+
+    def squares(self) -> list[tuple[int, int]]:
+        """Return the numbers of squares of two rows and two columns, which a register of arm64 holds."""
+        return [(p, c) for p in range((self.rows + 1) // 2) for c in range(2 * self.shape.vectors)]
+
+    def two_rows(self, p: int) -> tuple[int, int]:
+        """Return the rows of squares of number p. An odd last row comes twice."""
+        return 2 * p, min(2 * p + 1, self.rows - 1)
+
+    def row_of_squares(self, squares: Sums, r: int, v: int) -> str:
+        left, right = (squares[r // 2, 2 * v + half] for half in (0, 1))
+        return self.shuffled(self.vector, left, right, (2, 3, 6, 7) if r % 2 else (0, 1, 4, 5))
 
     def _starts(self) -> None:
         """Compute the address of each row of A, and the number of whole steps."""
@@ -150,7 +163,7 @@ class Tile(Vectors):
             self.add(f"  %t{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, {last}]{early}")
         self.totals = {cell: "%t{}_{}".format(*cell) for cell in self.cells()}
 
-    def _step(self) -> dict[tuple[int, int], str]:
+    def _step(self) -> Sums:
         """Return the sums with the products of one step added."""
         if self._widens:
             return self._step_in_halves()
@@ -162,7 +175,7 @@ class Tile(Vectors):
                 sums[r, v] = self._multiplied(sums[r, v], a, b[v])
         return sums
 
-    def _step_in_halves(self) -> dict[tuple[int, int], str]:
+    def _step_in_halves(self) -> Sums:
         """Add the products of one step where bfloat16 is widened: the first of all pairs, then the second.
 
         Both are loaded. Between them stands a branch, always to the same side, over which the compiler does
@@ -176,9 +189,7 @@ class Tile(Vectors):
         self.add(f"  br i1 {always}, label %seconds, label %summed\nseconds:")
         return self._products(firsts, self._second)
 
-    def _products(
-        self, sums: dict[tuple[int, int], str], widened: Callable[[str], str], load: str = "load"
-    ) -> dict[tuple[int, int], str]:
+    def _products(self, sums: Sums, widened: Callable[[str], str], load: str = "load") -> Sums:
         """Return the sums with the products of one half of the pairs added."""
         b = [widened(self._b("%pb", v, load)) for v in range(self.shape.vectors)]
         added = {}

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from distgpt.kernels.matmul import microkernel
-from distgpt.kernels.matmul.microkernel import Tile
+from distgpt.kernels.matmul.microkernel import Sums, Tile
 from distgpt.kernels.matmul.vectors import BFLOAT16, Shape, loop_over_rows
 
-Sums = dict[tuple[int, int], str]
 Read = Callable[[int, str], str]
 FOURS = 4  # a flag
 ZIPS = ((0, 4, 1, 5), (2, 6, 3, 7))  # the lanes of two steps that make two columns, and the next two
@@ -58,21 +57,18 @@ class MmlaTile(Tile):
                 self._loop_over_fours(name, read, way)
                 loops.append(name)
         self.add("summed:")
-        for p, c in self._squares():
+        for p, c in self.squares():
             ways = "".join(f", [%{name}_n{p}_{c}, %{name}]" for name in loops)
             self.add(f"  %t{p}_{c} = phi {_FLOATS} [zeroinitializer, %entry]{ways}")
         self._last_k()
         self._write()
         return "\n".join([*self.lines, "  ret void\n}"])
 
-    def _squares(self) -> list[tuple[int, int]]:
-        return [(p, c) for p in range((self.rows + 1) // 2) for c in range(2 * self.shape.vectors)]
-
     def _loop_over_fours(self, name: str, read: Read, before: str) -> None:
         self.add(f"{name}:\n  %{name}_i = phi i64 [0, %{before}], [%{name}_i1, %{name}]")
         self.add(f"  %{name}_at = phi i64 [0, %{before}], [%{name}_at1, %{name}]")
         self.add(f"  %{name}_b = phi ptr [%b, %{before}], [%{name}_b1, %{name}]")
-        sums = {(p, c): f"%{name}_s{p}_{c}" for p, c in self._squares()}
+        sums = {(p, c): f"%{name}_s{p}_{c}" for p, c in self.squares()}
         for (p, c), total in sums.items():
             self.add(f"  {total} = phi {_FLOATS} [zeroinitializer, %{before}], [%{name}_n{p}_{c}, %{name}]")
         a = [read(p, f"%{name}_at") for p in range((self.rows + 1) // 2)]
@@ -93,7 +89,7 @@ class MmlaTile(Tile):
 
     def _of_rows(self, p: int, at: str) -> str:
         """Return four k of two rows, each of which lies in one place; an odd last row comes twice."""
-        four = [self.new(f"load <2 x i32>, ptr {self._place(r, at)}, align 2") for r in self._pair(p)]
+        four = [self.new(f"load <2 x i32>, ptr {self._place(r, at)}, align 2") for r in self.two_rows(p)]
         return self.new(
             f"shufflevector <2 x i32> {four[0]}, <2 x i32> {four[1]}, <4 x i32> <i32 0, i32 1, i32 2, i32 3>"
         )
@@ -101,7 +97,7 @@ class MmlaTile(Tile):
     def _of_rows_beside(self, p: int, at: str) -> str:
         """Return them where the two rows' pairs lie side by side, step by step."""
         halves = []
-        first, second = self._pair(p)
+        first, second = self.two_rows(p)
         for place in (at, self.new(f"add i64 {at}, %step")):
             if first == second:
                 one = self.new(f"load i32, ptr {self._place(first, place)}, align 2")
@@ -111,14 +107,11 @@ class MmlaTile(Tile):
         order = "<4 x i32> <i32 0, i32 2, i32 1, i32 3>"
         return self.new(f"shufflevector <2 x i32> {halves[0]}, <2 x i32> {halves[1]}, {order}")
 
-    def _pair(self, p: int) -> tuple[int, int]:
-        return 2 * p, min(2 * p + 1, self.rows - 1)
-
     def _place(self, r: int, at: str) -> str:
         return self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 {at}")
 
     def _zipped(self, first: str, second: str) -> list[str]:
-        return [self._shuffled(_INTS, first, second, order) for order in ZIPS]
+        return [self.shuffled(_INTS, first, second, order) for order in ZIPS]
 
     def _multiply(self, sums: Sums, a: list[str], v: int, columns: list[str]) -> None:
         """Add to the squares of a vector of columns, given as two and two of them."""
@@ -130,10 +123,6 @@ class MmlaTile(Tile):
                     f"call {_FLOATS} @llvm.aarch64.neon.bfmmla({_FLOATS} {sums[cell]}, "
                     f"{_LOW} {low[0]}, {_LOW} {low[1]})"
                 )
-
-    def _shuffled(self, type: str, x: str, y: str, order: tuple[int, ...]) -> str:
-        lanes = ", ".join(f"i32 {lane}" for lane in order)
-        return self.new(f"shufflevector {type} {x}, {type} {y}, <4 x i32> <{lanes}>")
 
     def _last_k(self) -> None:
         """Add up to three last k: A goes on with other memory, B has zero beside the last of an odd number.
@@ -149,23 +138,21 @@ class MmlaTile(Tile):
         panel = self.new(f"getelementptr i8, ptr %b, i64 {self.new(f'mul i64 {self.fours}, {2 * line}')}")
         ahead = self.new(f"select i1 {self.three}, i64 {line}, i64 0")
         second = self.new(f"getelementptr i8, ptr {panel}, i64 {ahead}")
-        sums = {(p, c): f"%t{p}_{c}" for p, c in self._squares()}
+        sums = {(p, c): f"%t{p}_{c}" for p, c in self.squares()}
         a = [self._last_of_rows(p, at) for p in range((self.rows + 1) // 2)]
         for v in range(self.shape.vectors):
             there = self._b(second, v)
             there = self.new(f"select i1 {self.three}, {_INTS} {there}, {_INTS} zeroinitializer")
             self._multiply(sums, a, v, self._zipped(self._b(panel, v), there))
         self.add("  br label %finished\nfinished:")
-        for p, c in self._squares():
+        for p, c in self.squares():
             self.add(f"  %f{p}_{c} = phi {_FLOATS} [%t{p}_{c}, %summed], [{sums[p, c]}, %last]")
-        for r, v in self.cells():
-            left, right = (f"%f{r // 2}_{2 * v + half}" for half in (0, 1))
-            order = (2, 3, 6, 7) if r % 2 else (0, 1, 4, 5)
-            self.totals[r, v] = self._shuffled(_FLOATS, left, right, order)
+        squares = {(p, c): f"%f{p}_{c}" for p, c in self.squares()}
+        self.totals = {(r, v): self.row_of_squares(squares, r, v) for r, v in self.cells()}
 
     def _last_of_rows(self, p: int, at: str) -> str:
         both = "poison"
-        for i, r in enumerate(self._pair(p)):
+        for i, r in enumerate(self.two_rows(p)):
             start = self._place(r, at)
             beside = self.new(f"select i1 {self.single}, i64 0, i64 2")
             ahead = self.new(f"select i1 {self.three}, i64 %step, i64 0")

@@ -94,6 +94,11 @@ class Vectors(Writer):
             f"shufflevector <{n} x {type}> {first}, <{n} x {type}> poison, <{n} x i32> zeroinitializer"
         )
 
+    def shuffled(self, type: str, x: str, y: str, order: tuple[int, ...]) -> str:
+        """Return four lanes of two vectors of this type."""
+        lanes = ", ".join(f"i32 {lane}" for lane in order)
+        return self.new(f"shufflevector {type} {x}, {type} {y}, <4 x i32> <{lanes}>")
+
     def by_lane(self, type: str, first: str) -> str:
         """Return the first lane in all lanes, so that NEON's instructions take it from there.
 
