@@ -7,7 +7,7 @@
 # Everything is written into OUT as it is found. Nothing is installed, no part's failure stops the others, and
 # the whole is over after SECONDS (590 if left out). PARTS names parts to do, all in this order if left out:
 #
-#     facts kernels agreement pytorch memcheck racecheck synccheck table tests rest
+#     facts kernels new agreement pytorch faster memcheck racecheck synccheck table tests rest
 #
 # so that a second call does what the first had no time for. PY is the Python to use, with CuPy, NumPy and pytest;
 # PEER one with PyTorch, if that is another. CACHE holds for one version of NVRTC and one kind of GPU (ARCH, sm_90
@@ -16,7 +16,7 @@ set -u
 out=${1:?"usage: $0 FOLDER [SECONDS]"}
 total=${2:-590}
 py=${PY:-python3}
-parts=${PARTS:-facts kernels agreement pytorch memcheck racecheck synccheck table tests rest}
+parts=${PARTS:-facts kernels new agreement pytorch faster memcheck racecheck synccheck table tests rest}
 SECONDS=0
 
 absolute() { mkdir -p "$1" && (cd "$1" && pwd); }
@@ -97,10 +97,16 @@ facts() {
 
 kernels() { tested 90 kernels tests/gpu/test_cuda_kernels.py; }
 
+# What no GPU has run yet, and what has a file of its own.
+new() { tested 90 new tests/gpu/test_float8.py tests/gpu/test_second_stream_on_gpu.py; }
+
 # 50 steps of a preset in its full size, on the GPU and on the processor, whose loops a new machine compiles first.
 agreement() { tested 120 agreement tests/gpu/test_cuda_model.py -k full_size; }
 
 pytorch() { measured 150 pytorch machine 'GPT-2 bfloat16'; }
+
+# What is built and waits for a figure.
+faster() { measured 120 faster 'GPT-2 second stream' 'GPT-2 float8'; }
 
 # Memory errors took 45 s on an H100. Races take longer, so they are looked for in one kind of kernel after the
 # other: what has no time left costs only itself.
@@ -124,13 +130,12 @@ table() { measured 120 table profile kernels; }
 tests() { for file in $others; do tested 90 "$(basename "$file" .py)" "$file"; done; }
 
 rest() {
-    measured 400 rest 'gpt-mini float32' 'gpt-mini bfloat16' 'forward XL' 'forward S' decoding 'GPT-2 TF32' ablation \
-        'GPT-2 second stream'
+    measured 400 rest 'gpt-mini float32' 'gpt-mini bfloat16' 'forward XL' 'forward S' decoding 'GPT-2 TF32' ablation
 }
 
 for part in $parts; do
     case $part in
-    facts | kernels | agreement | pytorch | memcheck | racecheck | synccheck | table | tests | rest) ;;
+    facts | kernels | new | agreement | pytorch | faster | memcheck | racecheck | synccheck | table | tests | rest) ;;
     *)
         echo "there is no part $part" >&2
         exit 2
@@ -146,7 +151,7 @@ for part in $parts; do
     echo "$part took until second $SECONDS"
 done
 
-for name in pytorch table rest; do
+for name in pytorch faster table rest; do
     if [ -e "$out/$name.txt" ]; then echo && cat "$out/$name.txt"; fi
 done
 echo "second $SECONDS of $total"

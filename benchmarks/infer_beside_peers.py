@@ -34,7 +34,7 @@ from distgpt.measure.bench.results import Row, say
 PEERS = {
     "transformers": ("float32", "bfloat16"),
     "ctranslate2": ("float32", "int8"),
-    "llama.cpp": ("float32", "q8_0", "q4_0"),
+    "llama.cpp": ("float32", "bfloat16", "q8_0", "q4_0"),
 }
 # By the names in a model's configuration, those in a request to peer_inference.py.
 SIZES = {

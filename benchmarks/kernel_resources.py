@@ -25,6 +25,7 @@ from distgpt.gpu.kernels import norm_shape
 # Sizes to print: GPT-2's first, and larger ones.
 CHANNELS = (768, 1600, 5120)
 HEADS = (64, 128)
+FOR_BFLOAT16 = ("attention_mma", "float8")  # sources for this type alone
 BENCHMARKED = ("gpt2", "gpt-mini", "S", "M", "L", "VL", "XL")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 
@@ -58,8 +59,10 @@ def variants(
     storage = compiling.storage_define(type)
     if source == "attention":
         yield from ((storage, *attention_shape(head, WIDE[type].itemsize, 1).defines) for head in heads)
-    elif source == "attention_mma":  # for bfloat16 alone
-        yield from ((storage, *mma_defines(head, 1)) for head in heads if type == "bfloat16")
+    elif source in FOR_BFLOAT16 and type != "bfloat16":
+        return
+    elif source == "attention_mma":
+        yield from ((storage, *mma_defines(head, 1)) for head in heads)
     elif source == "attention_cached":
         yield from ((storage, f"HEAD={head}", "GROUP=1") for head in heads)
     elif source == "norm":

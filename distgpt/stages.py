@@ -106,14 +106,18 @@ class Stage:
             return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
         if dtype in ROUNDED_DTYPES and self.device is not None:
             return f"stage {self.name!r} computes on a GPU: {dtype} is for the CPU stages"
+        if self.gpu.float8 and dtype != "bfloat16":
+            return f"--float8 goes with --dtype bfloat16, not with {dtype}"
         if dtype != "bfloat16" or self.device is None:
             return ""
-        from distgpt.gpu.probe import OLDEST_BFLOAT16
+        from distgpt.gpu.probe import OLDEST_BFLOAT16, OLDEST_FLOAT8, dotted
 
-        if self.device.capability >= OLDEST_BFLOAT16:
-            return ""
-        version = "{}.{}".format(*self.device.capability)
-        return f"--dtype bfloat16 needs compute capability 8.0, {self.device.name} has {version}: use float32"
+        has = f"{self.device.name} has {dotted(self.device.capability)}"
+        if self.device.capability < OLDEST_BFLOAT16:
+            return f"--dtype bfloat16 needs compute capability {dotted(OLDEST_BFLOAT16)}, {has}: use float32"
+        if self.gpu.float8 and self.device.capability < OLDEST_FLOAT8:
+            return f"--float8 needs compute capability {dotted(OLDEST_FLOAT8)}, {has}: leave it out"
+        return ""
 
     def free_memory(self) -> tuple[int, str]:
         """Bytes that this rank may use, and whose they are."""

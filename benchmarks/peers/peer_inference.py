@@ -21,7 +21,7 @@ PACKAGES = {
     "ctranslate2": ("transformers", "torch", "ctranslate2"),
     "llama.cpp": ("transformers", "torch", "llama_cpp", "gguf"),
 }
-LLAMA_FILES = {"float32": "f32", "q8_0": "q8_0", "q4_0": "q4_0"}
+LLAMA_FILES = {"float32": "f32", "bfloat16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0"}
 
 
 def installed() -> list[str]:
@@ -88,10 +88,9 @@ def _for_llama(state: dict[str, Any], shape: dict[str, int], words: list[str], f
         add(f"{name}.bias", f"{source}.bias")
     for step in (to.write_header_to_file, to.write_kv_data_to_file, to.write_tensors_to_file, to.close):
         step()
-    kinds = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
-    for name, kind in kinds.items():
+    for name in ("bf16", "q8_0", "q4_0"):
         how = llama_cpp.llama_model_quantize_default_params()
-        how.ftype = kind
+        how.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name.upper()}")
         if llama_cpp.llama_model_quantize(str(path).encode(), str(folder / f"{name}.gguf").encode(), how):
             raise SystemExit(f"llama.cpp cannot write {name}")
 

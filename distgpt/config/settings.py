@@ -514,6 +514,10 @@ class GpuConfig:
     tf32: bool = of_computing(
         False, "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages)."
     )
+    float8: bool = of_computing(
+        False,
+        "Multiply bfloat16 matrices in float8 where that is faster (Ada, Hopper and newer).",
+    )
 
     def __post_init__(self) -> None:
         check(self)

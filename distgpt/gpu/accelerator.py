@@ -35,17 +35,17 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
     """Make the kernels on this device; `say` reports what is slower than it could be."""
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
     second_stream = options.graphs and second_stream_enabled()
-    return CudaKernels(device, _matmuls(device, options), dtype, attention, second_stream)
+    return CudaKernels(device, _matmuls(device, options), dtype, attention, second_stream, options.float8)
 
 
-def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
+def kernels_for_estimate(dtype: str, memory: int | None, float8: bool = False) -> CudaKernels:
     """Make kernels of an imaginary GPU with this much memory, for estimates only: they cannot compute."""
     total = memory or ESTIMATED_BYTES
     device = SimpleNamespace(
         multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=(9, 0), memory=lambda: (total, total)
     )
     return CudaKernels(
-        cast(CupyDevice, device), cast(LtMatmul, None), dtype, has_second_stream=second_stream_enabled()
+        cast(CupyDevice, device), cast(LtMatmul, None), dtype, None, second_stream_enabled(), float8
     )
 
 

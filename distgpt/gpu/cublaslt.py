@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Any
 
@@ -24,6 +24,8 @@ class DataType(IntEnum):
     R_32F = 0
     R_64F = 1
     R_16BF = 14
+    R_8F_E4M3 = 28
+    R_8F_E5M2 = 29
 
 
 class Compute(IntEnum):
@@ -62,6 +64,9 @@ class Desc(IntEnum):
     BIAS_POINTER = 8
     EPILOGUE_AUX_POINTER = 11
     EPILOGUE_AUX_LD = 12
+    A_SCALE_POINTER = 17
+    B_SCALE_POINTER = 18
+    FAST_ACCUM = 25
 
 
 class Pref(IntEnum):
@@ -80,6 +85,9 @@ _TYPES: Mapping[tuple[str, int], Any] = {
     ("MatmulDesc", Desc.BIAS_POINTER): c_void_p,
     ("MatmulDesc", Desc.EPILOGUE_AUX_POINTER): c_void_p,
     ("MatmulDesc", Desc.EPILOGUE_AUX_LD): c_int64,
+    ("MatmulDesc", Desc.A_SCALE_POINTER): c_void_p,
+    ("MatmulDesc", Desc.B_SCALE_POINTER): c_void_p,
+    ("MatmulDesc", Desc.FAST_ACCUM): c_int8,
     ("MatmulPreference", Pref.MAX_WORKSPACE_BYTES): c_uint64,
 }
 

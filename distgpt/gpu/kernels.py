@@ -11,6 +11,7 @@ import numpy as np
 from distgpt.gpu.api import STORAGE, WIDE, Attention, address
 from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, SecondStream
+from distgpt.gpu.float8 import Float8Linears
 from distgpt.gpu.launcher import DeviceWire, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
@@ -46,7 +47,7 @@ HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 class CudaKernels:
     """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own.
 
-    `has_second_stream`: gradients of weights have a stream of their own.
+    `has_second_stream`: gradients of weights have a stream of their own. `float8`: as in float8.py.
     """
 
     threads = 1
@@ -59,6 +60,7 @@ class CudaKernels:
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
         has_second_stream: bool = False,
+        float8: bool = False,
     ) -> None:
         self._device, self._second_stream = device, SecondStream(device)
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
@@ -68,6 +70,7 @@ class CudaKernels:
             has_second_stream=has_second_stream,
             sums_bias_gradients=not has_second_stream,  # passes for them go to the second stream, too
             norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
+            copies_factors=float8,
         )
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
         self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))
@@ -75,7 +78,7 @@ class CudaKernels:
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, Attention] = {}
         self.wire: Wire | None = DeviceWire(self._launcher)
-        self.linears = Linears(self._launcher, matmuls, dtype)
+        self.linears = (Float8Linears if float8 else Linears)(self._launcher, matmuls, dtype)
         self._muon = MuonSteps(self._launcher, self.linears, self.dtype, self.wide)
 
     # -- arrays and workers
@@ -382,7 +385,7 @@ class CudaKernels:
                 "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
             )
             if dx is not None:
-                self.linears.matmul(dx[rows], chunk, w)
+                self.linears.product(dx[rows], chunk, w)
             if dw is not None:
                 self.linears.weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
 

@@ -32,8 +32,15 @@ from distgpt.kernels.api import Array
 CANDIDATES = 32
 WIDEST = 256  # bytes of alignment; no algorithm asks for more
 
-_TYPES = {"bfloat16": DataType.R_16BF, "float32": DataType.R_32F, "float64": DataType.R_64F}
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_TYPES = {
+    "bfloat16": DataType.R_16BF,
+    "float32": DataType.R_32F,
+    "float64": DataType.R_64F,
+    "e4m3": DataType.R_8F_E4M3,
+    "e5m2": DataType.R_8F_E5M2,
+}
+_FLOAT8 = ("e4m3", "e5m2")  # types of a; b is in the first
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, **dict.fromkeys(_FLOAT8, 1)}
 _EPILOGUES = {
     ("none", False): Epilogue.DEFAULT,
     ("bias", False): Epilogue.BIAS,
@@ -46,6 +53,8 @@ _WITH_BIAS = (Epilogue.BIAS, Epilogue.GELU_AUX_BIAS, Epilogue.BGRADB)
 _WITH_AUX = (Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU)
 _ACCUMULATING = (Epilogue.DEFAULT, Epilogue.BGRADB)
 _ADDING = (Epilogue.DEFAULT, Epilogue.BIAS)
+_SCALES = (Desc.B_SCALE_POINTER, Desc.A_SCALE_POINTER)  # of a and b: the library's A is our b
+_POINTERS = (Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER, *_SCALES)
 _FACTORS = {  # alpha and beta, which the library reads when a matmul is started
     DataType.R_32F: (ctypes.c_float(0), ctypes.c_float(1)),
     DataType.R_64F: (ctypes.c_double(0), ctypes.c_double(1)),
@@ -86,11 +95,11 @@ class _Plan:
     out: int
     alpha: int
     beta: int
-    wants: tuple[bool, bool]  # bias, aux
+    wants: tuple[bool, ...]  # those of _POINTERS that it takes
     candidates: list[Algorithm]
     refusal: str  # why there is no candidate
     algorithm: int = 0  # not chosen yet
-    extras: tuple[int, int] | None = None  # the last addresses of bias and aux on the device
+    extras: tuple[int, ...] | None = None  # the last addresses of those on the device
 
 
 class LtMatmul:
@@ -117,11 +126,14 @@ class LtMatmul:
         bias: Array | None = None,
         aux: Array | None = None,
         onto: Array | None = None,
+        scales: Array | None = None,
     ) -> None:
         """Start it. The first call for pointers of an alignment plans it, and keeps out's contents intact."""
         at = (address(out), address(a), address(b), address(out if onto is None else onto))
-        extras = (0 if bias is None else address(bias), 0 if aux is None else address(aux))
+        extras = tuple(0 if each is None else address(each) for each in (bias, aux))
         bits = at[0] | at[1] | at[2] | at[3] | extras[0] | extras[1] | WIDEST
+        if scales is not None:
+            extras = (*extras, address(scales), address(scales) + scales.itemsize)
         plan = self._plans.get((kind, bits & -bits)) or self._plan(kind, bits & -bits)
         if plan.extras != extras:
             self._point(plan, kind, extras)
@@ -169,10 +181,10 @@ class LtMatmul:
         workspace = self._workspaces[aside]
         return address(workspace), workspace.nbytes, self._device.stream.ptr
 
-    def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, int]) -> None:
-        if (bool(extras[0]), bool(extras[1])) != plan.wants:
-            raise ValueError(f"bias and aux do not fit {kind}")
-        for attribute, extra in zip((Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER), extras, strict=True):
+    def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, ...]) -> None:
+        if tuple(map(bool, extras)) != plan.wants:
+            raise ValueError(f"bias, aux or scales do not fit {kind}")
+        for attribute, extra in zip(_POINTERS, extras, strict=False):
             if extra:
                 self._lt.set_descriptor(plan.descriptor, attribute, extra)
         plan.extras = extras
@@ -217,11 +229,13 @@ class LtMatmul:
 
     def _new_plan(self, kind: Matmul, alignment: int) -> _Plan:
         epilogue = _EPILOGUES[kind.epilogue, kind.has_bias]
-        wants = (epilogue in _WITH_BIAS, epilogue in _WITH_AUX)
+        is_float8 = kind.in_type in _FLOAT8
+        wants = (epilogue in _WITH_BIAS, epilogue in _WITH_AUX, *[True, True] * is_float8)
         in_type, out_type = _TYPES[kind.in_type], _TYPES[kind.out_type]
+        b_type = _TYPES[_FLOAT8[0]] if is_float8 else in_type
         m, n, k = kind.m, kind.n, kind.k
         a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)), kind.stride)
-        b = self._lt.layout(in_type, *((k, n) if kind.transpose_b else (n, k)))
+        b = self._lt.layout(b_type, *((k, n) if kind.transpose_b else (n, k)))
         out = self._lt.layout(out_type, n, m)
         attributes: dict[Desc, int] = {
             Desc.TRANSA: Operation.OP_T if kind.transpose_b else Operation.OP_N,
@@ -233,6 +247,10 @@ class LtMatmul:
             attributes[Desc.BIAS_POINTER] = alignment
         if wants[1]:
             attributes |= {Desc.EPILOGUE_AUX_POINTER: alignment, Desc.EPILOGUE_AUX_LD: n}
+        if is_float8:
+            attributes |= dict.fromkeys(_SCALES, alignment)
+            # Faster sums, which the library takes with fewer bits: not of gradients.
+            attributes[Desc.FAST_ACCUM] = int(kind.in_type == _FLOAT8[0])
         compute, scale = self._arithmetic(in_type)
         descriptor = self._lt.descriptor(compute, scale, attributes)
         zero, one = map(ctypes.addressof, _FACTORS[scale])

@@ -56,6 +56,7 @@ class Capabilities:
     has_second_stream: bool = False  # what `run_together` was given may be under way until `join`
     sums_bias_gradients: bool = False  # backward passes add up the gradients of biases that they are given
     norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` leaves for gradients of parameters
+    copies_factors: bool = False  # matmuls keep room for their factors in bytes
 
 
 class StepScalars(NamedTuple):

@@ -144,9 +144,8 @@ def _site(question: Question, shards: Manifest | None) -> Site:
             raise
         from distgpt.gpu.accelerator import kernels_for_estimate
 
-        return Site(
-            kernels_for_estimate(t.dtype, given), None, str(error), given, "a GPU of that size", assessed
-        )
+        imagined = kernels_for_estimate(t.dtype, given, question.gpu.float8)
+        return Site(imagined, None, str(error), given, "a GPU of that size", assessed)
     free, where = stage.free_memory()
     return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", given or free, where, assessed)
 

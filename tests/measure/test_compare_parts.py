@@ -15,8 +15,7 @@ from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.compare import page
 from distgpt.measure.compare.agreement import (
     DONE,
-    JUDGED,
-    JUDGED_OF_MUON,
+    MEASURED,
     TOLERANCES,
     Comparison,
     differences,
@@ -34,6 +33,9 @@ from distgpt.measure.compare.stages import (
 from distgpt.measure.compare.workload import Opening, find_workload, look_at_data
 from distgpt.model.optim import learning_rate
 from distgpt.stages import STAGES
+
+# Steps that are judged in float32.
+OF_ADAMW, OF_MUON = (MEASURED[optimizer, "float32"].steps for optimizer in ("adamw", "muon"))
 
 
 def stage(name, losses, dtype="float32", tokens=None):
@@ -109,7 +111,7 @@ def test_of_a_long_run_the_steps_are_judged_that_rounding_has_been_measured_over
 
 
 def test_of_muon_fewer_steps_are_judged_in_float32():
-    losses = [1.0] * JUDGED_OF_MUON + [1.001]
+    losses = [1.0] * OF_MUON + [1.001]
     for optimizer, dtype, agrees in (
         ("muon", "float32", True),
         ("adamw", "float32", False),
@@ -119,7 +121,7 @@ def test_of_muon_fewer_steps_are_judged_in_float32():
             [stage("serial", [1.0] * 9, dtype), stage("mpi", losses, dtype)], None, optimizer
         )
         assert found.agrees == agrees, (optimizer, dtype)
-    losses[JUDGED_OF_MUON - 1] = 1.001
+    losses[OF_MUON - 1] = 1.001
     assert not differences([stage("serial", [1.0] * 9), stage("mpi", losses)], None, "muon")[0].agrees
 
 
@@ -140,7 +142,7 @@ def test_of_the_steps_that_are_not_judged_their_own_difference_is_reported():
         (1e-6, 1e-3, "Later ones differ by up to 1.0e-03: in a long run rounding grows."),
         (1e-5, 1e-7, "Later ones differ by up to 1.0e-07."),
     ):
-        apart = stage("mpi", [1.0 + early] * JUDGED + [1.0 + late] * 10)
+        apart = stage("mpi", [1.0 + early] * OF_ADAMW + [1.0 + late] * 10)
         assert comparison(stage("serial", [1.0] * 60), apart).verdict().endswith(f" {words}")
 
 

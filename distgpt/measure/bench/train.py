@@ -55,7 +55,12 @@ class TrainOptions(BenchOptions):
         words += ["--threads", self.threads] if self.threads is not None else []
         words += [] if gpu.graphs else ["--no-cuda-graph"]
         words += [] if gpu.allreduce == GpuConfig().allreduce else ["--allreduce", gpu.allreduce]
-        return words + ["--deterministic"] * gpu.deterministic + ["--tf32"] * gpu.tf32
+        return (
+            words
+            + ["--deterministic"] * gpu.deterministic
+            + ["--tf32"] * gpu.tf32
+            + ["--float8"] * gpu.float8
+        )
 
 
 def measure_peak(options: TrainOptions) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from distgpt.doctor.facts import anonymised
 from distgpt.jobs.processes import ending
@@ -32,10 +32,21 @@ from distgpt.measure.compare.stages import (
 )
 from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening
 
-JUDGED, JUDGED_OF_MUON = 50, 8  # steps; those of Muon in float32
-MEASURED = {  # in these steps, by optimizer
-    "adamw": {"float64": 1.4e-15, "float32": 5.9e-7},
-    "muon": {"float64": 3.2e-14, "float32": 1.6e-6},
+
+class Rounding(NamedTuple):
+    """How far it took CPU stages apart in so many steps, relative to the loss; 0 if that was not measured."""
+
+    steps: int
+    apart: float = 0
+
+
+MEASURED = {  # by optimizer and type
+    ("adamw", "float64"): Rounding(50, 1.4e-15),
+    ("adamw", "float32"): Rounding(50, 5.9e-7),
+    ("adamw", "bfloat16"): Rounding(50),
+    ("muon", "float64"): Rounding(50, 3.2e-14),
+    ("muon", "float32"): Rounding(8, 1.6e-6),
+    ("muon", "bfloat16"): Rounding(50),
 }
 TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
 
@@ -82,10 +93,6 @@ def find_reference(stages: Sequence[Measured]) -> Measured | None:
     return max((stage for stage in stages if stage.losses), key=lambda stage: len(stage.losses), default=None)
 
 
-def judged_steps(optimizer: str, dtype: str) -> int:
-    return JUDGED_OF_MUON if (optimizer, dtype) == ("muon", "float32") else JUDGED
-
-
 def differences(
     stages: Sequence[Measured], allowed: float | None, optimizer: str = "adamw"
 ) -> list[Difference]:
@@ -101,7 +108,7 @@ def _difference(stage: Measured, reference: Measured, allowed: float | None, opt
     coarser = max(TOLERANCES[stage.dtype], TOLERANCES[reference.dtype])
     limit = coarser if allowed is None else allowed
     found = [relative(a, b) for a, b in zip(stage.losses, reference.losses, strict=False)]
-    judged = found[: judged_steps(optimizer, reference.dtype)] if allowed is None else found
+    judged = found[: MEASURED[optimizer, reference.dtype].steps] if allowed is None else found
     largest = max(judged)
     beyond = [step for step, value in enumerate(judged, 1) if value > limit]
     infinite = [step for step, value in enumerate(found, 1) if value == math.inf]

@@ -7,7 +7,7 @@ from typing import Any
 
 from distgpt.doctor.verdicts import sentence
 from distgpt.measure import published
-from distgpt.measure.compare.agreement import MEASURED, Comparison, failure, judged_steps
+from distgpt.measure.compare.agreement import MEASURED, Comparison, failure
 from distgpt.measure.compare.stages import Measured
 from distgpt.measure.compare.workload import NEW_TOKENS
 from distgpt.show.charts import Bar, BarChart, LineChart, Series
@@ -265,11 +265,11 @@ def agreement(comparison: Comparison) -> Table:
     ]
     note = ""
     optimizer = comparison.options.workload.run.train.optimizer
-    if reference and (usual := MEASURED[optimizer].get(reference.dtype)):
-        steps = judged_steps(optimizer, reference.dtype)
+    usual = MEASURED[optimizer, reference.dtype] if reference else None
+    if reference and usual and usual.apart:
         note = (
-            f"Between CPU stages, rounding alone was measured to come to {usual:.1e} in {steps} steps of"
-            f" {reference.dtype}; the tolerance leaves room for other machines."
+            f"Between CPU stages, rounding alone was measured to come to {usual.apart:.1e} in {usual.steps}"
+            f" steps of {reference.dtype}; the tolerance leaves room for other machines."
         )
     title = f"Largest difference from {reference.stage if reference else 'serial'}'s losses"
     return tabulated(columns, found, title, note)

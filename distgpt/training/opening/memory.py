@@ -110,6 +110,8 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     except MemoryError:  # the batch itself, on the host
         rows = count(run.train.batch_size // ((run.train.grad_accum or 1) * ranks), "sequence")
         raise UsageError(f"{rows} of {run.model.seq_len} tokens in one micro-batch are too many") from None
+    if kernels.capabilities.copies_factors:
+        counting.taken += _copies(run, ranks)
     activations = more()
     if evaluated:
         Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
@@ -120,6 +122,14 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
     update = kernels.orthogonalise_bytes(shapes) if run.train.optimizer == "muon" else 0
     return Need(weights, states, activations, evaluation, more(), update)
+
+
+def _copies(run: RunConfig, ranks: int) -> int:
+    """Return the bytes that matmuls in float8 keep: for the largest factors, and for halves of them."""
+    model, sequences = run.model, run.train.batch_size // ((run.train.grad_accum or 1) * ranks)
+    widest = max(model.qkv_width, model.hidden * (2 if model.mlp == "swiglu" else 1))
+    factors = sequences * model.seq_len * widest, model.padded_vocab * model.n_embd
+    return sum(2 << (elements - 1).bit_length() for elements in factors)
 
 
 def fit_to_memory(
