@@ -111,6 +111,15 @@ class Measurements:
             for value, who in (("0", "ours, one stream"), ("1", "ours, two streams")):
                 self._add(f"{group}/{who}{turn}", 90, ["env", f"{SECOND_STREAM}={value}", *ours])
 
+    def _decoding(self, group: str, new: int) -> list[Any]:
+        """Return a command that decodes with weights which the group makes first."""
+        weights = self._scratch / group.replace(" ", "-") / "weights.safetensors"
+        words = [*self._ours("gpt2", "bfloat16", 1, "train", 1), "--out", weights.parent]
+        self._add(f"{group}/weights", 60, [*words, "--sample-every", 0])
+        words = ["infer", "--weights", weights, "--stage", "cuda", "--dtype", "bfloat16", "--json"]
+        words += ["--prompt", "Once upon a time", "--max-new-tokens", new, "--temperature", 0]
+        return [*self._args.distgpt, *words]
+
     def _profile(self, name: str, batch: int) -> None:
         words, out = self._ours(name, "bfloat16", batch, "profile", 5), self._args.out.parent / "profile"
         self._add("profile/GPT-2 bfloat16", 60, [*words, "--out", out])
@@ -136,14 +145,15 @@ class Measurements:
             self._ask(f"forward {name}/PyTorch, {precision}", 60, do="forward", **how)
 
     def _decode(self) -> None:
-        weights = self._scratch / "run" / "weights.safetensors"
-        words = [*self._ours("gpt2", "bfloat16", 1, "train", 1), "--out", weights.parent]
-        self._add("decoding/weights", 60, [*words, "--sample-every", 0])
         new = 4 if self._args.quick else 256
+        words = self._decoding("decoding", new)
         for graphs in ("--cuda-graph", "--no-cuda-graph"):
-            words = ["infer", "--weights", weights, "--stage", "cuda", "--dtype", "bfloat16", graphs]
-            words += ["--prompt", "Once upon a time", "--max-new-tokens", new, "--temperature", 0, "--json"]
-            self._add(f"decoding/ours, {graphs[2:]}", 40, [*self._args.distgpt, *words])
+            self._add(f"decoding/ours, {graphs[2:]}", 40, [*words, graphs])
+        many = self._decoding("decoding many", new)
+        for count in (32, 128):
+            self._add(
+                f"decoding many/ours, {count} at once", 60, [*many, "--n", 3 if self._args.quick else count]
+            )
         self._ask("decoding/Hugging Face", 60, do="decode", shape=for_torch(self._shape("gpt2")), new=new)
 
 

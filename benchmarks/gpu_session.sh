@@ -130,7 +130,8 @@ table() { measured 120 table profile kernels; }
 tests() { for file in $others; do tested 90 "$(basename "$file" .py)" "$file"; done; }
 
 rest() {
-    measured 400 rest 'gpt-mini float32' 'gpt-mini bfloat16' 'forward XL' 'forward S' decoding 'GPT-2 TF32' ablation
+    measured 400 rest 'gpt-mini float32' 'gpt-mini bfloat16' 'forward XL' 'forward S' decoding 'decoding many' \
+        'GPT-2 TF32' ablation
 }
 
 for part in $parts; do
