@@ -17,7 +17,7 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # Two workers; what starts ranks or measures time is in one group and runs one after the other.
 PYTEST := python -m pytest -n 2 --dist loadgroup
 
-.PHONY: train test test-all test-cluster mutations fuzz torture test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
+.PHONY: train test test-all tests-without-peers test-cluster mutations fuzz torture test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -25,9 +25,11 @@ train: .venv/train ## train a small model on two processes and let it write
 test: .venv/test ## run the tests, without the slow ones that rarely tell anything new
 	$(BIN)/$(PYTEST) -m "not slow and not cluster" $(ARGS)
 
-test-all: .venv/sass .venv-peer/test ## run all tests, and those against PyTorch and tiktoken in an environment of their own
-	$(BIN)/$(PYTEST) -m "not peer and not cluster" $(ARGS)
+test-all: tests-without-peers .venv-peer/test ## run all tests, and those against PyTorch and tiktoken in an environment of their own
 	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
+
+tests-without-peers: .venv/sass
+	$(BIN)/$(PYTEST) -m "not peer and not cluster" $(ARGS)
 
 test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm on this machine; as root, with Slurm installed
 	$(BIN)/python -m pytest -m cluster $(ARGS)
