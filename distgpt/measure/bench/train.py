@@ -55,12 +55,7 @@ class TrainOptions(BenchOptions):
         words += ["--threads", self.threads] if self.threads is not None else []
         words += [] if gpu.graphs else ["--no-cuda-graph"]
         words += [] if gpu.allreduce == GpuConfig().allreduce else ["--allreduce", gpu.allreduce]
-        return (
-            words
-            + ["--deterministic"] * gpu.deterministic
-            + ["--tf32"] * gpu.tf32
-            + ["--float8"] * gpu.float8
-        )
+        return words + [f"--{flag}" for flag in ("deterministic", "tf32", "float8") if getattr(gpu, flag)]
 
 
 def measure_peak(options: TrainOptions) -> None:
