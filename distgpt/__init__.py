@@ -8,9 +8,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from distgpt.version import __version__
+
+if sys.platform == "win32":
+    _REFUSED = "distgpt runs on Linux and macOS; on Windows, start it inside WSL (wsl --install)"
+    if sys.argv[0].removesuffix(".exe").endswith(("distgpt", "-m")):  # the command: no traceback
+        sys.exit(_REFUSED)
+    raise ImportError(_REFUSED)
 
 if TYPE_CHECKING:
     from distgpt.api import init, load, train

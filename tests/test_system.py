@@ -2,6 +2,8 @@
 
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,19 @@ def test_arm64_on_linux_is_named_as_llvm_names_it(no_proc, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(processor, "processor", lambda: ("neoverse-v2", "+neon"))
     assert facts.cpu() == "neoverse-v2"
+
+
+def test_windows_is_refused_and_wsl_named():
+    """In a process of its own, whose Python says that it is one of Windows."""
+    for name, code in (("distgpt.exe", 1), ("-m", 1), ("notebook", 3)):
+        text = f"""
+import sys
+sys.platform, sys.argv[0] = "win32", {name!r}
+try:
+    import distgpt
+except ImportError as error:
+    print(error, file=sys.stderr)
+    sys.exit(3)
+"""
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr.count("\n")) == (code, 1) and "WSL" in ended.stderr, ended
