@@ -2,7 +2,7 @@
 
 A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
 slabs through all layers, one after the other, without waiting for the other workers; all meet for the weight
-gradients, which are sums over the whole batch. Where the sequences do not divide evenly there is one slab,
+gradients, which are sums over the whole batch. Where a few sequences do not divide evenly there is one slab,
 and each kernel splits its rows or columns; so it is where reading the weights takes longest.
 """
 

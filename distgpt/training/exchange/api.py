@@ -1,4 +1,4 @@
-"""The exchange between ranks in a step: four calls. For one rank, and as one sum after the backward pass.
+"""The exchange between ranks in a step: five calls. For one rank, and as one sum after the backward pass.
 
 exchange.before_backward(step)               # before the last backward pass of a step
 exchange.ready(n)                            # within that pass: n gradients are final
