@@ -45,7 +45,11 @@ def kernels_for_estimate(dtype: str, memory: int | None, float8: bool = False) -
         multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=(9, 0), memory=lambda: (total, total)
     )
     return CudaKernels(
-        cast(CupyDevice, device), cast(LtMatmul, None), dtype, None, second_stream_enabled(), float8
+        cast(CupyDevice, device),
+        cast(LtMatmul, None),
+        dtype,
+        has_second_stream=second_stream_enabled(),
+        float8=float8,
     )
 
 

@@ -39,7 +39,7 @@ _TYPES = {
     "e4m3": DataType.R_8F_E4M3,
     "e5m2": DataType.R_8F_E5M2,
 }
-_FLOAT8 = ("e4m3", "e5m2")  # types of a; b is in the first
+_FLOAT8 = ("e4m3", "e5m2")  # types of a; b is in E4M3
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, **dict.fromkeys(_FLOAT8, 1)}
 _EPILOGUES = {
     ("none", False): Epilogue.DEFAULT,
@@ -232,7 +232,7 @@ class LtMatmul:
         is_float8 = kind.in_type in _FLOAT8
         wants = (epilogue in _WITH_BIAS, epilogue in _WITH_AUX, *[True, True] * is_float8)
         in_type, out_type = _TYPES[kind.in_type], _TYPES[kind.out_type]
-        b_type = _TYPES[_FLOAT8[0]] if is_float8 else in_type
+        b_type = _TYPES["e4m3"] if is_float8 else in_type
         m, n, k = kind.m, kind.n, kind.k
         a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)), kind.stride)
         b = self._lt.layout(b_type, *((k, n) if kind.transpose_b else (n, k)))
@@ -250,7 +250,7 @@ class LtMatmul:
         if is_float8:
             attributes |= dict.fromkeys(_SCALES, alignment)
             # Faster sums, which the library takes with fewer bits: not of gradients.
-            attributes[Desc.FAST_ACCUM] = int(kind.in_type == _FLOAT8[0])
+            attributes[Desc.FAST_ACCUM] = int(kind.in_type == "e4m3")
         compute, scale = self._arithmetic(in_type)
         descriptor = self._lt.descriptor(compute, scale, attributes)
         zero, one = map(ctypes.addressof, _FACTORS[scale])

@@ -4,17 +4,20 @@
 #include "common.cuh"
 
 // Magnitudes are compared as the bits of bfloat16, among which a NaN is the largest.
-__device__ __forceinline__ int block_max(int x) {
-    __shared__ int of_warp[WARP];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(ALL, x, step));
-    if (lane == 0) of_warp[warp] = x;
-    __syncthreads();
-    x = lane < warps ? of_warp[lane] : 0;
+__device__ __forceinline__ int warp_max(int x) {
 #pragma unroll
     for (int step = WARP / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(ALL, x, step));
     return x;
+}
+
+// Once in a kernel: nothing waits for whoever still reads the last one.
+__device__ __forceinline__ int block_max(int x) {
+    __shared__ int of_warp[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = warp_max(x);
+    if (lane == 0) of_warp[warp] = x;
+    __syncthreads();
+    return warp_max(lane < warps ? of_warp[lane] : 0);
 }
 
 // parts[b] ← the largest magnitude that block b has seen; pieces are of 8 elements

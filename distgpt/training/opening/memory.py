@@ -13,12 +13,13 @@ import numpy as np
 from distgpt.comm.agree import on_every_rank, on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
-from distgpt.config import RunConfig, TrainConfig
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer
 from distgpt.formatting import count
 from distgpt.formatting import size as size_of
 from distgpt.kernels.api import Array, Kernels, Wire, Work
+from distgpt.model.layers import SIDES
 from distgpt.model.lora import model_for, trained_layout
 from distgpt.model.memory import MATRIX
 from distgpt.model.muon import OPTIMIZERS
@@ -90,6 +91,7 @@ class Counting:
 def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False) -> Need:
     """Count by building the very objects of a run, with kernels that only count."""
     counting = Counting(kernels)
+    sequences = run.train.batch_size // ((run.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=ranks - 1))  # whose part is the largest
     model = model_for(run, cast(Kernels, counting))
     taken = [0]
@@ -108,10 +110,10 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     try:
         Step(optimizer, comm, run.train, Exchange())
     except MemoryError:  # the batch itself, on the host
-        rows = count(run.train.batch_size // ((run.train.grad_accum or 1) * ranks), "sequence")
-        raise UsageError(f"{rows} of {run.model.seq_len} tokens in one micro-batch are too many") from None
+        many = f"{count(sequences, 'sequence')} of {run.model.seq_len} tokens"
+        raise UsageError(f"{many} in one micro-batch are too many") from None
     if kernels.capabilities.copies_factors:
-        counting.taken += _copies(run, ranks)
+        counting.taken += _copies(run.model, sequences * run.model.seq_len)
     activations = more()
     if evaluated:
         Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
@@ -124,12 +126,12 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     return Need(weights, states, activations, evaluation, more(), update)
 
 
-def _copies(run: RunConfig, ranks: int) -> int:
-    """Return the bytes that matmuls in float8 keep: for the largest factors, and for halves of them."""
-    model, sequences = run.model, run.train.batch_size // ((run.train.grad_accum or 1) * ranks)
-    widest = max(model.qkv_width, model.hidden * (2 if model.mlp == "swiglu" else 1))
-    factors = sequences * model.seq_len * widest, model.padded_vocab * model.n_embd
-    return sum(2 << (elements - 1).bit_length() for elements in factors)
+def _copies(model: ModelConfig, rows: int) -> int:
+    """Return the bytes that matmuls in float8 keep: for the largest factors, and as much for smaller ones."""
+    from distgpt.gpu.float8 import room_for
+
+    widest = max(model.qkv_width, SIDES[model.mlp] * model.hidden)
+    return 2 * (room_for(rows * widest) + room_for(model.padded_vocab * model.n_embd))
 
 
 def fit_to_memory(
