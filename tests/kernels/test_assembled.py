@@ -8,7 +8,7 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.kernels.matmul import assembled, int4, int8
+from distgpt.kernels.matmul import assembled, int4, int8, widening
 from distgpt.kernels.matmul.int4 import Int4Tile
 from distgpt.kernels.matmul.int8 import Int8Tile, dot_of
 from distgpt.kernels.matmul.microkernel import Tile, declarations, module
@@ -106,7 +106,7 @@ def test_what_another_process_wrote_meanwhile_is_replaced_whole(made, tmp_path):
 def test_every_shape_of_registers_assembles():
     for registers in (AVX2, AVX512, AVX512_BF16, AMX):
         for factor, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
-            text = module(registers, factor, out)
+            text = assembled.module_of(registers, factor)(out)
             assert assembled._verified(text)
             assert ("dpbf16ps" in text) == (registers.dot and factor == "bfloat16")
 
@@ -115,7 +115,7 @@ PROCESSORS = {"haswell": (AVX2, {"avx2"}), "skylake-avx512": (AVX512, {"avx512bw
 
 
 def innermost_loop(text, processor):
-    """Its instructions, as the compiler writes them for a processor."""
+    """The instructions of the shortest loop with products, as the compiler writes them for a processor."""
     assembled._machine()  # the compiler is ready
     machine = llvm.Target.from_default_triple().create_target_machine(cpu=processor, opt=3)
     lines = machine.emit_assembly(assembled._verified(text)).splitlines()
@@ -126,12 +126,18 @@ def innermost_loop(text, processor):
         jump = re.match(r"\s+j\w+\s+(\.L\w+)", line)
         if jump and jump[1] in begins:
             loops.append(lines[begins[jump[1]] : number])
-    return min(loops, key=len)
+    return min(filter(products, loops), key=len)
+
+
+def products(loop):
+    return sum("vfmadd" in line or "vpmaddwd" in line for line in loop)
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
-def test_the_sums_of_most_rows_stay_in_registers(processor, kind):
+@pytest.mark.parametrize(("kind", "by_rows"), [
+    ("float32", True), ("bfloat16", True), ("bfloat16", False), ("int8", True), ("int4", True),
+])  # fmt: skip
+def test_the_sums_of_most_rows_stay_in_registers(processor, kind, by_rows):
     shape, features = PROCESSORS[processor]
     if kind.startswith("int"):
         dot = dot_of(shape, features)
@@ -140,11 +146,14 @@ def test_the_sums_of_most_rows_stay_in_registers(processor, kind):
         declared = [*declarations(shape, "float32", "float32"), dot.declaration(f"<{shape.lanes} x i32>")]
         declared += [tile.declaration()] if kind == "int4" else []
     else:
-        tile = Tile(shape, kind, "float32", shape.at_once(kind))
-        declared = declarations(shape, kind, "float32")
+        widens = kind == "bfloat16" and shape == AVX512
+        tile = Tile(shape, kind, "float32", shape.rows)
+        if widens:
+            tile = widening.Way(shape, "float32", shape.rows, "tile", by_rows)
+        declared = [*declarations(shape, kind, "float32"), *([widening.DECLARATION] if widens else [])]
     text = "\n".join([*declared, tile.text().replace("define internal", "define")])
     loop = innermost_loop(text, processor)
-    products = sum("vfmadd" in line or "vpmaddwd" in line for line in loop)
-    assert products == tile.rows * shape.vectors * {"float32": 1, "bfloat16": 2}.get(kind, 2 * int8.UNROLLED)
+    per_row = shape.vectors * {"float32": 1, "bfloat16": 2}.get(kind, 2 * int8.UNROLLED)
+    assert products(loop) == tile.rows * per_row
     on_the_stack = [line for line in loop if re.search(r"\(%r[sb]p\)", line) and re.search(r"%[yz]mm", line)]
     assert len(on_the_stack) <= (10 if kind == "int4" else 4), on_the_stack  # of AVX2: table and masks

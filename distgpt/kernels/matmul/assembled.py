@@ -14,10 +14,10 @@ from numba import types
 from distgpt.files import made_once
 from distgpt.kernels.fused import disk_cache
 from distgpt.kernels.fused.jit import by_types, inline
-from distgpt.kernels.matmul import amx, mmla
+from distgpt.kernels.matmul import amx, mmla, widening
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
-from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, moves
+from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, Shape, moves
 
 _binding: Any = llvm
 _engines: list[Any] = []  # the code lives as long as these
@@ -62,10 +62,20 @@ _I, _P = types.int64, types.voidptr
 
 
 def _tile_of(factor: str, out: str) -> Any:
-    text = partial(module, shape(), factor, out)
-    if factor == BFLOAT16 and shape().dot and (shape().amx or shape().neon):
-        text = partial(amx.module if shape().amx else mmla.module, shape(), out)
+    text = partial(module_of(shape(), factor), out)
     return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
+
+
+def module_of(registers: Shape, factor: str) -> Callable[[str], str]:
+    """Return what writes the tiles of one type of factors, given the type of C."""
+    if factor == BFLOAT16:
+        if registers.amx:
+            return partial(amx.module, registers)
+        if registers.neon and registers.dot:
+            return partial(mmla.module, registers)
+        if registers.lanes == widening.LANES and not registers.dot:
+            return partial(widening.module, registers)
+    return partial(module, registers, factor)
 
 
 NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}

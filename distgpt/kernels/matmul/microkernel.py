@@ -28,7 +28,7 @@ ARGUMENTS = (
 
 def module(shape: Shape, factor: str, out: str, tile: type[Tile] | None = None) -> str:
     """Return the IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
-    at_once = shape.at_once(factor)
+    at_once = shape.at_once
     shapes = {"tile": shape} if shape.neon else {"tile": shape, "narrow": shape.narrow()}
     tiles = [
         (tile or Tile)(each, factor, out, rows, name).text()

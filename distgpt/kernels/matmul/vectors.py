@@ -34,18 +34,16 @@ class Shape:
         """Return the shape that takes the first register's columns of a panel."""
         return replace(self, vectors=1, panel=self.columns)
 
-    def at_once(self, factor: str) -> int:
+    @property
+    def at_once(self) -> int:
         """Return the rows whose sums fit the vector registers; a tile of more is computed in parts."""
-        if self.amx:
-            return AVX512_BF16.rows
-        return WIDENING if self.widens(factor) and self.lanes == 16 else self.rows
+        return AVX512_BF16.rows if self.amx else self.rows
 
     def widens(self, factor: str) -> bool:
         """Return whether factors become float32 before they are multiplied."""
         return factor == BFLOAT16 and not self.dot
 
 
-WIDENING = 12  # rows of bfloat16 that is widened, in registers of 16 lanes: more would not stay in them
 AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
 AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
 AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
