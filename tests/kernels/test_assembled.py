@@ -150,7 +150,7 @@ def test_the_sums_of_most_rows_stay_in_registers(processor, kind, by_rows):
         tile = Tile(shape, kind, "float32", shape.rows)
         if widens:
             tile = widening.Way(shape, "float32", shape.rows, "tile", by_rows)
-        declared = [*declarations(shape, kind, "float32"), *([widening.DECLARATION] if widens else [])]
+        declared = [*declarations(shape, kind, "float32"), *([widening.DECLARATIONS] if widens else [])]
     text = "\n".join([*declared, tile.text().replace("define internal", "define")])
     loop = innermost_loop(text, processor)
     per_row = shape.vectors * {"float32": 1, "bfloat16": 2}.get(kind, 2 * int8.UNROLLED)
