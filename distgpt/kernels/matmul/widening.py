@@ -18,10 +18,9 @@ LANES = 16
 HALVES = 4 * LANES  # bytes of first halves, and of second ones
 LINE = 2 * HALVES
 LOAD = f"<{LANES} x i32> @llvm.masked.load.v{LANES}i32.p0"
-FETCH = "@llvm.prefetch.p0"
-DECLARATIONS = (
-    f"declare {LOAD}(ptr, i32, <{LANES} x i1>, <{LANES} x i32>)\ndeclare void {FETCH}(ptr, i32, i32, i32)"
-)
+FETCH = "void @llvm.prefetch.p0"
+DECLARATIONS = f"""declare {LOAD}(ptr, i32, <{LANES} x i1>, <{LANES} x i32>)
+declare {FETCH}(ptr, i32, i32, i32)"""
 AHEAD = 3  # buffers: A is fetched this early
 LEAST = 4  # rows from which on the buffer pays
 
@@ -98,7 +97,7 @@ class Way(Tile):
         given = f"ptr %at, i32 2, <{LANES} x i1> %there, <{LANES} x i32> zeroinitializer"
         words = self.new(f"call {LOAD}({given})")
         self.add("  %later = getelementptr i8, ptr %at, i64 %ahead")
-        self.add(f"  call void {FETCH}(ptr %later, i32 0, i32 3, i32 1)")  # to read, into all caches, data
+        self.add(f"  call {FETCH}(ptr %later, i32 0, i32 3, i32 1)")  # to read, into all caches, data
         self.add(f"  %behind = getelementptr i8, ptr %to, i64 {HALVES}")
         for to, half in (("%to", self._first(words)), ("%behind", self._second(words))):
             self.add(f"  store {self.vector} {half}, ptr {to}, align {HALVES}")
