@@ -12,6 +12,7 @@ from distgpt.kernels.fused import disk_cache
 from distgpt.kernels.low_precision import to_bfloat16
 from distgpt.kernels.matmul import amx, assembled, processor
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.kernels.matmul.packing import aligned
 from distgpt.kernels.matmul.vectors import AMX, AVX512, AVX512_BF16
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
@@ -104,10 +105,14 @@ def tiles():
     assert not registers.faults
 
 
-def computed(tile, a, b, c, bias=None, accumulate=False, by_pairs=False):
-    """c ← [c +] a b [+ bias] for bfloat16 a (rows, k), b (k, columns); NaN follows what must not be read."""
+def computed(tile, a, b, c, bias=None, accumulate=False, by_pairs=False, kept=np.copy):
+    """c ← [c +] a b [+ bias] for bfloat16 a (rows, k), b (k, columns); NaN follows what must not be read.
+
+    `kept` gives the memory for what may be read of a.
+    """
     (rows, k), columns, pairs = a.shape, b.shape[1], -(-a.shape[1] // 2)
-    panel = np.full((pairs, COLUMNS, 2), NAN)
+    panel = aligned((pairs, COLUMNS, 2), "uint16")
+    panel[...] = NAN
     panel[:, :columns] = 0
     for i in range(k):
         panel[i // 2, :columns, i % 2] = b[i]
@@ -115,11 +120,12 @@ def computed(tile, a, b, c, bias=None, accumulate=False, by_pairs=False):
         packed = np.full((pairs, rows + 3, 2), NAN)  # an odd k is followed by something else
         for i in range(k):
             packed[i // 2, :rows, i % 2] = a[:, i]
-        row, step = 4, 4 * (rows + 3)
+        row, step, needed = 4, 4 * (rows + 3), 2 * ((pairs - 1) * (rows + 3) + rows) - k % 2
     else:
         packed = np.full((rows, k + 3), NAN)
         packed[:, :k] = a
-        row, step = 2 * (k + 3), 4
+        row, step, needed = 2 * (k + 3), 4, (rows - 1) * (k + 3) + k
+    packed = kept(packed.reshape(-1)[: max(0, needed)])
     flags = BIAS * (bias is not None) | ACCUMULATE * accumulate
     added = panel if bias is None else bias
     at_a, at_b, at_c, at_bias = (array.ctypes.data for array in (packed, panel, c, added))

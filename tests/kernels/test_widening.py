@@ -1,6 +1,7 @@
 """The microkernel that widens bfloat16 of A once, on any processor with AVX-512, beside NumPy."""
 
 import ctypes
+import mmap
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -15,6 +16,17 @@ from distgpt.kernels.matmul.vectors import AVX512
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
 pytestmark = pytest.mark.skipif("avx512f" not in features(), reason="needs AVX-512")
+
+
+def before_a_guard(values):
+    """A copy that ends where the memory does."""
+    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
+    behind = ctypes.c_void_p(whole.ctypes.data + size)
+    assert not ctypes.CDLL(None).mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0)  # PROT_NONE
+    kept = whole[size - values.nbytes : size].view(values.dtype)
+    kept[:] = values
+    return kept
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +58,8 @@ def test_sums_of_small_integers_are_exact(tiles, out, by_pairs):
             c = whole[:rows, :columns]
             if accumulate:
                 c[...] = 7
-            computed(tiles[0][out], to_bfloat16(a), to_bfloat16(b), c, bias, accumulate, by_pairs)
+            given = to_bfloat16(a), to_bfloat16(b), c, bias, accumulate, by_pairs
+            computed(tiles[0][out], *given, kept=before_a_guard)
             expected = a @ b + 7 * accumulate + (0 if bias is None else bias)
             np.testing.assert_array_equal(wide(c), expected, str((rows, k, columns)))
             assert np.isnan(wide(np.concatenate([whole[rows], whole[:, columns:].ravel()]))).all()

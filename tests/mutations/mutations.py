@@ -204,8 +204,9 @@ _FAULTS = {
         ),
     ],
     ("kernels/matmul/widening.py", "kernels/test_widening.py"): [
-        ("the buffer keeps one pair for all of a row", "(4, LINE) if by_rows", "(0, LINE) if by_rows"),
-        ("the second halves are the first ones", '("%behind", self._second', '("%behind", self._first'),
+        ("the buffer keeps one pair for all of a row", "(4, BUFFER_LINE) if", "(0, BUFFER_LINE) if"),
+        ("the second halves are the first ones", '("%behind", True)', '("%behind", False)'),
+        ("what lies behind A is read", "self._pairs)}", "str(LANES))}"),
     ],
     ("kernels/matmul/blocked.py", "kernels/test_matmul.py -k add_to_what_is_there"): [
         (

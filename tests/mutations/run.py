@@ -32,7 +32,7 @@ def passes(tests, mutation=None):
         words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests.split(maxsplit=2)]
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         done = subprocess.run(words, cwd=folder / "tests", env=environment, capture_output=True, text=True)
-    assert done.returncode in (0, 1), f"{tests} cannot run:\n{done.stdout[-3000:]}"
+    assert done.returncode <= 1, f"{tests} cannot run:\n{done.stdout[-3000:]}"
     return done.returncode == 0
 
 

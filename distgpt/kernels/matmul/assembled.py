@@ -101,7 +101,7 @@ WORDS_BYTES = 4 * shape().lanes
 def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     """Compute a tile of C inside compiled loops; see microkernel.py. Bfloat16 arrays are of type uint16.
 
-    `bias` is any array where the flags do not ask for one.
+    Of `row` and `step` one is 4 in bfloat16. `bias` is any array where the flags do not ask for one.
     """
     routine = _TILES[NAMES[a.dtype], NAMES[c.dtype]]
 

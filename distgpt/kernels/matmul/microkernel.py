@@ -2,14 +2,16 @@
 
     C (rows, columns) ← [C +] A (rows, k) B (k, columns) [+ bias]
 
-A is read in place, element (r, k) at `a + r · row + k · step` bytes. B is packed in panels of `Shape.columns`
-columns, one k after the other. In bfloat16 both hold pairs: k and k + 1 lie side by side, and a step is a
-pair. C is float32 or bfloat16, sums are float32.
+A lies as it does in memory: element (r, k) at `a + r · row + k · step` bytes. B is packed in panels of
+`Shape.columns` columns, one k after the other. In bfloat16 both hold pairs: k and k + 1 lie side by side, and
+a step is a pair; A then lies by rows (step is 4) or by pairs (row is 4). C is float32 or bfloat16, sums are
+float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 from distgpt.kernels.matmul import neon
@@ -143,25 +145,34 @@ class Tile(Vectors):
             self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
 
     def _loop(self) -> None:
-        in_halves = self._widens and not self.shape.neon
-        last = "%seconds" if in_halves else "%loop"  # the block in which a step ends
+        last = "seconds" if self._widens and not self.shape.neon else "loop"  # the block in which a step ends
+        ways = {"entry": dict.fromkeys(self.cells(), "zeroinitializer"), last: self.named("n")}
         self.add("loop:")
-        self.add(f"  %i = phi i64 [0, %entry], [%i1, {last}]")
-        self.add(f"  %at = phi i64 [0, %entry], [%at1, {last}]")
-        self.add(f"  %pb = phi ptr [%b, %entry], [%pb1, {last}]")
-        for r, v in self.cells():
-            self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, {last}]")
-        for (r, v), total in self._step().items():
-            self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
+        self.add(f"  %i = phi i64 [0, %entry], [%i1, %{last}]")
+        self.add(f"  %at = phi i64 [0, %entry], [%at1, %{last}]")
+        self.add(f"  %pb = phi ptr [%b, %entry], [%pb1, %{last}]")
+        self.phis("s", ways)
+        self.name_sums("n", self._step())
         self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {4 * self.shape.columns}")
         self.add("  %at1 = add i64 %at, %step\n  %i1 = add i64 %i, 1")
         self.add(f"  %more = icmp ult i64 %i1, {self.steps}")
         self.add("  br i1 %more, label %loop, label %summed")
         self.add("summed:")
+        self.totals = self.phis("t", ways)
+
+    def named(self, name: str) -> Sums:
+        return {(r, v): f"%{name}{r}_{v}" for r, v in self.cells()}
+
+    def phis(self, name: str, ways: dict[str, Sums]) -> Sums:
+        """Name the sums with which a block begins, given those of each block before it."""
         for r, v in self.cells():
-            early = f", [%s{r}_{v}, %loop]" if in_halves else ""
-            self.add(f"  %t{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, {last}]{early}")
-        self.totals = {cell: "%t{}_{}".format(*cell) for cell in self.cells()}
+            values = ", ".join(f"[{sums[r, v]}, %{block}]" for block, sums in ways.items())
+            self.add(f"  %{name}{r}_{v} = phi {self.vector} {values}")
+        return self.named(name)
+
+    def name_sums(self, name: str, sums: Sums) -> None:
+        for (r, v), total in sums.items():
+            self.add(f"  %{name}{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
 
     def _step(self) -> Sums:
         """Return the sums with the products of one step added."""
@@ -178,26 +189,34 @@ class Tile(Vectors):
     def _step_in_halves(self) -> Sums:
         """Add the products of one step where bfloat16 is widened: the first of all pairs, then the second.
 
-        Both are loaded. Between them stands a branch, always to the same side, over which the compiler does
-        not make two loads one: a second half that waits in a register would push a sum out of it, which took
-        three times as long. NEON, which has no such branch, loads them anew.
+        Both are loaded: a second half that waits in a register would push a sum out of it, which took three
+        times as long. NEON loads them anew, others after a branch.
         """
-        firsts = self._products({(r, v): f"%s{r}_{v}" for r, v in self.cells()}, self._first)
+        firsts = self.products(self.named("s"), second=False)
         if self.shape.neon:
-            return self._products(firsts, self._second, "load volatile")
-        always = self.new("icmp ne i64 %i, -1")
-        self.add(f"  br i1 {always}, label %seconds, label %summed\nseconds:")
-        return self._products(firsts, self._second)
+            return self.products(firsts, second=True, load="load volatile")
+        self.between_halves()
+        return self.products(firsts, second=True)
 
-    def _products(self, sums: Sums, widened: Callable[[str], str], load: str = "load") -> Sums:
+    def between_halves(self) -> None:
+        """Branch, always to the same side: over a branch the compiler does not make two loads one."""
+        always = self.new("icmp ne i64 %i, -1")
+        self.add(f"  br i1 {always}, label %seconds, label %never\nnever:\n  ret void\nseconds:")
+
+    def products(self, sums: Sums, second: bool, load: str = "load") -> Sums:
         """Return the sums with the products of one half of the pairs added."""
-        b = [widened(self._b("%pb", v, load)) for v in range(self.shape.vectors)]
+        b = [self.half(self._b("%pb", v, load), second) for v in range(self.shape.vectors)]
         added = {}
-        for r, start in enumerate(self.starts):
-            a = self._a(self.new(f"getelementptr i8, ptr {start}, i64 %at"), widened)
+        for r in range(self.rows):
+            a = self.element(r, second)
             for v in range(self.shape.vectors):
                 added[r, v] = self.fma(a, b[v], sums[r, v])
         return added
+
+    def element(self, r: int, second: bool) -> str:
+        """Return one half of the pair of row r in all lanes, widened."""
+        place = self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 %at")
+        return self._a(place, partial(self.half, second=second))
 
     def _a(self, place: str, widened: Callable[[str], str] = str, half: bool = False) -> str:
         """Return one element of A, or pair, in all lanes; of a `half` pair only the first is there."""
@@ -230,16 +249,12 @@ class Tile(Vectors):
         given = ", ".join(f"<{2 * n} x bfloat> {pair}" for pair in pairs)
         return self.new(f"call {self.vector} @{PAIRS}({self.vector} {total}, {given})")
 
-    def _first(self, pairs: str) -> str:
-        """Return the first bfloat16 of each pair as float32, which is its upper half."""
+    def half(self, pairs: str, second: bool) -> str:
+        """Return one bfloat16 of each pair as float32, which is its upper half."""
         n = self.shape.lanes
-        shifted = self.new(f"shl <{n} x i32> {pairs}, splat (i32 16)")
-        return self.new(f"bitcast <{n} x i32> {shifted} to {self.vector}")
-
-    def _second(self, pairs: str) -> str:
-        n = self.shape.lanes
-        kept = self.new(f"and <{n} x i32> {pairs}, splat (i32 -65536)")
-        return self.new(f"bitcast <{n} x i32> {kept} to {self.vector}")
+        does, by = ("and", -65536) if second else ("shl", 16)
+        upper = self.new(f"{does} <{n} x i32> {pairs}, splat (i32 {by})")
+        return self.new(f"bitcast <{n} x i32> {upper} to {self.vector}")
 
     def _last_of_an_odd_number(self) -> None:
         """Add the last k alone: its partner in A is other memory, in B it is zero."""
@@ -249,7 +264,7 @@ class Tile(Vectors):
         at = self.new(f"mul i64 {self.steps}, %step")
         panel_at = self.new(f"mul i64 {self.steps}, {4 * self.shape.columns}")
         panel = self.new(f"getelementptr i8, ptr %b, i64 {panel_at}")
-        widened = self._first if self._widens else str
+        widened: Callable[[str], str] = partial(self.half, second=False) if self._widens else str
         b = [widened(self._b(panel, v)) for v in range(self.shape.vectors)]
         added = {}
         for r in range(self.rows):

@@ -85,7 +85,7 @@ template <typename T> struct Pointee<T*> { typedef T type; };
 
 template <typename... P>
 inline const char* signature(void (*)(P...)) {
-    static char text[256];
+    static thread_local char text[256];  // ranks are threads here, and ask at the same time
     size_t end = 0;
     text[0] = 0;
     ((end += size_t(snprintf(text + end, sizeof text - end, "%s%s%s", end ? " " : "", POINTER<P>,
