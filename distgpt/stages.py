@@ -193,9 +193,9 @@ def device_of(local_rank: int, count: int) -> int:
 
 
 def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
-    """Open this rank's GPU, and the exchange between GPUs."""
+    """Open this rank's GPU, and the transport between GPUs."""
     from distgpt.gpu.accelerator import gpu_count, open_device
-    from distgpt.gpu.exchange import DeviceComm, choose_exchange, sharing
+    from distgpt.gpu.transport import DeviceComm, choose_transport, sharing
 
     device = open_device(device_of(comm.local_rank, gpu_count()), gpu)
     ranks = sharing(comm, device)
@@ -207,7 +207,7 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
         stage.notes.add(f"{ranks} ranks share this GPU")
     if comm.size == 1:
         return stage
-    chosen = choose_exchange(gpu.allreduce, comm, device, ranks)
+    chosen = choose_transport(gpu.allreduce, comm, device, ranks)
     stage.notes.add(f"gradients are summed by way of {chosen.name}")
     return replace(stage, comm=DeviceComm(comm, chosen))
 

@@ -17,7 +17,7 @@ from distgpt.doctor.facts import environment
 from distgpt.errors import DistgptError
 from distgpt.files import atomic_file
 from distgpt.formatting import count
-from distgpt.gpu.exchange import DeviceComm
+from distgpt.gpu.transport import DeviceComm
 from distgpt.saved.checkpoint import newest_step
 from distgpt.stages import Stage
 from distgpt.training.exchange.local_steps import mean_of_round
@@ -106,7 +106,7 @@ def _allreduce(run: Run) -> str | None:
     if run.comm.size == 1:
         return None
     t = run.settings
-    by = [run.comm.exchange.name] if isinstance(run.comm, DeviceComm) else []
+    by = [run.comm.transport.name] if isinstance(run.comm, DeviceComm) else []
     wire = [t.gradient_dtype] if t.gradient_dtype != "float32" else []
     return ", ".join([*by, run.exchange.name, *wire])
 

@@ -15,9 +15,9 @@ from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.gpu.exchange import DeviceComm, HostStaged, Nccl
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
+from distgpt.gpu.transport import DeviceComm, HostStaged, Nccl
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.model.model import Model
 from distgpt.training.exchange.choose import optimizer_for
@@ -36,9 +36,9 @@ def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
         device = HostDevice(graphs=graphs)
         device.xp.hasty = hasty
         nccl = FakeNccl(job=job, xp=device.xp)
-        exchange = Nccl(host, device, nccl) if way == "nccl" else HostStaged(host, device)
+        transport = Nccl(host, device, nccl) if way == "nccl" else HostStaged(host, device)
         try:
-            return act(DeviceComm(host, exchange), device)
+            return act(DeviceComm(host, transport), device)
         except Exception as error:
             if not getattr(error, "shared", False):  # the others would wait
                 traceback.print_exc()

@@ -28,7 +28,7 @@ from hostlt import HostLt
 
 from distgpt.doctor import speed
 from distgpt.doctor import speed as peaks
-from distgpt.gpu import cublaslt, device, exchange, probe
+from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
 from distgpt.jobs import processes
@@ -187,7 +187,7 @@ def install(gpus: int = 1) -> ExitStack:
         (device, "cubin", xp.cubin),
         (probe, "require_gpu", lambda *args, **more: None),
         (cublaslt, "load", lambda: host_lt(xp)),
-        (exchange, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
+        (transport, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
         (speed, "SIDES", (32,)),
         (loop, "sample", _short_sample),  # a text is the slowest part on this device
         (report, "sample", _short_sample),

@@ -84,14 +84,14 @@ sys.path.insert(0, {folder!r})
 import hostgpu
 hostgpu.install(2)
 from distgpt.cli import main
-from distgpt.gpu import exchange
+from distgpt.gpu import transport
 from distgpt.training.step import Step
 launch = Step.launch
 
 def launched(self, step, batches, *flags):
     if step == 2:
         if self.comm.rank in {ranks}:
-            exchange.nccl_module().trouble = "remote process exited"
+            transport.nccl_module().trouble = "remote process exited"
         time.sleep(60)  # as for a sum that never comes
     return launch(self, step, batches, *flags)
 

@@ -13,9 +13,9 @@ from distgpt.comm import launched
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
-from distgpt.gpu import accelerator, exchange, probe
+from distgpt.gpu import accelerator, probe, transport
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.exchange import DeviceComm, HostStaged
+from distgpt.gpu.transport import DeviceComm, HostStaged
 from distgpt.stages import device_of, open_stage
 
 
@@ -41,7 +41,7 @@ def node(monkeypatch):
     """A function that says how many GPUs there are and which rank this is; everything asked of it."""
     for launcher in launched.LAUNCHERS:
         monkeypatch.delenv(launcher, raising=False)
-    asked = {"required": [], "exchange": []}
+    asked = {"required": [], "transport": []}
     monkeypatch.setattr(probe, "require_gpu", asked["required"].append)
 
     def be(gpus, local_rank=0, local_size=1):
@@ -49,18 +49,18 @@ def node(monkeypatch):
         if local_size > 1:
             monkeypatch.setattr(stages, "_communicator", lambda name: Rank(local_rank, local_size))
         bound = [device_of(rank, gpus) for rank in range(local_size)]
-        monkeypatch.setattr(exchange, "sharing", lambda comm, device: bound.count(device.index))
+        monkeypatch.setattr(transport, "sharing", lambda comm, device: bound.count(device.index))
         return asked
 
     def open_device(index, options):
         return CupyDevice(index, options.deterministic, options.graphs, xp=FakeCupy(8, total=141 << 30))
 
     def choose(how, comm, device, sharing):
-        asked["exchange"].append((how, comm.size, sharing))
+        asked["transport"].append((how, comm.size, sharing))
         return HostStaged(comm, device)
 
     monkeypatch.setattr(accelerator, "open_device", open_device)
-    monkeypatch.setattr(exchange, "choose_exchange", choose)
+    monkeypatch.setattr(transport, "choose_transport", choose)
     return be
 
 
@@ -73,7 +73,7 @@ def notes(stage):
 def test_cuda_opens_the_first_gpu_alone(node):
     asked = node(gpus=4)
     stage = open_stage("cuda")
-    assert asked["required"] == ["cuda"] and asked["exchange"] == []
+    assert asked["required"] == ["cuda"] and asked["transport"] == []
     assert (stage.device.index, stage.sharing, stage.comm.size) == (0, 1, 1)
     assert notes(stage) == ["GPU 0: Fake GPU, 141 GiB"]
 
@@ -85,7 +85,7 @@ def test_cuda_opens_the_first_gpu_alone(node):
 def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size, index, share):
     asked = node(gpus, local_rank, local_size)
     stage = open_stage("mpi-cuda", gpu=GpuConfig(allreduce="host"))
-    assert asked == {"required": ["mpi-cuda"], "exchange": [("host", local_size, share)]}
+    assert asked == {"required": ["mpi-cuda"], "transport": [("host", local_size, share)]}
     assert stage.device.index == index
     assert isinstance(stage.comm, DeviceComm) and stage.comm.local_rank == local_rank
     first, *others = notes(stage)

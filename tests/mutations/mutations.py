@@ -293,7 +293,7 @@ _FAULTS = {
             "ring",
         ),
     ],
-    ("gpu/exchange.py", _OVERLAPPED): [
+    ("gpu/transport.py", _OVERLAPPED): [
         (
             "a bucket leaves a GPU before it is final",
             "self._device.after(self._second, self._device.stream)",
@@ -305,7 +305,7 @@ _FAULTS = {
             "pass",
         ),
     ],
-    ("gpu/exchange.py", "gpu/test_parts_between_gpus.py -k parts_are_summed"): [
+    ("gpu/transport.py", "gpu/test_parts_between_gpus.py -k parts_are_summed"): [
         (
             "what the last part has more is not summed",
             "self._ranks.reduce(cut.end, cut.end, cut.rest, cut.kind, total, last, self._stream)",

@@ -172,9 +172,9 @@ def _on_host(comm: Comm, name: str) -> Sum:
 
 
 def _on_device(stage: Stage, name: str) -> Sum:
-    from distgpt.gpu.exchange import choose_exchange
+    from distgpt.gpu.transport import choose_transport
 
-    way = choose_exchange(name.removesuffix("-chunked"), stage.comm, stage.device, stage.sharing)
+    way = choose_transport(name.removesuffix("-chunked"), stage.comm, stage.device, stage.sharing)
     return partial(way.sum, chunked=name.endswith("-chunked"))
 
 

@@ -13,9 +13,9 @@ from fakenccl import FakeNccl, NcclError
 
 from distgpt.comm.launched import leave
 from distgpt.comm.serial import SerialComm
-from distgpt.gpu import exchange
+from distgpt.gpu import transport
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.exchange import HostStaged, Nccl
+from distgpt.gpu.transport import HostStaged, Nccl
 
 FLOAT = np.dtype(np.float32)
 
@@ -45,7 +45,7 @@ def filled(device, numbers):
 
 def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first(device, monkeypatch):
     array, way = filled(device, np.ones(25, FLOAT)), HostStaged(Twice(), device)
-    others = [filled(device, np.ones(7, FLOAT)) for _ in range(exchange.MOST_KEPT - 1)]
+    others = [filled(device, np.ones(7, FLOAT)) for _ in range(transport.MOST_KEPT - 1)]
     mirror, mirrors = device.mirror, []
     monkeypatch.setattr(device, "mirror", lambda part: (mirrors.append(part), mirror(part))[1])
 
@@ -62,7 +62,7 @@ def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first(device
 
 
 def test_all_pieces_are_on_their_way_before_the_first_is_summed(device, monkeypatch):
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
+    monkeypatch.setattr(transport, "PIECE_BYTES", 40)
     begun = []
 
     class Watching(Twice):
@@ -123,9 +123,9 @@ def test_an_error_of_nccls_that_no_other_rank_caused_is_not_blamed_on_one(capsys
 
 
 def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(monkeypatch):
-    monkeypatch.setattr(exchange.probe, "load_library", lambda names: None)
-    assert exchange.nccl_module() is None
-    monkeypatch.setattr(exchange.probe, "load_library", lambda names: object())
+    monkeypatch.setattr(transport.probe, "load_library", lambda names: None)
+    assert transport.nccl_module() is None
+    monkeypatch.setattr(transport.probe, "load_library", lambda names: object())
     for available in (False, True):
         nccl = FakeNccl()
         nccl.available = available
@@ -133,21 +133,21 @@ def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(monkeyp
         cuda = type(sys)("cupy.cuda")
         cuda.nccl = nccl
         monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-        assert exchange.nccl_module() is (nccl if available else None)
+        assert transport.nccl_module() is (nccl if available else None)
 
 
 def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(device, monkeypatch):
     """As launchers arrange it with CUDA_VISIBLE_DEVICES: every rank counts one GPU."""
-    monkeypatch.setattr(exchange, "nccl_module", FakeNccl)
+    monkeypatch.setattr(transport, "nccl_module", FakeNccl)
     comm = Twice()
     for places, name in ((("own", "other"), "nccl"), (("own", "own"), "host")):
         monkeypatch.setattr(
-            exchange,
+            transport,
             "gather_bytes",
             lambda comm, data, places=places: [data if p == "own" else b"" for p in places],
         )
-        ranks = exchange.sharing(comm, device)
-        assert exchange.choose_exchange("auto", comm, device, ranks).name == name
+        ranks = transport.sharing(comm, device)
+        assert transport.choose_transport("auto", comm, device, ranks).name == name
 
 
 DRIVER = """
@@ -157,7 +157,7 @@ from fakecupy import FakeCupy
 from fakenccl import FakeNccl
 from mpi4py import MPI
 from distgpt.comm import mpi
-from distgpt.gpu import exchange
+from distgpt.gpu import transport
 from distgpt.comm.agree import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu.device import CupyDevice
@@ -169,7 +169,7 @@ def sums(comm, device):
         for chunked in (False, True):
             array = device.zeros((7, 11), np.dtype(dtype))
             device.upload(array, np.arange(77, dtype=dtype) * (comm.rank + 1))
-            way = exchange.HostStaged(comm, device)
+            way = transport.HostStaged(comm, device)
             way.sum(array, chunked)
             way.sum(array, chunked)
             expected = np.arange(77).reshape(7, 11) * comm.size * comm.size * (comm.size + 1) / 2
@@ -177,14 +177,14 @@ def sums(comm, device):
     bits = to_bfloat16(np.linspace(-3, 3, 101))
     array = device.zeros((101,), np.dtype(np.uint16))
     device.upload(array, bits if comm.rank == 0 else np.zeros_like(bits))
-    exchange.HostStaged(comm, device).broadcast(array)
+    transport.HostStaged(comm, device).broadcast(array)
     np.testing.assert_array_equal(device.download(array), bits)
 
 
 def verdict(how, comm, device):
     try:
-        ranks = exchange.sharing(comm, device)
-        chosen = exchange.choose_exchange(how, comm, device, ranks)
+        ranks = transport.sharing(comm, device)
+        chosen = transport.choose_transport(how, comm, device, ranks)
         return chosen.name
     except UsageError as error:
         assert error.shared
@@ -192,33 +192,33 @@ def verdict(how, comm, device):
 
 
 def choices(comm, device):
-    last, kept = comm.size - 1, exchange.CudaAware
-    exchange.CudaAware = None  # none may ever be made
+    last, kept = comm.size - 1, transport.CudaAware
+    transport.CudaAware = None  # none may ever be made
     for how in ("auto", "nccl", "host", "cuda-aware"):
         for crowded in ("nobody", "two", "all"):
             for lacking in ("nobody", "last", "all"):
                 alone = crowded == "nobody" or (crowded == "two" and 0 < comm.rank < last)
                 device.place = f"GPU {comm.rank if alone else 0}"
                 missing = lacking == "all" or (lacking == "last" and comm.rank == last)
-                exchange.nccl_module = lambda: None if missing else FakeNccl()
+                transport.nccl_module = lambda: None if missing else FakeNccl()
                 # One rank that can does not help the others.
                 mpi.is_cuda_aware = lambda: (True, False, None)[comm.rank]
                 verdicts = gather_bytes(comm, verdict(how, comm, device).encode())
                 yield how, crowded, lacking, sorted({each.decode() for each in verdicts})
-    exchange.CudaAware = kept
+    transport.CudaAware = kept
 
 
 def aware(comm, device, right):
     mpi.is_cuda_aware = lambda: True
     device.place = str(comm.rank)
     if not right:
-        exchange.CudaAware.sum = lambda self, array, chunked: None
+        transport.CudaAware.sum = lambda self, array, chunked: None
     return verdict("cuda-aware", comm, device)
 
 
 try:
     comm = mpi.MpiComm()
-    exchange.PIECE_BYTES = 100
+    transport.PIECE_BYTES = 100
     device = CupyDevice(0, xp=FakeCupy())
     sums(comm, device)
     found = list(choices(comm, device))

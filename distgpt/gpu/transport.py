@@ -1,4 +1,4 @@
-"""Arrays between GPUs: summed, broadcast, gathered, exchanged in parts; the ways to do it, and the choice."""
+"""Ways for arrays between GPUs: to sum, broadcast and gather them, to send parts; and the choice of one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_KEPT = 6
 LACKS_ALLTOALL = "what needs parts of arrays is refused before (`Comm.lacks_alltoall`)"
 
 
-class Exchange(Protocol):
+class Transport(Protocol):
     """Collective, and in the order of the device's stream."""
 
     name: str
@@ -46,10 +46,10 @@ class Exchange(Protocol):
 class DeviceComm:
     """A communicator for arrays on the host and on GPUs."""
 
-    def __init__(self, host: Comm, exchange: Exchange) -> None:
-        self._host, self.exchange = host, exchange
-        self.nccl: NcclComm | None = exchange if isinstance(exchange, Nccl) else None
-        self.lacks_alltoall = isinstance(exchange, CudaAware)
+    def __init__(self, host: Comm, transport: Transport) -> None:
+        self._host, self.transport = host, transport
+        self.nccl: NcclComm | None = transport if isinstance(transport, Nccl) else None
+        self.lacks_alltoall = isinstance(transport, CudaAware)
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
         self.allreduce_max, self.broadcast_bytes = host.allreduce_max, host.broadcast_bytes
@@ -62,13 +62,13 @@ class DeviceComm:
         if isinstance(array, np.ndarray):
             self._host.sum(array)
         else:
-            self.exchange.sum(array, chunked=False)
+            self.transport.sum(array, chunked=False)
 
     def sum_chunked(self, array: Array) -> None:
         if isinstance(array, np.ndarray):
             self._host.sum_chunked(array)
         else:
-            self.exchange.sum(array, chunked=True)
+            self.transport.sum(array, chunked=True)
 
     def broadcast(self, array: Array) -> None:
         self._for(array).broadcast(array)
@@ -79,12 +79,12 @@ class DeviceComm:
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
         self._for(array).all_gather(array, bounds)
 
-    def _for(self, array: Array) -> Comm | Exchange:
-        return self._host if isinstance(array, np.ndarray) else self.exchange
+    def _for(self, array: Array) -> Comm | Transport:
+        return self._host if isinstance(array, np.ndarray) else self.transport
 
 
 class HostStaged:
-    """Exchange through page-locked memory and MPI: works everywhere, also where ranks share a GPU."""
+    """Go through page-locked memory and MPI: works everywhere, also where ranks share a GPU."""
 
     name = "host"
 
@@ -289,7 +289,7 @@ def _are_alike(bounds: Sequence[int]) -> bool:
 
 
 class CudaAware:
-    """Exchange by an MPI that reads the GPUs' memory itself."""
+    """Go by an MPI that reads the GPUs' memory itself."""
 
     name = "cuda-aware"
 
@@ -322,7 +322,7 @@ def sharing(comm: Comm, device: CupyDevice) -> int:
     return gather_bytes(comm, place).count(place)
 
 
-def choose_exchange(how: str, comm: Comm, device: CupyDevice, sharing: int) -> Exchange:
+def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> Transport:
     """Choose the way that all ranks can take. Collective.
 
     `how`: auto, nccl, host or cuda-aware; `sharing`: ranks on this rank's GPU.
@@ -350,7 +350,7 @@ def nccl_module() -> Any:
     return nccl if nccl.available else None
 
 
-def _probed(comm: Comm, device: CupyDevice) -> Exchange:
+def _probed(comm: Comm, device: CupyDevice) -> Transport:
     """Ask MPI whether it can read GPUs, then try: one that cannot would crash on their memory."""
     from distgpt.comm.mpi import is_cuda_aware, library
 
