@@ -26,7 +26,7 @@ LACKS_ALLTOALL = "what needs parts of arrays is refused before (`Comm.lacks_allt
 
 
 class Transport(Protocol):
-    """Collective, and in the order of the device's stream."""
+    """A way for arrays between GPUs: collective, and in the order of the device's stream."""
 
     name: str
 

@@ -110,9 +110,9 @@ def test_pytorch_really_trains_and_generates(tmp_path):
     assert done.exit_code == 0 and "× PyTorch (keep-freed)" in " ".join(done.stdout.split()), done.output
     changes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "seq_len": 16, "vocab_size": 50}
     shape = infer_beside_peers.shape_of(preset("gpt2", changes).model)
-    job = {"folder": str(tmp_path), "shape": shape, "threads": 1, "prompt": 5, "new": 4, "repeats": 1}
+    # The best of some turns, and many tokens beside one: also a busy machine takes longer for more.
+    job = {"folder": str(tmp_path), "shape": shape, "threads": 1, "prompt": 5, "new": 11, "repeats": 5}
     asked = partial(peer_process.ask_peer, sys.executable, program="peer_inference")
     assert "transformers" in asked("models", job)["peers"]
     found = asked("measure", job | {"peer": "transformers", "dtype": "float32", "requests": 2})
-    # On a busy machine one token can take longer than four: only that both were timed is sure.
-    assert found["first"] > 0 and found["whole"] > 0
+    assert 0 < found["first"] < found["whole"]

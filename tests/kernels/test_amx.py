@@ -93,16 +93,22 @@ def flushed(x):
 @pytest.fixture(scope="module")
 def tiles():
     """`tile` for each type of C, with the instructions emulated."""
-    registers, found, engines = Registers(), {}, []
-    for out in OUT:
-        text = amx.module(SHAPE, out, PREFIX)
+    registers = Registers()
+    found, alive = compiled({out: amx.module(SHAPE, out, PREFIX) for out in OUT})
+    yield found
+    assert alive and not registers.faults
+
+
+def compiled(texts):
+    """`tile` of each of some IR, and what keeps them alive."""
+    found, engines = {}, []
+    for name, text in texts.items():
         engine = llvm.create_mcjit_compiler(assembled._verified(text), assembled._machine())
         engine.finalize_object()
         engines.append(engine)
         types = [ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in "nnpnnppnnpn"]
-        found[out] = ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("tile"))
-    yield found
-    assert not registers.faults
+        found[name] = ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("tile"))
+    return found, engines
 
 
 def computed(tile, a, b, c, bias=None, accumulate=False, by_pairs=False, kept=np.copy):

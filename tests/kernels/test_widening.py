@@ -3,18 +3,16 @@
 import ctypes
 import mmap
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
-from test_amx import computed
+from test_amx import OUT, compiled, computed
 from test_matmul import GUARD, wide
 
 from distgpt.kernels.low_precision import to_bfloat16
-from distgpt.kernels.matmul import assembled, widening
+from distgpt.kernels.matmul import widening
 from distgpt.kernels.matmul.processor import features
 from distgpt.kernels.matmul.vectors import AVX512
 
-OUT = {"float32": "float32", "bfloat16": "uint16"}
 pytestmark = pytest.mark.skipif("avx512f" not in features(), reason="needs AVX-512")
 
 
@@ -31,16 +29,8 @@ def before_a_guard(values):
 
 @pytest.fixture(scope="module")
 def tiles():
-    """`tile` for each type of C."""
-    found, engines = {}, []
-    for out in OUT:
-        text = widening.module(AVX512, out)
-        engine = llvm.create_mcjit_compiler(assembled._verified(text), assembled._machine())
-        engine.finalize_object()
-        engines.append(engine)
-        types = [ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in "nnpnnppnnpn"]
-        found[out] = ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("tile"))
-    return found, engines
+    """`tile` for each type of C, and what keeps it alive."""
+    return compiled({out: widening.module(AVX512, out) for out in OUT})
 
 
 @pytest.mark.parametrize("by_pairs", [False, True], ids=["rows", "pairs"])

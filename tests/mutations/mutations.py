@@ -206,7 +206,7 @@ _FAULTS = {
     ("kernels/matmul/widening.py", "kernels/test_widening.py"): [
         ("the buffer keeps one pair for all of a row", "(4, BUFFER_LINE) if", "(0, BUFFER_LINE) if"),
         ("the second halves are the first ones", '("%behind", True)', '("%behind", False)'),
-        ("what lies behind A is read", "self._pairs)}", "str(LANES))}"),
+        ("what lies behind A is read", "lanes_below(self._pairs)", "lanes_below(str(LANES))"),
     ],
     ("kernels/matmul/blocked.py", "kernels/test_matmul.py -k add_to_what_is_there"): [
         (

@@ -73,7 +73,7 @@ def module_of(registers: Shape, factor: str) -> Callable[[str], str]:
             return partial(amx.module, registers)
         if registers.neon and registers.dot:
             return partial(mmla.module, registers)
-        if registers.lanes == widening.LANES and not registers.dot:
+        if registers.widens(factor) and registers.lanes == widening.LANES:
             return partial(widening.module, registers)
     return partial(module, registers, factor)
 

@@ -306,10 +306,14 @@ class Tile(Vectors):
 
     def _mask(self, v: int) -> str:
         """Return a mask: the lanes of a vector that are columns of C."""
+        return self.lanes_below("%columns", self.shape.lanes * v)
+
+    def lanes_below(self, limit: str, first: int = 0) -> str:
+        """Return a mask: the lanes whose numbers, from `first` on, are below a limit."""
         n = self.shape.lanes
-        lanes = ", ".join(f"i64 {n * v + lane}" for lane in range(n))
-        columns = self.everywhere("i64", "%columns")
-        return self.new(f"icmp ult <{n} x i64> <{lanes}>, {columns}")
+        numbers = ", ".join(f"i64 {first + lane}" for lane in range(n))
+        every = self.everywhere("i64", limit)
+        return self.new(f"icmp ult <{n} x i64> <{numbers}>, {every}")
 
     def _row(self, r: int) -> str:
         offset = self.new(f"mul i64 %ldc, {r}")

@@ -80,12 +80,11 @@ class BufferedTile(Tile):
 
     def _widen(self) -> None:
         """Put the next pairs of A into the buffer as float32, with zeros where there are none."""
-        lanes = ", ".join(f"i64 {lane}" for lane in range(LANES))
-        self.add(f"  %there = icmp ult <{LANES} x i64> <{lanes}>, {self.everywhere('i64', self._pairs)}")
+        there = self.lanes_below(self._pairs)
         self.add("  br label %widen\nwiden:\n  %j = phi i64 [0, %loop], [%j1, %widen]")
         self.add("  %from = phi ptr [%here, %loop], [%from1, %widen]")
         self.add("  %to = phi ptr [%wide, %loop], [%to1, %widen]")
-        given = f"ptr %from, i32 2, <{LANES} x i1> %there, <{LANES} x i32> zeroinitializer"
+        given = f"ptr %from, i32 2, <{LANES} x i1> {there}, <{LANES} x i32> zeroinitializer"
         pairs = self.new(f"call {LOAD}({given})")
         self.add("  %later = getelementptr i8, ptr %from, i64 %ahead")
         self.add(f"  call {FETCH}(ptr %later, i32 0, i32 3, i32 1)")  # to read, into all caches, data
