@@ -144,7 +144,7 @@ def train(
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     settings, directory, resume = with_decay(ready.comm, settings, directory, resume)
-    settings = with_clock(ready, preset, toml, settings, directory, resume, told.noted)
+    ready, settings = with_clock(ready, preset, toml, settings, directory, resume, told.noted)
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
     try:
         run = open_run(plan, ready, told)

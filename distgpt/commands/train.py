@@ -131,7 +131,7 @@ def train(
     plan = run = session = None
     try:
         chosen, out, resume = with_decay(ready.comm, set_by_user(flags), out, resume)
-        chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
+        ready, chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
         plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
         run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
         session = _profiled(run) if profile else None

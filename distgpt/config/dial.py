@@ -24,6 +24,7 @@ class Text:
     tokens: float
     vocab_size: int
     tokenizer: str = ""  # to learn, as --tokenizer takes it; "": the text has one
+    difficulty: float = 1.0  # times as many bits per byte as in the text that the laws were fitted to
 
 
 def width(depth: int) -> int:
@@ -49,7 +50,7 @@ def vocabulary(size: float) -> int:
 
 def bytes_per_token(vocab_size: int) -> float:
     """Return about how many bytes of English a token has."""
-    return max(1.0, 1.9 + 0.37 * math.log2(max(1, vocab_size) / SMALLEST_BPE))
+    return 1.9 + 0.37 * math.log2(vocab_size / SMALLEST_BPE) if vocab_size > 256 else 1.0
 
 
 def text_to_learn_from(size: float, entries: int = 0) -> Text:
@@ -127,7 +128,11 @@ def power_of_two(value: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Bits per byte = E + A / parameters^a + B / tokens^b, of the layers' matrices alone."""
+    """Bits per byte = E + A / parameters^a + B / tokens^b, of the layers' matrices alone.
+
+    Both were fitted to one text with `LAWS_VOCABULARY` entries. Tokens of a smaller vocabulary say less each:
+    they count by their bytes.
+    """
 
     E: float
     A: float
@@ -141,6 +146,9 @@ class Law:
 
 PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # of runs that begin with pairs
 LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # of longer ones; both by benchmarks/scaling_laws.py
+LAWS_VOCABULARY = 8192
+# What the laws say is off by about as much, as a share: see benchmarks/predicted_bits.py.
+EXPECTED_WITHIN = 0.1
 # Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
 # together as much as so many new texts (arXiv 2305.16264).
 REPEATED = 15.0
@@ -148,15 +156,24 @@ PAIRS_UP_TO = 2e6  # tokens of a run, in which first weights from pairs of token
 PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # of first weights from pairs: passes over all, tokens at most
 SLOWER_PAIRS = 3.0  # how many times the time of training a FLOP there takes
 PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
+# Read a text no more often however much time there is: held-out loss was lowest after 4 to 6 times
+# (docs/explanation/learning.md), and nothing here holds a model back from learning it by heart.
+EPOCHS_BY_CLOCK = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A depth, the tokens it reads in the time there is, and the bits per byte it is expected to reach."""
+    """A depth, the tokens it reads, the seconds it may take, and the bits per byte to expect then."""
 
     depth: int
     tokens: float
+    seconds: float
     bits_per_byte: float
+
+    def bits_range(self) -> str:
+        """Return between which two figures the bits per byte are expected."""
+        low, high = (self.bits_per_byte * (1 + off) for off in (-EXPECTED_WITHIN, EXPECTED_WITHIN))
+        return f"{low:.2f} to {high:.2f}"
 
 
 def expected_bits(depth: int, tokens: float, text: Text) -> float:
@@ -164,7 +181,8 @@ def expected_bits(depth: int, tokens: float, text: Text) -> float:
     repeated = max(0.0, tokens / text.tokens - 1)
     new = min(tokens, text.tokens) + text.tokens * REPEATED * (1 - math.exp(-repeated / REPEATED))
     law = PAIRS_LAW if tokens <= PAIRS_UP_TO else LAW
-    return law.bits_per_byte(matrices(depth), new)
+    same = bytes_per_token(text.vocab_size) / bytes_per_token(LAWS_VOCABULARY)
+    return text.difficulty * law.bits_per_byte(matrices(depth), same * new)
 
 
 def flops(depth: int, text: Text) -> float:
@@ -198,12 +216,18 @@ def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int 
     ]
 
     def choice(depth: int) -> Choice:
-        rate = speed(depth, measured, text)
-        tokens = max(1.0, seconds * rate)
+        rate, most = speed(depth, measured, text), EPOCHS_BY_CLOCK * text.tokens
+        pairs = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))  # seconds
+
+        def reading(tokens: float) -> Choice:
+            before = pairs if tokens <= PAIRS_UP_TO else 0.0
+            end = min(seconds, before + most / rate)
+            return Choice(depth, tokens, end, expected_bits(depth, tokens, text))
+
+        tokens = max(1.0, min(most, seconds * rate))
         if tokens <= PAIRS_UP_TO:
-            before = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))
-            tokens = max(1.0, max(seconds - before, seconds / 20) * rate)
-        found, pairs = (Choice(depth, d, expected_bits(depth, d, text)) for d in (tokens, PAIRS_UP_TO))
-        return pairs if tokens > PAIRS_UP_TO and pairs.bits_per_byte < found.bits_per_byte else found
+            return reading(max(1.0, min(tokens, max(seconds - pairs, seconds / 20) * rate)))
+        # A run that could read a little more than begins with pairs may learn more with them.
+        return min(reading(tokens), reading(PAIRS_UP_TO), key=lambda each: each.bits_per_byte)
 
     return min(map(choice, [only] if only else fitting), key=lambda each: each.bits_per_byte)

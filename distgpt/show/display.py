@@ -6,14 +6,14 @@ import errno
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -22,12 +22,13 @@ from distgpt.comm.api import Comm
 from distgpt.comm.launched import drop_output, shown_on_terminal
 from distgpt.errors import UsageError, escape_lines, escape_model_text, print_lines
 from distgpt.files import storage_errors
-from distgpt.formatting import clock, count
+from distgpt.formatting import count
 from distgpt.interrupts import note
+from distgpt.show.remaining import BySteps, Remaining, remaining
 
 SECONDS_BETWEEN_LINES = 2.0
 FLUSH_SECONDS = 10  # what a killed run may lose
-# Characters beside steps and loss from which a line has the time left, the speed, and a bar of 9 or more.
+# Characters beside step and loss from which a line has the time left, the speed, and a bar of 9 or more.
 LEFT_FROM, RATE_FROM, BAR_FROM = 13, 32, 42
 
 # TensorBoard's names of what metrics.jsonl holds.
@@ -110,34 +111,27 @@ class Lines(Plain):
     def __init__(self) -> None:
         super().__init__(Output(), SECONDS_BETWEEN_LINES)
         self._pace = Pace()
-        self._steps = 0
-        self._end: float | None = None  # a moment of time.monotonic()
+        self._end: Remaining = BySteps(0)
 
     def started(self, facts: dict[str, Any]) -> None:
-        self._steps = facts["steps"]
-        if (left := facts.get("seconds_left")) is not None:
-            self._end = time.monotonic() + left
+        self._end = remaining(facts)
         self.say(summary(facts))
 
-    def _add(self, metrics: dict[str, Any]) -> int:
-        """Return the step. Where the clock ends the run, the steps left are guessed anew."""
-        self._pace.add(metrics)
-        step: int = metrics["step"]
-        if self._end:
-            left = max(0.0, self._end - time.monotonic())
-            self._steps = step + int(left / self._pace.seconds)
-        return step
-
     def stepped(self, metrics: dict[str, Any]) -> None:
-        step = self._add(metrics)
-        if not self.is_due() and step not in (1, self._steps):
+        self._pace.add(metrics)
+        step, end = metrics["step"], self._end
+        if not self.is_due() and step != 1 and end.done(step) < end.total:
             return
-        width = len(str(self._steps))
-        self.say(
-            f"step {step:>{width}}/{self._steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
-            f"grad {metrics['grad_norm']:.3f}  {self._pace.rate:,.0f} tokens/s  "
-            f"left {clock(self._pace.seconds * (self._steps - step))}"
-        )
+        words = [
+            f"step {end.step(step):>{end.width}}",
+            f"loss {metrics['loss']:.4f}",
+            f"lr {metrics['lr']:.2e}",
+            f"grad {metrics['grad_norm']:.3f}",
+            f"{self._pace.rate:,.0f} tokens/s",
+            end.elapsed(),
+            end.left(step, self._pace.seconds),
+        ]
+        self.say("  ".join(filter(None, words)))
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         self.say(measured(metrics), "cyan")
@@ -158,6 +152,7 @@ class Live(Lines):
 
     def __init__(self) -> None:
         super().__init__()
+        self._step = 0
         # Forced: behind mpirun the output is a pipe that ends in a terminal.
         self._console = _Console(file=self.stream, force_terminal=True, highlight=False)
         self._progress = Progress(console=self._console)
@@ -167,17 +162,35 @@ class Live(Lines):
 
     def started(self, facts: dict[str, Any]) -> None:
         super().started(facts)
-        self._progress = Progress(*shown_columns(self._console.width, self._steps), console=self._console)
-        self._progress.add_task("", total=self._steps, completed=facts["first_step"], loss="…", rate="…")
+        self._step = facts["first_step"]
+        self._progress = Progress(*self._columns(), console=self._console)
+        done = self._end.done(self._step)
+        self._progress.add_task("", total=self._end.total, completed=done, loss="…", rate="…")
         self._progress.start()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         self.stream.flush()
-        self._add(metrics)
+        self._pace.add(metrics)
+        self._step = metrics["step"]
         shown: Any = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._pace.rate:,.0f}"}
-        self._progress.update(
-            self._progress.task_ids[0], completed=metrics["step"], total=self._steps, **shown
-        )
+        self._progress.update(self._progress.task_ids[0], completed=self._end.done(self._step), **shown)
+
+    def _columns(self) -> Iterator[ProgressColumn]:
+        """Yield the columns that fit: step and loss always, then the time left, the speed, and a bar."""
+        end, whole = self._end, Column(no_wrap=True)
+        room = self._console.width - end.width - len("step  loss 0.0000")
+        for_elapsed = len(end.elapsed()) + 1
+        has_elapsed = bool(end.elapsed()) and room >= BAR_FROM + for_elapsed
+        yield Now(lambda: f"step {end.step(self._step)}", "bold")
+        if room >= BAR_FROM:
+            yield BarColumn(bar_width=min(24, room - BAR_FROM + 9 - for_elapsed * has_elapsed))
+        if has_elapsed:
+            yield Now(end.elapsed)
+        yield TextColumn("loss [bold cyan]{task.fields[loss]}", table_column=whole)
+        if room >= RATE_FROM:
+            yield TextColumn("[green]{task.fields[rate]:>9} tokens/s", table_column=whole)
+        if room >= LEFT_FROM:
+            yield Now(lambda: end.left(self._step, self._pace.seconds))
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))
@@ -188,19 +201,15 @@ class Live(Lines):
         self._progress.stop()
 
 
-def shown_columns(width: int, steps: int) -> Iterator[ProgressColumn]:
-    """Yield the columns that fit: steps and loss always, then the time left, the speed, and a bar."""
-    whole = Column(no_wrap=True)
-    room = width - len(f"step {steps}/{steps} loss 0.0000")
-    yield TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}", table_column=whole)
-    if room >= BAR_FROM:
-        yield BarColumn(bar_width=min(24, room - BAR_FROM + 9))
-    yield TextColumn("loss [bold cyan]{task.fields[loss]}", table_column=whole)
-    if room >= RATE_FROM:
-        yield TextColumn("[green]{task.fields[rate]:>9} tokens/s", table_column=whole)
-    if room >= LEFT_FROM:
-        yield TextColumn("left", table_column=whole)
-        yield TimeRemainingColumn(compact=True, table_column=whole)
+class Now(ProgressColumn):
+    """A text that is asked for at every refresh, so that a clock moves during a long step."""
+
+    def __init__(self, text: Callable[[], str], style: str = "") -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._text, self._style = text, style
+
+    def render(self, task: Task) -> Text:
+        return Text(self._text(), self._style)
 
 
 class Listeners:

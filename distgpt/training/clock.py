@@ -9,6 +9,9 @@ from distgpt.config import TrainConfig
 from distgpt.training.exchange.local_steps import is_local
 from distgpt.training.progress import Pace
 
+# The share of the time in which steps are taken: the last checkpoint and the weights are written in the rest.
+KEPT = 0.985
+
 
 class Clock:
     """Says which step is the last one, and what fraction of the run's time has elapsed.
@@ -33,7 +36,8 @@ class Clock:
         `queued`: a step may be under way when the next one is launched. `closing`: the time after the last
         step that counts too, in steps. `until`: a step to end at before the last one, for the time being.
         """
-        self._total, self._pace, self._now = 60 * t.train_minutes, pace, now
+        self._whole, self._pace, self._now = 60 * t.train_minutes, pace, now
+        self._total = KEPT * self._whole
         self._begun, self._closing = begun - spent, closing
         self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `ahead` says
         self._round = t.outer_every if is_local(t, pace.ranks) else 1
@@ -45,7 +49,7 @@ class Clock:
     def seconds(self) -> float:
         """Return the run's seconds so far, all that it has after its last step; 0 without a clock."""
         is_over = self._pace.progress.step == self.last
-        return self._total if is_over else min(self._total, self._now() - self._begun)
+        return self._whole if is_over else min(self._whole, self._now() - self._begun)
 
     def ahead(self) -> float:
         """Return the fraction of the time that is over with the next step: 1 if none fits after it."""

@@ -10,7 +10,8 @@ from conftest import distgpt, inside
 
 from distgpt.cli import COMMANDS
 from distgpt.inference.request import Event
-from distgpt.show.display import Live
+from distgpt.show.display import Lines, Live
+from distgpt.show.remaining import ByClock, BySteps
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -78,6 +79,48 @@ def test_the_bar_of_a_run_is_one_line_with_nothing_cut(monkeypatch, steps):
         assert line.startswith(f"step {steps - 1}/{steps} ") and "…" not in line and len(line) <= width
         assert "left" in line or width < 32 + len(f"{steps}{steps}")
         assert ("267,090 tokens/s" in line, "━" in line) == (width >= 56, width >= 66) or steps > 400
+
+
+BY_CLOCK = FACTS | {"steps": 777, "seconds": 180.0, "seconds_left": 108.4}
+
+
+@pytest.mark.parametrize("width", range(40, 121, 3))
+def test_the_bar_of_a_run_by_the_clock_counts_down_and_has_no_total_of_steps(monkeypatch, width):
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = Live()
+    shown.started(BY_CLOCK)
+    shown._progress.refresh()
+    before = [line for line in screen(out.getvalue()) if "loss …" in line][-1].rstrip()
+    shown.stepped({"step": 159, "loss": 2.5, "tokens_per_s": 16_413.0, "step_s": 900.0})
+    shown._progress.refresh()
+    shown.close()
+    line = [line for line in screen(out.getvalue()) if "loss 2.5000" in line][-1].rstrip()
+    assert line.startswith("step 159 ") and "/" not in line.replace("tokens/s", "") and len(line) <= width
+    for each in (before, line):  # however long a step takes
+        assert each.endswith(("left 1:48", "left 1:47"))
+    assert ("of 3:00" in line) == (width >= 76) and ("━" in line) == (width >= 63)
+
+
+def test_plain_lines_of_a_run_by_the_clock_count_down(capsys):
+    shown = Lines()
+    shown.started(BY_CLOCK)
+    shown.stepped({"step": 1, "loss": 2.5, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0, "step_s": 900.0})
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("step   1  loss 2.5000  ") and line.endswith("1:12 of 3:00  left 1:48")
+
+
+def test_a_clock_never_shows_less_than_nothing():
+    now = [100.0]
+    end = ByClock(7500.0, 7000.0, steps=9, now=lambda: now[0])
+    assert (end.elapsed(), end.left(1, 5.0)) == ("   8:20 of 2:05:00", "left 1:56:40")
+    now[0] += 8000
+    assert (end.elapsed(), end.left(1, 5.0), end.done(1)) == ("2:05:00 of 2:05:00", "left 0:00", 7500.0)
+
+
+def test_steps_say_no_time_before_the_first_is_done():
+    end = BySteps(20)
+    assert (end.left(0, 0.0), end.left(5, 2.0), end.elapsed()) == ("left --:--", "left 0:30", "")
 
 
 def events(text, choice=0):

@@ -41,6 +41,7 @@ def facts(
         "held_out_tokens": validation.count if validation else 0,
         "first_step": progress.step,
         "steps": config.train.steps,
+        "seconds": 60 * config.train.train_minutes,
         "seconds_left": _seconds_left(plan, stage),
         "directory": str(plan.directory.path),
     }

@@ -27,6 +27,8 @@ from distgpt.formatting import three_digits
 DIALLED = "fast"  # the preset that the laws are for
 DEPTH, WITHIN, TOKENS = "depth", "within", "dial_tokens"  # flags that are no settings
 BYTES_PER_WORD = 6
+# Of runs by the clock. A token that is evaluated takes half of the time of one that is learned from.
+EVALUATIONS, VAL_SHARE, LEAST_VAL_TOKENS = 6, 64, 1 << 12
 UNPACKED = 3  # times its size is a compressed text, about
 # Settings of the user from which others follow.
 FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TOKENS, "steps"}
@@ -48,7 +50,8 @@ class Dial:
             (BATCH_IN_TOKENS if name == BATCH_TOKENS else SETTINGS[name]).check(name, given[name])
         refuse_beside("--depth", {"init": given.get("init")}, "its weights have a depth")
         text = text_of(given)
-        return recipe(self.depth, self.tokens or tokens_to_read(self.depth, text), text, self.ranks, given)
+        found = recipe(self.depth, self.tokens or tokens_to_read(self.depth, text), text, self.ranks, given)
+        return found | (_evaluations(self.tokens, found["steps"]) if self.tokens and holds_out(given) else {})
 
     def described(self, run: RunConfig) -> str:
         """Return a table of what has followed."""
@@ -74,6 +77,23 @@ class Dial:
         return "\n".join(f"{name:<16}{what}" for name, what in rows.items())
 
 
+def _evaluations(tokens: float, steps: int) -> dict[str, Any]:
+    """Return settings that evaluate a run by the clock a few times, at a small share of its time.
+
+    So its curve shows when it begins to learn the text by heart, and the best weights are kept.
+    """
+    most = max(LEAST_VAL_TOKENS, int(tokens / VAL_SHARE))
+    return {"eval_every": max(1, steps // EVALUATIONS), "val_tokens": most}
+
+
+def holds_out(given: Mapping[str, Any]) -> bool:
+    """Return whether these settings keep a text for validation."""
+    if given.get("val") or given.get("val_fraction"):
+        return True
+    path = resolve_data(given.get("data", "corpus"))
+    return is_shards(path) and bool(read_manifest(path).of("val"))
+
+
 def text_of(given: Mapping[str, Any]) -> Text:
     """Return the size of the text that these settings name, by the bytes of its files."""
     path, tokenizer = resolve_data(given.get("data", "corpus")), given.get("tokenizer", AUTO)
@@ -81,8 +101,8 @@ def text_of(given: Mapping[str, Any]) -> Text:
         manifest = read_manifest(path)
         tokens = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
         return Text(max(1, tokens), manifest.vocab_size)
-    files = find_inputs((path,))
-    size = max(1, sum(file.bytes * (UNPACKED if file.compressed else 1) for file in files))
+    files, held_out = find_inputs((path,)), given.get("val_fraction", 0.0)
+    size = max(1, (1 - held_out) * sum(file.bytes * (UNPACKED if file.compressed else 1) for file in files))
     entries = given.get("vocab_size", 0)
     if tokenizer == AUTO:
         return text_to_learn_from(size, entries)

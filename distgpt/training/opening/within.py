@@ -12,22 +12,28 @@ from typing import Any
 import numpy as np
 
 from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
 from distgpt.config import RunConfig
 from distgpt.config.dial import Choice, Text, choose
 from distgpt.config.presets import merged
 from distgpt.data.batches import ArrayTokens
+from distgpt.data.loading import resolve_data
 from distgpt.errors import Say
 from distgpt.formatting import clock, parse_duration
+from distgpt.inference.engine_setup import rehearse
+from distgpt.model.model import miniature
 from distgpt.stages import Notes, Stage
-from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, text_of
-from distgpt.training.opening.open import make_steps
+from distgpt.training.clock import KEPT
+from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, holds_out, text_of
+from distgpt.training.opening.difficulty import difficulty
+from distgpt.training.opening.open import compile_once_per_node, make_steps
 from distgpt.training.opening.plan import begins_anew, configure
 
-KEPT = 0.985  # of the time: the last checkpoint and the weights are written after the last step
 PROBES = (2, 4)  # depths to measure first; then the one that seems best, until that is measured
 PROBE_TOKENS = 2e6  # of a run, by which the first probe's batch is chosen
 STEP_SECONDS = 1.5  # time steps of a depth for this long
 MOST_MEASURING = 0.04  # of the time
+SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 
 
 def with_clock(
@@ -38,14 +44,15 @@ def with_clock(
     out: Path | None,
     resume: str | None,
     say: Say,
-) -> dict[str, Any]:
-    """Return the flags with what --within stands for: the clock, and for a new run a depth too. Collective.
+) -> tuple[Stage, dict[str, Any]]:
+    """Return the stage, and the flags with what --within stands for: the clock, for a new run a depth too.
 
-    A preset or a model that is given stays, and so does a depth.
+    A preset or a model that is given stays, and so does a depth. The stage's time begins when its loops are
+    compiled: that happens once on a machine, and would take a third of a minute's run. Collective.
     """
     if WITHIN not in flags:
-        return dict(flags)
-    seconds = KEPT * parse_duration(str(flags[WITHIN]))
+        return stage, dict(flags)
+    seconds = parse_duration(str(flags[WITHIN]))
     flags = {"train_minutes": seconds / 60, **flags}
 
     def is_open() -> bool:
@@ -54,18 +61,64 @@ def with_clock(
         return not stays and begins_anew(preset, toml, flags, out, resume)
 
     if not on_root(stage.comm, is_open):
-        return flags
-    found = measured_choice(stage, toml, flags, seconds, say)
-    return {**flags, DEPTH: found.depth, TOKENS: found.tokens}
+        return stage, flags
+    text, held_out = _text(stage.comm, toml, flags)
+    stage = _compiled(stage, _run(stage, toml, flags, flags.get(DEPTH, 1), PROBE_TOKENS, text), say)
+    found, rest = measured_choice(stage, toml, flags, seconds, text, say)
+    flags["train_minutes"] = rest / 60
+    if stage.comm.rank == 0:
+        whose = "the text that is held out" if held_out else "such text that it has not seen"
+        say(
+            f"--within: depth {found.depth} reads about {found.tokens / 1e6:.2g} M tokens,"
+            f" {found.tokens / text.tokens:.2g} times the text, and should reach"
+            f" {found.bits_range()} bits per byte on {whose}"
+        )
+        if rest < seconds:
+            say(
+                f"--within: this ends after about {clock(rest)}: read more often, a text this short is"
+                " learned by heart. A longer text would use the time"
+            )
+        if not held_out:
+            say("--within: nothing is held out to measure that: --val-fraction 0.1 does so")
+    return stage, {**flags, DEPTH: found.depth, TOKENS: found.tokens}
+
+
+def _text(comm: Comm, toml: Path | None, flags: Mapping[str, Any]) -> tuple[Text, bool]:
+    """Return what is known of the text before it is read, and whether some of it is held out. Collective."""
+
+    def find() -> list[Any]:
+        given = merged(toml, flags)
+        text = text_of(given)
+        hard = difficulty(resolve_data(given.get("data", "corpus")))
+        return [text.tokens, text.vocab_size, hard, holds_out(given)]
+
+    tokens, vocab_size, hard, held_out = on_root(comm, find)
+    return Text(tokens, vocab_size, difficulty=hard), held_out
+
+
+def _compiled(stage: Stage, run: RunConfig, say: Say) -> Stage:
+    """Compile what training and a sample need, and begin the stage's time after that. Collective."""
+    stage.notes.report_to(say)
+    begun = time.monotonic()
+    kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
+    compile_once_per_node(stage, kernels, run)
+    if stage.comm.rank == 0:  # which writes the samples
+        written = miniature(run.model, kernels)
+        written.train()
+        rehearse(written)
+    stage.comm.barrier()
+    return replace(stage, begun=stage.begun + (time.monotonic() - begun))
 
 
 def measured_choice(
-    stage: Stage, toml: Path | None, flags: Mapping[str, Any], seconds: float, say: Say
-) -> Choice:
-    """Measure some depths and choose one. Collective."""
+    stage: Stage, toml: Path | None, flags: Mapping[str, Any], seconds: float, text: Text, say: Say
+) -> tuple[Choice, float]:
+    """Measure some depths and choose one. Return it, and the seconds of the run, which may need fewer.
+
+    Collective.
+    """
     comm, only = stage.comm, flags.get(DEPTH, 0)
-    text = Text(*on_root(comm, lambda: [(t := text_of(merged(toml, flags))).tokens, t.vocab_size]))
-    end, latest = stage.begun + seconds, stage.begun + MOST_MEASURING * seconds
+    end, latest = stage.begun + KEPT * seconds, stage.begun + MOST_MEASURING * seconds
     speeds: dict[int, float] = {}
 
     def best(only: int) -> tuple[Choice, bool]:
@@ -74,32 +127,27 @@ def measured_choice(
         def decide() -> list[float]:
             now = time.monotonic()
             found, is_early = choose(max(1.0, end - now), speeds, text, only), now < latest
-            return [found.depth, found.tokens, found.bits_per_byte, is_early]
+            return [found.depth, found.tokens, found.seconds, found.bits_per_byte, is_early]
 
-        depth, tokens, bits, is_early = on_root(comm, decide)
-        return Choice(depth, tokens, bits), is_early
+        *found, is_early = on_root(comm, decide)
+        return Choice(*found), is_early
 
-    if comm.rank == 0:
-        say("--within: measuring this machine")
     probes = [only] if only else list(PROBES)
     while probes:
         depth = probes.pop(0)
         tokens = best(depth)[0].tokens if speeds else PROBE_TOKENS
         speeds[depth] = measured_speed(stage, _run(stage, toml, flags, depth, tokens, text))
+        if comm.rank == 0:
+            say(f"--within: this machine trains depth {depth} with {speeds[depth]:,.0f} tokens/s")
         gc.collect()  # frees the model
         choice, is_early = best(only)
         if not is_early:
             break
         if not probes and choice.depth not in speeds:
             probes.append(choice.depth)
-    known = ", ".join(f"{depth}: {rate:,.0f}" for depth, rate in sorted(speeds.items()))
-    if comm.rank == 0:
-        say(
-            f"--within: tokens/s by depth {known}. In {clock(max(0.0, end - time.monotonic()))} depth"
-            f" {choice.depth} reads about {choice.tokens / 1e6:.2g} M tokens and comes to about"
-            f" {choice.bits_per_byte:.2f} bits per byte"
-        )
-    return choice
+    used = on_root(comm, lambda: time.monotonic() - stage.begun)
+    needed = (used + choice.seconds) / KEPT
+    return choice, needed if needed < SHORTER * seconds else seconds
 
 
 def measured_speed(stage: Stage, run: RunConfig) -> float:
