@@ -41,9 +41,7 @@ def main() -> None:
     points = [point(args, *each) for each in itertools.product(args.texts, args.depths, args.tokens)]
     off = sorted(each["ratio"] for each in points)
     inside = sum(abs(ratio - 1) <= EXPECTED_WITHIN for ratio in off)
-    print(
-        f"{inside} of {len(off)} within {EXPECTED_WITHIN:.0%}: {off[0]:.2f} to {off[-1]:.2f} times it"
-    )
+    print(f"{inside} of {len(off)} within {EXPECTED_WITHIN:.0%}: {off[0]:.2f} to {off[-1]:.2f} times it")
     save("predicted-bits", {"points": points}, args.out)
 
 

@@ -11,20 +11,7 @@ from conftest import inside
 from distgpt.data.loading import resolve_data
 from distgpt.training.opening.difficulty import LEAST, MOST, difficulty
 
-WORDS = "lamp keeper harbour stone evening ship window letter the and of was".split()  # noqa: SIM905
-    "lamp",
-    "keeper",
-    "harbour",
-    "stone",
-    "evening",
-    "ship",
-    "window",
-    "letter",
-    "the",
-    "and",
-    "of",
-    "was",
-]
+WORDS = ["lamp", "keeper", "harbour", "stone", "evening", "ship", "window", "letter", "the", "and", "was"]
 
 
 def prose(count, seed=0):
