@@ -58,6 +58,7 @@ class Notes:
         self._listener = listener
         for text in self._kept:
             listener(text)
+        self._kept.clear()  # each is told once, also to a second listener
 
 
 @dataclass(frozen=True, slots=True)
