@@ -17,6 +17,7 @@ from distgpt.serving.completions import (
     Choice,
     ParsedBody,
     Served,
+    beginning,
     checked,
     named_model,
     parse_object,
@@ -71,7 +72,8 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
         reuse=True,
     )
     refuse_large(settings.max_new_tokens, settings, limits)
-    return ParsedBody(served, [settings], stream, False, wants_usage(found), ChatChoice)
+    begins = [beginning(settings, served.tokenizer)]
+    return ParsedBody(served, [settings], begins, stream, wants_usage(found), ChatChoice)
 
 
 def _length(given: dict[str, Any], limits: Limits, room: int) -> int:

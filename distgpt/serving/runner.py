@@ -28,10 +28,15 @@ class Call:
     """
 
     def __init__(
-        self, requests: Sequence[Request], most_unread: int, hold: Callable[[Call, bool], None], begun: float
+        self,
+        requests: Sequence[Request],
+        most_unread: int,
+        hold: Callable[[Call, bool], None],
+        begun: float,
+        echoed: int,
     ) -> None:
         """`hold` lets the samples of the call wait for its client, or go on."""
-        self.requests, self.begun, self.size = requests, begun, sum(map(size_of, requests))
+        self.requests, self.begun, self.size = requests, begun, echoed + sum(map(size_of, requests))
         self.left = sum(request.n for request in requests)  # samples that have not ended
         self.answered = False  # its first token is there
         self.failure: Refusal | None = None
@@ -131,11 +136,11 @@ class Runner:
             "open_requests": len(self._calls),
         }
 
-    def submit(self, requests: Sequence[Request], begun: float) -> Call:
-        """Answer what arrived at `begun`. Refuses what is too much."""
+    def submit(self, requests: Sequence[Request], begun: float, echoed: int = 0) -> Call:
+        """Answer what arrived at `begun`; `echoed` adds to its size. Refuses what is too much."""
         if self.is_leaving:
             raise leaving()
-        call, limits = Call(requests, self._limits.unread, self._hold, begun), self._limits
+        call, limits = Call(requests, self._limits.unread, self._hold, begun, echoed), self._limits
         self._refuse_beyond("samples", self.lanes + limits.queue, call, lambda each: each.left)
         self._refuse_beyond("tokens and logprobs", limits.everything, call, lambda each: each.size)
         self._calls.add(call)

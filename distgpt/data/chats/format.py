@@ -166,7 +166,8 @@ class ChatFormat:
 
     def _read(self, text: str) -> _Rendered:
         """Take the marks out of a text, and the special tokens apart."""
-        parts: list[str | int] = [""]
+        parts: list[str | int] = []
+        texts: list[str] = []  # since the last token; one long text that grows would be copied for each
         answers: list[tuple[int, int]] = []
         at, begin, is_open = 0, -1, False  # open: the token or the turn that ends the last answer may come
         for piece in self._between.split(text):
@@ -184,11 +185,12 @@ class ChatFormat:
                     if closing := size if isinstance(part, int) else len(TURN) * part.startswith(self.stops):
                         answers[-1] = answers[-1][0], at + closing
                 at += size
-                if isinstance(part, str) and isinstance(parts[-1], str):
-                    parts[-1] += part
+                if isinstance(part, str):
+                    texts.append(part)
                 else:
-                    parts.append(part)
-        return _Rendered([part for part in parts if part != ""], answers)
+                    parts += ["".join(texts), part]
+                    texts = []
+        return _Rendered([part for part in (*parts, "".join(texts)) if part != ""], answers)
 
 
 def checked_messages(value: Any) -> list[Message]:

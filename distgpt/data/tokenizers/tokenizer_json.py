@@ -161,6 +161,11 @@ class _Stripping:
     def flush(self) -> str:
         return self._streamer.flush()
 
+    def copy(self) -> _Stripping:
+        other = _Stripping(self._streamer.copy())
+        other._begun = self._begun
+        return other
+
 
 def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dict[str, tuple[int, bool]]]:
     """The ids of the model's entries, and of the added tokens with if they are special; all checked."""
