@@ -4,6 +4,7 @@ import json
 import threading
 import time
 import unicodedata
+from pathlib import Path
 
 import hostiletokenizers
 import numpy as np
@@ -106,6 +107,27 @@ def test_an_expression_that_never_ends_is_an_error(monkeypatch):
         tokenizer.encode("a")
     until(lambda: not busy[0].is_alive(), 60)
     assert tokenizer.decode(tokenizer.encode("a")) == "a"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    """As a server's event loop has to. The library's threads would be as many as there are processors."""
+    tokenizer, turns, ended = LibraryTokenizer(byte_level(), "a file"), [], threading.Event()
+
+    def run():
+        while not ended.wait(0.001):
+            turns.append(time.monotonic())
+
+    before = threading.active_count(), len(list(Path("/proc/self/task").iterdir()))
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun = time.monotonic()
+    tokenizer.encode("The harbour lay still. " * 20_000)
+    took = time.monotonic() - begun
+    ended.set()
+    thread.join()
+    gaps = np.diff([begun, *turns, begun + took])
+    assert gaps.max() < took / 2
+    assert (threading.active_count(), len(list(Path("/proc/self/task").iterdir()))) <= before
 
 
 def test_only_what_may_be_slow_pays_for_a_thread():

@@ -84,9 +84,10 @@ class ChatFormat:
         self.stops = (TURN,) if self.source == PLAIN else ()
         self._spelling = {token: text for text, token in special.items()}
         self._mark = f"{OPEN}{secrets.randbelow(1 << 64)}."
-        spelled = [re.escape(text) for text in sorted(special, key=len, reverse=True)]
-        self._spelled = re.compile("|".join(spelled) or "(?!)")
-        self._between = re.compile("|".join([f"({self._mark}[^{CLOSE}]*{CLOSE}", *spelled]) + ")")
+        spelled = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or "(?!)"
+        self._spelled = re.compile(spelled)
+        # In a group of their own, so that what all of them begin with is looked at once.
+        self._between = re.compile(f"({self._mark}[^{CLOSE}]*{CLOSE}|(?:{spelled}))")
         self.ends = tuple(dict.fromkeys(tokenizer.ends + self._end_of_answer()))
 
     def describe(self) -> str:
