@@ -179,7 +179,7 @@ class App:
             raise leaving()
         begun = time.monotonic()
         parsed = await self._parsed(request, COMPLETIONS[request.url.path], begun)
-        call = self.runner.submit(parsed.requests, begun, parsed.echoed)
+        call = self.runner.submit(parsed.requests, parsed.size, begun)
         self._metrics.prompt_tokens += parsed.prompt_tokens
         return _Completion(self, parsed, call)
 

@@ -71,9 +71,9 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
         adapter=served.adapter,
         reuse=True,
     )
-    refuse_large(settings.max_new_tokens, settings, limits)
+    size = len(prompt) + refuse_large(settings.max_new_tokens, settings, served, limits)
     begins = [beginning(settings, served.tokenizer)]
-    return ParsedBody(served, [settings], begins, stream, wants_usage(found), ChatChoice)
+    return ParsedBody(served, [settings], begins, stream, wants_usage(found), ChatChoice, size)
 
 
 def _length(given: dict[str, Any], limits: Limits, room: int) -> int:

@@ -34,6 +34,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
 }
 ECHOED = 4  # characters of an echo that count as one token of the answer
+HEAVY = 512  # bytes of a token, beyond which it counts as several
 AT_ONCE = 256  # elements of a list that become JSON
 _IGNORED = ("user", "metadata")  # which say nothing of the answer
 DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's
@@ -61,6 +62,7 @@ class Served:
     reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
     adapter: int = 0  # of a request that names this model
     others: tuple[Served, ...] = ()  # the same model with each of its adapters
+    weight: int = 1  # tokens that each counts as in the size of an answer
 
     @property
     def chats(self) -> bool:
@@ -89,7 +91,7 @@ class ParsedBody:
     stream: bool
     with_usage: bool  # at the end of a stream
     choice: type[Choice]  # what a sample becomes
-    echoed: int = 0  # tokens that the prompts count as, where the answer repeats them
+    size: int  # tokens and log-probabilities of prompts and answer at most, which take memory
 
     @property
     def prompt_tokens(self) -> int:
@@ -110,11 +112,16 @@ def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
     texts = settings.n * sum(map(served.tokenizer.text_size, prompts)) if echo else 0
-    refuse_large(tokens, settings, limits, echoed := -(-texts // ECHOED))
+    size = sum(map(len, prompts)) + refuse_large(tokens, settings, served, limits, -(-texts // ECHOED))
     refuse_long(prompts, served, limits, settings)
     requests = [replace(settings, prompt=prompt) for prompt in prompts]
     beginnings = [beginning(request, served.tokenizer, echo) for request in requests]
-    return ParsedBody(served, requests, beginnings, stream, with_usage, Choice, echoed)
+    return ParsedBody(served, requests, beginnings, stream, with_usage, Choice, size)
+
+
+def weight_of(tokenizer: Tokenizer) -> int:
+    """Return as how many tokens each counts, for the longest: vocabularies of others may hold megabytes."""
+    return max(1, max(tokenizer.text_size([token]) for token in range(tokenizer.size)) // HEAVY)
 
 
 def beginning(request: Request, tokenizer: Tokenizer, echo: bool = False) -> Beginning:
@@ -167,12 +174,18 @@ def wants_usage(found: dict[str, Any]) -> bool:
     return bool(options.get("include_usage"))
 
 
-def refuse_large(tokens: int, settings: Request, limits: Limits, echoed: int = 0) -> None:
-    """Refuse what may have too long an answer, with `tokens` for each of its samples, and an echo of all."""
-    most = tokens * settings.n * (1 + (settings.logprobs or 0)) + echoed
+def refuse_large(tokens: int, settings: Request, served: Served, limits: Limits, echoed: int = 0) -> int:
+    """Return the size that an answer may have, with `tokens` for each of its samples, and an echo of all."""
+    most = tokens * settings.n * (1 + (settings.logprobs or 0)) * served.weight + echoed
     if most > limits.values:
         echo = f" ({ECHOED} characters of the echo are one)" if echoed else ""
-        raise invalid(f"the answer may have {most:,} tokens and logprobs{echo}, more than {limits.values:,}")
+        long = (
+            f" (one counts as {served.weight}: the vocabulary is of long texts)" if served.weight > 1 else ""
+        )
+        raise invalid(
+            f"the answer may have {most:,} tokens and logprobs{echo}{long}, more than {limits.values:,}"
+        )
+    return most
 
 
 def parse_settings(given: dict[str, Any], limits: Limits, names: Mapping[str, str]) -> Request:

@@ -24,7 +24,7 @@ from distgpt.inference.engine_setup import LoadedModel
 from distgpt.inference.lanes import Lanes
 from distgpt.interrupts import Interrupted
 from distgpt.serving.app import ABORT, App, refusing
-from distgpt.serving.completions import Served
+from distgpt.serving.completions import Served, weight_of
 from distgpt.serving.limits import ListenOn, crowded
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Runner
@@ -229,11 +229,13 @@ def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
 def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
     """Return the model, and the same with each of its adapters."""
     config, created = loaded.model.config, int(time.time())
-    chats = {each: _chat_format(each) for each in {loaded.tokenizer, *loaded.tokenizers.values()}}
+    tokenizers = {loaded.tokenizer, *loaded.tokenizers.values()}
+    chats = {each: _chat_format(each) for each in tokenizers}
+    weights = {each: weight_of(each) for each in tokenizers}
 
     def one(name: str, tokenizer: Tokenizer, adapter: int, others: tuple[Served, ...] = ()) -> Served:
         about = config.vocab_size, config.seq_len, created, chats[tokenizer], lanes.is_exact
-        return Served(name, tokenizer, *about, adapter, others)
+        return Served(name, tokenizer, *about, adapter, others, weights[tokenizer])
 
     beside = enumerate(loaded.tokenizers.items(), 1)
     return one(name, loaded.tokenizer, 0, tuple(one(*each, i) for i, each in beside))

@@ -22,6 +22,7 @@ from serving import JSON, pieces, sample, server, until
 
 from distgpt.comm.cores import peak_memory
 from distgpt.comm.serial import SerialComm
+from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.data.tokenizers.plain import ByteTokenizer
 from distgpt.errors import DistgptError
 from distgpt.inference.engine_setup import LoadedModel, ModelSpec
@@ -278,19 +279,20 @@ def test_bodies_wait_for_the_parser_up_to_a_limit_and_small_ones_pass_large_ones
 
 
 def test_the_arrival_of_a_body_is_timed_and_not_how_long_it_takes_to_parse(monkeypatch):
-    monkeypatch.setattr(app, "ARRIVING", 0.3)
-    slow = "{% for i in range(9999) %}{% for j in range(400) %}{% endfor %}{% endfor %}a"
+    monkeypatch.setattr(app, "ARRIVING", 0.1)
+    slow = "{% for i in range(2000) %}{% for j in range(1000) %}{% if i + j < 0 %}{% endif %}"
+    slow += "{% endfor %}{% endfor %}a"
     chat = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 1}
     with server(template=slow) as found:
         begun = time.monotonic()
         status, _, said = found.ask("/v1/chat/completions", chat)
         assert status == 200, said
-        assert time.monotonic() - begun > 0.3
+        assert time.monotonic() - begun > 0.1
         begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection((found.host, found.port), 10) as line:
             line.sendall(begun + b"Content-Length: 100\r\n\r\n{")
             assert line.recv(1000).startswith(b"HTTP/1.1 408")
-    with server(template=slow, limits={"seconds": 0.3}) as found:
+    with server(template=slow, limits={"seconds": 0.1}) as found:
         status, _, said = found.ask("/v1/chat/completions", chat)
         assert status == 504 and said["error"]["code"] == "timeout"
 
@@ -348,6 +350,20 @@ def test_an_echo_counts_in_the_size_of_an_answer():
         status, _, said = found.ask("/detokenize", {"tokens": long})
         assert status == 400 and "more than 4,800 characters" in said["error"]["message"]
         assert found.ask("/detokenize", {"tokens": long[:100]})[2] == {"prompt": "a" * 100}
+
+
+def test_a_token_of_thousands_of_bytes_counts_as_several():
+    """So that vocabularies of others cannot make answers of gigabytes."""
+    tokenizer = BpeTokenizer([*symbols(), "a" * 2048], [], None)
+    loaded = LoadedModel(sample()[0], tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
+    with server(loaded=loaded, limits={"values": 100}) as found:
+        assert found.complete("a", max_tokens=25)
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            status, _, said = found.ask(path, {**body, "max_tokens": 26})
+            assert status == 400 and "104 tokens and logprobs (one counts as 4" in said["error"]["message"]
 
 
 @pytest.mark.parametrize("name", FAILING)
