@@ -133,7 +133,11 @@ def test_other_threads_run_while_a_long_text_is_encoded():
 def test_only_what_may_be_slow_pays_for_a_thread():
     for family in FAMILIES:
         assert not may_be_slow(Tokenizer.from_str(document(family))), family
-    for change in (byte_level(pre_tokenizer=split("a*b")), byte_level(normalizer=replace("a+", "", "Regex"))):
+    for change in (
+        byte_level(pre_tokenizer=split("a*b")),
+        byte_level(normalizer=replace("a+", "", "Regex")),
+        byte_level(normalizer=replace("a" * 99 + "b", "")),
+    ):
         assert may_be_slow(Tokenizer.from_str(json.dumps(change)))
     assert may_be_slow(Tokenizer.from_str(json.dumps(FAILING["no unknown word"]())))
 

@@ -18,19 +18,17 @@ if TYPE_CHECKING:
 
 MOST = 16  # times as many characters. Known families need 4: a blank before each piece, symbols for bytes
 TABLES = 18  # characters for one in Unicode's tables at most (U+FDFA in NFKC), however often they are used
+SHORT = 64  # characters of a text to replace, which is compared at each place
 
 Step = dict[str, Any]
 
 
 def refuse_growth(library: tokenizers.Tokenizer, source: str) -> None:
     """Raise a DataError if the steps before the model may lengthen a text beyond all use."""
-    steps: list[Step] = []
-    for part in (library.normalizer, library.pre_tokenizer):
-        if part is not None:
-            steps += _steps(json.loads(part.__getstate__()))  # with all that the document leaves out
+    steps = _all_steps(library)
     if unknown := next((step["type"] for step in steps if step["type"] not in _GROWTH), None):
         raise DataError(f"{source}: its step {unknown!r:.40} is unknown: it may make texts longer")
-    most = prod(_GROWTH[step["type"]](step) for step in steps if step["type"] != "Precompiled")
+    most = prod(_GROWTH[step["type"]](step) for step in steps)
     most *= max(1.0, prod(map(_longest_mapped, steps)) / TABLES)
     if most > MOST:
         raise DataError(
@@ -42,16 +40,21 @@ def refuse_growth(library: tokenizers.Tokenizer, source: str) -> None:
 def may_be_slow(library: tokenizers.Tokenizer) -> bool:
     """Tell whether encoding may take more time than is proportional to the text.
 
-    Regular expressions may, but for those that are known; and models that try all entries at each place.
+    Regular expressions may, but for those that are known, long texts to replace, and models that try all
+    entries at each place.
     """
-    parts = [part.__getstate__() for part in (library.normalizer, library.pre_tokenizer) if part is not None]
-    patterns = {
-        pattern["Regex"]
-        for part in parts
-        for step in _steps(json.loads(part))
-        if isinstance(pattern := step.get("pattern"), dict) and "Regex" in pattern
-    }
-    return type(library.model).__name__ != "BPE" or not patterns <= _KNOWN
+    patterns = [step["pattern"] for step in _all_steps(library) if isinstance(step.get("pattern"), dict)]
+    is_quick = all(
+        pattern["Regex"] in _KNOWN if "Regex" in pattern else len(pattern["String"]) <= SHORT
+        for pattern in patterns
+    )
+    return not is_quick or type(library.model).__name__ != "BPE"
+
+
+def _all_steps(library: tokenizers.Tokenizer) -> list[Step]:
+    """Return the steps before the model, with all that the document leaves out."""
+    parts = [part for part in (library.normalizer, library.pre_tokenizer) if part is not None]
+    return [step for part in parts for step in _steps(json.loads(part.__getstate__()))]
 
 
 def _steps(part: Any) -> Iterator[Step]:
