@@ -4,6 +4,7 @@ import json
 import threading
 import time
 import unicodedata
+from importlib.util import find_spec
 from pathlib import Path
 
 import hostiletokenizers
@@ -12,7 +13,6 @@ import pytest
 from conftest import SMALL, inside, refused
 from families import FAMILIES, document
 from hostiletokenizers import FAILING, TEXT, byte_level, charsmap, failing, replace, sequence, slow, split
-from serving import until
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from distgpt.config import ModelConfig, RunConfig
@@ -105,7 +105,7 @@ def test_an_expression_that_never_ends_is_an_error(monkeypatch):
     assert time.monotonic() - begun < 5 and len(busy) == 1
     with pytest.raises(DataError, match="still busy"):
         tokenizer.encode("a")
-    until(lambda: not busy[0].is_alive(), 60)
+    busy[0].join(60)
     assert tokenizer.decode(tokenizer.encode("a")) == "a"
 
 
@@ -122,11 +122,10 @@ def test_other_threads_run_while_a_long_text_is_encoded():
     thread.start()
     begun = time.monotonic()
     tokenizer.encode("The harbour lay still. " * 20_000)
-    took = time.monotonic() - begun
+    until = time.monotonic()
     ended.set()
     thread.join()
-    gaps = np.diff([begun, *turns, begun + took])
-    assert gaps.max() < took / 2
+    assert sum(begun < turn < until for turn in turns) > 5  # otherwise one, while it enters
     assert (threading.active_count(), len(list(Path("/proc/self/task").iterdir()))) <= before
 
 
@@ -158,7 +157,7 @@ def test_every_command_that_meets_such_a_document_ends_with_65(tmp_path):
     assert "tokenizer  none" in result.stdout and "times as long" in result.stderr
     bomb = {**json.loads(about["tokenizer"]), "document": hostiletokenizers.bomb()}
     write_tensors(weights, arrays, about | {"tokenizer": json.dumps(bomb)})
-    for command in ("infer", "serve", "chat"):
+    for command in ("infer", "chat", *["serve"] * (find_spec("starlette") is not None)):
         refused(inside(command, "--weights", weights), 65, "times as long")
     refused(inside("weights", "info", weights), 65, "times as long")
 
