@@ -16,10 +16,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from distgpt.checked import LARGEST
 from distgpt.errors import DataError, StorageError
 from distgpt.formatting import size
 
-LARGEST_DOCUMENT = 256 << 20  # bytes of JSON, TOML or a vocabulary
 LONGEST_LINE = 1 << 16  # bytes of a line that we append
 DIRECT = 4 << 20  # bytes that go to the disk at once
 
@@ -241,7 +241,7 @@ def _regular(descriptor: int, path: Path) -> int:
     return descriptor
 
 
-def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
+def read_small(path: Path, limit: int = LARGEST) -> bytes:
     """All of a file that is read at once, up to a limit; failures of the disk become one line."""
     content = bytearray()
     with storage_errors("read", path), open_regular(path) as file:
@@ -249,5 +249,6 @@ def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
         while len(content) <= limit and (piece := file.read(1 << 20)):
             content += piece
     if len(content) > limit:
-        raise DataError(f"{path} is larger than {size(limit)}, too large for a file of its kind")
+        known = "; the largest tokenizers known have 35 MB" if limit == LARGEST else ""
+        raise DataError(f"{path} is larger than {size(limit)}, too large for a file of its kind{known}")
     return bytes(content)

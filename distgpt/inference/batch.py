@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
-from distgpt.checked import parse_json
+from distgpt.checked import LARGEST, parse_json
 from distgpt.comm.agree import on_root
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, print_lines
@@ -31,7 +31,6 @@ from distgpt.inference.request import REQUEST_SETTINGS, Completion, Request
 from distgpt.stages import Stage
 
 ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle
-LONGEST_PROMPT = 64 << 20  # bytes of a line
 BEGINNING = b'{"line": '  # of every answer
 
 
@@ -109,10 +108,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer, defaults: Request, engine: En
     found = []
     with storage_errors("read", path), open_regular(path) as file:
         number = 0
-        while line := file.readline(LONGEST_PROMPT):
+        while line := file.readline(LARGEST):
             number += 1
-            if len(line) == LONGEST_PROMPT:
-                raise DataError(f"{path}, line {number} is longer than {LONGEST_PROMPT >> 20} MiB")
+            if len(line) == LARGEST:
+                raise DataError(f"{path}, line {number} is longer than {LARGEST >> 20} MiB")
             if not line.strip():
                 continue
             try:

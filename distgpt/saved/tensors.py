@@ -276,7 +276,7 @@ def _parse(file: BinaryIO, size: int) -> Header:
         raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
     if front[8:] != b"{" or length < 2:
         raise ValueError("it has no header")
-    header = parse_json(b"{" + file.read(length - 1))
+    header = parse_json(b"{" + file.read(length - 1), _HEADER_CAP)
     metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))
     if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
         raise ValueError("the checksum of its header is not the one it was written with")

@@ -388,5 +388,25 @@ _FAULTS = {
     ("serving/server.py", f"{_STRAINED} -k sigterm"): [
         ("SIGTERM ends what runs", "await self.runner.finish()", "pass"),
     ],
+    ("serving/server.py", f"{_STRAINED} -k keep_nobody_out"): [
+        (
+            "connections that send nothing keep others out",
+            "min(waited_for, key=lambda each: each._since).transport.abort()",
+            "return refusing(crowded())",
+        ),
+    ],
+    ("serving/parsing.py", f"{_STRAINED} -k pass_large_ones"): [
+        ("any number of bodies waits", "if self._waiting[is_large] + len(body) > most:", "if False:"),
+        ("a small body waits for all large ones", "self._turn if is_large else nullcontext()", "self._turn"),
+    ],
+    ("serving/completions.py", f"{_STRAINED} -k echo"): [
+        ("an echo is not counted", "* served.weight + echoed", "* served.weight"),
+    ],
+    ("data/tokenizers/growth.py", "data/test_hostile_tokenizers.py -k lengthens"): [
+        ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:"),
+    ],
+    ("data/tokenizers/library.py", "data/test_hostile_tokenizers.py -k never_ends"): [
+        ("a text is waited for without end", "thread.join(seconds :=", "thread.join() or (seconds :="),
+    ],
 }
 MUTATIONS = [Mutation(*where, *fault) for where, faults in _FAULTS.items() for fault in faults]
