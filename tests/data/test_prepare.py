@@ -115,14 +115,14 @@ def test_a_folder_with_anything_else_is_left_alone(inputs, tmp_path):
 def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkeypatch):
     """Both find no folder, one makes it first. A folder that was there before stays."""
     out = tmp_path / "out"
-    with reserved(out):
+    with reserved(out, print):
         monkeypatch.setattr(type(out), "exists", lambda self: False)
-        with pytest.raises(UsageError, match="another process"), reserved(out):
+        with pytest.raises(UsageError, match="another process"), reserved(out, print):
             raise AssertionError("it was reserved twice")
         monkeypatch.undo()
         assert out.is_dir()
     assert not out.exists()
-    with reserved(tmp_path):
+    with reserved(tmp_path, print):
         pass
     assert tmp_path.is_dir()
 
