@@ -123,7 +123,10 @@ def _described(path: Path, name: str) -> Input:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
-    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, about.st_mtime_ns)
+    moment = about.st_mtime_ns % (
+        1 << 63
+    )  # as much as a file of progress can hold: disks in memory hold more
+    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, moment)
 
 
 @contextmanager
