@@ -20,9 +20,8 @@ from distgpt.comm.launched import is_first_of_host, launched_rank, let_rank_0_sp
 from distgpt.errors import UsageError, error_for, first_line
 from distgpt.version import __version__
 
-MAY_DIFFER = {
-    "threads"
-}  # options of a rank's own: all others are rank 0's for all, or decide what is collective
+# Options that each rank has for itself. All others are rank 0's for all, or decide what is collective.
+MAY_DIFFER = ("threads",)
 
 Asked = dict[str, Any]  # of one rank: version, command, the options given, complaint and exit code
 
@@ -106,7 +105,7 @@ def _given(context: click.Context) -> dict[str, str]:
     """Return the options that the user gave, by their first spelling."""
     default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     return {
-        param.opts[0]: repr(context.params[name])
+        param.opts[0]: str(context.params[name])
         for param in context.command.params
         if (name := param.name or "") in context.params and name not in MAY_DIFFER
         if context.get_parameter_source(name) not in default
@@ -123,7 +122,7 @@ def _complaints(ranks: list[Asked]) -> dict[str, str]:
 
 
 def _exit_code(ranks: list[Asked]) -> int:
-    return max(asked["code"] for asked in ranks)
+    return max(int(asked["code"]) for asked in ranks)
 
 
 def _difference(ranks: list[Asked]) -> str:
