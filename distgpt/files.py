@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distgpt.checked import LARGEST
-from distgpt.errors import DataError, StorageError
+from distgpt.errors import DataError, Say, StorageError
 from distgpt.formatting import size
 
 LONGEST_LINE = 1 << 16  # bytes of a line that we append
@@ -54,14 +54,26 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file until it is closed; return False if another process has. Some disks have no locks."""
-    with suppress(OSError):
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+def lock(descriptor: int, kind: int) -> bool | None:
+    """Lock an open file until it is closed. Return False if another process has, None without locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # network disks may be mounted without
+        return None
     return True
+
+
+def locked(descriptor: int, path: Path, say: Say) -> bool:
+    """Return False if another process has locked the file; lock it, or say that its disk has no locks."""
+    if (got := lock(descriptor, fcntl.LOCK_EX)) is None:
+        say(without_locks(path))
+    return got is not False
+
+
+def without_locks(path: Path) -> str:
+    return f"the disk of {path} has no locks: another process that writes there too may not be noticed"
 
 
 def new_file(path: Path) -> BinaryIO:

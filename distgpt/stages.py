@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import platform
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distgpt.comm.agree import gather_bytes, on_every_rank, refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, boot_id, usable_cores
+from distgpt.comm.joining import connect, join
 from distgpt.comm.launched import launched_as
 from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
-from distgpt.errors import UsageError, first_line
+from distgpt.errors import UsageError
 from distgpt.formatting import count
 from distgpt.kernels.api import Kernels
 
@@ -139,6 +138,7 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
         raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
     comm = _communicator(name)
     connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
+    join(comm)
     if name not in ON_GPU:
         stage = Stage(name, comm, threads or threads_of(comm))
         _note_launch(stage)
@@ -213,14 +213,6 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     return replace(stage, comm=DeviceComm(comm, chosen))
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence mpi4py's warnings about the launcher: one line of ours replaces them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        yield
-
-
 def _communicator(name: str) -> Comm:
     launched = launched_as()
     if name in ("serial", "cuda"):
@@ -231,22 +223,13 @@ def _communicator(name: str) -> Comm:
                 f"use --stage {several}, or run without mpirun"
             )
         return SerialComm()
-    try:
-        with _without_warnings():
-            from distgpt.comm.mpi import MpiComm, foreign_launcher, library
-    except (ImportError, RuntimeError) as error:
-        raise UsageError(
-            f"--stage {name} needs mpi4py and an MPI library ({first_line(error)}); install them with "
-            "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI "
-            "(distgpt help install)"
-        ) from None
-    if problem := foreign_launcher():
-        raise UsageError(problem)
-    with _without_warnings():
-        comm = MpiComm()
+    comm = connect()
     if launched > 1 and comm.size == 1:
+        from distgpt.comm.mpi import library
+
         raise UsageError(
             f"launched as {launched} processes, but mpi4py found itself alone: the launcher belongs to "
-            f"another MPI than mpi4py's {library()}; use the mpirun of that MPI"
+            f"another MPI than mpi4py's {library()}; use the mpirun of that MPI, or srun with"
+            " --mpi=pmi2 (MPICH) or pmix (Open MPI)"
         )
     return comm

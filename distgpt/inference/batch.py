@@ -7,7 +7,6 @@ answers are appended as they are finished; at the end they are put into the orde
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -22,7 +21,7 @@ from distgpt.checked import LARGEST, parse_json
 from distgpt.comm.agree import on_root
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, print_lines
-from distgpt.files import append, atomic_file, open_regular, storage_errors
+from distgpt.files import append, atomic_file, locked, open_regular, storage_errors
 from distgpt.formatting import count
 from distgpt.inference.distribute import distribute
 from distgpt.inference.engine import Engine
@@ -59,7 +58,7 @@ def infer_file(
 
         def begin() -> None:
             prompts = read_prompts(path, loaded.tokenizer, defaults, engine)
-            stack.enter_context(locked(out))
+            stack.enter_context(reserved(out))
             drops = defaults.overflow == "shift" and lanes.can_drop
             answers.begin(prompts, loaded.fingerprint(drops))
             progress.began(len(prompts), len(answers.done))
@@ -220,19 +219,19 @@ class Answers:
         return DataError(f"{self.path}, line {number} is no answer to a prompt; choose another --out")
 
 
+def _note(text: str) -> None:
+    print_lines(f"distgpt: {text}", err=True)
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def reserved(path: Path) -> Iterator[None]:
     """Lock the file of answers for this process, where locks exist; it is made if need be."""
     how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with storage_errors("write", path):
         descriptor = os.open(path, how, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another process is writing {path}") from None
-        except OSError:  # a file system without locks
-            pass
+        if not locked(descriptor, path, _note):
+            raise UsageError(f"another process is writing {path}")
         yield
     finally:
         os.close(descriptor)

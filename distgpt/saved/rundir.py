@@ -82,7 +82,9 @@ class RunDirectory:
         """Return if this process holds the file now."""
         how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, how, 0o666)
-        if not lock(descriptor, fcntl.LOCK_EX) or not _is_at(descriptor, path):  # removed meanwhile
+        got = lock(descriptor, fcntl.LOCK_EX)
+        is_free = got if got is not None else not self._is_named()
+        if not is_free or not _is_at(descriptor, path):  # removed meanwhile
             os.close(descriptor)
             return False
         _held[path] = descriptor
@@ -92,6 +94,11 @@ class RunDirectory:
         except OSError:
             self.release()
             raise
+        if got is None:
+            time.sleep(SECONDS_BETWEEN)
+            if self._is_named():  # by another one that began at the same moment
+                os.close(_held.pop(path))
+                return False
         return True
 
     def release(self) -> None:
@@ -119,9 +126,24 @@ class RunDirectory:
         with storage_errors("read", self.running):
             try:
                 with open_regular(self._lock_path) as file:
-                    return not lock(file.fileno(), fcntl.LOCK_SH)
+                    got = lock(file.fileno(), fcntl.LOCK_SH)
+                    return self._is_named() if got is None else not got
             except (FileNotFoundError, NotADirectoryError):
                 return False
+
+    def lacks_locks(self) -> bool:
+        """Return whether this process holds the directory by its name alone."""
+        return self._lock_path in _held and lock(_held[self._lock_path], fcntl.LOCK_EX) is None
+
+    def _is_named(self) -> bool:
+        """Return whether running.json names another process of this host that lives.
+
+        On a disk without locks that is all that can be known.
+        """
+        with suppress(DataError, StorageError, KeyError, ValueError):  # of another version, or half written
+            found = parse_object(read_small(self._lock_path), self.running)
+            return found["host"] == platform.node() and _is_another(checked(int, found["pid"]))
+        return False
 
     def _in_use(self) -> UsageError:
         return UsageError(
@@ -247,6 +269,19 @@ class RunDirectory:
         if kept != lines:
             with atomic_file(self.metrics) as file:
                 file.writelines(kept)
+
+
+def _is_another(pid: int) -> bool:
+    """Return whether a process of this number lives, and is not this one."""
+    if pid <= 0 or pid == os.getpid():  # 0 and below are groups
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -79,9 +79,15 @@ def render_terminal(runs: list[Listed]) -> str:
 
 
 def _moment(seconds: float) -> str:
-    """Format a moment as `ls -l` does: with the time of the day, or the year if that is another one."""
-    then = time.localtime(seconds)
-    return time.strftime("%b %d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
+    """Format a moment as `ls -l` does: with the time of the day, or the year if that is another one.
+
+    "" for one in no year that a calendar has: a file can carry any number.
+    """
+    try:
+        then = time.localtime(seconds)
+        return time.strftime("%b %d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def _number(value: float | None, how: str) -> str:

@@ -286,6 +286,55 @@ def test_a_bomb_is_refused_in_bounded_memory_with_file_and_line(tmp_path):
     tracemalloc.stop()
 
 
+MANY = 64  # rows, all of which were decoded at once
+BOMBS = {
+    "in its dictionary": ({}, 8, MANY, "row 1, is longer than 1 MiB: --max-document", 40),
+    "in a dictionary that pandas made": ({"typed": True}, 8, MANY, "row 1, is longer than 1 MiB", 40),
+    "of the text before": (
+        {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
+        0.9,
+        MANY,
+        "",
+        8,
+    ),
+    "plain": ({"use_dictionary": False}, 32, 1, "a text of row group 0 is longer than 1 MiB", 1),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_table_whose_texts_are_repetitions_is_read_in_bounded_memory(kind, tmp_path):
+    """A dictionary, or what a text shares with the one before, takes a few bytes for each repetition."""
+    arrow = pytest.importorskip("pyarrow")
+    options, megabytes, rows, message, most = BOMBS[kind]
+    options = {"compression": "zstd", "store_schema": "typed" in options, **options}
+    texts = arrow.DictionaryArray.from_arrays(arrow.array([0] * rows), ["x" * int(megabytes * (1 << 20))])
+    if not options.pop("typed", False):
+        texts = texts.cast(arrow.large_string())
+    path = parquet(tmp_path / "a.parquet", [texts], ["text"], **options)
+    assert path.stat().st_size < 8192
+    arrow.set_memory_pool(counting := arrow.proxy_memory_pool(former := arrow.default_memory_pool()))
+    try:
+        found = documents([path], "text", 1 << 20)
+        if message:
+            with pytest.raises(DataError, match=message):
+                list(found)
+        else:
+            assert sum(map(len, found)) == rows * int(megabytes * (1 << 20))
+        assert counting.max_memory() < most << 20
+    finally:
+        arrow.set_memory_pool(former)
+
+
+def test_a_column_that_is_a_dictionary_gives_its_texts(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    texts = [random_text(seed, 20) for seed in range(5)] * 40
+    column = arrow.array(texts).dictionary_encode()
+    path = parquet(tmp_path / "a.parquet", [column], ["text"], row_group_size=90)
+    assert "".join(part.text for part in parts_of(path)) == "".join(texts).replace("\r\n", "\n")
+    column = arrow.array(["a", None]).dictionary_encode()
+    refuse(DataError, "row 2 has no 'text'", parquet(path, [column], ["text"]))
+
+
 def test_pipes_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
     os.mkfifo(tmp_path / "t.json")

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError, command_line
 from distgpt.saved.rundir import RunDirectory, find_weights
 from distgpt.saved.tensors import write_tensors
+from distgpt.show.runs import Listed, render_terminal
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]
 
@@ -153,6 +155,19 @@ def test_one_damaged_run_leaves_the_others(runs, file, content):
     assert (first["state"], second["state"]) == ("damaged", "finished") and file in first["error"]
     page = inside("runs", runs).stdout
     assert "damaged" in page and file in page and "\x1b" not in page
+
+
+def test_a_run_whose_file_is_of_no_time_is_listed_without_it(runs):
+    """A disk in memory keeps any number of 64 bits as the time of a file."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        shutil.copytree(runs, folder, dirs_exist_ok=True)
+        for seconds in (2**63 - 1, 2**60, 10**14, -(2**62)):
+            os.utime(Path(folder) / "my first" / "metrics.jsonl", (seconds, seconds))
+            for sort in ("when", "name"):
+                result = inside("runs", folder, "--sort", sort)
+                assert result.returncode == 0 and result.stdout.count("my first") == 1, result.stderr
+    for seconds in (2.0**63, 1e300, -1e300):
+        assert "begun" in render_terminal([Listed("a", "a", when=seconds)])
 
 
 # A run's directory in the place of a file

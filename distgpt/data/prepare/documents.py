@@ -123,7 +123,10 @@ def _described(path: Path, name: str) -> Input:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
-    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, about.st_mtime_ns)
+    moment = about.st_mtime_ns % (
+        1 << 63
+    )  # as much as a file of progress can hold: disks in memory hold more
+    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, moment)
 
 
 @contextmanager
@@ -160,7 +163,8 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
 
 
 PIECE = 1 << 20  # bytes; a piece ends at the next good place
-ROWS_AT_ONCE = 64  # of a table
+ROWS_AT_ONCE = 64  # of a column whose texts stay in their dictionary: of others one, as a text can be a page
+HARMLESS = 16 << 20  # bytes of a table's row group that are unpacked to name the row that is too long
 LIMIT = 2 * PIECE  # where a piece of a text ends at the latest
 MAX_DOCUMENT = 64 << 20  # bytes of a line of JSON, or a text in a table; other texts come in pieces
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -304,13 +308,13 @@ def _too_long(where: str, most: int) -> DataError:
 def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]:
     waiting: list[bytes] = []
     size, at = 0, place.offset
-    for text, rows in _texts(source.path, field, place.offset):
+    for text, rows in _texts(source.path, field, place.offset, most):
         at += 1
         if text is None:
             raise DataError(f"{source.path}: row {at} has no {field!r}")
         if len(text) > most:
             raise _too_long(f"{source.path}, row {at},", most)
-        waiting.append(text)
+        waiting.append(text.to_pybytes())
         size += len(text)
         if size >= PIECE:
             yield waiting, Offset(place.input, at), source.bytes * at // rows
@@ -319,8 +323,11 @@ def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]
         yield waiting, Offset(place.input, at), source.bytes
 
 
-def _texts(path: Path, field: str, skip: int) -> Iterator[tuple[bytes | None, int]]:
-    """One column from the row `skip` on, each text with the number of all rows."""
+def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, int]]:
+    """One column from the row `skip` on: each text as a buffer, or None, with the number of all rows.
+
+    Some kilobytes of a compressed page can stand for many texts of a gigabyte each: one is decoded at a time.
+    """
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -328,31 +335,44 @@ def _texts(path: Path, field: str, skip: int) -> Iterator[tuple[bytes | None, in
         raise UsageError(f"reading {path} needs pyarrow: pip install 'distgpt[parquet]'") from None
     try:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            _check_column(file.schema_arrow, field, path, arrow.types)
+            kind = _checked_type(file.schema_arrow, field, path, arrow.types)
+            at_once = ROWS_AT_ONCE if arrow.types.is_dictionary(kind) else 1
             about = file.metadata
             ends = list(accumulate(about.row_group(number).num_rows for number in range(file.num_row_groups)))
             groups = [number for number, end in enumerate(ends) if end > skip]
             skip -= max((end for end in ends if end <= skip), default=0)
-            for batch in file.iter_batches(ROWS_AT_ONCE, groups, [field], use_threads=False):
-                found = batch.column(0).cast(arrow.large_binary()).to_pylist()
-                for text in found[skip:]:
-                    yield text, about.num_rows
-                skip = max(0, skip - len(found))
+            for number in groups:
+                _refuse_bomb(about.row_group(number), field, path, number, most)
+            for batch in file.iter_batches(at_once, groups, [field], use_threads=False):
+                for text in batch.column(0)[skip:]:
+                    text = text.value if text.is_valid and at_once > 1 else text
+                    yield text.as_buffer() if text.is_valid else None, about.num_rows
+                skip = max(0, skip - len(batch))
     except (arrow.ArrowException, OSError, UnicodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {escape(first_line(error))}") from None
 
 
-def _check_column(schema: Any, field: str, path: Path, types: Any) -> None:
+def _refuse_bomb(group: Any, field: str, path: Path, number: int, most: int) -> None:
+    """Refuse a row group that is too large for that many texts of at most `most` bytes, and for a look."""
+    for about in (group.column(column) for column in range(group.num_columns)):
+        least = max(HARMLESS, (about.num_values + 1) * most)
+        if about.path_in_schema == field and about.total_uncompressed_size > least:
+            raise _too_long(f"{path}: a text of row group {number}", most)
+
+
+def _checked_type(schema: Any, field: str, path: Path, types: Any) -> Any:
+    """Return the type of a column that holds texts; refuse others."""
     if field not in schema.names:
         names = escape(", ".join(schema.names))
         raise DataError(f"{path} has no column {field!r:.80}; --field chooses among {names:.200}")
     if (times := schema.names.count(field)) > 1:
         raise DataError(f"{path} has {times} columns that are called {field!r:.80}")
-    kind = schema.field(field).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
+    found = schema.field(field).type
+    kind = found.value_type if types.is_dictionary(found) else found
     if not (types.is_string(kind) or types.is_large_string(kind)):
         name = escape(str(kind))
         raise DataError(f"{path}: its column {field!r:.80} is of type {name:.80}, not string")
+    return found
 
 
 def _decoded(data: bytes) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import is_shards
 from distgpt.errors import Say, escape
 from distgpt.evaluation.assessment import Validation
+from distgpt.files import without_locks
 from distgpt.formatting import count
 from distgpt.model.model import Model
 from distgpt.stages import Stage
@@ -68,6 +69,8 @@ def note_surprises(
 ) -> None:
     """Say which settings have another effect than one may expect. For rank 0."""
     t = config.train
+    if plan.directory.lacks_locks():
+        say(without_locks(plan.directory.path))
     if plan.changes:
         say(f"changed from step {plan.step} on: {described(plan.changes)}")
     if plan.resumed and t.train_minutes:
