@@ -39,6 +39,7 @@ from distgpt.training.exchange.local_steps import buffers_saved, is_local
 from distgpt.training.exchange.sharded import own_shard
 from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.guards.deadline import Deadline, TimeLimit
+from distgpt.training.guards.full_disk import Room, weights_bytes
 from distgpt.training.guards.stragglers import Stragglers
 from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
 from distgpt.training.opening.announce import facts, note_surprises
@@ -87,7 +88,8 @@ def open_run(
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
-    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best)
+    room = Room(plan.directory, settings, weights_bytes(model, described), say)
+    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best, room)
     guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
     on_batch = partial(guards.activity.enter, EVALUATING)
     return Run(
