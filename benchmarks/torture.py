@@ -142,7 +142,7 @@ def possible_modes() -> list[str]:
 
 
 def refuse_another_commit(head: dict[str, Any], out: Path) -> None:
-    was, now = head["environment"]["commit"], environment()["commit"]
+    was, now = head["environment"].get("commit"), environment().get("commit")
     if was != now:
         sys.exit(f"{out} is of commit {was}, and this is {now}: begin another file")
 

@@ -68,8 +68,8 @@ _FAULTS = {
     ("training/report.py", _ON_RANKS): [
         (
             "all ranks record an evaluation",
-            "        if not self._is_silent:\n            self._record(metrics)",
-            "        if True:\n            self._record(metrics)",
+            "        if not self._is_silent:\n            self._record(metrics",
+            "        if True:\n            self._record(metrics",
         ),
     ],
     ("training/checkpoints.py", "training/test_saving.py"): [

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,7 @@ from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
+from distgpt.training.opening.whereabouts import whereabouts
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
@@ -81,10 +83,11 @@ def open_run(
     optimizer = optimizer_for(model, config.train, comm)
     _load_state(plan, comm, model, optimizer, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
-    on_root(comm, lambda: _write(plan, stage, config, corpus.tokenizer, progress))
+    where = whereabouts(stage)
+    on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
-        listener.started(facts(plan, stage, config, model, batches, validation, progress))
+        listener.started(facts(plan, stage, where, config, model, batches, validation, progress))
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
@@ -96,6 +99,7 @@ def open_run(
         config=config,
         settings=settings,
         stage=stage,
+        where=where,
         model=model,
         optimizer=optimizer,
         tokenizer=corpus.tokenizer,
@@ -308,14 +312,20 @@ def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     outer.step(1)
 
 
-def _write(plan: Plan, stage: Stage, config: RunConfig, tokenizer: Tokenizer, progress: Progress) -> None:
-    """Create the run's directory, or note in its history from where it resumes."""
+def _write(
+    plan: Plan,
+    stage: Stage,
+    where: dict[str, Any],
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> None:
+    """Create the run's directory, and note in its history where it begins, and from what."""
     plan.directory.create(config, tokenizer.to_json(), progress.step, progress.evaluation_pending)
-    if plan.checkpoint or plan.changes:
-        path, directory = plan.checkpoint, plan.directory
-        origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
-        where = {"stage": stage.name, "ranks": stage.comm.size}
-        directory.remember({"step": progress.step, **origin, **where, "changes": plan.changes})
+    path, directory = plan.checkpoint, plan.directory
+    origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
+    used = {"stage": stage.name, "ranks": stage.comm.size, **where}
+    directory.remember({"step": progress.step, **origin, **used, "changes": plan.changes})
 
 
 def _shares(
