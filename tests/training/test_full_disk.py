@@ -59,7 +59,7 @@ def test_a_full_disk_keeps_the_newest(tmp_path, disk, ranks, words):
         assert ended.returncode == 0, ended.stderr
         assert names(disk / "run" / "checkpoints") == ["step-00000055", "step-00000060"]
         assert given_up(disk / "run") == [f"step-{step:08d}" for step in range(5, 55, 5)]
-        assert ended.stdout.count("the disk is full: step-00000005 given up for step 15; 2 of 3") == 1
+        assert ended.stdout.count("the disk is full: gave up step-00000005 for step 15; 2 of 3") == 1
         assert ended.stdout.count("the disk is full") == 1 and "the run goes on" not in ended.stdout
         assert losses(disk / "run") == losses(tmp_path / "plain")
         result = disk / "run" / "weights.safetensors"
@@ -151,7 +151,7 @@ def test_the_oldest_go_first_and_a_quota_is_a_full_disk(made):
     assert said == []  # in a thread, perhaps
     disk.report()
     (line,), (event,) = said, history(directory.path)
-    assert line.startswith("the disk is full: step-00000001, step-00000002 given up for step 6; 3 of 5 ")
+    assert line.startswith("the disk is full: gave up step-00000001, step-00000002 for step 6; 3 of 5 ")
     assert event["given_up"] == ["step-00000001", "step-00000002"] and event["step"] == 6
     disk.report()
     disk.write(7, 100, Writing(errno.ENOSPC))

@@ -100,7 +100,7 @@ class Room(Disk):
         if left < self._fewest or DAMAGED in names:
             self._fewest = left
             self._say(
-                f"the disk is full: {names} given up for step {self._reason};"
+                f"the disk is full: gave up {names} for step {self._reason};"
                 f" {left} of {self._keep} checkpoints are left in {escape(str(self._directory.path))}"
             )
         with suppress(StorageError):  # where this line has no room either, the next one says it, too
