@@ -9,6 +9,7 @@ import pytest
 from conftest import MPIRUN, SMALL, distgpt, inside, losses, refused
 from disks import names, raising, small_disk
 
+from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import StorageError
 from distgpt.files import allocate, storage_errors
@@ -189,6 +190,17 @@ def test_one_that_another_run_begins_with_stays(made):
     with pytest.raises(StorageError):
         room().write(6, 100, Writing(*[errno.ENOSPC] * 9))
     assert names(directory.checkpoints) == [f"step-{step:08d}" for step in (2, 3, 5)]
+
+
+def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatch):
+    directory, said, room = made
+    refused_once = Writing(errno.ENOSPC)
+    monkeypatch.setattr("distgpt.training.guards.full_disk.allocate", lambda *_: refused_once())
+    with room(keep=5).reserved(SerialComm(), 5):
+        assert names(directory.checkpoints)[0] == "step-00000002"
+    (line,) = said
+    assert line.startswith("the disk is full: gave up step-00000001 for step 5")
+    assert names(directory.path) == ["checkpoints", "history.jsonl"]
 
 
 def test_what_cannot_be_told_now_is_told_later(made, monkeypatch):

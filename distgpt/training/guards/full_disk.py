@@ -45,13 +45,19 @@ class Room(Disk):
     @contextmanager
     def reserved(self, comm: Comm, step: int) -> Iterator[None]:
         """Hold room for the final weights meanwhile. Collective."""
-        on_root(comm, lambda: self.write(step, self._weights, self._take))
+        on_root(comm, lambda: self._begin(step))
         try:
             yield
         finally:
             with suppress(StorageError):  # what ended the run counts more; the next start removes the file
                 self._release()
-                self.report()
+            self.report()
+
+    def _begin(self, step: int) -> None:
+        try:
+            self.write(step, self._weights, self._take)
+        finally:
+            self.report()
 
     def _take(self) -> None:
         path = unfinished(self._directory.weights)  # a name that `RunDirectory.create` cleans up after a kill
@@ -92,19 +98,18 @@ class Room(Disk):
 
     def report(self) -> None:
         """Report what was given up: every time in history.jsonl, but said only as it gets worse."""
-        left, names = len(saved_checkpoints(self._directory.checkpoints)), ", ".join(self._given_up)
-        if left >= self._keep and DAMAGED not in names:
-            self._given_up = []  # they would be gone by now in any case
         if not self._given_up:
             return
-        if left < self._fewest or DAMAGED in names:
-            self._fewest = left
-            self._say(
-                f"the disk is full: gave up {names} for step {self._reason};"
-                f" {left} of {self._keep} checkpoints are left in {escape(str(self._directory.path))}"
-            )
         with suppress(StorageError):  # where this line has no room either, the next one says it, too
-            self._directory.remember({"step": self._reason, "given_up": self._given_up})
+            left, names = len(saved_checkpoints(self._directory.checkpoints)), ", ".join(self._given_up)
+            if left < self._fewest or DAMAGED in names:
+                self._fewest = left
+                self._say(
+                    f"the disk is full: gave up {names} for step {self._reason};"
+                    f" {left} of {self._keep} checkpoints are left in {escape(str(self._directory.path))}"
+                )
+            if left < self._keep or DAMAGED in names:  # else they would be gone by now in any case
+                self._directory.remember({"step": self._reason, "given_up": self._given_up})
             self._given_up = []
 
     def _give_up(self, outdated: Iterator[Path], step: int) -> bool:
