@@ -11,7 +11,7 @@ import pytest
 from conftest import SCRIPT, SMALL, distgpt, inside, needs_mpi, train
 
 from distgpt.comm import mpi
-from distgpt.jobs.batch import batch_job
+from distgpt.comm.batch import batch_job
 from distgpt.show import loglines
 from distgpt.show.loglines import LogLines
 from distgpt.training.opening.whereabouts import compact, shown_hosts

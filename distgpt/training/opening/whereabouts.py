@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from distgpt.comm.agree import gather_bytes
+from distgpt.comm.batch import batch_job
 from distgpt.doctor.facts import cpu
-from distgpt.jobs.batch import batch_job
 from distgpt.jobs.launchers import launch
 from distgpt.stages import WITH_MPI, Stage
 
