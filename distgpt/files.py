@@ -20,6 +20,7 @@ from distgpt.checked import LARGEST
 from distgpt.errors import DataError, Say, StorageError
 from distgpt.formatting import size
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a quota that is used up counts as a full disk
 LONGEST_LINE = 1 << 16  # bytes of a line that we append
 DIRECT = 4 << 20  # bytes that go to the disk at once
 
@@ -80,6 +81,20 @@ def new_file(path: Path) -> BinaryIO:
     """Create a file for writing that was not there: never one that a link planted by somebody points to."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def allocate(file: BinaryIO, n_bytes: int) -> None:
+    """Give a new file this many bytes of the disk: promised to it, or zeros where none are promised."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, n_bytes)
+    except (AttributeError, OSError) as error:  # not on macOS; not on every network's disk
+        if getattr(error, "errno", None) in FULL:
+            raise
+        zeros = bytes(min(n_bytes, DIRECT))
+        for start in range(0, n_bytes, DIRECT):
+            file.write(zeros[: n_bytes - start])
+        file.flush()
+    os.fsync(file.fileno())  # a network's disk counts what it gets
 
 
 def unfinished(path: Path) -> Path:

@@ -176,8 +176,9 @@ def vendor() -> str:
 
 
 def library() -> str:
-    """Return the MPI library and its version, on one line."""
-    return MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+    """Return the MPI library and its version, as in "MPICH 4.3.0" or "Open MPI v5.0.6"."""
+    first = MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+    return " ".join(first.partition(",")[0].replace("Version:", "").split())  # packager and dates come after
 
 
 def is_cuda_aware() -> bool | None:

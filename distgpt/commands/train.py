@@ -87,6 +87,13 @@ _trouble, _display = partial(option, group="trouble"), partial(option, group="di
     show_default=True,
     help="Show a live display or plain lines. auto: live on a terminal.",
 )
+@_display(
+    "--log-lines",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="Write a plain line about the progress this often (as 5m). [default: 2s, after half a minute 10s;"
+    " in a batch job 30s]",
+)
 @_display("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
 @_display(
     "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
@@ -103,6 +110,7 @@ def train(
     stall_timeout: float | None,
     stall_abort: float | None,
     progress: str,
+    log_lines: float | None,
     tensorboard: bool,
     profile: bool,
     **flags: Any,
@@ -127,7 +135,7 @@ def train(
     from distgpt.training.opening.within import with_clock
     from distgpt.training.summary import how_to_resume
 
-    shown = listeners(ready.comm, progress, tensorboard)
+    shown = listeners(ready.comm, progress, tensorboard, log_lines)
     plan = run = session = None
     try:
         chosen, out, resume = with_decay(ready.comm, set_by_user(flags), out, resume)

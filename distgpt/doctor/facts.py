@@ -197,21 +197,33 @@ def _plain(missing: list[Missing]) -> list[dict[str, str]]:
 
 
 def environment() -> dict[str, Any]:
-    """Date, command, machine and software, without names of the host, its user or their folders."""
+    """Date, command, machine and software, without names of the host, its user or their folders.
+
+    An installed package knows its version alone, and no commit.
+    """
     gpus, computes = driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
-        "commit": commit(),
+        **({"commit": known} if (known := commit()) else {}),
         "processor": cpu(),
         "cores": len(usable_cores()),
         "cores_of_host": os.cpu_count() or 1,
         "memory_bytes": memory()["total"],
         "system": system(),
-        "versions": versions(),
+        "versions": versions() | _mpi(),
         "blas": " ".join(filter(None, (computes["blas"], computes["core"]))),
         "gpus": [gpu.name for gpu in gpus.gpus] if gpus else [],
     }
+
+
+def _mpi() -> dict[str, str]:
+    """Return the MPI library that this process has loaded, if it has one."""
+    if "mpi4py.MPI" not in sys.modules:
+        return {}
+    from distgpt.comm.mpi import library
+
+    return {"mpi": library()}
 
 
 def anonymised(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 from distgpt.config import DEFAULT_TEMPERATURE, RunConfig
@@ -51,12 +52,12 @@ class Report:
             "step_s": done.seconds,
             **more,
         }
-        self._record(metrics)
+        self._record(metrics := _timed(metrics))
         self._listener.stepped(metrics)
 
     def evaluation(self, metrics: dict[str, Any]) -> None:
         if not self._is_silent:
-            self._record(metrics)
+            self._record(metrics := _timed(metrics))
             self._listener.evaluated(metrics)
 
     def sample(self, step: int, text: str) -> None:
@@ -91,6 +92,11 @@ class Report:
             self._directory.remember(event)
         except StorageError as error:
             self._checkpoints.tolerate(error)
+
+
+def _timed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics with the time of day in seconds since 1970: a number like the others."""
+    return {**metrics, "time": round(time.time(), 3)}
 
 
 def sample(

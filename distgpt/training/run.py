@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
@@ -48,6 +49,7 @@ class Run:
     config: RunConfig  # as asked for
     settings: TrainConfig  # of `config`, with automatic values resolved by this machine's memory
     stage: Stage
+    where: dict[str, Any]  # hosts, batch job, launcher and MPI, for what the run writes
     model: Model
     optimizer: AdamW
     tokenizer: Tokenizer

@@ -90,6 +90,7 @@ def _about(run: Run) -> dict[str, Any]:
         "stage": run.stage.name,
         "ranks": run.comm.size,
         "threads": run.stage.threads,
+        **run.where,
         "dtype": t.dtype,
         "parameters": run.model.layout.elements,
         "batch_size": t.batch_size,

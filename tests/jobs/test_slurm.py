@@ -1,5 +1,6 @@
 """`distgpt slurm`: the script it writes, and jobs of a real Slurm that are stopped and resume."""
 
+import json
 import os
 import re
 import shlex
@@ -241,6 +242,10 @@ def finished(cluster, tmp_path_factory):
 def test_a_job_on_two_nodes_trains_as_mpirun_does(finished, tmp_path):
     assert "attempt 0 left with 0; newest checkpoint: step-00000080" in finished.said()
     assert "2 ranks" in finished.log(0) and finished.cluster.job(finished.number)["NodeList"] == "n[1-2]"
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step 80/80 ", finished.log(0), re.MULTILINE)
+    begun = json.loads((finished.run / "history.jsonl").read_text().splitlines()[0])
+    assert (begun["job"]["system"], begun["job"]["id"]) == ("Slurm", str(finished.number))
+    assert begun["launcher"] == "srun" and len(begun["hosts"]) in (1, 2)  # two nodes of this one machine
     here = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", tmp_path / "run", ranks=2)
     assert here.returncode == 0, here.stderr
     assert weights(tmp_path / "run") == weights(finished.run)

@@ -55,8 +55,8 @@ _FAULTS = {
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         (
             "the best loss is forgotten",
-            "say, comm, best)",
-            "say, comm, None)",
+            "say, comm, best, room)",
+            "say, comm, None, room)",
         ),
     ],
     ("training/opening/restore.py", _WIRED): [
@@ -68,8 +68,8 @@ _FAULTS = {
     ("training/report.py", _ON_RANKS): [
         (
             "all ranks record an evaluation",
-            "        if not self._is_silent:\n            self._record(metrics)",
-            "        if True:\n            self._record(metrics)",
+            "        if not self._is_silent:\n            self._record(metrics",
+            "        if True:\n            self._record(metrics",
         ),
     ],
     ("training/checkpoints.py", "training/test_saving.py"): [
@@ -86,6 +86,12 @@ _FAULTS = {
             "    raise stop",
         ),
         ("an evaluation that was cut short is forgotten", "progress.evaluation_pending or (t", "False or (t"),
+    ],
+    ("training/guards/full_disk.py", "training/test_full_disk.py"): [
+        ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
+        ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
+        ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
+        ("weights have no room", "self.write(step, self._weights, self._take)", "pass"),
     ],
     ("training/guards/rollback.py", "training/test_badsteps.py"): [
         (
@@ -147,7 +153,11 @@ _FAULTS = {
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
     ],
     ("files.py", _SYNCED): [
-        ("a file is not synced", "os.fsync(file.fileno())", "pass"),
+        (
+            "a file is not synced",
+            "file.flush()\n                os.fsync(file.fileno())",
+            "file.flush()",
+        ),
         ("a name is not synced", "sync_directory(path.parent)", "pass"),
     ],
     ("kernels/fused/rowwise.py", "kernels/test_kernels.py"): [

@@ -22,7 +22,7 @@ def weights(directory):
 
 def test_a_run_directory_tells_everything_about_the_run(trained):
     files = {"config.toml", "tokenizer.json", "metrics.jsonl", "weights.safetensors", "summary.json"}
-    assert names(trained) == sorted(files | {"checkpoints"})
+    assert names(trained) == sorted(files | {"checkpoints", "history.jsonl"})
     assert names(trained / "checkpoints") == ["step-00000010", "step-00000020", "step-00000030"]
     run = RunConfig().with_values(parse_toml((trained / "config.toml").read_text(), "config.toml"))
     assert (run.train.steps, run.train.lr, run.model.n_embd) == (30, 1e-2, 16)

@@ -125,7 +125,7 @@ def _method(comparison: Comparison) -> list[Block]:
         "system": where["system"],
         "software": f"{versions}; {where['blas']}",
         "date": where["date"],
-        "sources": where["commit"] or "an installed package",
+        "sources": where.get("commit", "an installed package"),
     }
     return [
         Paragraph(

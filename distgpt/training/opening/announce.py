@@ -19,12 +19,14 @@ from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.resumption import described
+from distgpt.training.opening.whereabouts import shown_hosts
 from distgpt.training.progress import Progress
 
 
 def facts(
     plan: Plan,
     stage: Stage,
+    where: dict[str, Any],
     config: RunConfig,
     model: Model,
     batches: Batches,
@@ -36,6 +38,7 @@ def facts(
         "stage": stage.name,
         "ranks": stage.comm.size,
         "threads": stage.threads,
+        "hosts": shown_hosts(where["hosts"]),
         "parameters": model.layout.elements,
         "vocabulary": config.model.vocab_size,
         "corpus_tokens": batches.tokens,

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from distgpt.training.exchange.local_steps import buffers_saved, is_local
 from distgpt.training.exchange.sharded import own_shard
 from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.guards.deadline import Deadline, TimeLimit
+from distgpt.training.guards.full_disk import Room, weights_bytes
 from distgpt.training.guards.stragglers import Stragglers
 from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
 from distgpt.training.opening.announce import facts, note_surprises
@@ -47,6 +49,7 @@ from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
+from distgpt.training.opening.whereabouts import whereabouts
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
@@ -80,20 +83,23 @@ def open_run(
     optimizer = optimizer_for(model, config.train, comm)
     _load_state(plan, comm, model, optimizer, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
-    on_root(comm, lambda: _write(plan, stage, config, corpus.tokenizer, progress))
+    where = whereabouts(stage)
+    on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
-        listener.started(facts(plan, stage, config, model, batches, validation, progress))
+        listener.started(facts(plan, stage, where, config, model, batches, validation, progress))
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
-    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best)
+    room = Room(plan.directory, settings, weights_bytes(model, described), say)
+    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best, room)
     guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
     on_batch = partial(guards.activity.enter, EVALUATING)
     return Run(
         config=config,
         settings=settings,
         stage=stage,
+        where=where,
         model=model,
         optimizer=optimizer,
         tokenizer=corpus.tokenizer,
@@ -306,14 +312,20 @@ def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     outer.step(1)
 
 
-def _write(plan: Plan, stage: Stage, config: RunConfig, tokenizer: Tokenizer, progress: Progress) -> None:
-    """Create the run's directory, or note in its history from where it resumes."""
+def _write(
+    plan: Plan,
+    stage: Stage,
+    where: dict[str, Any],
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> None:
+    """Create the run's directory, and note in its history where it begins, and from what."""
     plan.directory.create(config, tokenizer.to_json(), progress.step, progress.evaluation_pending)
-    if plan.checkpoint or plan.changes:
-        path, directory = plan.checkpoint, plan.directory
-        origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
-        where = {"stage": stage.name, "ranks": stage.comm.size}
-        directory.remember({"step": progress.step, **origin, **where, "changes": plan.changes})
+    path, directory = plan.checkpoint, plan.directory
+    origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
+    used = {"stage": stage.name, "ranks": stage.comm.size, **where}
+    directory.remember({"step": progress.step, **origin, **used, "changes": plan.changes})
 
 
 def _shares(
