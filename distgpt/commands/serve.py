@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.complete import files
 from distgpt.commands.help import command
 from distgpt.commands.options import (
     LocaleText,
@@ -64,6 +65,7 @@ def limit_options(command: Any) -> Any:
     "adapters",
     multiple=True,
     metavar="[NAME=]PATH",
+    shell_complete=files,
     help="Serve the model with this adapter as NAME too; may be repeated. Without a name: merge it.",
 )
 @click.option(

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from distgpt.comm.launched import shown_on_terminal
+from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import command, option
 from distgpt.commands.options import (
     PATH,
@@ -39,11 +40,13 @@ _trouble, _display = partial(option, group="trouble"), partial(option, group="di
     "--resume",
     first=True,
     metavar="auto|PATH",
+    shell_complete=names_or_files("auto"),
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
 @_schedule(
     "--decay-from",
     metavar="PATH",
+    shell_complete=files,
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )

@@ -12,7 +12,9 @@ from distgpt.cli import cli
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig
 from distgpt.data.batches import ArrayTokens
-from distgpt.data.loading import bundled, read_text, resolve_data
+from distgpt.data.loading import read_text
+from distgpt.files import bundled
+from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import UsageError
 from distgpt.evaluation import scoring

@@ -17,7 +17,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
 from conftest import SMALL, inside
 
-from distgpt.data.loading import bundled
+from distgpt.files import bundled
 from distgpt.data.prepare.progress import Progress
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from distgpt.data.loading import bundled
+from distgpt.files import bundled
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare.preparing import Request, prepare
 from distgpt.data.shards import ShardTokens, read_manifest

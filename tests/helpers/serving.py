@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager
 
 from distgpt.comm.serial import SerialComm
-from distgpt.data.loading import bundled
+from distgpt.files import bundled
 from distgpt.data.tokenizers.plain import ChatTemplate
 from distgpt.errors import DistgptError
 from distgpt.inference.engine_setup import LoadedModel, ModelSpec, lanes_for

@@ -20,7 +20,7 @@ from threadranks import on_all_ranks
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.chats.examples import ExampleBatches, Examples, load_examples
-from distgpt.data.loading import bundled
+from distgpt.files import bundled
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import CpuKernels

@@ -8,7 +8,8 @@ from typing import Any
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.chats.examples import ExampleBatches
-from distgpt.data.loading import Corpus, resolve_data
+from distgpt.data.loading import Corpus
+from distgpt.data.named import resolve_data
 from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import is_shards
 from distgpt.errors import Say, escape
