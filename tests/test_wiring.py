@@ -14,8 +14,8 @@ import distgpt
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.data.loading import read_text
-from distgpt.files import bundled
 from distgpt.doctor.speed import Peaks
+from distgpt.files import bundled
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.profile.operations import ORDER

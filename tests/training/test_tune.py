@@ -20,8 +20,8 @@ from threadranks import on_all_ranks
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.chats.examples import ExampleBatches, Examples, load_examples
-from distgpt.files import bundled
 from distgpt.data.tokenizers.naming import build_tokenizer
+from distgpt.files import bundled
 from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
