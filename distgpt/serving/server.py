@@ -207,12 +207,12 @@ def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
     config, created = loaded.model.config, int(time.time())
     chats = {each: _chat_format(each) for each in {loaded.tokenizer, *loaded.tokenizers.values()}}
 
-    def one(name: str, tokenizer: Tokenizer, adapter: int, others: tuple[Served, ...] = ()) -> Served:
+    def one(name: str, tokenizer: Tokenizer, adapter: int, *more: Any) -> Served:
         about = config.vocab_size, config.seq_len, created, chats[tokenizer], lanes.is_exact
-        return Served(name, tokenizer, *about, adapter, others)
+        return Served(name, tokenizer, *about, adapter, *more)
 
-    beside = enumerate(loaded.tokenizers.items(), 1)
-    return one(name, loaded.tokenizer, 0, tuple(one(*each, i) for i, each in beside))
+    beside = tuple(one(*each, i) for i, each in enumerate(loaded.tokenizers.items(), 1))
+    return one(name, loaded.tokenizer, 0, beside, loaded.spec.weights is not None and loaded.is_tuned)
 
 
 def _chat_format(tokenizer: Tokenizer) -> ChatFormat | DataError:
