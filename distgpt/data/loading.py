@@ -43,12 +43,12 @@ from distgpt.data.tokenizers.naming import (
     load_tokenizer,
     tokenizer_from_json,
 )
+from distgpt.data.unreadable import way_out
 from distgpt.errors import DataError, DistgptError, Say
 from distgpt.files import open_regular
 from distgpt.formatting import count
 
 LONGEST_PROMPT = 64 << 20  # bytes
-GZIP = b"\x1f\x8b"  # how its files begin
 BYTE = "byte"
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
 
@@ -77,9 +77,9 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
         with nullcontext(stream) if stream else open_regular(path) as file:
             text = file.read(LONGEST_PROMPT if stream else -1).decode("utf-8")
     except UnicodeDecodeError as error:
-        if error.object.startswith(GZIP):
-            raise DataError(f"{path} is compressed: unpack it first") from None
-        raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+        what = f"{path} is not UTF-8 text, byte {error.start} cannot be decoded"
+        found = way_out(None if stream else path, error.object, error.start)
+        raise DataError(f"{what}: {found}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
