@@ -322,6 +322,7 @@ REFUSED = (
     (["--config", "nowhere"], 2, ["nowhere"]),
     (["--config", "text"], 2, ["not valid TOML"]),
     (["--n-layer", "1000", "--n-embd", str(2**17)], 2, ["GiB on this machine", "smaller model"]),
+    (["--optimizer", "muon", "--n-embd", str(2**17)], 2, ["GiB on this machine", "Muon's updates"]),
 )
 
 
@@ -334,6 +335,16 @@ def test_settings_that_make_no_sense(here, tmp_path):
 
 
 # Places
+
+
+def test_memory_that_is_refused_names_its_page():
+    """By a limit of 4 GiB, where 16 lanes of a million positions take 30."""
+    words = command("infer", "--n", "16", "--context", str(1 << 20), "--cache-memory", "900G")
+    limited = ["sh", "-c", 'ulimit -v 4194304 && exec "$@"', "-", *words]
+    result = subprocess.run(limited, env=clean_environment(), capture_output=True, text=True)
+    said = result.stderr.splitlines()[-1]
+    assert result.returncode == 70 and said.startswith("distgpt: not enough memory: "), result.stderr
+    assert said.endswith("(distgpt help out-of-memory)")
 
 
 def test_an_out_that_is_taken(here, tmp_path):

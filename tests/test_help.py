@@ -147,6 +147,39 @@ def test_wrong_options_get_suggestions_that_make_sense_or_none():
     assert HELP_ALL.opts[0] not in shown("plot", "--help")
 
 
+# Words without an option, by the command that gets them, and the option that they may be meant for.
+MEANT = {
+    "train my.txt": "--data my.txt",
+    "train texts": "--data texts",
+    "train story": "--data story",
+    "train tiny": "--preset tiny",
+    "train grid.toml": "--config grid.toml",
+    "train run": "--resume run",
+    "tune chats.jsonl": "--data chats.jsonl",
+    "estimate gpt2": "--preset gpt2",
+    "infer It was": "--prompt 'It was'",
+    "infer texts/a.txt": "--prompt-file texts/a.txt",
+    "chat run": "--weights run",
+    "serve m.safetensors": "--weights m.safetensors",
+    "eval --weights run my.txt": "--val my.txt",
+    "chat hello": "",
+    "train a b": "",
+    "runs a b": "",
+    f"train {'x' * 300}": "",
+}
+
+
+def test_words_without_an_option_get_the_one_that_they_may_be_meant_for(tmp_path):
+    for name in ("texts/a.txt", "run/config.toml"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    for line, meant in MEANT.items():
+        result = inside(*line.split(), cwd=tmp_path)
+        said = result.stderr.splitlines()[-1]
+        assert result.returncode == 2 and said.startswith("Error: Got unexpected extra argument"), line
+        assert said.partition(". Did you mean ")[2] == (meant and f"{meant}?"), line
+
+
 # Words of a command line, and what a shell is offered for the last one: names, or files by its own means.
 FILE = "a file"
 COMPLETED = {

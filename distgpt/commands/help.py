@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 import click
 
 from distgpt.config import GROUPS, ModelConfig, RunConfig
-from distgpt.config.presets import resolve
+from distgpt.config.presets import PRESETS, resolve
+from distgpt.data.named import BUNDLED_TEXTS
 from distgpt.errors import UsageError, nearest, print_lines
 from distgpt.files import bundled
 
@@ -117,14 +120,21 @@ class Command(click.Command):
             formatter.write(f"\n  Example: {self.example}\n")
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Parse a line; where that fails, suggest an option: another one, or one for what is left over."""
+        shown = (p for p in self.get_params(context) if not getattr(p, "hidden", False))
+        flags = [flag for p in shown for flag in (*p.opts, *p.secondary_opts)]
+        allowed, context.allow_extra_args = context.allow_extra_args, True
         try:
-            return super().parse_args(context, args)
+            rest = super().parse_args(context, args)
         except click.NoSuchOption as error:
-            shown = (p for p in self.get_params(context) if not getattr(p, "hidden", False))
-            flags = [flag for p in shown for flag in (*p.opts, *p.secondary_opts)]
             alike = ", ".join(similar(error.option_name, flags))
             hint = f". Did you mean {alike}?" if alike else ""
             raise click.UsageError(f"No such option {error.option_name!r}{hint}", context) from None
+        if rest and not allowed and not context.resilient_parsing:
+            flag = meant(rest, flags)
+            hint = f". Did you mean {shlex.join([flag, ' '.join(rest)])}?" if flag else ""
+            context.fail(f"Got unexpected extra argument{'s' * (len(rest) > 1)} ({' '.join(rest)}){hint}")
+        return rest
 
 
 command = partial(click.command, cls=Command)
@@ -146,6 +156,25 @@ def similar(wrong: str, known: Iterable[str]) -> list[str]:
     most = max(likeness.values(), default=(0, 0))
     found = [flag for flag in flags if likeness[flag] == most]
     return found if any(most) and len(found) <= 3 else []
+
+
+def meant(words: Sequence[str], flags: Collection[str]) -> str:
+    """Return the option among the `flags` that words without one may belong to; "" if there is none."""
+    first, path = words[0], Path(words[0])
+    is_there = os.path.exists(path)  # noqa: PTH110  # of Path it fails at names that are too long
+    is_text = len(words) == 1 and (is_there or bool(path.suffix) or first in BUNDLED_TEXTS)
+    fits = {
+        "--weights": path.suffix in (".safetensors", ".gguf") or first.startswith("hub:"),
+        "--preset": first in PRESETS,
+        "--config": path.suffix == ".toml",
+        "--data": is_text,
+        "--val": is_text,
+        "--prompt-file": is_there and path.is_file(),
+        "--prompt": True,
+    }
+    if is_there and (path / "config.toml").is_file():  # a run
+        fits = {"--weights": True, "--resume": True}
+    return next((flag for flag, does in fits.items() if does and flag in flags), "")
 
 
 def _likeness(words: list[str], others: list[str]) -> tuple[int, int]:
