@@ -26,6 +26,7 @@ from distgpt.config import (
     Setting,
     settings_of,
 )
+from distgpt.config.dial import DEEPEST
 from distgpt.config.presets import DEFAULT_PRESET
 from distgpt.errors import UsageError
 from distgpt.formatting import parse_duration, parse_size
@@ -202,6 +203,27 @@ def preset_options(command: F) -> F:
     )
     config = option("--config", type=PATH, help="Read settings from this TOML file.")
     return preset(config(command))
+
+
+def dial_options(command: F) -> F:
+    """Add --depth and --within, from which the settings of a new run follow."""
+    depth = option(
+        "--depth",
+        group="model",
+        first=True,
+        type=click.IntRange(1, DEEPEST),
+        help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
+        " follow from that and from the text.",
+    )
+    within = option(
+        "--within",
+        group="schedule",
+        first=True,
+        metavar="TIME",
+        help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then"
+        " choose --depth and let the learning rate follow the clock.",
+    )
+    return depth(within(command))
 
 
 def stage_options(command: F) -> F:

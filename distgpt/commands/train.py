@@ -15,6 +15,7 @@ from distgpt.commands.help import command, option
 from distgpt.commands.options import (
     PATH,
     deterministic_as_parts,
+    dial_options,
     parsed_duration,
     preset_options,
     set_by_user,
@@ -23,7 +24,6 @@ from distgpt.commands.options import (
     without_graphs,
 )
 from distgpt.config import GpuConfig
-from distgpt.config.dial import DEEPEST
 from distgpt.errors import command_line, escape, escape_model_text
 from distgpt.stages import open_stage
 
@@ -50,21 +50,7 @@ _trouble, _display = partial(option, group="trouble"), partial(option, group="di
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )
-@option(
-    "--depth",
-    group="model",
-    first=True,
-    type=click.IntRange(1, DEEPEST),
-    help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
-    " follow from that and from the text.",
-)
-@_schedule(
-    "--within",
-    first=True,
-    metavar="TIME",
-    help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
-    " --depth and let the learning rate follow the clock.",
-)
+@dial_options
 @_saving(
     "--time-limit",
     metavar="TIME",
