@@ -90,8 +90,13 @@ def test_the_most_used_commands_come_first():
     assert all(f"\n  {name} " in rest for name in COMMANDS[5:])
 
 
-def test_help_prints_how_to_pages_offline():
-    listed = dict(re.findall(r"^([\w-]+) +(.*)$", shown("help"), re.MULTILINE))
+def test_help_prints_how_to_pages_and_tutorials_offline():
+    def pages(*folder):
+        return dict(re.findall(r"^  ([\w-]+) +(.*)$", shown("help", *folder), re.MULTILINE))
+
+    listed, tutorials = pages(), pages("tutorials")
+    assert listed == pages("how-to") | tutorials and {"your-texts", "first-model"} <= tutorials.keys()
+    assert "distgpt help out-of-memory" in shown("help").splitlines()[-1]
     assert listed["out-of-memory"] == "Out of memory" and len(listed) > 10
     for topic, title in listed.items():
         text = shown("help", topic)

@@ -1,4 +1,4 @@
-"""How help is printed: options in groups, with defaults; suggestions for a wrong option; how-to pages."""
+"""How help is printed: options in groups, with defaults; suggestions for wrong words; pages of the docs."""
 
 from __future__ import annotations
 
@@ -214,16 +214,25 @@ class Group(click.Group):
                     formatter.write_dl(records)
 
 
-# How-to pages, by `distgpt help TOPIC`
+# Pages of the documentation, by `distgpt help TOPIC`
 
+FOLDERS = {"how-to": "How-to pages", "tutorials": "Tutorials"}
 NOT_SHOWN = re.compile(r"<!-- .*? -->\n?", re.DOTALL)
-TO_PAGE = re.compile(r"\[([^]]+)\]\((?:\.\./how-to/)?([\w-]+)\.md[^)]*\)")
+TO_PAGE = re.compile(rf"\[([^]]+)\]\((?:\.\./(?:{'|'.join(FOLDERS)})/)?([\w-]+)\.md[^)]*\)")
 ELSEWHERE_LINK = re.compile(r"!?\[([^]]+)\]\([^)]+\)")
 
 
-def topics() -> dict[str, Path]:
-    """Return the how-to pages by the names of their files."""
-    return {path.stem: path for path in sorted(bundled("docs", "how-to").glob("*.md"))}
+def topics(*folders: str) -> dict[str, Path]:
+    """Return the pages in these folders, or in all, by the names of their files."""
+    paths = (path for folder in folders or FOLDERS for path in sorted(bundled("docs", folder).glob("*.md")))
+    return {path.stem: path for path in paths}
+
+
+def contents(folder: str) -> str:
+    """Return the names and titles of a folder's pages."""
+    titles = {name: path.read_text("utf-8").partition("\n")[0] for name, path in topics(folder).items()}
+    lines = (f"  {name:<18}{title.lstrip('# ')}" for name, title in titles.items())
+    return "\n".join([f"{FOLDERS[folder]}:", *lines, ""])
 
 
 def page(path: Path) -> str:
@@ -233,18 +242,19 @@ def page(path: Path) -> str:
 
 
 def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    return [name for name in topics() if name.startswith(begun)]
+    return [name for name in (*topics(), *FOLDERS) if name.startswith(begun)]
 
 
 @command("help", example="distgpt help out-of-memory")
 @click.argument("topic", required=False, shell_complete=_topics)
 @click.pass_context
 def help(context: click.Context, topic: str | None) -> None:
-    """Print a how-to page, or list them all. TOPIC may also be a command."""
+    """Print a page of the documentation, or list them all. TOPIC may also be a command."""
     known, parent = topics(), context.parent
-    if topic is None:
-        for name, path in known.items():
-            print_lines(f"{name:<18}{path.read_text('utf-8').partition(chr(10))[0].lstrip('# ')}")
+    if topic is None or topic in FOLDERS:
+        for folder in [topic] if topic else FOLDERS:
+            print_lines(contents(folder))
+        print_lines("distgpt help TOPIC prints a page, as distgpt help out-of-memory.")
     elif topic in known:
         print_lines(page(known[topic]))
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):
