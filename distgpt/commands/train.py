@@ -156,8 +156,9 @@ def _refuse_early(preset: str | None, config: Path | None, flags: dict[str, Any]
         parse_duration(flags["within"])
     elif "depth" not in flags and "init" not in known:  # whose models are not known yet
         resolve(preset, config, given, lambda path: ModelConfig())
-    for text in filter(None, map(known.get, ("data", "val"))):
-        resolve_data(str(text))
+    for name in () if known.get("chats") else ("data", "val"):
+        if text := known.get(name):
+            resolve_data(str(text))
 
 
 def _profiled(run: Any) -> Any:
