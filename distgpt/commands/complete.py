@@ -24,12 +24,10 @@ def names_or_files(*known: str) -> Complete:
     """Complete these names, and files and folders."""
 
     def complete(context: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
-        fitting = names(known)(context, param, begun)
-        # bash looks for files itself, but only where no name fits: beside names they are listed here.
-        beside = [path for path in _here(begun) if path not in known]
-        return (
-            fitting + list(map(CompletionItem, beside)) if fitting else [CompletionItem(begun, type="file")]
-        )
+        if not (fitting := names(known)(context, param, begun)):
+            return [CompletionItem(begun, type="file")]  # the shell lists them
+        # bash would list them only where no name fits
+        return fitting + [CompletionItem(path) for path in _here(begun) if path not in known]
 
     return complete
 

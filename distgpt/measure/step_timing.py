@@ -73,17 +73,14 @@ class Progress(Protocol):
 def measure(run: RunConfig, kernels: Kernels, sequences: int, progress: Progress | None = None) -> Timing:
     """Time real steps on random tokens, the cuts in turn, so that a disturbance hits all of them."""
     measured = layers_of_cuts(run)
-    steps, total = (
-        count(1),
-        (1 + LEAST) * len(measured),
-    )  # of slow steps: there may be fewer, and more of fast ones
+    done, total = count(1), (1 + LEAST) * len(measured)  # there may be fewer slow steps, and more fast ones
     if progress:
         progress.began(total, 0)
 
     def step(bench: Trial) -> float:
         seconds = _seconds(bench.step)
         if progress:
-            progress.advanced(min(total, next(steps)), 0)
+            progress.advanced(min(total, next(done)), 0)
         return seconds
 
     benches = [Trial(each, kernels) for each in cuts(run, sequences)]

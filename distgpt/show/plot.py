@@ -22,11 +22,8 @@ from distgpt.show.runs import run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
-HEIGHT, LINE, LETTERS = (
-    5.6,
-    0.19,
-    120,
-)  # inches: without a legend below, and of its lines; as many letters fit
+HEIGHT, LINE = 5.6, 0.19  # inches: of the panels, and of each line of a legend below them
+LETTERS = 120  # of a legend's line
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 DASHES = ("-", "--", ":")  # from the ninth run on
 MARKS: dict[str, Any] = {"marker": "o", "markersize": 4}
