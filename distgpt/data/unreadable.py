@@ -60,7 +60,7 @@ def way_out(path: Path | None, content: bytes, at: int = 0) -> str:
     command = f"iconv {'-c ' if name == 'UTF-8' else ''}-f {name} -t UTF-8"
     if path is None:
         return f"{kind}: {command} converts it"
-    other = path.with_name(f"{path.stem}-utf8.txt")
+    other = path.with_name(f"{path.stem}-utf8{path.suffix or '.txt'}")
     return f"{kind}: {command} {shlex.quote(str(path))} > {shlex.quote(str(other))}"
 
 

@@ -11,12 +11,15 @@ from distgpt.data.loading import read_text
 from distgpt.data.prepare.documents import find_inputs
 from distgpt.data.unreadable import way_out
 from distgpt.errors import DataError
+from distgpt.files import bundled
 
 TEXT = (
     "Es war einmal ein König, der hatte schöne Töchter; die jüngste war so schön, daß die Sonne staunte.\n"
     * 40
 )
 CYRILLIC = "Жили-были старик со старухой у самого синего моря.\n" * 40
+
+SAMPLE = bundled("weights", "sample.safetensors")
 
 # The bytes of a file, and what the message names.
 ENCODED = {
@@ -64,6 +67,8 @@ def test_files_of_other_kinds_are_known_by_how_they_begin(tmp_path):
 def test_every_command_that_reads_texts_names_the_way_out(tmp_path):
     (tmp_path / "my.txt").write_bytes(TEXT.encode("latin-1"))
     (tmp_path / "u.txt").write_bytes(TEXT.encode("utf-16"))
+    (tmp_path / "u.jsonl").write_bytes('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"))
+    (tmp_path / "u.txt.gz").write_bytes(gzip.compress(TEXT.encode("utf-16")))
     (tmp_path / "my.pdf").write_bytes(b"%PDF")
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "one.docx").write_bytes(b"PK")
@@ -71,6 +76,9 @@ def test_every_command_that_reads_texts_names_the_way_out(tmp_path):
     for line, words in {
         "train --data my.txt": latin,
         "infer --prompt-file my.txt": latin,
+        f"tune --weights {SAMPLE} --data u.jsonl --out run": "-f UTF-16 -t UTF-8 u.jsonl > u-utf8.jsonl",
+        "data prepare u.jsonl --tokenizer byte --out shards": "-f UTF-16 -t UTF-8 u.jsonl > u-utf8.jsonl",
+        "train --data u.txt.gz": "u.txt.gz is no text in UTF-8, there are zero bytes in it: it is UTF-16: iconv",
         "train --data my.pdf": "pdftotext my.pdf my.txt makes a text of it",
         "train --depth 1 --data my.pdf": "pdftotext my.pdf my.txt makes a text of it",
         "data prepare u.txt --tokenizer byte --out shards": "iconv -f UTF-16 -t UTF-8 u.txt > u-utf8.txt",

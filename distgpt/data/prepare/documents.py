@@ -79,15 +79,15 @@ def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
                 raise DataError(f"{path} is not read, by the ending of its name: {why}")
             found.append(_described(path, path.name))
     for source in found:  # before any work is done
-        if source.kind == TEXT:
+        if source.kind != ROWS:
             with opened(source) as (stream, _):
                 if b"\0" in (start := stream.read(_SMALL)):
-                    raise _no_text(source.path, start)
+                    raise _no_text(source.path, start, None if source.compressed else source.path)
     return found
 
 
-def _no_text(path: Path | None, start: bytes) -> DataError:
-    what = f"{path or 'standard input'} is no text in UTF-8, there are zero bytes in it"
+def _no_text(name: Path | str, start: bytes, path: Path | None = None) -> DataError:
+    what = f"{name} is no text in UTF-8, there are zero bytes in it"
     return DataError(f"{what}: {way_out(path, start, start.find(0))}")
 
 
@@ -164,7 +164,7 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
             file.seek(0)
             first = file.read(_SMALL)
         if b"\0" in first:
-            raise _no_text(None, first)
+            raise _no_text("standard input", first)
         is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
         name, kind = ("stdin.jsonl", LINES) if is_json else ("stdin.txt", TEXT)
         yield Input(_FOLDER / str(file.fileno()), name, kind, size, mtime_ns=0)
