@@ -78,7 +78,7 @@ def test_every_command_that_reads_texts_names_the_way_out(tmp_path):
         "infer --prompt-file my.txt": latin,
         f"tune --weights {SAMPLE} --data u.jsonl --out run": "-f UTF-16 -t UTF-8 u.jsonl > u-utf8.jsonl",
         "data prepare u.jsonl --tokenizer byte --out shards": "-f UTF-16 -t UTF-8 u.jsonl > u-utf8.jsonl",
-        "train --data u.txt.gz": "u.txt.gz is no text in UTF-8, there are zero bytes in it: it is UTF-16: iconv",
+        "train --data u.txt.gz": "u.txt.gz is no text in UTF-8, there are zero bytes in it: it is UTF-16",
         "train --data my.pdf": "pdftotext my.pdf my.txt makes a text of it",
         "train --depth 1 --data my.pdf": "pdftotext my.pdf my.txt makes a text of it",
         "data prepare u.txt --tokenizer byte --out shards": "iconv -f UTF-16 -t UTF-8 u.txt > u-utf8.txt",
