@@ -184,6 +184,13 @@ def trained(tmp_path_factory):
     return train(tmp_path_factory.mktemp("trained") / "run", "--steps", "30", "--save-every", "10")
 
 
+@pytest.hookimpl(trylast=True)  # once there is a reporter; workers of pytest-xdist have none
+def pytest_configure(config):
+    """Make lines of dots short: at the end of each stands how far the tests are."""
+    if config.pluginmanager.has_plugin("terminalreporter"):
+        config.get_terminal_writer().fullwidth = 48
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Group the tests for pytest-xdist: a file stays in one worker, for its fixtures, but what starts ranks

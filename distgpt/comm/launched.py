@@ -203,7 +203,7 @@ def described(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"left with exit code {error.code} in the middle of a job"
     if isinstance(error, MemoryError):
-        return f"not enough memory: {error}"
+        return f"not enough memory: {error} (distgpt help out-of-memory)"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) if isinstance(error, _EXPECTED) else "internal error"

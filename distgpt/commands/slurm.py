@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.complete import line_of
 from distgpt.commands.help import command
 from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import train
@@ -51,7 +52,14 @@ SECONDS_FOR_SLURM = 60
     help='Any option of sbatch, as "--partition=gpu"; may be repeated.',
 )
 @click.option("--submit", is_flag=True, help="Submit the script instead of printing it.")
-@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- train [OPTIONS]")
+@click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="-- train [OPTIONS]",
+    shell_complete=line_of(train, tune),
+)
 def slurm(
     nodes: int,
     ranks_per_node: int | None,

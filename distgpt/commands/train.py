@@ -9,11 +9,13 @@ from typing import Any
 
 import click
 
-from distgpt.comm.launched import shown_on_terminal
+from distgpt.comm.launched import launched_as, shown_on_terminal
+from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import command, option
 from distgpt.commands.options import (
     PATH,
     deterministic_as_parts,
+    dial_options,
     parsed_duration,
     preset_options,
     set_by_user,
@@ -21,9 +23,11 @@ from distgpt.commands.options import (
     stage_options,
     without_graphs,
 )
-from distgpt.config import GpuConfig
-from distgpt.config.dial import DEEPEST
+from distgpt.config import BATCH_TOKENS, SETTINGS, GpuConfig, ModelConfig
+from distgpt.config.presets import merged, resolve
+from distgpt.data.named import resolve_data
 from distgpt.errors import command_line, escape, escape_model_text
+from distgpt.formatting import parse_duration
 from distgpt.stages import open_stage
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
@@ -39,29 +43,17 @@ _trouble, _display = partial(option, group="trouble"), partial(option, group="di
     "--resume",
     first=True,
     metavar="auto|PATH",
+    shell_complete=names_or_files("auto"),
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
 @_schedule(
     "--decay-from",
     metavar="PATH",
+    shell_complete=files,
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )
-@option(
-    "--depth",
-    group="model",
-    first=True,
-    type=click.IntRange(1, DEEPEST),
-    help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
-    " follow from that and from the text.",
-)
-@_schedule(
-    "--within",
-    first=True,
-    metavar="TIME",
-    help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
-    " --depth and let the learning rate follow the clock.",
-)
+@dial_options
 @_saving(
     "--time-limit",
     metavar="TIME",
@@ -120,6 +112,8 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
+    if launched_as() == 1 and resume is None and not flags.get("decay_from"):
+        _refuse_early(preset, config, set_by_user(flags))
     from distgpt.training.guards.deadline import ending  # with NumPy, which --help does without
 
     end = ending(time_limit)
@@ -162,6 +156,19 @@ def train(
         _report(run)
 
 
+def _refuse_early(preset: str | None, config: Path | None, flags: dict[str, Any]) -> None:
+    """Refuse what makes no sense before NumPy and Numba are imported, which takes a second."""
+    given = {name: value for name, value in flags.items() if name in SETTINGS or name == BATCH_TOKENS}
+    known = merged(config, given)
+    if "within" in flags:
+        parse_duration(flags["within"])
+    elif "depth" not in flags and "init" not in known:  # whose models are not known yet
+        resolve(preset, config, given, lambda path: ModelConfig())
+    for name in () if known.get("chats") else ("data", "val"):
+        if text := known.get(name):
+            resolve_data(str(text))
+
+
 def _profiled(run: Any) -> Any:
     """Start measuring the run's own steps, after the first ones."""
     from distgpt.measure.profile.session import Session
@@ -173,7 +180,7 @@ def _profiled(run: Any) -> Any:
 
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.training.report import sample
+    from distgpt.training.report import sample, word_of_text
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
@@ -186,7 +193,6 @@ def _report(run: Any) -> None:
         click.echo(f"best      {escape(str(directory.best))} ({loss})")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights
-    spoken = [word for word in text.split() if word.isalpha() and len(word) <= 20]
-    prompt = next((word for word in spoken if len(word) > 2), spoken[0] if spoken else "a")
-    words = ("chat", "--weights", weights) if talks else ("infer", "--weights", weights, "--prompt", prompt)
+    word = "" if talks else word_of_text(run.batches, run.tokenizer)
+    words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))
     click.echo(f"next      {escape(command_line(*words))}")

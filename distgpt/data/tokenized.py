@@ -56,7 +56,8 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
             raise DataError(f"{error} (distgpt data prepare has options for such files)") from None
         else:
             if manifest.replaced:
-                say(f"{escape(str(path))}: {manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
+                what = f"{manifest.replaced:,} × U+FFFD put in for what was not UTF-8"
+                say(f"{escape(str(path))}: {what}; file -i names encodings, iconv -t UTF-8 converts")
     if val_fraction and not read_manifest(wanted.out).of("val"):
         raise DataError(f"{path}: --val-fraction {val_fraction} of it is not even 2 tokens")
     return wanted.out

@@ -18,7 +18,8 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Tokens
 from distgpt.data.chats.examples import Examples
-from distgpt.data.loading import DataRequest, load_corpus, resolve_data
+from distgpt.data.loading import DataRequest, load_corpus
+from distgpt.data.named import resolve_data
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import BytesDecoder

@@ -28,6 +28,7 @@ from distgpt.kernels.decoding.low_rank import Adapters
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
 from distgpt.saved.adapter import open_model
+from distgpt.saved.modelfile import read_description
 from distgpt.saved.named import weights_of
 from distgpt.saved.tensors import fingerprint
 from distgpt.stages import Stage
@@ -138,14 +139,23 @@ class LoadedModel:
     def engine(self, lanes: Lanes) -> Engine:
         return Engine(lanes, self.tokenizer, chunk_for(self.model))
 
+    @property
+    def is_tuned(self) -> bool:
+        """Tell whether it, or the adapter in it, was tuned on chats. On the rank that reads files."""
+        return any(read_description(file).run.train.chats for file in self._named or [self.path])
+
+    @property
+    def _named(self) -> set[Path]:
+        """Return the files that the user has named: an adapter may be in another one than the model."""
+        return {weights_of(each) for each in (self.spec.weights, self.spec.adapter) if each}
+
     def fingerprint(self, drops: bool) -> str:
         """Tell its answers from those of other weights, in another dtype, or of another context.
 
         `drops`: past the context its lanes drop their older half, which earlier versions computed anew.
         """
-        adapters = {weights_of(each) for each in (self.spec.weights, self.spec.adapter) if each}
         known = [fingerprint(self.path), self.dtype, self.model.config.seq_len]
-        known += sorted(fingerprint(each) for each in adapters - {self.path})
+        known += sorted(fingerprint(each) for each in self._named - {self.path})
         known += ["drops"] if drops else []
         return sha256(json.dumps(known).encode()).hexdigest()[:16]
 

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.data.loading import BUNDLED_TEXTS, resolve_data, vocabulary_size
+from distgpt.data.loading import vocabulary_size
+from distgpt.data.named import BUNDLED_TEXTS, resolve_data
 from distgpt.data.shards import Manifest, is_shards, read_manifest
 from distgpt.errors import Say, UsageError
 from distgpt.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.kernels.api import Kernels
-from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
+from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.lora import trained_layout
 from distgpt.model.model import Architecture, Model, flag_count
@@ -58,8 +59,8 @@ class Site:
     assessed: bool  # whether the run will evaluate itself
 
 
-def estimate(question: Question, say: Say) -> Facts:
-    """Return all facts, ready for JSON. `say` receives a line before what takes time."""
+def estimate(question: Question, say: Say, progress: Progress | None = None) -> Facts:
+    """Return all facts, ready for JSON. `say` gets a line before what takes time, `progress` its steps."""
     _refuse_nonsense(question)
     shards = manifest_of(question.run.train.data)
     site = _site(question, shards)
@@ -67,9 +68,14 @@ def estimate(question: Question, say: Say) -> Facts:
     settled, trouble = _settled(run, site, ranks)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
+    flops = operations(model)
+    time = _time(question, train, site, flops.forward + flops.backward, say, progress)
     steps = settled.steps if question.tokens is None else -(-question.tokens // per_step)
+    minutes = settled.train_minutes if question.tokens is None else 0.0
+    if minutes and "step_s" in time:
+        steps = max(1, int(60 * minutes / time["step_s"]))
     memory = _memory(train, site, ranks) | {"trouble": trouble}
-    counted, flops, trained = parameters(model), operations(model), trained_layout(run)
+    counted, trained = parameters(model), trained_layout(run)
     wide = site.kernels.wide.itemsize
     return {
         "stage": question.stage,
@@ -88,13 +94,14 @@ def estimate(question: Question, say: Say) -> Facts:
         },
         "steps": steps,
         "tokens": steps * per_step,
+        "minutes": minutes or None,  # by which the run ends, instead of after its steps
         "memory": memory,
         "checkpoint_bytes": buffers_saved(settled, ranks, is_common=True) * trained.elements * wide,
         "checkpoints_kept": settled.keep,
         "weights_file_bytes": trained.elements * wide,
         "allreduce_bytes": (trained.size + flag_count(ranks)) * wide if ranks > 1 else 0,
         "allreduce_every": settled.outer_every if is_local(settled, ranks) else 1,
-        "time": _time(question, train, site, steps, flops.forward + flops.backward, say),
+        "time": time | ({"total_s": steps * time["step_s"]} if "step_s" in time else {}),
     }
 
 
@@ -212,8 +219,10 @@ def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
     return found
 
 
-def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int, say: Say) -> Facts:
-    """Return the time by a rate that is given or measured, or why there is none."""
+def _time(
+    question: Question, run: RunConfig, site: Site, flops: int, say: Say, progress: Progress | None
+) -> Facts:
+    """Return the time of a step by a rate that is given or measured, or why there is none."""
     t, ranks = run.train, question.ranks
     tokens = t.batch_size // ranks * run.model.seq_len
     if question.rate is not None:
@@ -226,8 +235,11 @@ def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int
         if missing or question.measured is False:
             return {"rate_per_rank": None, "source": "none", "missing": missing}
         layers = " and ".join(map(str, layers_of_cuts(run)))
-        say(f"measuring steps of {layers} layers with {sequences} × {run.model.seq_len} tokens")
-        timing = measure(run, site.kernels, sequences)
+        layers += " layer" if layers == "1" else " layers"
+        say(f"measuring steps of {layers} with {sequences} × {run.model.seq_len} tokens")
+        if site.stage:
+            site.stage.notes.report_to(say)
+        timing = measure(run, site.kernels, sequences, progress)
         rate, source = timing.rate(tokens), {"source": "measured", **asdict(timing)}
     seconds = tokens / rate
     return {
@@ -235,7 +247,6 @@ def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int
         "rate_per_rank": rate,
         "rate": rate * ranks,
         "step_s": seconds,
-        "total_s": steps * seconds,
         "flops_per_s_and_rank": rate * flops,
     }
 
@@ -285,7 +296,11 @@ def _batch(facts: Facts) -> Rows:
     micro = count(batch["rounds"], "micro-batch")
     yield "batch", f"{batch['tokens_per_step']:,} tokens per step: {sequences}"
     yield "", f"in {micro} of {batch['sequences_per_rank_and_round']} {where}"
-    yield "length", f"{facts['steps']:,} steps, {facts['tokens']:,} tokens"
+    length, minutes = f"{facts['steps']:,} steps, {facts['tokens']:,} tokens", facts["minutes"]
+    if minutes:
+        is_known = facts["time"]["rate_per_rank"] is not None
+        length = f"about {length} in {minutes:.3g} minutes" if is_known else f"{minutes:.3g} minutes"
+    yield "length", length
 
 
 def _memory_rows(facts: Facts) -> Rows:

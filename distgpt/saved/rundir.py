@@ -171,10 +171,12 @@ class RunDirectory:
         with storage_errors("use the run directory", self.path):
             if saved := self.saved():
                 if different := differing(saved, run):
-                    change = "" if resuming or differing(saved, run, CHANGEABLE) else "add --resume auto, or "
+                    goes_on = "" if resuming else "add --resume auto, or "
+                    if goes_on and differing(saved, run, CHANGEABLE):
+                        goes_on = "to resume it as it is give --out and --resume auto alone, or else "
                     raise UsageError(
                         f"{self.path} holds a run with another configuration ({different}); "
-                        f"{change}choose another --out"
+                        f"{goes_on}choose another --out"
                     )
                 if not resuming:
                     raise UsageError(

@@ -63,11 +63,12 @@ class Served:
     adapter: int = 0  # of a request that names this model
     others: tuple[Served, ...] = ()  # the same model with each of its adapters
     weight: int = 1  # tokens that each counts as in the size of an answer
+    is_tuned: bool = False  # on chats
 
     @property
     def chats(self) -> bool:
         """Tell whether the model seems to know chats."""
-        return isinstance(self.chat, ChatFormat) and self.chat.is_taught
+        return isinstance(self.chat, ChatFormat) and (self.is_tuned or self.chat.is_taught)
 
     @property
     def models(self) -> dict[str, Served]:

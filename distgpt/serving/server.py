@@ -233,12 +233,13 @@ def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
     chats = {each: _chat_format(each) for each in tokenizers}
     weights = {each: weight_of(each) for each in tokenizers}
 
-    def one(name: str, tokenizer: Tokenizer, adapter: int, others: tuple[Served, ...] = ()) -> Served:
+    def one(name: str, tokenizer: Tokenizer, adapter: int, **more: Any) -> Served:
         about = config.vocab_size, config.seq_len, created, chats[tokenizer], lanes.is_exact
-        return Served(name, tokenizer, *about, adapter, others, weights[tokenizer])
+        return Served(name, tokenizer, *about, adapter, weight=weights[tokenizer], **more)
 
-    beside = enumerate(loaded.tokenizers.items(), 1)
-    return one(name, loaded.tokenizer, 0, tuple(one(*each, i) for i, each in beside))
+    beside = tuple(one(*each, i) for i, each in enumerate(loaded.tokenizers.items(), 1))
+    is_tuned = loaded.spec.weights is not None and loaded.is_tuned
+    return one(name, loaded.tokenizer, 0, others=beside, is_tuned=is_tuned)
 
 
 def _chat_format(tokenizer: Tokenizer) -> ChatFormat | DataError:

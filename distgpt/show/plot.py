@@ -22,6 +22,8 @@ from distgpt.show.runs import run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
+HEIGHT, LINE = 5.6, 0.19  # inches: of the panels, and of each line of a legend below them
+LETTERS = 120  # of a legend's line
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 DASHES = ("-", "--", ":")  # from the ninth run on
 MARKS: dict[str, Any] = {"marker": "o", "markersize": 4}
@@ -111,7 +113,7 @@ class _Picture:
     def __init__(self, runs: Sequence[Run], look: Look) -> None:
         self.runs, self.look = runs, look
         self.alone = len(runs) == 1
-        self.figure: Any = Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout="constrained")
+        self.figure: Any = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
         name, self._per_unit = _horizontal(look.axis, max(run.end(look.axis) for run in runs))
         scored = any(len(run["hellaswag"].steps) for run in runs)
         grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
@@ -126,7 +128,7 @@ class _Picture:
         for axes in self.figure.axes:
             set_ticks(axes.xaxis)
             set_ticks(axes.yaxis)
-        self.figure.supxlabel(name)
+        norm.set_xlabel(name, fontsize="large")  # for all: in the middle, and above a legend
         if title := escape(look.title or "") or (runs[0].name if self.alone else ""):
             self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
 
@@ -179,7 +181,16 @@ class _Picture:
             entries.append(Line2D([], [], label=label, **{"color": COLOURS["muted"]} | how))
         if self.look.log_loss:
             _logarithmic(axes)
-        axes.legend(handles=entries, loc="upper right", ncols=1 if len(entries) <= 8 else 2)
+        if self.alone:
+            axes.legend(handles=entries, loc="upper right")
+        else:
+            self._legend_below(entries)
+
+    def _legend_below(self, entries: list[Line2D]) -> None:
+        """Put the legend of several runs below the panels, where it hides no curve."""
+        columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
+        self.figure.legend(handles=entries, loc="outside lower center", ncols=columns)
+        self.figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
 
     def _entry(self, number: int, label: str) -> Line2D:
         return Line2D([], [], **self._looks(number), linewidth=2, label=label)

@@ -10,7 +10,8 @@ from distgpt.comm.agree import on_every_rank, on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
-from distgpt.data.loading import DataRequest, load_corpus, refuse_missing, resolve_data
+from distgpt.data.loading import DataRequest, load_corpus, refuse_missing
+from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import is_plain
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.errors import DistgptError, Say, UsageError

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any, Protocol
 
 from distgpt.config import DEFAULT_TEMPERATURE, RunConfig
+from distgpt.data.batches import PIECE, Batches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import StorageError
 from distgpt.inference.engine_setup import engine_for
@@ -16,6 +18,8 @@ from distgpt.model.model import Model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.in_flight import Finished
+
+LOOKED_AT = 2000  # tokens of a text
 
 
 class Listener(Protocol):
@@ -97,6 +101,13 @@ class Report:
 def _timed(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return a line of metrics with the time of day in seconds since 1970: a number like the others."""
     return {**metrics, "time": round(time.time(), 3)}
+
+
+def word_of_text(batches: Batches, tokenizer: Tokenizer) -> str:
+    """Return a word of the training text, for a prompt; "" if none is found at once."""
+    text = tokenizer.decode(batches.sample(PIECE)[:LOOKED_AT].tolist())
+    found = re.search(r"(?<=\s)[^\W\d_]{3,20}(?=\s)", text)
+    return found[0] if found else ""
 
 
 def sample(

@@ -17,8 +17,8 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
 from conftest import SMALL, inside
 
-from distgpt.data.loading import bundled
 from distgpt.data.prepare.progress import Progress
+from distgpt.files import bundled
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"

@@ -16,6 +16,7 @@ import shutil
 import stat
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,22 +25,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from distgpt.checked import Count
+from distgpt.data.unreadable import ADVICE, advice, way_out
 from distgpt.errors import DataError, StorageError, UsageError, escape, first_line
 from distgpt.files import open_regular, storage_errors
+from distgpt.formatting import count
 from distgpt.formatting import size as size_in_words
 
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
 # What is taken from folders; a file given by name is a text unless its ending says otherwise.
 ENDINGS = {".txt": TEXT, ".md": TEXT, ".txt.gz": TEXT, ".jsonl": LINES, ".jsonl.gz": LINES, ".parquet": ROWS}
-# What may be given by mistake, and what to do about it.
-_PACKED = (".tar", ".tar.gz", ".tgz", ".zip", ".7z", ".zst", ".xz", ".bz2", ".parquet.gz")
-_BINARY = (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pdf")
-NO_INPUTS = {
-    **dict.fromkeys(_PACKED, "unpack it first"),
-    **dict.fromkeys(_BINARY, "files of this kind are no texts"),
-    **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
-}
 _SMALL = 1 << 12  # bytes that show what a file is
 _FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # of open files
 
@@ -61,7 +56,7 @@ class Input:
 
 def is_plain(path: Path) -> bool:
     """Return if this is one text, as it lies there: no folder, lines of JSON or table, and not compressed."""
-    kind = _by_ending({**NO_INPUTS, **ENDINGS}, path.name) or TEXT
+    kind = _by_ending({**ADVICE, **ENDINGS}, path.name) or TEXT
     return kind == TEXT and not path.name.lower().endswith(".gz") and not path.is_dir()
 
 
@@ -74,20 +69,36 @@ def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
         elif not path.exists():
             raise DataError(f"{path} is no readable file and no folder")
         elif path.is_dir():
-            inside = [_described(file, file.relative_to(path).as_posix()) for file in _files(path)]
-            if not inside:
-                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
-            found += inside
+            files = _files(path)
+            taken = [file for file in files if _by_ending(ENDINGS, file.name)]
+            if not taken:
+                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}{_others(files)}")
+            found += [_described(file, file.relative_to(path).as_posix()) for file in taken]
         else:
-            if advice := _by_ending(NO_INPUTS, path.name):
-                raise DataError(f"{path} is not read, by the ending of its name: {advice}")
+            if why := advice(path):
+                raise DataError(f"{path} is not read, by the ending of its name: {why}")
             found.append(_described(path, path.name))
     for source in found:  # before any work is done
-        if source.kind == TEXT:
+        if source.kind != ROWS:
             with opened(source) as (stream, _):
-                if b"\0" in stream.read(_SMALL):
-                    raise DataError(f"{source.path} is no text in UTF-8: there are zero bytes in it")
+                if b"\0" in (start := stream.read(_SMALL)):
+                    raise _no_text(source.path, start, None if source.compressed else source.path)
     return found
+
+
+def _no_text(name: Path | str, start: bytes, path: Path | None = None) -> DataError:
+    what = f"{name} is no text in UTF-8, there are zero bytes in it"
+    return DataError(f"{what}: {way_out(path, start, start.find(0))}")
+
+
+def _others(files: Sequence[Path]) -> str:
+    """Describe what a folder holds instead of texts: of the most usual ending, and what to do about these."""
+    usual = Counter(path.suffix.lower() for path in files if path.suffix).most_common(1)
+    if not usual:
+        return ""
+    ending, times = usual[0]
+    why = advice(next(path for path in files if path.suffix.lower() == ending))
+    return f", but {count(times, f'{ending} file')}{': ' * bool(why)}{why}"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -107,7 +118,7 @@ def _files(folder: Path) -> list[Path]:
         seen.add((about.st_dev, about.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted((path for path in found if _by_ending(ENDINGS, path.name)), key=lambda path: path.parts)
+    return sorted(found, key=lambda path: path.parts)
 
 
 def _by_ending(table: dict[str, str], name: str) -> str | None:
@@ -156,7 +167,7 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
             file.seek(0)
             first = file.read(_SMALL)
         if b"\0" in first:
-            raise DataError("standard input is no text in UTF-8: there are zero bytes in it")
+            raise _no_text("standard input", first)
         is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
         name, kind = ("stdin.jsonl", LINES) if is_json else ("stdin.txt", TEXT)
         yield Input(_FOLDER / str(file.fileno()), name, kind, size, mtime_ns=0)

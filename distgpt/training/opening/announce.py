@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.chats.examples import ExampleBatches
-from distgpt.data.loading import Corpus, resolve_data
+from distgpt.data.loading import Corpus
+from distgpt.data.named import resolve_data
 from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import is_shards
+from distgpt.data.unreadable import MARKUP, advice
 from distgpt.errors import Say, escape
 from distgpt.evaluation.assessment import Validation
 from distgpt.files import without_locks
@@ -102,6 +105,8 @@ def note_surprises(
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     if plan.resumed and not plan.is_of_same_text(batches.fingerprint):
         say(f"{escape(t.data)} is another text than so far, and is read from here on")
+    if t.data.lower().endswith(MARKUP):
+        say(f"{escape(t.data)} is learned with its markup: {escape(advice(Path(t.data), '.epub'))}")
     if t.val_fraction and is_shards(resolve_data(t.data)):
         say("--val-fraction has no effect: shards have a part of their own for validation")
     if t.eval_every and not is_evaluated:

@@ -122,7 +122,10 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
         ReduceScatterGather(comm, model.grads.flat, run.train.gradient_dtype, 0, cast(Wire, counting.wire))
     # As if one rank orthogonalised all matrices, which ranks may share.
     shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
-    update = kernels.orthogonalise_bytes(shapes) if run.train.optimizer == "muon" else 0
+    try:
+        update = kernels.orthogonalise_bytes(shapes) if run.train.optimizer == "muon" else 0
+    except MemoryError:  # it is made to be counted: there is not even room for one, of four such matrices
+        update = 4 * max(map(prod, shapes)) * kernels.wide.itemsize
     return Need(weights, states, activations, evaluation, more(), update)
 
 

@@ -15,7 +15,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.config.presets import resolve, resumed, run_name, tuning
-from distgpt.data.loading import resolve_data
+from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, Say, UsageError, refuse_beside
 from distgpt.formatting import count
