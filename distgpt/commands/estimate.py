@@ -76,7 +76,7 @@ def estimate(
         others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
         refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
         here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
-        chosen = with_clock(here, preset, config, chosen, None, None, say)
+        here, chosen = with_clock(here, preset, config, chosen, None, None, say)
     name, run = configure(SerialComm(), preset, config, chosen, ranks, fetches=False)
     if DEPTH in chosen:
         say(Dial(chosen[DEPTH], chosen.get(TOKENS, 0.0), ranks).described(run))
