@@ -21,7 +21,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from distgpt.checked import Count, checked, parse_json
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.comm.launched import launched_as
 from distgpt.doctor.facts import Facts, cpu, versions
 from distgpt.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
@@ -151,7 +151,7 @@ def own_facts(mpi: Facts) -> HostFacts:
     name, features = processor()
     gpus = found.gpus if (found := driver()) else ()
     works = mpi["problem"] or f"{mpi['vendor']} {mpi['version']}"
-    cores = len(usable_cores())
+    cores = granted_cores().whole
     return HostFacts(identity(), f"{cpu()}, {name} {features}", works, versions(), cores, len(gpus))
 
 

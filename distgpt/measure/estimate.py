@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.data.loading import BUNDLED_TEXTS, resolve_data, vocabulary_size
 from distgpt.data.shards import Manifest, is_shards, read_manifest
@@ -130,12 +130,12 @@ def _site(question: Question, shards: Manifest | None) -> Site:
     t, name = question.run.train, question.stage
     assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
-        cores = len(usable_cores())
+        cores = granted_cores(environ={}).whole  # a job may give each of the ranks as much as this process
         fair = max(1, cores // question.ranks)
         stage = open_stage("serial", fair if question.threads is None else question.threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
-        free = stage.free_memory()[0] // neighbours
-        return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", free, "this machine", assessed)
+        free, where = stage.free_memory(neighbours)
+        return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", free, where, assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
         stage = open_stage("cuda", question.threads, question.gpu)
