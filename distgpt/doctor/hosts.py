@@ -32,6 +32,7 @@ from distgpt.formatting import count
 from distgpt.gpu.probe import driver
 from distgpt.jobs import hostfile
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
+from distgpt.jobs.processes import own_program
 from distgpt.stages import identity
 
 AT_ONCE = 32  # hosts
@@ -97,7 +98,9 @@ def examine(path: Path, ssh: bool) -> Facts:
     problems += [*foreign_mpirun({"mpirun": here}, mpi), *hostfile.problems(vendor, lines)]
     problems += [f"{host.name}: {problem}" for host in hosts for problem in _stops(host, own)]
     ranks = sum(host.ranks for host in hosts)
-    command = ["mpirun", "-n", ranks, HOSTS_OPTION[vendor], path, "distgpt", "train", "--stage", "mpi"]
+    # Open MPI looks for a program in the PATH that ssh gives there, MPICH in the one that is here.
+    program = own_program() if vendor == "Open MPI" else ["distgpt"]
+    command = ["mpirun", "-n", ranks, HOSTS_OPTION[vendor], path, *program, "train", "--stage", "mpi"]
     return {
         "hostfile": str(path),
         "launcher": vendor,
