@@ -194,15 +194,17 @@ def _note_cores(stage: Stage, threads_given: bool) -> None:
 def _about_cores(stage: Stage, threads_given: bool) -> str:
     """Return what this rank should know of its threads and cores; "" if they suit each other."""
     comm, granted = stage.comm, granted_cores(stage.comm.cores, stage.comm.local_size)
-    here, limit, each = count(len(usable_cores()), "core"), granted.limit, " each" * (comm.local_size > 1)
-    if granted.number < 1 - 1e-6 and comm.local_size > 1:
-        some = f"{granted.number * comm.local_size:.3g} of {here} ({limit})" if limit else here
-        return f"{comm.local_size} ranks share {some}: fewer ranks are as fast, or faster"
+    cores, limit, several = len(usable_cores()), granted.limit, comm.local_size > 1
+    each, by = " each" * several, f" ({limit})" * bool(limit)
     if threads_given and stage.threads > granted.whole:
-        some = f"{granted.number:.3g} of {here} ({limit})" if limit else count(granted.whole, "core")
-        return f"--threads {stage.threads}, but {some}{each}: threads without a core only make others wait"
+        own = f"{granted.number:.3g} of " * (granted.number < cores) + count(cores, "core")
+        return f"--threads {stage.threads}, but {own}{each}{by}: threads without a core only make others wait"
+    if several and granted.number < 1 - 1e-6:
+        shared = f"{granted.number * comm.local_size:.3g} of " * bool(limit) + count(cores, "core")
+        return f"{comm.local_size} ranks share {shared}{by}: fewer ranks are as fast, or faster"
     if limit and not threads_given:
-        return f"{limit} grants {granted.number:.3g} of {here}{each}: {count(stage.threads, 'thread')}{each}"
+        threads, of = count(stage.threads, "thread"), count(cores, "core")
+        return f"{limit} grants {granted.number:.3g} of {of}{each}: {threads}{each}"
     return ""
 
 

@@ -1,11 +1,11 @@
-"""Memory and cores as the system limits them: control groups of both versions, ulimit, and what Slurm says."""
+"""Memory and cores as the system limits them: control groups of both versions, ulimit, what Slurm says."""
 
 import os
 import re
 import resource
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,6 @@ MIB, GIB = 1 << 20, 1 << 30
 LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB
 CONTROLLERS = Path("/sys/fs/cgroup")
 NOWHERE = Groups(Path("/nowhere"), Path("/nowhere"))
-
-
 
 
 def written(folder, files):
@@ -176,9 +174,7 @@ def test_a_run_that_does_not_fit_under_ulimit_says_so(tmp_path):
     for flag, name in (("v", "RLIMIT_AS"), ("d", "RLIMIT_DATA")):
         result = limited(["train", *LARGE, "--out", tmp_path / "run"], **{name: 1100 * MIB})
         refused(result, 2, "this run needs", f"by ulimit -{flag}")
-        fits = limited(
-            ["train", *SMALL, "--steps", "2", "--out", tmp_path / name], **{name: 1100 * MIB}
-        )
+        fits = limited(["train", *SMALL, "--steps", "2", "--out", tmp_path / name], **{name: 1100 * MIB})
         assert fits.returncode == 0, fits.stderr
 
 
@@ -223,7 +219,18 @@ def test_a_quota_decides_the_threads_of_a_run_and_is_named(tmp_path):
 @needs_mpi
 def test_ranks_with_more_threads_than_cores_are_noted_once(tmp_path):
     many = len(usable_cores()) + 1
-    words = ["train", *SMALL, "--stage", "mpi", "--steps", "1", "--threads", str(many), "--out", tmp_path / "run"]
+    words = [
+        "train",
+        *SMALL,
+        "--stage",
+        "mpi",
+        "--steps",
+        "1",
+        "--threads",
+        str(many),
+        "--out",
+        tmp_path / "run",
+    ]
     (line,) = noted(distgpt(*words, ranks=2))
     if len(usable_cores()) > 1:
         assert line.startswith(f"--threads {many}, but") and "each" in line

@@ -43,7 +43,8 @@ def available_memory() -> int:
 
 def peak_memory() -> int:
     """Bytes that this process has held at most."""
-    if most := status_bytes("VmHWM"):  # not getrusage's, which may be those of the process that started this one
+    # Not getrusage's, which may be those of the process that started this one.
+    if most := status_bytes("VmHWM"):
         return most
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most << 10

@@ -113,7 +113,7 @@ def _of_groups(groups: Groups) -> Iterator[Memory]:
 
 
 def _of_slurm(environ: Mapping[str, str], ranks: int) -> Iterator[Memory]:
-    """Yield what Slurm was asked for on this node. It may end a job that takes more, with or without a group."""
+    """Yield what Slurm was asked for on this node. It may end a job that takes more, without a group, too."""
     for name, times in SLURM_MEMORY.items():
         given, many = environ.get(name, ""), environ.get(times, "1") or "1"
         if given.isdigit() and many.isdigit() and int(given) and int(many):  # 0 is all of a node
@@ -134,7 +134,7 @@ def _of_process() -> Iterator[Memory]:
 def granted_cores(
     share: float = 0.0, ranks: int = 1, groups: Groups = Groups(), environ: Mapping[str, str] = os.environ
 ) -> Cores:
-    """Return what each of some ranks on this machine can use of its `share` of cores; 0: all it may run on."""
+    """Return what each of some ranks on this machine can use of its `share` of cores; 0: of all of them."""
     quotas = [Cores(number / ranks, limit) for number, limit in _quotas(groups)]
     given = environ.get("SLURM_CPUS_PER_TASK", "")
     asked = [Cores(float(given), f"SLURM_CPUS_PER_TASK={given}")] if given.isdigit() and int(given) else []

@@ -72,14 +72,17 @@ def slurm(
 
     Whatever ends an attempt early, the time limit, a preemption or a lost node, the job is queued again and
     resumes.
+
+    In a job array, as with --sbatch --array=1-4, each element trains in a directory of its own, and
+    '$SLURM_ARRAY_TASK_ID' is its number in any option of train.
     """
     command: click.Command | None = {"train": train, "tune": tune}.get(words[0])
     if command is None:
         raise UsageError(f"distgpt slurm is for distgpt train and tune, not for {words[0]}")
     numbers = array.elements(lines)
     words = tuple(word.replace("${SLURM_ARRAY_TASK_ID}", ELEMENT) for word in words)
-    words, own_out = array.with_own_directories(words) if numbers else (words, "")
-    parsed = [_parsed(command, each) for each in array.commands(words, numbers)]
+    given, own_out = array.with_own_directories(words) if numbers else (list(words), "")
+    parsed = [_parsed(command, each) for each in array.commands(given, numbers)]
     asked, stage_given = parsed[0]
     ranks_per_node = ranks_per_node or gpus_per_node or 1
     cpus = cpus_per_task or asked["threads"] or 1
@@ -105,7 +108,7 @@ def slurm(
         mpi=mpi or _mpi_of(stage),
         lines=lines,
         out=out,
-        command=[*own_program(), words[0], *added, *words[1:], *ending],
+        command=[*own_program(), words[0], *added, *given[1:], *ending],
         made_by=command_line(*sys.argv[1:]),
         is_array=bool(numbers),
     )
@@ -120,7 +123,7 @@ def slurm(
 
 
 def _parsed(command: click.Command, words: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    """Return the options of a command, which refuses what it cannot read, and whether --stage is among them."""
+    """Return a command's options, which refuses what it cannot read, and whether --stage is among them."""
     with command.make_context(f"distgpt {words[0]}", list(words[1:])) as context:
         source = context.get_parameter_source("stage")
     asked = as_train(**context.params) if command is tune else context.params
@@ -168,7 +171,8 @@ def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
     paths = [asked.get(name) for name in ("data", "val", "hellaswag", "init", "config", "tokenizer")]
     there = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
     if hidden := [*own_disks([*there, job.out])]:
-        yield f"{', '.join(hidden)}: {' and '.join(OWN[:2])} are each machine's own; use a disk that all nodes see"
+        names = ", ".join(hidden)
+        yield f"{names}: {' and '.join(OWN[:2])} are each machine's own; use a disk that all nodes see"
 
 
 def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
@@ -231,5 +235,7 @@ def _submit(text: bytes, job: Job) -> None:
         raise UsageError(f"sbatch refused the job: {said}")
     print_lines(said)
     number = "JOB_ELEMENT" if job.is_array else "JOB"
-    logs = f"its log is {job.name}-{number}.log, those of its attempts are {job.name}-{number}.0.log and so on"
+    logs = (
+        f"its log is {job.name}-{number}.log, those of its attempts are {job.name}-{number}.0.log and so on"
+    )
     print_lines(logs)

@@ -21,8 +21,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from distgpt.checked import Count, checked, parse_json
-from distgpt.comm.limits import granted_cores
 from distgpt.comm.launched import launched_as
+from distgpt.comm.limits import granted_cores
 from distgpt.doctor.facts import Facts, cpu, versions
 from distgpt.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
 from distgpt.doctor.verdicts import foreign_mpirun, grouped

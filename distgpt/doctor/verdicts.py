@@ -106,7 +106,8 @@ def _cores(launched: Facts, ranks: list[Facts]) -> Iterable[str]:
     if limit := first["granted_cores"]["limit"]:
         numbers = [rank["granted_cores"]["number"] for rank in ranks]
         threads = f"{count(max(1, int(min(numbers))), 'thread')}" + " each" * (len(ranks) > 1)
-        yield f"{who}: {used:.3g} cores, but {limit} grants the time of {sum(numbers):.3g}: a run takes {threads}"
+        time = f"the time of {sum(numbers):.3g}"
+        yield f"{who}: {used:.3g} cores, but {limit} grants {time}: a run takes {threads}"
 
 
 def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:

@@ -22,7 +22,9 @@ def elements(lines: Sequence[str]) -> list[int]:
     numbers: list[int] = []
     for part in asked[-1].partition("%")[0].split(",") if asked else ():
         if (found := _NUMBERS.fullmatch(part)) is None:
-            raise UsageError(f"--sbatch --array={asked[-1]}: give numbers, as in --array=1-4 or --array=0,3,7")
+            raise UsageError(
+                f"--sbatch --array={asked[-1]}: give numbers, as in --array=1-4 or --array=0,3,7"
+            )
         numbers += range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))[:MOST]
     return numbers
 

@@ -85,7 +85,7 @@ class Job:
 
     @property
     def number(self) -> str:
-        """The number that Slurm knows the job by. That of an element of its own may stand for the whole array."""
+        """The job's number. SLURM_JOB_ID of an array's element may stand for the whole array."""
         return "${SLURM_ARRAY_JOB_ID}_" + ELEMENT if self.is_array else "$SLURM_JOB_ID"
 
 

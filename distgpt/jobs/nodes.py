@@ -1,4 +1,4 @@
-"""What the nodes of a job could not do, found before the job waits: files they lack, a tokenizer to be fetched."""
+"""What the nodes of a job could not do, found before it waits: files they lack, a tokenizer to be fetched."""
 
 from __future__ import annotations
 

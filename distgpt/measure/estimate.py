@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from distgpt.comm.launched import launched_as
 from distgpt.comm.limits import granted_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.data.loading import BUNDLED_TEXTS, resolve_data, vocabulary_size
@@ -64,8 +63,6 @@ def estimate(question: Question, say: Say, ready: Stage | None = None) -> Facts:
 
     `ready`: the stage of this one rank, where it is open: among several ranks it cannot be opened again.
     """
-    if not ready and (processes := launched_as()) > 1:
-        raise UsageError(f"one process estimates, not {processes}: leave out mpirun or srun, and give --ranks")
     _refuse_nonsense(question)
     shards = manifest_of(question.run.train.data)
     site = _site(question, shards, ready)

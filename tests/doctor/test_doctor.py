@@ -178,7 +178,11 @@ def test_traps_are_reported_with_their_ranks(ranks):
         ({4, 5}, {"versions": {"numpy": "1.0"}}, ["different versions of numpy", "1.0 on ranks 4–5"]),
         (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
         (range(4, 8), {"core_share": 1.0}, ["ranks 4–7 on node1 may use 4 of 16 cores", "--bind-to none"]),
-        (range(4), {"granted_cores": quota}, ["ranks 0–3 on node0: 16 cores, but cpu.max grants the time of 8"]),
+        (
+            range(4),
+            {"granted_cores": quota},
+            ["ranks 0–3 on node0: 16 cores, but cpu.max grants the time of 8"],
+        ),
         ({7}, {"environment": set_here}, ["OPENBLAS_CORETYPE=Haswell overrides"]),
         ({7}, {"environment": set_here}, ["OMP_NUM_THREADS=3, MKL_NUM_THREADS=2 will be ignored"]),
     ):

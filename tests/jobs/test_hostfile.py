@@ -199,7 +199,7 @@ def test_hosts_are_asked_over_ssh_and_not_trusted(here, tmp_path, monkeypatch):
 
 
 def test_the_doctor_proposes_a_command_that_other_hosts_find(tmp_path, monkeypatch):
-    """Open MPI looks for a program in the PATH of ssh there, which has no environment's bin; MPICH does not."""
+    """Open MPI looks for a program in the PATH of ssh there, in which no environment is; MPICH does not."""
     for vendor, content in (("MPICH", "localhost:2\n"), ("Open MPI", "localhost slots=2\n")):
         (tmp_path / "hosts").write_text(content)
         monkeypatch.setattr(hosts, "mpirun", lambda vendor=vendor: {"path": "/bin/mpirun", "vendor": vendor})

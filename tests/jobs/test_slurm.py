@@ -421,7 +421,7 @@ def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
 def test_one_element_of_an_array_is_requeued_alone_and_resumes_in_its_own_directory(cluster, tmp_path):
     """It is the one whose number is that of the whole array, which has another element on the other node."""
     words = ["slurm", "--time", "1h", "--sbatch", "--array=1-2", "--submit", "--", *WORDS]
-    words += ["--steps", "600", "--seed", "$SLURM_ARRAY_TASK_ID", "--out", "array"]
+    words += ["--steps", "160", "--seed", "$SLURM_ARRAY_TASK_ID", "--out", "array"]
     result = distgpt(*words, cwd=tmp_path, env=cluster.environ)
     assert result.returncode == 0, result.stderr
     number = re.search(r"Submitted batch job (\d+)", result.stdout)[1]
@@ -437,7 +437,7 @@ def test_one_element_of_an_array_is_requeued_alone_and_resumes_in_its_own_direct
     assert stopped.ended() == other.ended() == "COMPLETED", (stopped.said(), other.said())
     assert "attempt 0 left with 75" in stopped.said() and "attempt 1 left with 0" in stopped.said()
     assert "attempt 0 left with 0" in other.said() and "attempt 1" not in other.said()
-    assert max(metrics(stopped.run)) == max(metrics(other.run)) == 600
+    assert max(metrics(stopped.run)) == max(metrics(other.run)) == 160
     assert weights(stopped.run) != weights(other.run)  # of another seed
 
 

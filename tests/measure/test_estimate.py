@@ -224,11 +224,6 @@ def test_what_makes_no_sense_is_refused():
         refused(inside("estimate", *args), 2, "--measure", "NVIDIA")
 
 
-def test_several_processes_are_refused_with_the_option_for_ranks():
-    words = ["estimate", *SMALL, "--stage", "mpi", "--no-measure"]
-    refused(inside(*words, env={"OMPI_COMM_WORLD_SIZE": "2"}), 2, "leave out mpirun", "--ranks")
-
-
 def test_the_vocabulary_is_the_tokenizers_and_a_text_is_read_only_for_its_words(tmp_path):
     unreadable = tmp_path / "text"
     unreadable.write_bytes(b"\xff")

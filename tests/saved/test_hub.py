@@ -133,7 +133,9 @@ def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_pat
     there = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=away)
     assert there.returncode == 0, there.stderr
     gpt2 = distgpt(*words, "gpt2", cwd=tmp_path, env=away)
-    refused(gpt2, 65, "the tokenizer of openai-community/gpt2 cannot be fetched", "give --tokenizer a directory")
+    refused(
+        gpt2, 65, "the tokenizer of openai-community/gpt2 cannot be fetched", "give --tokenizer a directory"
+    )
     assert gpt2.stdout == ""
 
 
