@@ -234,3 +234,9 @@ def test_ranks_with_more_threads_than_cores_are_noted_once(tmp_path):
     (line,) = noted(distgpt(*words, ranks=2))
     if len(usable_cores()) > 1:
         assert line.startswith(f"--threads {many}, but") and "each" in line
+
+
+def test_weights_that_memory_is_too_small_for_are_refused_before_they_are_read(trained):
+    words = ["infer", "--weights", trained, "--max-new-tokens", "1", "--dtype", "float32"]
+    result = inside(*words, env={"SLURM_MEM_PER_NODE": "1"})
+    refused(result, 2, "needs", "limited to 1 MiB by SLURM_MEM_PER_NODE=1", "--dtype")
