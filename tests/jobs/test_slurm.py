@@ -166,12 +166,16 @@ def test_what_would_fail_in_the_job_is_refused_before(tmp_path):
 def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("some text")
+    shards = tmp_path / "shards"
+    made = inside("data", "prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", shards)
+    assert made.returncode == 0, made.stderr
     saved = tmp_path / "saved"
     words = ["train", *SMALL, "--data", tmp_path / "text.txt", "--steps", "1", "--out", saved]
     assert inside(*words).returncode == 0
     wrong = (
         (65, ["--data", "empty"], "holds no file"),
         (65, ["--val", "gone.jsonl"], "gone.jsonl"),
+        (65, ["--preset", "gpt2", "--data", shards], "holds tokens of"),
         (2, ["--tokenizer", "nowhere.json"], "nowhere.json"),
         (65, ["--hellaswag", "nowhere.jsonl"], "nowhere.jsonl"),
         (74, ["--init", "nowhere.safetensors"], "nowhere.safetensors"),
@@ -181,7 +185,8 @@ def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
         result = inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path)
         refused(result, code, said)
         assert result.stdout == "", words
-    for words in (["--data", "text.txt", "--tokenizer", "char"], ["--out", saved]):
+    fine = ["--data", "text.txt", "--tokenizer", "char"], ["--data", shards], ["--out", saved]
+    for words in fine:
         assert inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path).returncode == 0
 
 
