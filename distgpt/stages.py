@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distgpt.comm.agree import gather_bytes, on_every_rank, refuse_anywhere
+from distgpt.comm.agree import gather_bytes, named_ranks, on_every_rank, refuse_anywhere
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import available_memory, boot_id, usable_cores
+from distgpt.comm.cores import boot_id, usable_cores
 from distgpt.comm.joining import connect, join
 from distgpt.comm.launched import launched_as
+from distgpt.comm.limits import granted_cores, granted_memory
 from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError
@@ -119,11 +120,12 @@ class Stage:
             return f"--float8 needs compute capability {dotted(OLDEST_FLOAT8)}, {has}: leave it out"
         return ""
 
-    def free_memory(self) -> tuple[int, str]:
-        """Bytes that this rank may use, and whose they are."""
+    def free_memory(self, ranks: int = 0) -> tuple[int, str]:
+        """Bytes that this rank may use, and whose they are; on a CPU as if this many `ranks` shared it."""
         if self.device is not None:
             return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"
-        return available_memory() // self.comm.local_size, "this machine"
+        granted = granted_memory(ranks or self.comm.local_size)
+        return granted.free, granted.where
 
 
 def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
@@ -141,7 +143,7 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
     join(comm)
     if name not in ON_GPU:
         stage = Stage(name, comm, threads or threads_of(comm))
-        _note_launch(stage)
+        _note_launch(stage, threads_given=threads is not None)
         return stage
     from distgpt.gpu.probe import require_gpu
 
@@ -163,24 +165,48 @@ def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, S
 
 
 def threads_of(comm: Comm) -> int:
-    """Return the number of cores that this rank has."""
-    return max(1, int(comm.cores + 1e-6))
+    """Return the number of cores that this rank has, as many threads as pay."""
+    return granted_cores(comm.cores, comm.local_size).whole
 
 
-def _note_launch(stage: Stage) -> None:
+def _note_launch(stage: Stage, threads_given: bool) -> None:
     """Note on rank 0 what is slower than it looks. Collective."""
     comm, note = stage.comm, stage.notes.add if stage.comm.rank == 0 else lambda text: None
     if stage.name in WITH_MPI and comm.size == 1:
         note(f"--stage {stage.name} runs as one process: mpirun -n 2 distgpt … starts two")
-    if comm.cores < 1 - 1e-6:
-        cores = count(len(usable_cores()), "core")
-        note(f"{comm.local_size} ranks share {cores}: fewer ranks are as fast, or faster")
+    _note_cores(stage, threads_given)
     machines = gather_bytes(comm, identity().encode())
     if (here := machines.count(machines[comm.rank])) > comm.local_size:
         note(
             f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that they"
             f" take each other's cores and memory; give a host one name in the hostfile"
         )
+
+
+def _note_cores(stage: Stage, threads_given: bool) -> None:
+    """Note on rank 0 which ranks have more threads than cores, and limits that leave fewer. Collective."""
+    comm = stage.comm
+    texts = [text.decode() for text in gather_bytes(comm, _about_cores(stage, threads_given).encode())]
+    for text in filter(None, dict.fromkeys(texts if comm.rank == 0 else ())):
+        ranks = [rank for rank, other in enumerate(texts) if other == text]
+        stage.notes.add(f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text)
+
+
+def _about_cores(stage: Stage, threads_given: bool) -> str:
+    """Return what this rank should know of its threads and cores; "" if they suit each other."""
+    comm, granted = stage.comm, granted_cores(stage.comm.cores, stage.comm.local_size)
+    cores, limit, several = len(usable_cores()), granted.limit, comm.local_size > 1
+    each, by = " each" * several, f" ({limit})" * bool(limit)
+    if threads_given and stage.threads > granted.whole:
+        own = f"{granted.number:.3g} of " * (granted.number < cores) + count(cores, "core")
+        return f"--threads {stage.threads}, but {own}{each}{by}: threads without a core only make others wait"
+    if several and granted.number < 1 - 1e-6:
+        shared = f"{granted.number * comm.local_size:.3g} of " * bool(limit) + count(cores, "core")
+        return f"{comm.local_size} ranks share {shared}{by}: fewer ranks are as fast, or faster"
+    if limit and not threads_given:
+        threads, of = count(stage.threads, "thread"), count(cores, "core")
+        return f"{limit} grants {granted.number:.3g} of {of}{each}: {threads}{each}"
+    return ""
 
 
 def identity() -> str:

@@ -82,7 +82,7 @@ def prepare(
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
     if no_shuffle and seed is not None:
         raise click.UsageError("--seed and --no-shuffle exclude each other")
-    from distgpt.comm.cores import usable_cores
+    from distgpt.comm.limits import granted_cores
     from distgpt.data.named import resolve_data
     from distgpt.data.prepare.documents import piped
     from distgpt.data.prepare.preparing import Request
@@ -95,7 +95,7 @@ def prepare(
             val_shards=val_shards,
             seed=None if no_shuffle else seed or 0,
             max_document=max_document,
-            workers=workers or len(usable_cores()),
+            workers=workers or granted_cores().whole,
             **settings,
         )
         prepare_and_report(request, progress)

@@ -72,6 +72,7 @@ def estimate(
     say = partial(print_lines, err=True)
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
     chosen = set_by_user(flags)
+    here = None  # the stage, where it is open
     if WITHIN in chosen and not preset:
         others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
         refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
@@ -83,7 +84,7 @@ def estimate(
     n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)
     with closing(ItemProgress("steps", with_tokens=False)) as progress:
-        facts = estimated(question, say, progress)
+        facts = estimated(question, say, progress, here)
     if as_json:
         print(json.dumps({"name": name, **facts}, indent=1))
     else:

@@ -54,13 +54,15 @@ AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
 
 
 def refuse_missing(texts: Iterable[str], tokenizer: str) -> None:
-    """Refuse files for training that are missing, and shards or a tokenizer that cannot be read.
+    """Refuse files for training that are missing, shards of another tokenizer, and what cannot be read.
 
     Texts are not read, and tokenizers of a hub not downloaded.
     """
     for path in map(resolve_data, texts):
         if is_shards(path):
-            shards_tokenizer(path, read_manifest(path))
+            made_with = shards_tokenizer(path, read_manifest(path))
+            if not tokenizer.startswith(PREFIX):
+                _refuse_other_tokenizer(made_with, DataRequest(str(path), tokenizer), path)
         elif not is_plain(path):
             find_inputs((path,))
     needs_no_file = tokenizer in (AUTO, *KINDS, "gpt2") or learned_size(tokenizer)

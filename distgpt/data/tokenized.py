@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.data.prepare.documents import find_inputs
 from distgpt.data.prepare.preparing import FROM_INPUTS, Request, prepare
 from distgpt.data.prepare.progress import BeingPrepared, list_inputs, refuse_unfinished
@@ -33,7 +33,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     texts = [str(path.resolve()), *list_inputs(find_inputs((path,)))]
 
     def request(tokenizer: str | Tokenizer) -> Request:
-        made = Request((path,), tokenizer, Path(), val_fraction=val_fraction, workers=len(usable_cores()))
+        made = Request((path,), tokenizer, Path(), val_fraction=val_fraction, workers=granted_cores().whole)
         content = json.dumps([texts, made.settings(made.known_tokenizer())])
         key = hashlib.sha256(content.encode()).hexdigest()[:12]
         return replace(made, out=kept / f"{path.resolve().name[:40]}-{key}")

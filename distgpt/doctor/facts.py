@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import available_memory, cgroup, usable_cores
+from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores, granted_memory
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import DistgptError, UsageError, escape, first_line
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
@@ -52,7 +53,7 @@ def of_rank(comm: Comm) -> Facts:
         "cores": len(usable_cores()),
         "core_share": comm.cores,
         "cores_of_host": os.cpu_count() or 1,
-        "core_quota": core_quota(cgroup("cpu.max")),
+        "granted_cores": asdict(granted_cores(comm.cores, comm.local_size)),
         "memory": memory(),
         "system": system(),
         "versions": versions(),
@@ -89,19 +90,14 @@ def system() -> str:
 
 
 def memory() -> Facts:
-    """Bytes of memory that this process can have, and how many of them are free now."""
+    """Bytes of memory that this process can have, how many of them are free now, and by which limit."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
-        return {"total": None, "available": None}
-    total = min([total, *(int(limit) for limit in cgroup("memory.max") if limit.isdigit())])
-    return {"total": total, "available": min(available_memory(), total)}
-
-
-def core_quota(limits: list[str]) -> float | None:
-    """Return the cores' worth of time that the container allows; it may be less than the usable cores."""
-    pairs = (limit.split() for limit in limits)
-    return min((int(time) / int(period) for time, period in pairs if time.isdigit()), default=None)
+        return {"total": None, "available": None, "limit": ""}
+    granted = granted_memory()
+    total = granted.total or total
+    return {"total": total, "available": min(granted.free, total), "limit": granted.limit}
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import available_memory
+from distgpt.comm.limits import granted_memory
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.files import bundled
@@ -57,7 +57,7 @@ def lanes_that_fit(
         memory = (
             CACHE_BYTES
             if model.kernels.capabilities.is_async
-            else min(CACHE_BYTES, available_memory() // ranks // 2)
+            else min(CACHE_BYTES, granted_memory(ranks).free // 2)
         )
     return max(1, min(wanted, memory // lane_bytes(model, lookup)))
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.data.loading import vocabulary_size
 from distgpt.data.named import BUNDLED_TEXTS, resolve_data
@@ -59,11 +59,16 @@ class Site:
     assessed: bool  # whether the run will evaluate itself
 
 
-def estimate(question: Question, say: Say, progress: Progress | None = None) -> Facts:
-    """Return all facts, ready for JSON. `say` gets a line before what takes time, `progress` its steps."""
+def estimate(
+    question: Question, say: Say, progress: Progress | None = None, ready: Stage | None = None
+) -> Facts:
+    """Return all facts, ready for JSON. `say` gets a line before what takes time, `progress` its steps.
+
+    `ready`: the stage of this one rank, where it is open: among several ranks it cannot be opened again.
+    """
     _refuse_nonsense(question)
     shards = manifest_of(question.run.train.data)
-    site = _site(question, shards)
+    site = _site(question, shards, ready)
     run, ranks = with_vocabulary(question.run, shards), question.ranks
     settled, trouble = _settled(run, site, ranks)
     model, train = Architecture(run.model), replace(run, train=settled)
@@ -132,20 +137,20 @@ def with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     return replace(run, model=replace(run.model, vocab_size=size))
 
 
-def _site(question: Question, shards: Manifest | None) -> Site:
+def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> Site:
     """Return one rank's site. The ranks of a CPU stage are assumed to fill machines like this one."""
     t, name = question.run.train, question.stage
     assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
-        cores = len(usable_cores())
-        fair = max(1, cores // question.ranks)
-        stage = open_stage("serial", fair if question.threads is None else question.threads, question.gpu)
+        cores = granted_cores(environ={}).whole  # a job may give each of the ranks as much as this process
+        threads = max(1, cores // question.ranks) if question.threads is None else question.threads
+        stage = ready or open_stage("serial", threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
-        free = stage.free_memory()[0] // neighbours
-        return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", free, "this machine", assessed)
+        free, where = stage.free_memory(0 if ready else neighbours)
+        return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", free, where, assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
-        stage = open_stage("cuda", question.threads, question.gpu)
+        stage = ready or open_stage("cuda", question.threads, question.gpu)
     except UsageError as error:
         if question.threads is not None:
             raise

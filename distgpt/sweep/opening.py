@@ -9,7 +9,7 @@ from pathlib import Path
 from distgpt.comm.agree import on_every_rank, on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
-from distgpt.config import GpuConfig, RunConfig
+from distgpt.config import RunConfig
 from distgpt.data.loading import DataRequest, load_corpus, refuse_missing
 from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import is_plain
@@ -20,6 +20,7 @@ from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocab
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
+from distgpt.stages import Stage
 from distgpt.sweep.grid import Grid, Run, read_grid
 from distgpt.sweep.ledger import Ledger, begin, read_back
 from distgpt.sweep.work import configured
@@ -42,11 +43,11 @@ def begin_sweep(comm: Comm, path: Path, out: Path, say: Say) -> Ledger:
     return Ledger(out, on_every_rank(comm, lambda: read_back(out)))
 
 
-def preview(path: Path, stage: str, threads: int | None, gpu: GpuConfig, ranks: int, say: Say) -> str:
+def preview(path: Path, ready: Stage, ranks: int, say: Say) -> str:
     """Return the runs of a grid file, its rungs, and about how long they take; write nothing."""
     grid = read_grid(path)
     runs = checked_runs(grid)
-    time = expected(grid, runs, stage, threads, gpu, ranks, say)
+    time = expected(grid, runs, ready, ranks, say)
     return "\n".join([listed(runs), *rungs_of(grid, runs), time])
 
 
@@ -109,19 +110,11 @@ def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
     return lines
 
 
-def expected(
-    grid: Grid,
-    runs: dict[str, RunConfig],
-    stage: str,
-    threads: int | None,
-    gpu: GpuConfig,
-    ranks: int,
-    say: Say,
-) -> str:
+def expected(grid: Grid, runs: dict[str, RunConfig], ready: Stage, ranks: int, say: Say) -> str:
     """Return about how long the sweep takes: the first run's steps are measured, the others' counted."""
     first = next(iter(runs.values()))
     try:
-        facts = estimate(Question(first, stage, threads=threads, gpu=gpu), say)["time"]
+        facts = estimate(Question(first, ready.name, gpu=ready.gpu), say, ready=ready)["time"]
     except DistgptError as error:
         return f"time: unknown ({error})"
     if facts["rate_per_rank"] is None:

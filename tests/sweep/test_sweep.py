@@ -199,6 +199,13 @@ def test_a_preview_writes_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@needs_mpi
+def test_a_preview_knows_the_time_of_several_ranks_too(tmp_path):
+    found = sweep(written(tmp_path, SMALL + "[sweep]\nlr = [1e-3, 1e-2]"), "--dry-run", run=distgpt, ranks=2)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("2 runs") == 1 and "of training on 2 ranks" in found.stdout, found.stdout
+
+
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
 )

@@ -50,7 +50,7 @@ def test_ranks_that_share_a_core_and_names_of_one_host_are_noted_on_rank_0(monke
     def said(comm, name="mpi"):
         lines = []
         stage = Stage(name, comm, 1)
-        stages._note_launch(stage)
+        stages._note_launch(stage, threads_given=True)
         stage.notes.report_to(lines.append)
         return lines
 

@@ -11,6 +11,7 @@ import pytest
 from conftest import SMALL, inside, losses, metrics, refused
 from disks import small_disk
 
+from distgpt.comm.limits import Memory
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.config.presets import preset
 from distgpt.errors import StorageError
@@ -312,7 +313,7 @@ def test_a_line_is_whole_or_not_there(tmp_path, monkeypatch):
 
 def test_a_copy_is_made_where_memory_allows(tmp_path, monkeypatch):
     assert "no memory for a copy" not in run(*WORDS, "--out", tmp_path / "much").stdout
-    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 10)
+    monkeypatch.setattr(memory, "granted_memory", lambda ranks: Memory(1 << 10))
     assert "no memory for a copy" in run(*WORDS, "--out", tmp_path / "little").stdout
     refused(
         run(*WORDS, "--save", "async", "--out", tmp_path / "none"), 2, "--save async needs a copy", "use sync"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.checked import parse_json
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.config import ROUNDED_DTYPES, ModelConfig
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
@@ -60,7 +60,7 @@ def job_of(options: InferOptions) -> Row:
             f"{options.prompt} + {options.new} tokens do not fit the context of {config.seq_len}: "
             "choose --prompt and --new"
         )
-    threads = options.threads or len(usable_cores())
+    threads = options.threads or granted_cores().whole
     return {"threads": threads, "prompt": options.prompt, "new": options.new, "repeats": REPEATS}
 
 
