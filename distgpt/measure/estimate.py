@@ -135,7 +135,8 @@ def _site(question: Question, shards: Manifest | None) -> Site:
         stage = open_stage("serial", fair if question.threads is None else question.threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free = stage.free_memory()[0] // neighbours
-        return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", free, "this machine", assessed)
+        kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
+        return Site(kernels, stage, "", free, "this machine", assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
         stage = open_stage("cuda", question.threads, question.gpu)

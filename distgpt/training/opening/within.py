@@ -18,7 +18,7 @@ from distgpt.config.presets import merged
 from distgpt.data.batches import ArrayTokens
 from distgpt.errors import Say
 from distgpt.formatting import clock, parse_duration
-from distgpt.stages import Notes, Stage
+from distgpt.stages import Notes, Stage, report_compiling
 from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, text_of
 from distgpt.training.opening.open import make_steps
 from distgpt.training.opening.plan import begins_anew, configure
@@ -79,6 +79,7 @@ def measured_choice(
         depth, tokens, bits, is_early = on_root(comm, decide)
         return Choice(depth, tokens, bits), is_early
 
+    report_compiling(comm, say)
     if comm.rank == 0:
         say("--within: measuring this machine")
     probes = [only] if only else list(PROBES)
