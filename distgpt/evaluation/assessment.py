@@ -163,7 +163,7 @@ def evaluate(
     read.
     """
     comm = stage.comm
-    report_compiling(comm, progress and progress.noted)
+    report_compiling(comm, progress.noted if progress else None)
     model, description, _, chosen = open_model(stage, weights, adapter, dtype, context, matmul, "evaluation")
     tokenizer = description.tokenizer
     if tokenizer is None:

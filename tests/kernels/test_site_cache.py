@@ -1,4 +1,4 @@
-"""The compiled loops of a site: read by all users, written by the owner of the package, trusted by hash too."""
+"""The compiled loops of a site: read by all users, written by the owner of the package, and hashed."""
 
 import os
 import stat

@@ -97,8 +97,8 @@ def read(name: str) -> bytes | None:
     used.add(name)
     if (found := site().files.get(name)) is not None:
         return found
-    own = folder()
-    return own and read_checked(own / name)
+    own = folder()  # made only now: a user of a site's cache need not have one
+    return read_checked(own / name) if own else None
 
 
 def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
