@@ -21,13 +21,17 @@ from distgpt.stages import open_stage
 from distgpt.training.exchange.choose import rehearse_exchange
 
 PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
-DTYPES = ("float32", "bfloat16")
+# The ways to multiply, and to store or recompute. On larger layers `auto` may choose another than here.
+WAYS: dict[str, tuple[dict[str, str], ...]] = {
+    "float32": ({"matmul": "own"}, {"matmul": "blas", "recompute": "block"}),
+    "bfloat16": ({}, {"recompute": "block"}),
+}
 LONG = 1 << 20  # characters, from which on a tokenizer is compiled
 SMALL: dict[str, Any] = {
     "n_layer": 2,
     "n_head": 2,
     "n_kv_head": 1,
-    "n_embd": 32,
+    "n_embd": 128,  # wider than a tile
     "head_dim": 0,
     "mlp_width": 0,
     "vocab_size": 0,
@@ -47,17 +51,21 @@ def parts(folder: Path) -> Iterator[Part]:
     content = read_text(resolve_data("corpus"))
     text.write_text(content * (LONG // len(content) + 1))
     chats.write_text(json.dumps({"prompt": "Is it?", "completion": "It is."}) + "\n")
-    for dtype in DTYPES:
+    for dtype in WAYS:
         for preset in PRESETS:
-            out = folder / f"{preset}-{dtype}"
-            how = {**SMALL, "data": "corpus", "val_fraction": 0.01, "dtype": dtype}
-            yield f"training {preset} in {dtype}", partial(api.train, preset, out=out, **how)
+            yield f"training {preset} in {dtype}", partial(_train, folder, preset, dtype)
         yield from _tuning(folder, folder / f"tiny-{dtype}", chats, dtype)
         yield f"exchange in {dtype}", partial(rehearse_exchange, CpuKernels("float32", 1), dtype)
     how = {**SMALL, "data": str(text), "tokenizer": "bpe:300"}
     yield "tokenizing", partial(api.train, "tiny", out=folder / "bpe", **how)
-    for dtype in (*DTYPES, *ROUNDED_DTYPES):
+    for dtype in (*WAYS, *ROUNDED_DTYPES):
         yield f"generating text in {dtype}", partial(_generate, folder, dtype)
+
+
+def _train(folder: Path, preset: str, dtype: str) -> None:
+    for number, way in enumerate(WAYS[dtype]):
+        out = folder / f"{preset}-{dtype}{f'-{number}' if number else ''}"
+        api.train(preset, out=out, data="corpus", val_fraction=0.01, dtype=dtype, **SMALL, **way)
 
 
 def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Part]:

@@ -238,7 +238,7 @@ def test_nothing_is_compiled_for_a_user_of_an_installation_that_was(tmp_path):
             *(
                 ("train", "--preset", name, "--dtype", dtype, *small, "--out", f"{out}-{name}-{dtype}")
                 for name in ("tiny", "fast", "tiny-adamw", "microgpt")
-                for dtype in precompile.DTYPES
+                for dtype in precompile.WAYS
             ),
             *(("infer", "--prompt", "a", "--max-new-tokens", "3", "--dtype", dtype) for dtype in DTYPES),
             *(("eval", "--weights", f"{out}-tiny-float32", "--val", "corpus", "--dtype", d) for d in DTYPES),
