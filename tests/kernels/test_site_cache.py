@@ -1,5 +1,6 @@
 """The compiled loops of a site: read by all users, written by the owner of the package, and hashed."""
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -13,11 +14,11 @@ from conftest import inside, refused
 from numba import njit
 
 from distgpt.config.presets import PRESETS, preset
+from distgpt.kernels.first_use import COMPILING
 from distgpt.kernels.fused import disk_cache, site_cache
 from distgpt.measure import precompile
 
 SOMEBODY = 12345
-DTYPES = ("float32", "bfloat16", "int8", "int4")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
@@ -195,13 +196,43 @@ def test_every_part_of_the_presets_is_compiled():
         assert values(name) <= compiled, (name, values(name) - compiled)
 
 
-# Runs a command as somebody else, with the site's cache in the folder that is named first.
+@contextlib.contextmanager
+def open_to_all():
+    """A folder below which another user may read, and one in it that is his home."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        home = Path(folder, "home")
+        home.mkdir()
+        os.chown(home, SOMEBODY, SOMEBODY)
+        yield Path(folder), home
+
+
+@as_root
+def test_another_user_loads_it_and_needs_no_folder_of_his_own(place, monkeypatch):
+    with open_to_all() as (folder, _):
+        monkeypatch.setattr(site_cache, "PLACE", folder / "compiled")
+        disk_cache.site.cache_clear()
+        disk_cache.site().require_writable()
+        assert not is_loaded()
+        disk_cache.share()
+        if (child := os.fork()) == 0:
+            os.setuid(SOMEBODY)
+            monkeypatch.setattr(disk_cache, "folder", lambda: os._exit(2))
+            os._exit(0 if is_loaded() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# Runs a command as somebody else, or compiles a part as root, with the cache in the folder named first.
 AS_SOMEBODY = """
 import os, sys
 from pathlib import Path
 from distgpt.kernels.fused import site_cache
+from distgpt.measure import precompile
 site_cache.PLACE = Path(sys.argv.pop(1))
-if sys.argv[1] != "compile":
+if sys.argv[1] == "compile":
+    precompile.ROUNDED_DTYPES = ("int8",)
+    del precompile.WAYS["bfloat16"]
+else:
     os.setgroups([])
     os.setgid(12345)
     os.setuid(12345)
@@ -210,43 +241,39 @@ main()
 """
 
 
+def is_for_all(path):
+    return all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(path).parents)
+
+
 @as_root
+@pytest.mark.skipif(not is_for_all(os.__file__), reason="this Python is for root alone")
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_nothing_is_compiled_for_a_user_of_an_installation_that_was(tmp_path):
+def test_nothing_is_compiled_for_a_user_of_an_installation_that_was():
     """What users usually do, as a user with an empty home, beside a cache that only root may write."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        root.chmod(0o755)
-        home, place, out = root / "home", root / "compiled", root / "home" / "run"
-        home.mkdir()
-        os.chown(home, SOMEBODY, SOMEBODY)
-        env = {**os.environ, "HOME": str(home), "NUMBA_CACHE_DIR": str(root / "own"), "TMPDIR": str(home)}
+    with open_to_all() as (folder, home):
+        env = {**os.environ, "HOME": str(home), "NUMBA_CACHE_DIR": str(folder / "own"), "TMPDIR": str(home)}
 
         def run(*words):
-            program = [sys.executable, "-c", AS_SOMEBODY, place, *words]
+            program = [sys.executable, "-c", AS_SOMEBODY, folder / "compiled", *words]
             return subprocess.run(program, env=env, cwd=home, capture_output=True, text=True)
 
         made = run("compile")
         assert made.returncode == 0, made.stderr
-        (path,) = place.iterdir()
+        (path,) = (folder / "compiled").iterdir()
         assert str(path) in made.stdout and path.stat().st_uid == 0
-        shards = home / "chats.jsonl"
-        shards.write_text('{"prompt": "Is it?", "completion": "It is."}\n' * 4)
+        chats = home / "chats.jsonl"
+        chats.write_text('{"prompt": "Is it?", "completion": "It is."}\n' * 4)
         small = ("--steps", "2", "--sample-every", "1", "--eval-every", "1", "--val-fraction", "0.1")
         for words in (
-            *(
-                ("train", "--preset", name, "--dtype", dtype, *small, "--out", f"{out}-{name}-{dtype}")
-                for name in ("tiny", "fast", "tiny-adamw", "microgpt")
-                for dtype in precompile.WAYS
-            ),
-            *(("infer", "--prompt", "a", "--max-new-tokens", "3", "--dtype", dtype) for dtype in DTYPES),
-            *(("eval", "--weights", f"{out}-tiny-float32", "--val", "corpus", "--dtype", d) for d in DTYPES),
-            ("weights", "quantize", f"{out}-tiny-float32", "--dtype", "int4", "--out", "int4.safetensors"),
-            ("tune", "--weights", f"{out}-tiny-float32", "--data", shards, "--steps", "2", "--out", "tuned"),
-            ("doctor",),
+            *(("train", "--preset", name, *small, "--out", name) for name in ("tiny", "microgpt")),
+            ("train", "--preset", "gpt-mini", "--n-layer", "1", "--batch-size", "2", "--steps", "1"),
+            *(("infer", "--prompt", "a", "--max-new-tokens", "3", "--dtype", d) for d in ("float32", "int8")),
+            ("eval", "--weights", "tiny", "--val", "corpus"),
+            ("weights", "quantize", "tiny", "--dtype", "int8", "--out", "int8.safetensors"),
+            ("tune", "--weights", "tiny", "--data", chats, "--steps", "2", "--out", "tuned"),
         ):
             result = run(*words)
             assert result.returncode == 0, (words, result.stderr)
-            assert "compiling" not in result.stdout + result.stderr, (words, result.stdout, result.stderr)
+            assert COMPILING not in result.stdout + result.stderr, (words, result.stdout, result.stderr)
         assert not (home / ".cache").exists() and not list(home.glob("distgpt-*"))
