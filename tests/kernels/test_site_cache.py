@@ -140,6 +140,13 @@ def test_after_an_update_only_that_kind_is_written_anew(shared, place, monkeypat
     disk_cache._digest_of_file.cache_clear()
 
 
+def test_what_is_shared_later_is_added(shared):
+    disk_cache.used.clear()
+    ((_, act),) = compiles_one(None)
+    act()
+    assert disk_cache.share() == shared and len(disk_cache.site().files) == 2 and is_loaded()
+
+
 def test_a_loop_that_cannot_be_kept_is_not_shared(place, monkeypatch):
     monkeypatch.setattr(disk_cache, "folder", lambda: None)
     disk_cache.site().require_writable()
@@ -227,8 +234,8 @@ AS_SOMEBODY = """
 import os, sys
 from pathlib import Path
 from distgpt.kernels.fused import site_cache
+site_cache.PLACE = Path(sys.argv.pop(1))  # before anything is loaded from it
 from distgpt.measure import precompile
-site_cache.PLACE = Path(sys.argv.pop(1))
 if sys.argv[1] == "compile":
     precompile.ROUNDED_DTYPES = ("int8",)
     del precompile.WAYS["bfloat16"]

@@ -111,10 +111,11 @@ def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def share() -> Path:
-    """Move all that this process has used to the site's cache. Return the file that holds it now."""
+    """Move all that this process has used to the site's cache, too. Return the file that holds it now."""
     files = {name: content for name in sorted(used) if (content := read(name)) is not None}
     if files.keys() != used:
         raise StorageError(f"compiled loops cannot be kept in {folder()}: is the disk full?")
+    files = {**site().files, **files}
     path = site().write(files)
     if site().files.keys() != files.keys():
         raise StorageError(f"{path} was not read back whole, or others may write to its folder")
