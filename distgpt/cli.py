@@ -26,7 +26,7 @@ from distgpt.version import __version__
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
     *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate", "slurm"),
-    *("runs", "plot", "sweep", "compare-stages", "profile", "bench", "doctor", "help"),
+    *("runs", "plot", "sweep", "compare-stages", "profile", "bench", "doctor", "compile", "help"),
 )
 # Those that a launcher may start as several processes.
 TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor")

@@ -10,7 +10,7 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -192,15 +192,36 @@ def made_once(path: Path | None, make: Callable[[], bytes]) -> bytes:
 
     Machine code is kept so: damaged, it would be run. Without a path nothing is kept.
     """
-    with suppress(DataError, StorageError):
-        if path and sha256((content := read_small(path))[32:]).digest() == content[:32]:
-            return content[32:]
+    if path and (kept := read_checked(path)) is not None:
+        return kept
     made = make()
     with suppress(StorageError):
         if path:
-            with atomic_file(path) as file:
-                file.write(sha256(made).digest() + made)
+            write_checked(path, made)
     return made
+
+
+def read_checked(path: Path) -> bytes | None:
+    """Return what `write_checked` wrote; None if it is missing or damaged."""
+    with suppress(DataError, StorageError):
+        if sha256((content := read_small(path))[32:]).digest() == content[:32]:
+            return content[32:]
+    return None
+
+
+def write_checked(path: Path, content: bytes) -> None:
+    with atomic_file(path) as file:
+        file.write(sha256(content).digest() + content)
+
+
+def read_trusted(path: Path, owners: Collection[int]) -> bytes | None:
+    """Return a file's content if it and its folder are of these users, and nobody else may write there."""
+    with suppress(OSError, DataError), open_regular(path) as file:
+        for found in (path.parent.stat(), os.fstat(file.fileno())):
+            if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return None
+        return file.read()
+    return None
 
 
 def _is_private(folder: Path) -> bool:

@@ -24,8 +24,9 @@ from distgpt.comm.launched import launched_as
 from distgpt.comm.limits import granted_cores, granted_memory
 from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
-from distgpt.errors import UsageError
+from distgpt.errors import Say, UsageError
 from distgpt.formatting import count
+from distgpt.kernels import first_use
 from distgpt.kernels.api import Kernels
 
 MOST_THREADS = 1024
@@ -74,8 +75,11 @@ class Stage:
     notes: Notes = field(default_factory=Notes)
     begun: float = field(default_factory=time.monotonic)
 
-    def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
-        """Refuses a dtype that some rank can't compute in. `matmul` is for CPU stages. Collective."""
+    def kernels(self, dtype: str, matmul: str = "auto", use: str = "") -> Kernels:
+        """Refuses a dtype that some rank can't compute in. `matmul` is for CPU stages. Collective.
+
+        `use` names what they are for, should they have to be compiled.
+        """
         refuse_anywhere(self.comm, self._trouble_with(dtype))
         if self.device is not None:
             from distgpt.gpu.accelerator import kernels_on
@@ -84,9 +88,9 @@ class Stage:
         from distgpt.kernels.cpu import CpuKernels
         from distgpt.kernels.fused import disk_cache
 
-        if disk_cache.folder() is None:
+        first_use.begin(f"{use} in {dtype}" if use else dtype)
+        if not disk_cache.site().files and disk_cache.folder() is None:
             self.notes.add(NOT_KEPT)
-        disk_cache.announce(self.notes.add)
         if dtype in ROUNDED_DTYPES:
             from distgpt.kernels.cpu_int8 import Int8Kernels
 
@@ -141,6 +145,7 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
     comm = _communicator(name)
     connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
     join(comm)
+    report_compiling(comm)
     if name not in ON_GPU:
         stage = Stage(name, comm, threads or threads_of(comm))
         _note_launch(stage, threads_given=threads is not None)
@@ -149,6 +154,11 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
 
     on_every_rank(comm, lambda: require_gpu(name))
     return _bound(name, comm, gpu or GpuConfig())
+
+
+def report_compiling(comm: Comm, say: Say | None = None) -> None:
+    """Let rank 0 alone report what is compiled, to `say` or to standard error."""
+    first_use.announce(say if comm.rank == 0 else lambda text: None)
 
 
 def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:

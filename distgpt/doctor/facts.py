@@ -123,10 +123,12 @@ def compute() -> Facts:
     except (ImportError, OSError, DistgptError) as error:
         reason = f"NumPy or Numba does not work ({first_line(error)})"
         broken = Missing(reason, "pip install --force-reinstall numpy numba")
-        return {"blas": "", "core": "", "loops": None, "missing": _plain([broken])}
-    loops = str(disk_cache.folder()) if disk_cache.folder() else None
+        return {"blas": "", "core": "", "loops": None, "unused": [], "missing": _plain([broken])}
+    site = disk_cache.site()
+    loops = site.path if site.files else disk_cache.folder()
     name = f"{blas['name']} {blas['version']}"
-    return {"blas": name, "core": blas_core_name(), "loops": loops, "missing": []}
+    kept = {"loops": loops and str(loops), "unused": [str(path) for path in site.unused()]}
+    return {"blas": name, "core": blas_core_name(), **kept, "missing": []}
 
 
 def features() -> Facts:
@@ -159,7 +161,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
     def ready() -> Callable[[], float]:
         from distgpt.doctor import speed
 
-        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype)
+        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype, use="matmul")
         found["how"], found["classes"] = speed.how(kernels), getattr(kernels.matmuls, "speeds", {})
         if not computes["loops"]:
             raise UsageError("compiled loops cannot be kept")

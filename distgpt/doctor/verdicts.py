@@ -69,6 +69,7 @@ def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
         *(warning for host in hosts(ranks) for warning in _cores(launched, host)),
         *_shared_gpus(ranks),
         *_not_kept(ranks),
+        *_unused_loops(ranks),
         *_settings(ranks),
     ]
 
@@ -126,6 +127,14 @@ def _not_kept(ranks: list[Facts]) -> Iterable[str]:
         for rank in ranks
     ]
     yield from map(sentence, _over_ranks(ranks, without))
+
+
+def _unused_loops(ranks: list[Facts]) -> Iterable[str]:
+    for path in dict.fromkeys(path for rank in ranks for path in rank["compute"]["unused"]):
+        yield (
+            f"{path} is not used: it is of another version, damaged, or not its owner alone may write to it; "
+            "whoever owns this installation makes it anew by distgpt compile"
+        )
 
 
 def _settings(ranks: list[Facts]) -> Iterable[str]:

@@ -30,7 +30,7 @@ from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import IGNORED
 from distgpt.model.model import Model
 from distgpt.saved.adapter import open_model
-from distgpt.stages import Stage
+from distgpt.stages import Stage, report_compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,8 @@ def evaluate(
     read.
     """
     comm = stage.comm
-    model, description, _, chosen = open_model(stage, weights, adapter, dtype, context, matmul)
+    report_compiling(comm, progress.noted if progress else None)
+    model, description, _, chosen = open_model(stage, weights, adapter, dtype, context, matmul, "evaluation")
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))

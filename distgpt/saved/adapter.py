@@ -102,14 +102,15 @@ def open_model(
     dtype: str,
     context: int | None = None,
     matmul: str = "auto",
+    use: str = "generating text",
 ) -> tuple[Model, Description, Path, str]:
-    """Load a model with an adapter merged into it. Collective.
+    """Load a model with an adapter merged into it. `use` says what for. Collective.
 
     Return also the weights file of the whole model, and the type that it computes in.
     """
     whole, merge = with_adapter(weights, adapter, stage.comm)
     chosen = dtype_of(whole, dtype, stage.comm, stage.device is not None)
-    model, about = load_model(whole, stage.kernels(chosen, matmul), stage.comm, context, merge)
+    model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
     return model, about, whole, chosen
 
 

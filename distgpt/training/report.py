@@ -14,6 +14,7 @@ from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.request import Request
 from distgpt.inference.sample import default_prompt
 from distgpt.interrupts import PendingSignals
+from distgpt.kernels.first_use import compiling_for
 from distgpt.model.model import Model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.checkpoints import Checkpoints
@@ -110,6 +111,7 @@ def word_of_text(batches: Batches, tokenizer: Tokenizer) -> str:
     return found[0] if found else ""
 
 
+@compiling_for("the sample")
 def sample(
     model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
 ) -> str:

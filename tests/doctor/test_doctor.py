@@ -201,6 +201,14 @@ def test_loops_that_no_rank_can_keep_are_reported_without_a_list_of_ranks(ranks)
         assert sum("loops" in warning for warning in found) == 1
 
 
+def test_a_cache_of_the_site_that_is_not_used_is_reported_once(ranks):
+    old = {"compute": {**ranks[0]["compute"], "unused": ["/opt/old.loops"]}}
+    found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, range(8), **old))
+    (warning,) = [warning for warning in found if "/opt/old.loops" in warning]
+    assert "distgpt compile" in warning
+    assert not [w for w in verdicts.warnings(LAUNCHED, MPI, ranks) if "distgpt compile" in w]
+
+
 def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
     lost = [{"what": "no driver", "remedy": "ask for one"}]
     broken = changed(

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -115,7 +116,7 @@ def measure_own(asked: str) -> None:
     job = parse_json(asked)
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
-    model = random_model(config_of(job["preset"]), dtype, stage.kernels, 1)
+    model = random_model(config_of(job["preset"]), dtype, partial(stage.kernels, use="generating text"), 1)
     rehearse(model)
     lanes = lanes_for(model, requests)
     random = np.random.default_rng(1)

@@ -21,6 +21,8 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
 from distgpt.evaluation.assessment import Assessment, Validation, validation_on
 from distgpt.evaluation.benchmark import Benchmark, load_benchmark
+from distgpt.inference.engine_setup import lanes_for
+from distgpt.inference.lanes import Feed
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
 from distgpt.model.lora import model_for
@@ -32,7 +34,7 @@ from distgpt.saved.adapter import base_of
 from distgpt.saved.checkpoint import Best, State
 from distgpt.saved.modelfile import Base, Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
-from distgpt.stages import Stage
+from distgpt.stages import Stage, report_compiling
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.clock import Clock
 from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange
@@ -73,7 +75,7 @@ def open_run(
     comm, say = stage.comm, listener.noted
     config, corpus, hellaswag = _load_texts(comm, plan, say)
     config, batches = _with_batches(comm, config, corpus)
-    kernels = stage.kernels(config.train.dtype, config.train.matmul_backend)
+    kernels = stage.kernels(config.train.dtype, config.train.matmul_backend, "training")
     validation = _validation(comm, config, corpus)
     is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
@@ -139,7 +141,7 @@ def make_steps(
 ) -> tuple[Step, Batches]:
     """Return the steps of a run over these tokens, with random weights or those of --init. Collective."""
     comm, t = stage.comm, run.train
-    kernels = stage.kernels(t.dtype, t.matmul_backend)
+    kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm), _batches(comm, run, tokens, separator)
     optimizer = optimizer_for(model, t, comm)
@@ -151,6 +153,7 @@ def make_steps(
 
 def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, Benchmark | None]:
     """Return the run with its vocabulary size, its texts, and HellaSwag. Collective."""
+    report_compiling(comm, say)  # also what tokenizes may have to be compiled
     t = plan.run.train
     tokenizer = AUTO if plan.checkpoint else t.tokenizer  # a resumed run has its own
     run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, plan.directory.path.parent, say)
@@ -310,6 +313,7 @@ def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     outer.begin()
     outer.store_change_as_gradient()
     outer.step(1)
+    lanes_for(model, 1).feed([Feed(0, 0, [0], 1)])  # samples
 
 
 def _write(
