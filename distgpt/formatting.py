@@ -88,6 +88,15 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def typed_duration(seconds: float) -> str:
+    """Write whole seconds as `parse_duration` reads them: 5400 → "1h30m"."""
+    left, words = max(1, round(seconds)), ""
+    for unit, factor in zip("dhms", _FACTORS, strict=True):
+        number, left = divmod(left, int(factor))
+        words += f"{number}{unit}" * bool(number)
+    return words
+
+
 def duration(seconds: float) -> str:
     """A measured time with three digits: "1.23 s", "45.0 ms", "6.70 µs"."""
     for unit, factor in _DURATIONS.items():

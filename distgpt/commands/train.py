@@ -122,6 +122,7 @@ def train(
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
     from distgpt.training.opening.decay import with_decay
+    from distgpt.training.opening.finished import leave_finished
     from distgpt.training.opening.open import open_run
     from distgpt.training.opening.plan import make_plan
     from distgpt.training.opening.within import with_clock
@@ -133,6 +134,9 @@ def train(
         chosen, out, resume = with_decay(ready.comm, set_by_user(flags), out, resume)
         chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
         plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
+        if plan.is_finished:
+            leave_finished(plan, shown.noted)
+            return
         run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
         session = _profiled(run) if profile else None
         train_run(run)

@@ -231,6 +231,18 @@ class RunDirectory:
         origin = first.get("from") if first.get("branch") is True else None
         return Path(origin) if isinstance(origin, str) and "\0" not in origin else None
 
+    def finished_at(self) -> int | None:
+        """The last step of the run that is done, as its summary says; None where it says something else.
+
+        The summary is written after the weights, so that of a run that was killed in between is an older one.
+        """
+        with suppress(DataError, StorageError):  # there is none, or it is damaged
+            summary = parse_object(read_small(self.summary), self.summary)
+            step = summary.get("step")
+            if summary.get("stop") == "finished" and type(step) is int and self.weights.exists():
+                return step
+        return None
+
     def owns(self, checkpoint: Path) -> bool:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 

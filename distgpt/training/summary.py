@@ -48,7 +48,13 @@ def write_summary(run: Run) -> None:
         "peak_memory": host,
         "peak_gpu_memory": gpu if any(gpu) else None,
     }
-    on_root(run.comm, lambda: _write(run.directory.summary, found))
+
+    def write() -> None:
+        # A start that took no step, as to write weights anew that were deleted, has no losses to report.
+        if run.progress.seconds or run.directory.finished_at() != run.progress.step:
+            _write(run.directory.summary, found)
+
+    on_root(run.comm, write)
 
 
 def write_stopped(run: Run, error: BaseException) -> None:

@@ -120,7 +120,7 @@ def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
     assert steps[first]["lr"] < 1.02 * steps[first - 1]["lr"] and steps[-1]["lr"] == 0  # not a new run's rate
     assert seconds_of(out, steps[-1]["step"]) == pytest.approx(9)
     again = inside(*words, "--threads", "1", "--resume", "auto")
-    assert again.returncode == 0 and "minutes are over" in again.stdout
+    assert again.returncode == 0 and "its 9s are over" in again.stdout
     assert lines(out) == steps
 
 

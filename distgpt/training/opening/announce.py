@@ -69,11 +69,6 @@ def note_surprises(
     t = config.train
     if plan.changes:
         say(f"changed from step {plan.step} on: {described(plan.changes)}")
-    if plan.resumed and t.train_minutes:
-        if plan.state.seconds >= 60 * t.train_minutes:
-            say(f"its {t.train_minutes:g} minutes are over: more are asked for with --train-minutes")
-    elif plan.resumed and plan.step == t.steps:
-        say(f"all {t.steps:,} steps are done: more are asked for with --steps")
     if t.init and not plan.resumed:
         how = f"gets adapters of rank {t.lora_rank}" if t.lora_rank else "is trained further"
         say(f"{escape(t.init)} {how}, with a peak learning rate of {t.lr:g} (--lr)")
