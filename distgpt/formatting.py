@@ -54,6 +54,11 @@ def parse_count(text: str, name: str) -> int:
     return value
 
 
+def loss_and_bits(loss: float, bits_per_byte: float | None) -> str:
+    """(4.03047, 2.0374) → "4.0305 (2.04 bits per byte)"; the loss alone where the other is not known."""
+    return f"{loss:.4f}" + ("" if bits_per_byte is None else f" ({bits_per_byte:.2f} bits per byte)")
+
+
 def size(n_bytes: float) -> str:
     """1536 → "1.5 KiB"."""
     for unit, factor in _SIZES.items():

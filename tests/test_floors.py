@@ -34,6 +34,7 @@ LONGER = {
     "commands.slurm:slurm",
     "commands.train:train",
     "data.tokenizers.bpe_fast:fill_ids",
+    "training.opening.open:open_run",
 }
 # What must not know each other, though the order would allow it.
 NEVER = {"comm": ("distgpt.kernels",), "gpu": ("distgpt.kernels.cpu", "distgpt.kernels.fused")}

@@ -24,6 +24,7 @@ from distgpt.commands.options import (
 from distgpt.config import GpuConfig
 from distgpt.config.dial import DEEPEST
 from distgpt.errors import command_line, escape, escape_model_text
+from distgpt.formatting import loss_and_bits
 from distgpt.stages import open_stage
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
@@ -167,6 +168,15 @@ def _profiled(run: Any) -> Any:
     return session
 
 
+def _losses(run: Any) -> str:
+    """Return the losses of the last step and of the last evaluation, as far as there are any."""
+    bits = {"training": run.reading.bits_per_byte, "validation": run.assessment.bits_per_byte}
+    known = {"training": run.progress.loss, "validation": run.progress.val_loss}
+    return ", ".join(
+        f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None
+    )
+
+
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
     from distgpt.training.report import sample
@@ -175,11 +185,13 @@ def _report(run: Any) -> None:
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
     click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n" * (not talks))
+    if losses := _losses(run):
+        click.echo(f"losses    {losses}")
     click.echo(f"weights   {escape(str(directory.weights))}")
     if best:
         at = f" at step {best.step}" if best.step is not None else ""
-        loss = f"validation loss {best.loss:.4f}{at}"
-        click.echo(f"best      {escape(str(directory.best))} ({loss})")
+        loss = loss_and_bits(best.loss, run.assessment.bits_per_byte(best.loss))
+        click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights
     spoken = [word for word in text.split() if word.isalpha() and len(word) <= 20]

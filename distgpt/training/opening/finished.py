@@ -1,4 +1,4 @@
-"""A resumed run that has nothing left to do: it stays as it is, and its user learns how to train it further."""
+"""A resumed run that has nothing left to do: it stays as it is, and says which options ask for more."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
 from distgpt.evaluation.assessment import Assessment, Validation, validation_on
 from distgpt.evaluation.benchmark import Benchmark, load_benchmark
+from distgpt.evaluation.bits import bytes_per_token
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
 from distgpt.model.lora import model_for
@@ -48,6 +49,7 @@ from distgpt.training.opening.memory import fit_to_memory, have_memory
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
 from distgpt.training.progress import Pace, Progress
+from distgpt.training.reading import Reading
 from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
 from distgpt.training.step import Step, even_shares
@@ -81,6 +83,7 @@ def open_run(
     _load_state(plan, comm, model, optimizer, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
     on_root(comm, lambda: _write(plan, stage, config, corpus.tokenizer, progress))
+    token_bytes = on_root(comm, lambda: bytes_per_token(batches, corpus.tokenizer))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
         listener.started(facts(plan, stage, config, model, batches, validation, progress))
@@ -90,6 +93,8 @@ def open_run(
     checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best)
     guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
     on_batch = partial(guards.activity.enter, EVALUATING)
+    clock = _clock(plan, stage, guards.pace, model, validation)
+    reading = Reading(batches, settings.batch_size, token_bytes, clock)
     return Run(
         config=config,
         settings=settings,
@@ -100,13 +105,14 @@ def open_run(
         batches=batches,
         step=_step(optimizer, comm, settings, shares, guards, say),
         assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, guards.signals, on_batch),
+        reading=reading,
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
-        clock=_clock(plan, stage, guards.pace, model, validation),
+        clock=clock,
         identity=_identity(settings, comm, batches, shares, hosts),
         checkpoints=checkpoints,
-        report=Report(comm.rank, config, plan.directory, listener, checkpoints),
+        report=Report(comm.rank, config, plan.directory, listener, checkpoints, reading),
         guards=guards,
     )
 
