@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from distgpt.errors import DataError, StorageError, UsageError, escape
+from distgpt.evaluation.bits import IN_BITS
 from distgpt.files import atomic_file, read_small, storage_errors
 from distgpt.kernels.api import Array
 from distgpt.saved.rundir import RunDirectory, read_metrics
@@ -26,7 +27,6 @@ WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 DASHES = ("-", "--", ":")  # from the ninth run on
 MARKS: dict[str, Any] = {"marker": "o", "markersize": 4}
-IN_BITS = {"loss": "train_bits_per_byte", "val_loss": "bits_per_byte"}  # the same losses per byte
 MOST_EPOCHS = 12  # that are marked: all, or each second, fifth, tenth, …
 EPOCHS_APART = [n * 10**k for k in range(16) for n in (1, 2, 5)]
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
@@ -99,7 +99,7 @@ class Run:
             for loss, bits in IN_BITS.items()
             if line.get(loss) and line.get(bits)
         ]
-        return Curve(curve.steps, curve.values * np.median(ratios))
+        return Curve(curve.steps, curve.values * (np.median(ratios) if ratios else np.nan))
 
     def places(self, axis: str, steps: Array) -> Array:
         """Return the places of steps on the axis of "steps", "tokens", or "time" (seconds of training)."""
