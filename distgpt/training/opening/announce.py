@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from distgpt.config import RunConfig, TrainConfig
+from distgpt.config.dial import PARAMETERS_PER_TOKEN
 from distgpt.data.batches import Batches
 from distgpt.data.chats.examples import ExampleBatches
 from distgpt.data.loading import Corpus, resolve_data
@@ -13,12 +14,14 @@ from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import is_shards
 from distgpt.errors import Say, escape
 from distgpt.evaluation.assessment import Validation
-from distgpt.formatting import count
+from distgpt.formatting import count, size, size_in_column
 from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.resumption import described
 from distgpt.training.progress import Progress
+
+BY_HEART = 40  # times that a text is read, from which on a large model knows it
 
 
 def facts(
@@ -76,7 +79,7 @@ def note_surprises(
     if isinstance(batches, ExampleBatches):
         say(_of_examples(batches, t))
     elif tokens < window:
-        say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
+        say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: sequences repeat it")
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
         say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
     if isinstance(batches, PackedBatches):
@@ -94,3 +97,17 @@ def note_surprises(
         say("--val-fraction has no effect: shards have a part of their own for validation")
     if t.eval_every and not is_evaluated:
         say("nothing is held out, so nothing is evaluated: see --val, --val-fraction and --hellaswag")
+
+
+def note_short_text(plan: Plan, model: Model, batches: Batches, token_bytes: float | None, say: Say) -> None:
+    """Say that a new run will learn its text by heart, and how long a text would make sense. For rank 0."""
+    t, parameters = plan.run.train, model.layout.elements
+    times = t.steps * t.batch_size * batches.seq_len / batches.tokens
+    enough = parameters / PARAMETERS_PER_TOKEN
+    if plan.checkpoint or t.init or not token_bytes or times < BY_HEART or batches.tokens >= enough:
+        return
+    text, wanted = size(batches.tokens * token_bytes), size_in_column(enough * token_bytes)
+    say(
+        f"the text is short: {text}, read {round(times):,} times. A model of {parameters:,} parameters learns"
+        f" that by heart, and little else: give it {wanted} or more, or make it smaller (--depth)"
+    )

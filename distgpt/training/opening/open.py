@@ -42,7 +42,7 @@ from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.guards.deadline import Deadline, TimeLimit
 from distgpt.training.guards.stragglers import Stragglers
 from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
-from distgpt.training.opening.announce import facts, note_surprises
+from distgpt.training.opening.announce import facts, note_short_text, note_surprises
 from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
@@ -86,6 +86,7 @@ def open_run(
     token_bytes = on_root(comm, lambda: bytes_per_token(batches, corpus.tokenizer))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
+        note_short_text(plan, model, batches, token_bytes, say)
         listener.started(facts(plan, stage, config, model, batches, validation, progress))
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
@@ -239,7 +240,7 @@ def _load_state(
     """Load the checkpoint's weights, moments and step; else weights of a file, or new ones. Collective."""
     if plan.checkpoint is None:
         if comm.rank == 0 and learns_pairs(plan.run):
-            say("first weights: learning which token follows which")
+            say("first weights: from how often each token of the text follows each other one")
         begin_anew(comm, model, optimizer, plan.run.train, batches)
         return
     on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
