@@ -12,8 +12,6 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.kernels.api import Array
 
-# The names of losses in nats per token, in metrics and summaries, and of the same in bits per byte.
-IN_BITS = {"loss": "train_bits_per_byte", "val_loss": "bits_per_byte"}
 SAMPLED = 1 << 20  # tokens of a text that say how many bytes its tokens have
 DECODED = 1 << 17  # of those, where each token has to be decoded
 

@@ -34,6 +34,8 @@ from distgpt.saved.checkpoint import WEIGHTS, newest_intact, remove_unfinished, 
 ATTEMPTS, SECONDS_BETWEEN = 10, 0.05  # to lock a file that another process may be looking at
 MOST_METRICS = 1 << 30  # bytes
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
+# The names of losses in nats per token, in metrics and summaries, and of the same in bits per byte.
+IN_BITS = {"loss": "train_bits_per_byte", "val_loss": "bits_per_byte"}
 
 
 _held: dict[Path, int] = {}  # open files that this process has locked

@@ -15,10 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from distgpt.errors import DataError, StorageError, UsageError, escape
-from distgpt.evaluation.bits import IN_BITS
 from distgpt.files import atomic_file, read_small, storage_errors
 from distgpt.kernels.api import Array
-from distgpt.saved.rundir import RunDirectory, read_metrics
+from distgpt.saved.rundir import IN_BITS, RunDirectory, read_metrics
 from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
 from distgpt.show.runs import run_directories
 
