@@ -27,7 +27,8 @@ _SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "
 def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     """List the runs in a directory, runs/ if left out.
 
-    Validation is the lowest loss so far. Bits per byte compare runs with different tokenizers.
+    Validation is the lowest loss so far. Beside each loss are its bits per byte, which compare runs with
+    different tokenizers.
     """
     import json
     from dataclasses import asdict

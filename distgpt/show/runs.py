@@ -97,16 +97,16 @@ def _moment(seconds: float) -> str:
     return time.strftime("%b %d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
 
 
-# Those in which no run has a value are left out: head, field, format.
+# Those in which no run has a value are left out: head, field, format. "bits" are those per byte.
 COLUMNS: tuple[Column, ...] = (
     ("run", "name", str),
     ("steps", "steps", str),
     ("time", "time", str),
     ("state", "state", str),
     ("loss", "loss", "{:.4f}".format),
-    ("bits/byte", "train_bits_per_byte", "{:.2f}".format),
+    ("bits", "train_bits_per_byte", "{:.2f}".format),
     ("validation", "val_loss", "{:.4f}".format),
-    ("bits/byte", "bits_per_byte", "{:.2f}".format),
+    ("bits", "bits_per_byte", "{:.2f}".format),
     ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     ("when", "when", _moment),
 )

@@ -13,6 +13,9 @@ from distgpt.training.opening.within import KEPT
 
 def leave_finished(plan: Plan, say: Say) -> None:
     """Say that the run stays as it is, and which options ask for more. For rank 0."""
+    if plan.directory.running.exists():  # the name of a process that was killed after the end
+        plan.directory.claim()
+        plan.directory.release()
     done, more, words = _ending(plan)
     say(f"{plan.directory.path} is finished, and nothing was changed: {done}")
     say(f"for {more}: {shlex.join(words)}")
