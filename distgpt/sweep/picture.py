@@ -75,8 +75,8 @@ def _curves(axes: Any, ledger: Ledger, rows: Sequence[Row]) -> None:
         low, usual = known.min(), np.percentile(known, 98)
         axes.set_ylim(low - 0.03 * (usual - low), usual + 0.05 * (usual - low))
     unit = "bits per byte" if in_bits else "nats per token"
-    compared = "; runs are compared at the dotted lines" * (ledger.grid.rungs > 1)
-    axes.set_title(f"Training loss ({unit}) by step{compared}")
+    and_lines = "; runs are compared at the dotted lines" * (ledger.grid.rungs > 1)
+    axes.set_title(f"Training loss ({unit}) by step{and_lines}")
     for axis in (axes.xaxis, axes.yaxis):
         set_ticks(axis)
     handles, labels = axes.get_legend_handles_labels()

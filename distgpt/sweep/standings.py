@@ -80,8 +80,8 @@ def _row(grid: Grid, point: str, values: Values, results: Sequence[Result], is_l
 def _bits_per_byte(grid: Grid, rungs: Sequence[Rung]) -> float | None:
     """Return the mean of what is compared in bits per byte; None where it is that already, or not known."""
     name = IN_BITS.get(grid.metric)
-    found = [getattr(rung, name) for rung in rungs] if name else [None]
-    return None if None in found else fmean(found)
+    known = [bits for rung in rungs if name and (bits := getattr(rung, name)) is not None]
+    return fmean(known) if rungs and len(known) == len(rungs) else None
 
 
 def is_as_good(best: Row, other: Row, seeds: int) -> bool:

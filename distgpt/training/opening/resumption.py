@@ -64,7 +64,7 @@ def is_finished(found: Resumption, run: RunConfig, state: Mapping[str, Any], cha
     if t.epochs and ("epochs" in changes or "data" in changes):  # the steps follow from the examples
         return False
     is_over = state.get("seconds", 0.0) >= 60 * t.train_minutes if t.train_minutes else step == t.steps
-    return is_over and directory.finished_at() == step
+    return bool(is_over) and directory.finished_at() == step
 
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
