@@ -27,7 +27,7 @@ from distgpt.config import BATCH_TOKENS, SETTINGS, GpuConfig, ModelConfig
 from distgpt.config.presets import merged, resolve
 from distgpt.data.named import resolve_data
 from distgpt.errors import command_line, escape, escape_model_text
-from distgpt.formatting import parse_duration
+from distgpt.formatting import loss_and_bits, parse_duration
 from distgpt.stages import open_stage
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
@@ -124,6 +124,7 @@ def train(
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
     from distgpt.training.opening.decay import with_decay
+    from distgpt.training.opening.finished import leave_finished
     from distgpt.training.opening.open import open_run
     from distgpt.training.opening.plan import make_plan
     from distgpt.training.opening.within import with_clock
@@ -135,6 +136,9 @@ def train(
         chosen, out, resume = with_decay(ready.comm, set_by_user(flags), out, resume)
         ready, chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
         plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
+        if plan.is_finished:
+            leave_finished(plan, shown.noted)
+            return
         run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
         session = _profiled(run) if profile else None
         train_run(run)
@@ -178,6 +182,15 @@ def _profiled(run: Any) -> Any:
     return session
 
 
+def _losses(run: Any) -> str:
+    """Return the losses of the last step and of the last evaluation, as far as there are any."""
+    bits = {"training": run.reading.bits_per_byte, "validation": run.assessment.bits_per_byte}
+    known = {"training": run.progress.loss, "validation": run.progress.val_loss}
+    return ", ".join(
+        f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None
+    )
+
+
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
     from distgpt.training.report import sample, word_of_text
@@ -186,11 +199,13 @@ def _report(run: Any) -> None:
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
     click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n" * (not talks))
+    if losses := _losses(run):
+        click.echo(f"losses    {losses}")
     click.echo(f"weights   {escape(str(directory.weights))}")
     if best:
         at = f" at step {best.step}" if best.step is not None else ""
-        loss = f"validation loss {best.loss:.4f}{at}"
-        click.echo(f"best      {escape(str(directory.best))} ({loss})")
+        loss = loss_and_bits(best.loss, run.assessment.bits_per_byte(best.loss))
+        click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights
     word = "" if talks else word_of_text(run.batches, run.tokenizer)

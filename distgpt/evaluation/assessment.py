@@ -22,9 +22,9 @@ from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.data.named import resolve_data
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.errors import DataError, DistgptError, NonFiniteError, escape, one_line
 from distgpt.evaluation.benchmark import SHOWN, Benchmark, Progress, load_benchmark, with_progress
+from distgpt.evaluation.bits import bits_per_byte, text_bytes
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import IGNORED
@@ -67,18 +67,12 @@ class Validation:
         """Return a loss in a unit that other tokenizers share; None where the text has no bytes."""
         if self._bytes is None:
             self._bytes = self._bytes_predicted(tokenizer)
-        return loss / math.log(2) * self.count / self._bytes if self._bytes else None
+        return bits_per_byte(loss, self._bytes / self.count)
 
     def _bytes_predicted(self, tokenizer: Tokenizer) -> int:
         """Return the length of the predicted text in UTF-8, without separators between documents."""
         ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
-        if isinstance(tokenizer, BytesDecoder):  # whose ids may hold parts of characters
-            predicted = ids[1:]
-            return sum(len(tokenizer.pieces[i]) for i in predicted[predicted != tokenizer.separator].tolist())
-        first, all_of_it = (
-            len(tokenizer.decode(some[some != tokenizer.separator]).encode()) for some in (ids[:1], ids)
-        )
-        return all_of_it - first
+        return text_bytes(ids, tokenizer) - text_bytes(ids[:1], tokenizer)
 
 
 class AnswersHeldOut(Validation):

@@ -110,8 +110,6 @@ def rehearse(model: Model) -> None:
     small = model if model.kernels.capabilities.is_async else miniature(model.config, model.kernels)
     if isinstance(model.kernels, Int8Kernels):
         small = int8_of(small, model.kernels)
-    if model.is_trained and small is not model:
-        small.train()  # its lanes are not those of a model that only writes
     lanes, first = lanes_for(small, 1), min(7, small.config.seq_len - 1)
     for feed in (Feed(0, 0, [0] * first, 1), *(Feed(0, min(i, first), [0], 1) for i in range(3))):
         lanes.feed([feed])

@@ -34,6 +34,8 @@ from distgpt.saved.checkpoint import WEIGHTS, newest_intact, remove_unfinished, 
 ATTEMPTS, SECONDS_BETWEEN = 10, 0.05  # to lock a file that another process may be looking at
 MOST_METRICS = 1 << 30  # bytes
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
+# The names of losses in nats per token, in metrics and summaries, and of the same in bits per byte.
+IN_BITS = {"loss": "train_bits_per_byte", "val_loss": "bits_per_byte"}
 
 
 _held: dict[Path, int] = {}  # open files that this process has locked
@@ -254,6 +256,18 @@ class RunDirectory:
         first = parse_object(read_small(self.history).split(b"\n")[0], self.history)
         origin = first.get("from") if first.get("branch") is True else None
         return Path(origin) if isinstance(origin, str) and "\0" not in origin else None
+
+    def finished_at(self) -> int | None:
+        """The last step of the run that is done, as its summary says; None where it says something else.
+
+        The summary is written after the weights, so that of a run that was killed in between is an older one.
+        """
+        with suppress(DataError, StorageError):  # there is none, or it is damaged
+            summary = parse_object(read_small(self.summary), self.summary)
+            step = summary.get("step")
+            if summary.get("stop") == "finished" and type(step) is int and self.weights.exists():
+                return step
+        return None
 
     def owns(self, checkpoint: Path) -> bool:
         return checkpoint.resolve().parent == self.checkpoints.resolve()

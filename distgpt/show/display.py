@@ -34,6 +34,7 @@ LEFT_FROM, RATE_FROM, BAR_FROM = 13, 32, 42
 # TensorBoard's names of what metrics.jsonl holds.
 TAGS = {
     "loss": "loss/train",
+    "train_bits_per_byte": "loss/train_bits_per_byte",
     "val_loss": "loss/validation",
     "bits_per_byte": "loss/validation_bits_per_byte",
     "hellaswag": "accuracy/hellaswag",

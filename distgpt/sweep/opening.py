@@ -21,7 +21,7 @@ from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
 from distgpt.stages import Stage
-from distgpt.sweep.grid import Grid, Run, read_grid
+from distgpt.sweep.grid import BITS, Grid, Run, read_grid
 from distgpt.sweep.ledger import Ledger, begin, read_back
 from distgpt.sweep.work import configured
 from distgpt.training.opening.compatibility import refuse_unsuited
@@ -54,6 +54,7 @@ def preview(path: Path, ready: Stage, ranks: int, say: Say) -> str:
 def checked_runs(grid: Grid) -> dict[str, RunConfig]:
     """Return every run's configuration by name; refuse what would fail for all, or makes no sense."""
     runs = {run.name: configured(run) for run in grid.runs()}
+    first = next(iter(runs.values())).train
     for name, run in runs.items():
         t = run.train
         refuse_unsuited(t, 1, on_gpu=False)
@@ -62,6 +63,11 @@ def checked_runs(grid: Grid) -> dict[str, RunConfig]:
             raise UsageError(
                 f"{name}: nothing is held out to compare by {grid.metric}: give val_fraction or val, or"
                 ' say metric = "loss" in [sweep]'
+            )
+        if grid.metric != BITS and t.tokenizer != first.tokenizer:
+            raise UsageError(
+                f"{name} has another tokenizer than other runs ({t.tokenizer}, not {first.tokenizer}): losses"
+                f' per token cannot be compared; say metric = "{BITS}" in [sweep]'
             )
         if t.train_minutes and grid.rungs > 1:
             raise UsageError(f"{name}: rungs compare runs at steps, which train_minutes does not know")

@@ -19,6 +19,7 @@ from distgpt.model.model import Model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.in_flight import Finished
+from distgpt.training.reading import Reading
 
 LOOKED_AT = 2000  # tokens of a text
 
@@ -37,9 +38,15 @@ class Report:
     """Called on all ranks; rank 0 alone reports. It tolerates a disk that fails as `Checkpoints` does."""
 
     def __init__(
-        self, rank: int, run: RunConfig, directory: RunDirectory, listener: Listener, checkpoints: Checkpoints
+        self,
+        rank: int,
+        run: RunConfig,
+        directory: RunDirectory,
+        listener: Listener,
+        checkpoints: Checkpoints,
+        reading: Reading,
     ) -> None:
-        self._is_silent, self._run, self._directory = rank > 0, run, directory
+        self._is_silent, self._run, self._directory, self._reading = rank > 0, run, directory, reading
         self._listener, self._checkpoints = listener, checkpoints
 
     def step(self, step: int, done: Finished, more: dict[str, float], is_last: bool) -> None:
@@ -55,6 +62,7 @@ class Report:
             "tokens": per_step * step,
             "tokens_per_s": per_step / done.seconds,
             "step_s": done.seconds,
+            **self._reading.fields(step, done.loss),
             **more,
         }
         self._record(metrics := _timed(metrics))

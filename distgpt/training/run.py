@@ -25,6 +25,7 @@ from distgpt.training.guards.deadline import Deadline
 from distgpt.training.guards.stragglers import Stragglers
 from distgpt.training.guards.watchdog import Activity, Stall
 from distgpt.training.progress import Pace, Progress
+from distgpt.training.reading import Reading
 from distgpt.training.report import Report
 from distgpt.training.step import Step
 
@@ -56,6 +57,7 @@ class Run:
     batches: Batches
     step: Step
     assessment: Assessment
+    reading: Reading
     directory: RunDirectory
     start: Path | None  # the checkpoint from which this process began
     progress: Progress

@@ -8,11 +8,12 @@ from conftest import distgpt, inside, needs_mpi, refused, train
 
 import distgpt as library
 from distgpt.config import TrainConfig
+from distgpt.config.presets import preset
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.clock import Clock
-from distgpt.training.opening.dial import text_of
+from distgpt.training.opening.dial import Dial, text_of
 from distgpt.training.progress import Pace, Progress
 
 SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
@@ -120,7 +121,7 @@ def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
     assert steps[first]["lr"] < 1.02 * steps[first - 1]["lr"] and steps[-1]["lr"] == 0  # not a new run's rate
     assert seconds_of(out, steps[-1]["step"]) == pytest.approx(9)
     again = inside(*words, "--threads", "1", "--resume", "auto")
-    assert again.returncode == 0 and "minutes are over" in again.stdout
+    assert again.returncode == 0 and "its 9s are over" in again.stdout
     assert lines(out) == steps
 
 
@@ -143,6 +144,25 @@ def test_the_dial_sets_what_nothing_else_says_and_a_resumed_run_keeps_it(tmp_pat
     assert longer.returncode == 0, longer.stderr
     assert "learning rates" not in longer.stdout and lines(tmp_path / "r")[-1]["step"] == 3
     refused(inside(*words, "2", "--resume", "auto"), 2, "n_layer was 1 and is now 2")
+
+
+def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_text("The keeper lit the lamp. " * 40)
+
+    def lines_of(depth, **flags):
+        given = {"data": str(text), **flags}
+        run = preset("fast", {**depth.settings(given), **given})
+        return {line[:16].strip(): line[16:] for line in depth.described(run).splitlines()}
+
+    found = lines_of(Dial(1))
+    assert "the text 8.19 times; 0.125 for each of 65.5 k parameters" in found["training"]
+    assert found["training"].startswith("reads 8.19 k tokens")
+    assert found["steps"].startswith("16 steps of 512")
+    assert "12 tokens for each of these parameters are best" in found["note"]
+    found = lines_of(Dial(1, tokens=300.0), train_minutes=2.955)
+    assert "% of the text" in found["training"] and "note" not in found
+    assert found["steps"].startswith("about 1 step of ") and ", until 2:57 is over" in found["steps"]
 
 
 def test_a_bpe_that_is_learned_is_kept_in_the_run(tmp_path):

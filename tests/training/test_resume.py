@@ -1,6 +1,7 @@
 """Resuming reads the run: its settings, what may change, branches; and what is saved by the clock."""
 
 import json
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -168,6 +169,66 @@ def test_a_run_that_saved_nothing_begins_again_with_its_settings(half):
     result = train("--out", half, "--resume", "auto", "--steps", "3")
     assert "no checkpoint in" in result.stdout and "steps 8 → 3" in result.stdout
     assert list(metrics(half)) == [1, 2, 3]
+
+
+# A run that is finished
+
+
+def contents(run):
+    return {
+        path.relative_to(run): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in run.rglob("*")
+        if path.is_file()
+    }
+
+
+def asked_for_more(run, *flags):
+    """Resume a finished run, which must stay as it is; return the options that ask for more, as printed."""
+    before = contents(run)
+    result = train("--out", run, "--resume", "auto", *flags)
+    assert contents(run) == before
+    said, more = result.stdout.splitlines()
+    assert said.startswith(f"{run} is finished, and nothing was changed: ")
+    return shlex.split(more.partition(": ")[2])
+
+
+def test_a_run_that_is_finished_stays_as_it_is_and_says_what_asks_for_more(half, tmp_path):
+    run = half
+    train("--resume", run)
+    more = asked_for_more(run, "--lr", "0.1")
+    assert more == ["--out", str(run), "--resume", "auto", "--steps", "16"]
+    train(*more)
+    assert list(metrics(run))[-1] == 16
+    (run / "weights.safetensors").unlink()  # as if it had been killed before they were written
+    whole = (run / "summary.json").read_bytes()
+    train("--out", run, "--resume", "auto")
+    assert weights(run) and (run / "summary.json").read_bytes() == whole
+    (run / "summary.json").write_text('{"stop": "finished", "step": 8}')  # before --steps 16, and then killed
+    train("--out", run, "--resume", "auto")
+    assert json.loads((run / "summary.json").read_text())["step"] == 16
+
+
+def test_a_run_that_ended_by_the_clock_names_the_time_that_asks_for_more(tmp_path):
+    run, by = tmp_path / "run", ["--schedule", "constant", "--log-every", "100"]
+    train(*SMALL, *by, "--within", "2s", "--preset", "tiny", "--out", run)
+    steps = json.loads((run / "summary.json").read_text())["step"]
+    more = asked_for_more(run, "--within", "2s")
+    assert more[-2:] == ["--within", "4s"] and asked_for_more(run, "--steps", "9999999") == more
+    train(*more)
+    assert json.loads((run / "summary.json").read_text())["step"] > steps
+    assert asked_for_more(run)[-2:] == ["--within", "8s"]
+
+
+def test_a_fall_that_is_finished_names_a_longer_one(tmp_path):
+    run, fallen = tmp_path / "run", tmp_path / "fallen"
+    train(*SMALL, "--steps", "3", "--schedule", "constant", "--out", run)
+    train("--decay-from", run, "--steps", "2", "--out", fallen)
+    more = asked_for_more(fallen)
+    assert more == ["--decay-from", str(run / "checkpoints" / "step-00000003"), "--steps", "4"]
+    train(*more)
+    assert list(metrics(tmp_path / "run-decayed")) == [4, 5, 6, 7]
+    shutil.rmtree(run)
+    assert asked_for_more(fallen)[-2:] == ["--steps", "10"]
 
 
 # What is saved when

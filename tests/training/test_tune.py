@@ -220,6 +220,11 @@ def test_a_run_that_is_stopped_resumes_with_the_same_bits(chats, tmp_path, monke
     resumed = ["tune", "--out", tmp_path / "halves", "--resume", "auto", "--steps", "12"]
     moved = inside(*resumed, "--data", chats_of(tmp_path))
     assert "is another text than so far" in moved.stdout
+    before = len(losses(tmp_path / "whole"))
+    done = inside("tune", "--out", tmp_path / "whole", "--resume", "auto")
+    assert "all 3 epochs are done" in done.stdout and "--resume auto --epochs 6" in done.stdout
+    more = inside("tune", "--out", tmp_path / "whole", "--resume", "auto", "--epochs", "4", "--threads", "1")
+    assert more.returncode == 0 and len(losses(tmp_path / "whole")) > before
 
 
 def chats_of(folder):

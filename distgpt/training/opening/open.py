@@ -21,6 +21,7 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
 from distgpt.evaluation.assessment import Assessment, Validation, validation_on
 from distgpt.evaluation.benchmark import Benchmark, load_benchmark
+from distgpt.evaluation.bits import bytes_per_token
 from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.lanes import Feed
 from distgpt.interrupts import PendingSignals
@@ -45,7 +46,7 @@ from distgpt.training.guards.deadline import Deadline, TimeLimit
 from distgpt.training.guards.full_disk import Room, weights_bytes
 from distgpt.training.guards.stragglers import Stragglers
 from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
-from distgpt.training.opening.announce import facts, note_surprises
+from distgpt.training.opening.announce import facts, note_short_text, note_surprises
 from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
@@ -53,6 +54,7 @@ from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
 from distgpt.training.opening.whereabouts import whereabouts
 from distgpt.training.progress import Pace, Progress
+from distgpt.training.reading import Reading
 from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
 from distgpt.training.step import Step, even_shares
@@ -87,8 +89,10 @@ def open_run(
     best = _saved_best(plan, comm, batches, validation, say)
     where = whereabouts(stage)
     on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
+    token_bytes = on_root(comm, lambda: bytes_per_token(batches, corpus.tokenizer))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
+        note_short_text(plan, model, batches, token_bytes, say)
         listener.started(facts(plan, stage, where, config, model, batches, validation, progress))
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
@@ -97,6 +101,8 @@ def open_run(
     checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best, room)
     guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
     on_batch = partial(guards.activity.enter, EVALUATING)
+    clock = _clock(plan, stage, guards.pace, model, validation)
+    reading = Reading(batches, settings.batch_size, token_bytes, clock)
     return Run(
         config=config,
         settings=settings,
@@ -108,13 +114,14 @@ def open_run(
         batches=batches,
         step=_step(optimizer, comm, settings, shares, guards, say),
         assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, guards.signals, on_batch),
+        reading=reading,
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
-        clock=_clock(plan, stage, guards.pace, model, validation),
+        clock=clock,
         identity=_identity(settings, comm, batches, shares, hosts),
         checkpoints=checkpoints,
-        report=Report(comm.rank, config, plan.directory, listener, checkpoints),
+        report=Report(comm.rank, config, plan.directory, listener, checkpoints, reading),
         guards=guards,
     )
 
@@ -242,7 +249,7 @@ def _load_state(
     """Load the checkpoint's weights, moments and step; else weights of a file, or new ones. Collective."""
     if plan.checkpoint is None:
         if comm.rank == 0 and learns_pairs(plan.run):
-            say("first weights: learning which token follows which")
+            say("first weights: from how often each token of the text follows each other one")
         begin_anew(comm, model, optimizer, plan.run.train, batches)
         return
     on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))

@@ -20,9 +20,7 @@ from distgpt.data.batches import ArrayTokens
 from distgpt.data.loading import resolve_data
 from distgpt.errors import Say
 from distgpt.formatting import clock, parse_duration
-from distgpt.inference.engine_setup import rehearse
 from distgpt.kernels import first_use
-from distgpt.model.model import miniature
 from distgpt.stages import Notes, Stage, report_compiling
 from distgpt.training.clock import KEPT
 from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, holds_out, text_of
@@ -104,11 +102,6 @@ def _compiled(stage: Stage, run: RunConfig, say: Say) -> Stage:
     begun = time.monotonic()
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
     compile_once_per_node(stage, kernels, run)
-    if stage.comm.rank == 0:  # which writes the samples
-        written = miniature(run.model, kernels)
-        written.train()
-        rehearse(written)
-    stage.comm.barrier()
     compiling = time.monotonic() - begun if first_use.has_compiled() else 0.0
     return replace(stage, begun=stage.begun + compiling)
 
