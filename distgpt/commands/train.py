@@ -61,7 +61,7 @@ _trouble, _display = partial(option, group="trouble"), partial(option, group="di
     first=True,
     metavar="TIME",
     help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
-    " --depth and let the learning rate follow the clock.",
+    " --depth and let the learning rate follow the clock. A resumed run counts what it took before.",
 )
 @_saving(
     "--time-limit",
