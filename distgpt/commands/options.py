@@ -221,7 +221,8 @@ def dial_options(command: F) -> F:
         first=True,
         metavar="TIME",
         help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then"
-        " choose --depth and let the learning rate follow the clock.",
+        " choose --depth and let the learning rate follow the clock. A resumed run counts what it took"
+        " before.",
     )
     return depth(within(command))
 

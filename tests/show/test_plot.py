@@ -161,8 +161,10 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     plain = run(tmp_path / "plain", line(1))
 
     def losses(*paths):
-        axes = _Picture(read_runs(paths), Look()).figure.axes[0]
-        texts = [text.get_text() for text in axes.get_legend().get_texts()]
+        figure = _Picture(read_runs(paths), Look()).figure
+        axes = figure.axes[0]
+        legend = axes.get_legend() or figure.legends[0]
+        texts = [text.get_text() for text in legend.get_texts()]
         return axes.get_title(), [drawn.get_ydata()[-1] for drawn in axes.lines[: len(paths)]], texts
 
     assert losses(*paths)[:2] == ("Loss (nats per token)", [2 * nats, 2.0])

@@ -9,6 +9,7 @@ from conftest import distgpt, inside, needs_mpi, refused, train
 import distgpt as library
 from distgpt.config import TrainConfig
 from distgpt.config.presets import preset
+from distgpt.data.named import resolve_data
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
@@ -193,10 +194,29 @@ def test_what_the_dial_refuses(tmp_path):
         library.train(depth=0, out=tmp_path / "none")
 
 
-def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
+def within(path, seconds, out, **settings):
+    """Train by the clock on a text; its notes, its settings, and what it has left."""
     notes = []
-    found = library.train(within="8s", threads=1, out=tmp_path / "run", on_note=notes.append)
-    assert any("bits per byte" in note for note in notes)
-    run = RunDirectory(found.directory).saved()
-    assert run.train.train_minutes == pytest.approx(8 / 60) and run.train.optimizer == "muon"
-    assert found.metrics[-1]["lr"] == pytest.approx(run.train.min_lr)
+    found = library.train(
+        within=f"{seconds}s", data=str(path), threads=1, out=out, on_note=notes.append, **settings
+    )
+    return "\n".join(notes), RunDirectory(found.directory).saved().train, found.metrics
+
+
+def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
+    lines = resolve_data("corpus").read_text().splitlines(keepends=True)
+    (tmp_path / "long.txt").write_text("".join(lines * 30))
+    notes, t, metrics = within(tmp_path / "long.txt", 8, tmp_path / "run")
+    assert t.train_minutes == pytest.approx(8 / 60) and t.optimizer == "muon"
+    assert metrics[-1]["lr"] == pytest.approx(t.min_lr) and not t.eval_every
+    assert "bits per byte on such text that it has not seen" in notes and "--val-fraction 0.1" in notes
+    assert "this ends after" not in notes
+
+
+def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
+    notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
+    assert "this ends after about 0:" in notes and t.train_minutes < 1
+    assert "on the text that is held out" in notes and "--val-fraction" not in notes
+    read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
+    assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
+    assert sum("val_loss" in line for line in metrics) > 3 and metrics[0]["step"] == 0

@@ -197,6 +197,8 @@ def test_a_run_that_is_finished_stays_as_it_is_and_says_what_asks_for_more(half,
     train("--resume", run)
     more = asked_for_more(run, "--lr", "0.1")
     assert more == ["--out", str(run), "--resume", "auto", "--steps", "16"]
+    branch = train("--resume", run, "--out", tmp_path / "branch")
+    assert "nothing is left to train: --steps asks for more" in branch.stdout
     train(*more)
     assert list(metrics(run))[-1] == 16
     (run / "weights.safetensors").unlink()  # as if it had been killed before they were written

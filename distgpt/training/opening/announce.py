@@ -82,6 +82,10 @@ def note_surprises(
         say(without_locks(plan.directory.path))
     if plan.changes:
         say(f"changed from step {plan.step} on: {described(plan.changes)}")
+    if plan.resumed and (
+        plan.state.seconds >= 60 * t.train_minutes if t.train_minutes else plan.step == t.steps
+    ):
+        say(f"nothing is left to train: {'--within' if t.train_minutes else '--steps'} asks for more")
     if t.init and not plan.resumed:
         how = f"gets adapters of rank {t.lora_rank}" if t.lora_rank else "is trained further"
         say(f"{escape(t.init)} {how}, with a peak learning rate of {t.lr:g} (--lr)")
