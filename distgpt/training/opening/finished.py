@@ -8,7 +8,6 @@ from distgpt.errors import Say
 from distgpt.formatting import count, typed_duration
 from distgpt.saved.checkpoint import load_state
 from distgpt.training.opening.plan import Plan
-from distgpt.training.opening.within import KEPT
 
 
 def leave_finished(plan: Plan, say: Say) -> None:
@@ -25,7 +24,7 @@ def _ending(plan: Plan) -> tuple[str, str, list[str]]:
     """Return what is over, how much more to suggest, and the options that ask for it."""
     t, resumed = plan.run.train, ["--out", str(plan.directory.path), "--resume", "auto"]
     if t.train_minutes:
-        spent = plan.state.seconds / KEPT
+        spent = plan.state.seconds
         total = typed_duration(2 * spent)  # --within is the time of the whole run
         over, more = f"its {typed_duration(spent)} are over", f"as much again, {total} in all"
         return over, more, [*resumed, "--within", total]
