@@ -168,7 +168,7 @@ def _unready(runs: Iterable[RunConfig]) -> Iterator[str]:
 
 def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
     """Yield what is worth a look before the job waits."""
-    from distgpt.data.loading import BUNDLED_TEXTS
+    from distgpt.data.named import BUNDLED_TEXTS
     from distgpt.jobs.nodes import OWN, own_disks
 
     if job.is_array:

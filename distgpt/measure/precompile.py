@@ -10,7 +10,8 @@ from typing import Any
 
 from distgpt import api
 from distgpt.config import ROUNDED_DTYPES
-from distgpt.data.loading import read_text, resolve_data
+from distgpt.data.loading import read_text
+from distgpt.data.named import resolve_data
 from distgpt.evaluation.assessment import evaluate
 from distgpt.inference.engine_setup import rehearse
 from distgpt.kernels.cpu import CpuKernels
@@ -22,7 +23,7 @@ from distgpt.training.exchange.choose import rehearse_exchange
 
 PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
 # The ways to multiply, and to store or recompute. On larger layers `auto` may choose another than here.
-WAYS: dict[str, tuple[dict[str, str], ...]] = {
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "float32": ({"matmul": "own"}, {"matmul": "blas", "recompute": "block"}),
     "bfloat16": ({}, {"recompute": "block"}),
 }

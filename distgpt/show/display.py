@@ -174,8 +174,8 @@ class Live(Lines):
         super().started(facts)
         self._step = facts["first_step"]
         self._progress = Progress(*self._columns(), console=self._console)
-        done = self._end.done(self._step)
-        self._progress.add_task("", total=self._end.total, completed=done, loss="…", rate="…")
+        task = self._progress.add_task("", total=self._end.total, loss="…", rate="…")
+        self._progress.update(task, completed=self._end.done(self._step))
         self._progress.start()
 
     def stepped(self, metrics: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from distgpt.config import RunConfig
 from distgpt.config.dial import Choice, Text, choose
 from distgpt.config.presets import merged
 from distgpt.data.batches import ArrayTokens
-from distgpt.data.loading import resolve_data
+from distgpt.data.named import resolve_data
 from distgpt.errors import Say
 from distgpt.formatting import clock, parse_duration
 from distgpt.kernels import first_use
