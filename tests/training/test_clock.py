@@ -9,9 +9,13 @@ from conftest import distgpt, inside, needs_mpi, refused, train
 import distgpt as library
 from distgpt.config import TrainConfig
 from distgpt.errors import UsageError
+from distgpt.kernels import first_use
+from distgpt.kernels.fused import site_cache
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
+from distgpt.stages import open_stage
 from distgpt.training.clock import Clock
+from distgpt.training.opening import within
 from distgpt.training.opening.dial import text_of
 from distgpt.training.progress import Pace, Progress
 
@@ -180,3 +184,47 @@ def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
     run = RunDirectory(found.directory).saved()
     assert run.train.train_minutes == pytest.approx(8 * 0.985 / 60) and run.train.optimizer == "muon"
     assert found.metrics[-1]["lr"] == pytest.approx(run.train.min_lr)
+
+
+def test_what_is_compiled_while_within_measures_is_reported(monkeypatch):
+    said = []
+    monkeypatch.setattr(within, "measured_speed", lambda stage, run: first_use.report(is_kept=True) or 1e4)
+    within.measured_choice(open_stage("serial", 1), None, {"data": "story", "depth": 1}, 60.0, said.append)
+    assert [line for line in said if line.startswith(first_use.COMPILING)] == said[1:2]
+    first_use.announce()
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(site_cache.PLACE.exists(), reason="distgpt compile was run here")
+def test_what_is_compiled_is_named_once_and_no_more_when_it_was_kept(tmp_path):
+    """Of two ranks, while --within measures; the sample at the end compiles nothing else."""
+    env, weights = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, tmp_path / "run"
+
+    def reported(*words, ranks=0):
+        result = distgpt(*words, ranks=ranks, env=env, cold=True, timeout=700)
+        assert result.returncode == 0, result.stderr
+        said = result.stdout.splitlines() + result.stderr.splitlines()
+        return [
+            line.partition(" (")[0] for line in said if line.startswith(("--within", first_use.COMPILING))
+        ]
+
+    wanted = (
+        "train",
+        "--stage",
+        "mpi",
+        "--data",
+        "story",
+        "--depth",
+        "1",
+        "--within",
+        "20s",
+        "--out",
+        weights,
+    )
+    first, second, *_, last = reported(*wanted, ranks=2)
+    assert "measuring" in first and second == f"{first_use.COMPILING} for training in float32"
+    assert last.startswith("--within: tokens/s")
+    for expected in ([f"{first_use.COMPILING} for generating text in float32"], []):
+        assert reported("infer", "--weights", weights, "--prompt", "a", "--max-new-tokens", "2") == expected
