@@ -11,6 +11,8 @@ from distgpt.config import TrainConfig
 from distgpt.config.presets import preset
 from distgpt.data.named import resolve_data
 from distgpt.errors import UsageError
+from distgpt.kernels import first_use
+from distgpt.kernels.fused import site_cache
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.clock import Clock
@@ -220,3 +222,28 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
     assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
     assert sum("val_loss" in line for line in metrics) > 3 and metrics[0]["step"] == 0
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(site_cache.PLACE.exists(), reason="distgpt compile was run here")
+def test_what_is_compiled_is_named_once_and_no_more_when_it_was_kept(tmp_path):
+    """Of two ranks, before --within measures; the sample at the end compiles nothing else."""
+    env, weights = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, tmp_path / "run"
+
+    def reported(*words, ranks=0):
+        result = distgpt(*words, ranks=ranks, env=env, cold=True, timeout=700)
+        assert result.returncode == 0, result.stderr
+        said = result.stdout.splitlines() + result.stderr.splitlines()
+        return [
+            line.partition(" (")[0] for line in said if line.startswith(("--within", first_use.COMPILING))
+        ]
+
+    wanted = ["--data", "story", "--depth", "1", "--within", "20s", "--out", weights]
+    first, *others = reported("train", "--stage", "mpi", *wanted, ranks=2)
+    assert first == f"{first_use.COMPILING} for training in float32"
+    assert others and not any(line.startswith(first_use.COMPILING) for line in others)
+    assert lines(weights)[0]["elapsed_s"] < 15  # compiling, which takes longer, is not counted
+    for expected in ([f"{first_use.COMPILING} for generating text in float32"], []):
+        assert reported("infer", "--weights", weights, "--prompt", "a", "--max-new-tokens", "2") == expected
