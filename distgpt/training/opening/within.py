@@ -18,6 +18,8 @@ from distgpt.config.dial import Choice, Text, choose
 from distgpt.config.presets import merged
 from distgpt.data.batches import ArrayTokens
 from distgpt.data.named import resolve_data
+from distgpt.data.tokenizers.bpe import LARGE
+from distgpt.data.tokenizers.naming import build_tokenizer, learned_size
 from distgpt.errors import Say
 from distgpt.formatting import clock, parse_duration
 from distgpt.kernels import first_use
@@ -62,7 +64,8 @@ def with_clock(
     if not on_root(stage.comm, is_open):
         return stage, flags
     text, held_out = _text(stage.comm, toml, flags)
-    stage = _compiled(stage, _run(stage, toml, flags, flags.get(DEPTH, 1), PROBE_TOKENS, text), say)
+    run = _run(stage, toml, flags, flags.get(DEPTH, 1), PROBE_TOKENS, text)
+    stage = _compiled(stage, run, bool(learned_size(text.tokenizer)), say)
     found, rest = measured_choice(stage, toml, flags, seconds, text, say)
     flags["train_minutes"] = rest / 60
     if stage.comm.rank == 0:
@@ -89,19 +92,22 @@ def _text(comm: Comm, toml: Path | None, flags: Mapping[str, Any]) -> tuple[Text
         given = merged(toml, flags)
         text = text_of(given)
         hard = difficulty(resolve_data(given.get("data", "corpus")))
-        return [text.tokens, text.vocab_size, hard, holds_out(given)]
+        return [text.tokens, text.vocab_size, text.tokenizer, hard, holds_out(given)]
 
-    tokens, vocab_size, hard, held_out = on_root(comm, find)
-    return Text(tokens, vocab_size, difficulty=hard), held_out
+    *found, held_out = on_root(comm, find)
+    return Text(*found), held_out
 
 
-def _compiled(stage: Stage, run: RunConfig, say: Say) -> Stage:
+def _compiled(stage: Stage, run: RunConfig, learns_bpe: bool, say: Say) -> Stage:
     """Compile what training and a sample need, and begin the stage's time after that. Collective."""
     stage.notes.report_to(say)
     report_compiling(stage.comm, say)
     begun = time.monotonic()
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
     compile_once_per_node(stage, kernels, run)
+    if learns_bpe and stage.comm.rank == 0:  # which encodes the text
+        build_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
+    stage.comm.barrier()
     compiling = time.monotonic() - begun if first_use.has_compiled() else 0.0
     return replace(stage, begun=stage.begun + compiling)
 
