@@ -33,6 +33,8 @@ RATE = r"(?:(?:new )?tokens|[GT]FLOP|Gop|[GM]B|passes|requests)(?:/s| a second)|
 SPEED = re.compile(rf"\d[\d,.]* ?(?:million )?(?:{RATE}|% (?:faster|slower)|[mµ]s\b|× as|×(?! ?\d))")
 NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)`")  # of something in the code
 PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)*(?:\.(?:py|cu|cuh|md|cpp|c|sh)|/))`")
+BLOCK = re.compile(r"^ *```\w*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+COLUMN = 96  # characters of code that the site shows without scrolling on a screen of 1,280 pixels: docs/site.css
 TREES = ("distgpt", "tests", "benchmarks", "docs", "examples")
 NOT_OURS = {"ProcessPoolExecutor", "cs", "st", "json", "jsonl", "safetensors", "txt"}
 ABOUT_CODE = [
@@ -86,6 +88,23 @@ def test_every_command_in_a_document_exists_and_has_its_options():
             assert not wrong, f"{page.name}: {path} has no {wrong}"
             seen.add(path)
     assert {"distgpt train", "distgpt weights import", "distgpt slurm"} <= seen
+
+
+def test_no_line_of_a_block_is_cut_off_at_the_edge_of_its_column():
+    shown = {page: "".join(BLOCK.findall(page.read_text())) for page in PAGES}
+    assert "distgpt train" in shown[ROOT / "README.md"]
+    examples = "\n".join(command.example for command in every_command(cli))  # in reference/commands.md
+    assert "distgpt data prepare" in examples
+    for where, block in {**shown, "examples": examples}.items():
+        for line in block.splitlines():
+            assert len(line) <= COLUMN, f"{where}: {line}"
+
+
+def every_command(group):
+    """Return the commands of a group, and those of the groups in it."""
+    context = click.Context(group)
+    for found in (group.get_command(context, name) for name in group.list_commands(context)):
+        yield from every_command(found) if isinstance(found, click.Group) else [found]
 
 
 def test_blocks_are_found_and_failures_are_noticed(tmp_path):
