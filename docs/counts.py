@@ -1,6 +1,6 @@
 """Numbers that pages give of the code. In a page: about 2,400<!-- lines: distgpt/kernels/matmul -->.
 
-A page reads well without the site. There the hook puts the number of today; a test keeps the written one near it.
+A page reads well as it is. On the site the hook puts today's number; a test keeps the written one near it.
 """
 
 import re

@@ -37,7 +37,7 @@ SPEED = re.compile(rf"\d[\d,.]* ?(?:million )?(?:{RATE}|% (?:faster|slower)|[mµ
 NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)`")  # of something in the code
 PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)*(?:\.(?:py|cu|cuh|md|cpp|c|sh)|/))`")
 BLOCK = re.compile(r"^ *```\w*\n(?s:.*?)^ *```|(?<=\n\n)(?: {4}.*\n)+", re.MULTILINE)  # the latter: indented
-COLUMN = 96  # characters of code that the site shows without scrolling on a screen of 1,280 pixels: docs/site.css
+COLUMN = 96  # characters of code that docs/site.css shows without scrolling from 1,280 pixels on
 TREES = ("distgpt", "tests", "benchmarks", "docs", "examples")
 NOT_OURS = {"ProcessPoolExecutor", "cs", "st", "json", "jsonl", "safetensors", "txt"}
 ABOUT_CODE = [
@@ -184,9 +184,11 @@ def test_pages_use_no_former_name_of_a_setting_and_name_every_preset():
     former |= {f"--{about.formerly.replace('_', '-')}" for about in SETTINGS.values() if about.formerly}
     assert "packed" in former and "--wire" in former
     for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:
-        words = {word for code in re.findall(r"`([^`\n]+)`", page.read_text()) for word in re.split(r"[ =]", code)}
+        codes = re.findall(r"`([^`\n]+)`", page.read_text())
+        words = {word for code in codes for word in re.split(r"[ =]", code)}
         assert not words & former, f"{page}: {words & former}"
-    presets = re.search(r"^Presets: .*?\n\n", (ROOT / "docs/how-to/training.md").read_text(), re.DOTALL | re.M)[0]
+    training = (ROOT / "docs" / "how-to" / "training.md").read_text()
+    presets = re.search(r"^Presets: (?s:.*?)\n\n", training, re.MULTILINE)[0]
     middle = {"MM5", "ML5", "MVL5"}  # of `MS5` … `MXL5`
     assert set(PRESETS) - middle <= set(re.findall(r"`([^`]+)`", presets))
 
