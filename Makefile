@@ -82,7 +82,7 @@ examples: .venv/train ## make the example batch scripts anew, by distgpt slurm
 	$(BIN)/python examples/slurm/remake.py
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-peer .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf .venv .venv-peer .mypy_cache .pytest_cache .ruff_cache build dist site distgpt/compiled
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/train: extras := mpich

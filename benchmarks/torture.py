@@ -129,7 +129,7 @@ def chosen(wanted: list[str] | None, there: list[str]) -> list[str]:
 
 def possible_modes() -> list[str]:
     """Those whose flags `distgpt train` has."""
-    says = subprocess.run(distgpt_command("train", "--help"), capture_output=True, text=True).stdout
+    says = subprocess.run(distgpt_command("train", "--help-all"), capture_output=True, text=True).stdout
     flags = set(re.findall(r"--[\w-]+", says))
     found = []
     for mode in MODES:
@@ -142,7 +142,7 @@ def possible_modes() -> list[str]:
 
 
 def refuse_another_commit(head: dict[str, Any], out: Path) -> None:
-    was, now = head["environment"]["commit"], environment()["commit"]
+    was, now = head["environment"].get("commit"), environment().get("commit")
     if was != now:
         sys.exit(f"{out} is of commit {was}, and this is {now}: begin another file")
 

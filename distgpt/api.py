@@ -32,8 +32,9 @@ from distgpt.saved.modelfile import Description, on_host, save_model
 from distgpt.stages import Stage, connected, open_stage
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.decay import with_decay
+from distgpt.training.opening.finished import leave_finished
 from distgpt.training.opening.open import open_run
-from distgpt.training.opening.plan import make_plan
+from distgpt.training.opening.plan import Plan, make_plan
 from distgpt.training.opening.within import with_clock
 
 
@@ -146,6 +147,8 @@ def train(
     settings, directory, resume = with_decay(ready.comm, settings, directory, resume)
     ready, settings = with_clock(ready, preset, toml, settings, directory, resume, told.noted)
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
+    if plan.is_finished:
+        return _finished(plan, ready, told)
     try:
         run = open_run(plan, ready, told)
         train_run(run)
@@ -154,6 +157,14 @@ def train(
             plan.directory.release()
     model = GPT(run.model, run.checkpoints.description, ready.comm)
     return Trained(model, told.metrics, run.directory.path)
+
+
+def _finished(plan: Plan, ready: Stage, told: _Told) -> Trained:
+    """Return a run that had nothing left to do, as it is. Collective."""
+    if ready.comm.rank == 0:
+        leave_finished(plan, told.noted)
+    model, description, _, _ = open_model(ready, plan.directory.weights, None, plan.run.train.dtype)
+    return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
 
 
 class _Told:

@@ -25,8 +25,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from distgpt.errors import DataError, escape
+from distgpt.formatting import size
 
 DEEPEST = 64  # levels of lists and objects in JSON
+# Bytes of JSON, which may take 28 times as many in memory. The largest tokenizer.json known have 35 MB.
+LARGEST = 48 << 20
 _WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -142,12 +145,14 @@ def parse_object(content: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str, largest: int = LARGEST) -> Any:
     """Return the value of a JSON text; a ValueError if it holds more than a program of ours writes.
 
-    Refused are names that occur twice, numbers that are not finite or of more than 64 bits, halves of
-    surrogate pairs, and depth.
+    Refused are more than `largest` bytes, names that occur twice, numbers that are not finite or of more than
+    64 bits, halves of surrogate pairs, and depth.
     """
+    if len(content) > largest:
+        raise ValueError(f"it is larger than {size(largest)}, the most that is read of JSON")
     try:
         text = content if isinstance(content, str) else content.decode()
         value = json.loads(

@@ -15,7 +15,8 @@ import click
 from click.shell_completion import shell_complete
 
 from distgpt import interrupts
-from distgpt.comm.launched import ignore_further, launched_as, launched_rank, leave, let_rank_0_speak
+from distgpt.comm.joining import complain
+from distgpt.comm.launched import described, ignore_further, launched_as, launched_rank, leave
 from distgpt.commands.help import Group, NoCommand
 from distgpt.config import nearest
 from distgpt.errors import UsageError, one_line
@@ -25,7 +26,7 @@ from distgpt.version import __version__
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
     *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate", "slurm"),
-    *("runs", "plot", "sweep", "compare-stages", "profile", "bench", "doctor", "help"),
+    *("runs", "plot", "sweep", "compare-stages", "profile", "bench", "doctor", "compile", "help"),
 )
 # Those that a launcher may start as several processes.
 TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor")
@@ -114,12 +115,20 @@ def main() -> None:
             ignore_further()  # rank 0 alone has more to do, and ends all if it is interrupted
     except click.exceptions.Exit as done:  # --help, --version, completion
         code = done.exit_code
-    except click.ClickException as error:
-        code = 2
+    except BaseException as error:
+        code = _leave(interrupts.as_interrupt(error))
+    sys.exit(code)
+
+
+def _leave(error: BaseException) -> int:
+    """Report the error, to the other ranks too where this one has not joined them. Return the exit code."""
+    comm = connected[-1] if connected else None
+    if isinstance(error, click.ClickException):
+        code, text = UsageError.exit_code, error.format_message()
         if launched_rank() == 0:
             _show(error)
-        else:
-            let_rank_0_speak()
-    except BaseException as error:
-        code = leave(interrupts.as_interrupt(error), connected[-1] if connected else None)
-    sys.exit(code)
+    else:
+        code, text = leave(error, comm), described(error)
+    if comm is None and launched_as() > 1 and not isinstance(error, KeyboardInterrupt):
+        return complain(text, code)
+    return code

@@ -116,11 +116,11 @@ def escape_model_text(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Suggest the closest known word, “; did you mean …?”, and a short list of the allowed ones."""
-    options = list(known)
+    """Suggest the closest known word, “; did you mean …?”, and a short list of the allowed ones, in order."""
+    options = sorted(known) if isinstance(known, set | frozenset) else list(known)
     close = get_close_matches(word, options, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return hint if len(options) > 40 else f"{hint} (allowed: {', '.join(sorted(options))})"
+    return hint if len(options) > 40 else f"{hint} (allowed: {', '.join(options)})"
 
 
 def command_line(*words: object) -> str:

@@ -10,16 +10,17 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distgpt.errors import DataError, StorageError
+from distgpt.checked import LARGEST
+from distgpt.errors import DataError, Say, StorageError
 from distgpt.formatting import size
 
-LARGEST_DOCUMENT = 256 << 20  # bytes of JSON, TOML or a vocabulary
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a quota that is used up counts as a full disk
 LONGEST_LINE = 1 << 16  # bytes of a line that we append
 DIRECT = 4 << 20  # bytes that go to the disk at once
 
@@ -54,20 +55,46 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file until it is closed; return False if another process has. Some disks have no locks."""
-    with suppress(OSError):
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+def lock(descriptor: int, kind: int) -> bool | None:
+    """Lock an open file until it is closed. Return False if another process has, None without locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # network disks may be mounted without
+        return None
     return True
+
+
+def locked(descriptor: int, path: Path, say: Say) -> bool:
+    """Return False if another process has locked the file; lock it, or say that its disk has no locks."""
+    if (got := lock(descriptor, fcntl.LOCK_EX)) is None:
+        say(without_locks(path))
+    return got is not False
+
+
+def without_locks(path: Path) -> str:
+    return f"the disk of {path} has no locks: another process that writes there too may not be noticed"
 
 
 def new_file(path: Path) -> BinaryIO:
     """Create a file for writing that was not there: never one that a link planted by somebody points to."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def allocate(file: BinaryIO, n_bytes: int) -> None:
+    """Give a new file this many bytes of the disk: promised to it, or zeros where none are promised."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, n_bytes)
+    except (AttributeError, OSError) as error:  # not on macOS; not on every network's disk
+        if getattr(error, "errno", None) in FULL:
+            raise
+        zeros = bytes(min(n_bytes, DIRECT))
+        for start in range(0, n_bytes, DIRECT):
+            file.write(zeros[: n_bytes - start])
+        file.flush()
+    os.fsync(file.fileno())  # a network's disk counts what it gets
 
 
 def unfinished(path: Path) -> Path:
@@ -165,15 +192,36 @@ def made_once(path: Path | None, make: Callable[[], bytes]) -> bytes:
 
     Machine code is kept so: damaged, it would be run. Without a path nothing is kept.
     """
-    with suppress(DataError, StorageError):
-        if path and sha256((content := read_small(path))[32:]).digest() == content[:32]:
-            return content[32:]
+    if path and (kept := read_checked(path)) is not None:
+        return kept
     made = make()
     with suppress(StorageError):
         if path:
-            with atomic_file(path) as file:
-                file.write(sha256(made).digest() + made)
+            write_checked(path, made)
     return made
+
+
+def read_checked(path: Path) -> bytes | None:
+    """Return what `write_checked` wrote; None if it is missing or damaged."""
+    with suppress(DataError, StorageError):
+        if sha256((content := read_small(path))[32:]).digest() == content[:32]:
+            return content[32:]
+    return None
+
+
+def write_checked(path: Path, content: bytes) -> None:
+    with atomic_file(path) as file:
+        file.write(sha256(content).digest() + content)
+
+
+def read_trusted(path: Path, owners: Collection[int]) -> bytes | None:
+    """Return a file's content if it and its folder are of these users, and nobody else may write there."""
+    with suppress(OSError, DataError), open_regular(path) as file:
+        for found in (path.parent.stat(), os.fstat(file.fileno())):
+            if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return None
+        return file.read()
+    return None
 
 
 def _is_private(folder: Path) -> bool:
@@ -241,7 +289,7 @@ def _regular(descriptor: int, path: Path) -> int:
     return descriptor
 
 
-def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
+def read_small(path: Path, limit: int = LARGEST) -> bytes:
     """All of a file that is read at once, up to a limit; failures of the disk become one line."""
     content = bytearray()
     with storage_errors("read", path), open_regular(path) as file:
@@ -249,5 +297,6 @@ def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
         while len(content) <= limit and (piece := file.read(1 << 20)):
             content += piece
     if len(content) > limit:
-        raise DataError(f"{path} is larger than {size(limit)}, too large for a file of its kind")
+        known = "; the largest tokenizers known have 35 MB" if limit == LARGEST else ""
+        raise DataError(f"{path} is larger than {size(limit)}, too large for a file of its kind{known}")
     return bytes(content)

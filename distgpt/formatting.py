@@ -54,6 +54,11 @@ def parse_count(text: str, name: str) -> int:
     return value
 
 
+def loss_and_bits(loss: float, bits_per_byte: float | None) -> str:
+    """(4.03047, 2.0374) → "4.0305 (2.04 bits per byte)"; the loss alone where the other is not known."""
+    return f"{loss:.4f}" + ("" if bits_per_byte is None else f" ({bits_per_byte:.2f} bits per byte)")
+
+
 def size(n_bytes: float) -> str:
     """1536 → "1.5 KiB"."""
     for unit, factor in _SIZES.items():
@@ -86,6 +91,15 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < 1e10:
         raise UsageError(f"{text!r} is no time: write numbers and d, h, m or s, as in 3h50m")
     return seconds
+
+
+def typed_duration(seconds: float) -> str:
+    """Write whole seconds as `parse_duration` reads them: 5400 → "1h30m"."""
+    left, words = max(1, round(seconds)), ""
+    for unit, factor in zip("dhms", _FACTORS, strict=True):
+        number, left = divmod(left, int(factor))
+        words += f"{number}{unit}" * bool(number)
+    return words
 
 
 def duration(seconds: float) -> str:

@@ -215,19 +215,36 @@ def _leave_at_once(number: signal.Signals) -> None:
 
 
 @contextmanager
+def default_signals() -> Iterator[None]:
+    """Let signals end the process at once, in C code that may never return: no handler of ours runs there."""
+    with _replaced(signal.SIG_DFL, _handlers()):
+        yield
+
+
+@contextmanager
 def _handling(handle: Any) -> Iterator[None]:
     """Call `handle(number, former handler)` for the signals that have a handler; main thread only."""
-    former: dict[signal.Signals, Any] = {}
+    former = _handlers()
 
     def act(number: int, frame: Any) -> None:
         came = signal.Signals(number)
         handle(came, former[came])
 
-    if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.getsignal(number) for number in ENDING}
-        former = {number: handler for number, handler in handlers.items() if callable(handler)}
-        for number in former:
-            signal.signal(number, act)
+    with _replaced(act, former):
+        yield
+
+
+def _handlers() -> dict[signal.Signals, Any]:
+    """Return the handlers of the signals that have one; none outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: handler for number in ENDING if callable(handler := signal.getsignal(number))}
+
+
+@contextmanager
+def _replaced(action: Any, former: dict[signal.Signals, Any]) -> Iterator[None]:
+    for number in former:
+        signal.signal(number, action)
     try:
         yield
     finally:

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import platform
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distgpt.comm.agree import gather_bytes, on_every_rank, refuse_anywhere
+from distgpt.comm.agree import gather_bytes, named_ranks, on_every_rank, refuse_anywhere
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import available_memory, boot_id, usable_cores
+from distgpt.comm.cores import boot_id, usable_cores
+from distgpt.comm.joining import connect, join
 from distgpt.comm.launched import launched_as
+from distgpt.comm.limits import granted_cores, granted_memory
 from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
-from distgpt.errors import UsageError, first_line
+from distgpt.errors import Say, UsageError
 from distgpt.formatting import count
+from distgpt.kernels import first_use
 from distgpt.kernels.api import Kernels
 
 MOST_THREADS = 1024
@@ -74,8 +75,11 @@ class Stage:
     notes: Notes = field(default_factory=Notes)
     begun: float = field(default_factory=time.monotonic)
 
-    def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
-        """Refuses a dtype that some rank can't compute in. `matmul` is for CPU stages. Collective."""
+    def kernels(self, dtype: str, matmul: str = "auto", use: str = "") -> Kernels:
+        """Refuses a dtype that some rank can't compute in. `matmul` is for CPU stages. Collective.
+
+        `use` names what they are for, should they have to be compiled.
+        """
         refuse_anywhere(self.comm, self._trouble_with(dtype))
         if self.device is not None:
             from distgpt.gpu.accelerator import kernels_on
@@ -84,9 +88,9 @@ class Stage:
         from distgpt.kernels.cpu import CpuKernels
         from distgpt.kernels.fused import disk_cache
 
-        if disk_cache.folder() is None:
+        first_use.begin(f"{use} in {dtype}" if use else dtype)
+        if not disk_cache.site().files and disk_cache.folder() is None:
             self.notes.add(NOT_KEPT)
-        disk_cache.announce(self.notes.add)
         if dtype in ROUNDED_DTYPES:
             from distgpt.kernels.cpu_int8 import Int8Kernels
 
@@ -120,11 +124,12 @@ class Stage:
             return f"--float8 needs compute capability {dotted(OLDEST_FLOAT8)}, {has}: leave it out"
         return ""
 
-    def free_memory(self) -> tuple[int, str]:
-        """Bytes that this rank may use, and whose they are."""
+    def free_memory(self, ranks: int = 0) -> tuple[int, str]:
+        """Bytes that this rank may use, and whose they are; on a CPU as if this many `ranks` shared it."""
         if self.device is not None:
             return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"
-        return available_memory() // self.comm.local_size, "this machine"
+        granted = granted_memory(ranks or self.comm.local_size)
+        return granted.free, granted.where
 
 
 def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
@@ -139,14 +144,21 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
         raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
     comm = _communicator(name)
     connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
+    join(comm)
+    report_compiling(comm)
     if name not in ON_GPU:
         stage = Stage(name, comm, threads or threads_of(comm))
-        _note_launch(stage)
+        _note_launch(stage, threads_given=threads is not None)
         return stage
     from distgpt.gpu.probe import require_gpu
 
     on_every_rank(comm, lambda: require_gpu(name))
     return _bound(name, comm, gpu or GpuConfig())
+
+
+def report_compiling(comm: Comm, say: Say | None = None) -> None:
+    """Let rank 0 alone report what is compiled, to `say` or to standard error."""
+    first_use.announce(say if comm.rank == 0 else lambda text: None)
 
 
 def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:
@@ -163,24 +175,48 @@ def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, S
 
 
 def threads_of(comm: Comm) -> int:
-    """Return the number of cores that this rank has."""
-    return max(1, int(comm.cores + 1e-6))
+    """Return the number of cores that this rank has, as many threads as pay."""
+    return granted_cores(comm.cores, comm.local_size).whole
 
 
-def _note_launch(stage: Stage) -> None:
+def _note_launch(stage: Stage, threads_given: bool) -> None:
     """Note on rank 0 what is slower than it looks. Collective."""
     comm, note = stage.comm, stage.notes.add if stage.comm.rank == 0 else lambda text: None
     if stage.name in WITH_MPI and comm.size == 1:
         note(f"--stage {stage.name} runs as one process: mpirun -n 2 distgpt … starts two")
-    if comm.cores < 1 - 1e-6:
-        cores = count(len(usable_cores()), "core")
-        note(f"{comm.local_size} ranks share {cores}: fewer ranks are as fast, or faster")
+    _note_cores(stage, threads_given)
     machines = gather_bytes(comm, identity().encode())
     if (here := machines.count(machines[comm.rank])) > comm.local_size:
         note(
             f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that they"
             f" take each other's cores and memory; give a host one name in the hostfile"
         )
+
+
+def _note_cores(stage: Stage, threads_given: bool) -> None:
+    """Note on rank 0 which ranks have more threads than cores, and limits that leave fewer. Collective."""
+    comm = stage.comm
+    texts = [text.decode() for text in gather_bytes(comm, _about_cores(stage, threads_given).encode())]
+    for text in filter(None, dict.fromkeys(texts if comm.rank == 0 else ())):
+        ranks = [rank for rank, other in enumerate(texts) if other == text]
+        stage.notes.add(f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text)
+
+
+def _about_cores(stage: Stage, threads_given: bool) -> str:
+    """Return what this rank should know of its threads and cores; "" if they suit each other."""
+    comm, granted = stage.comm, granted_cores(stage.comm.cores, stage.comm.local_size)
+    cores, limit, several = len(usable_cores()), granted.limit, comm.local_size > 1
+    each, by = " each" * several, f" ({limit})" * bool(limit)
+    if threads_given and stage.threads > granted.whole:
+        own = f"{granted.number:.3g} of " * (granted.number < cores) + count(cores, "core")
+        return f"--threads {stage.threads}, but {own}{each}{by}: threads without a core only make others wait"
+    if several and granted.number < 1 - 1e-6:
+        shared = f"{granted.number * comm.local_size:.3g} of " * bool(limit) + count(cores, "core")
+        return f"{comm.local_size} ranks share {shared}{by}: fewer ranks are as fast, or faster"
+    if limit and not threads_given:
+        threads, of = count(stage.threads, "thread"), count(cores, "core")
+        return f"{limit} grants {granted.number:.3g} of {of}{each}: {threads}{each}"
+    return ""
 
 
 def identity() -> str:
@@ -213,14 +249,6 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     return replace(stage, comm=DeviceComm(comm, chosen))
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence mpi4py's warnings about the launcher: one line of ours replaces them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        yield
-
-
 def _communicator(name: str) -> Comm:
     launched = launched_as()
     if name in ("serial", "cuda"):
@@ -231,22 +259,13 @@ def _communicator(name: str) -> Comm:
                 f"use --stage {several}, or run without mpirun"
             )
         return SerialComm()
-    try:
-        with _without_warnings():
-            from distgpt.comm.mpi import MpiComm, foreign_launcher, library
-    except (ImportError, RuntimeError) as error:
-        raise UsageError(
-            f"--stage {name} needs mpi4py and an MPI library ({first_line(error)}); install them with "
-            "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI "
-            "(distgpt help install)"
-        ) from None
-    if problem := foreign_launcher():
-        raise UsageError(problem)
-    with _without_warnings():
-        comm = MpiComm()
+    comm = connect()
     if launched > 1 and comm.size == 1:
+        from distgpt.comm.mpi import library
+
         raise UsageError(
             f"launched as {launched} processes, but mpi4py found itself alone: the launcher belongs to "
-            f"another MPI than mpi4py's {library()}; use the mpirun of that MPI"
+            f"another MPI than mpi4py's {library()}; use the mpirun of that MPI, or srun with"
+            " --mpi=pmi2 (MPICH) or pmix (Open MPI)"
         )
     return comm

@@ -21,7 +21,7 @@ import pytest
 
 from distgpt.cli import main
 from distgpt.interrupts import ENDING
-from distgpt.kernels.fused.disk_cache import COMPILING
+from distgpt.kernels.first_use import COMPILING
 
 # What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -171,7 +171,7 @@ def losses(directory):
 def refused(result, code, *words, late=False):
     """A failure that was expected: this exit code, these words, one line, no traceback; `late`: in a run."""
     assert result.returncode == code, (result.returncode, result.stdout, result.stderr)
-    said = [line for line in result.stderr.splitlines() if line.strip() and line != COMPILING]
+    said = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith(COMPILING)]
     assert len(said) == 1 and said[0].startswith("distgpt: "), result.stderr
     for word in words:
         assert str(word) in said[0], (word, said[0])
@@ -182,6 +182,13 @@ def refused(result, code, *words, late=False):
 def trained(tmp_path_factory):
     """A run of a few steps: its directory."""
     return train(tmp_path_factory.mktemp("trained") / "run", "--steps", "30", "--save-every", "10")
+
+
+@pytest.hookimpl(trylast=True)  # once there is a reporter; workers of pytest-xdist have none
+def pytest_configure(config):
+    """Make lines of dots short: at the end of each stands how far the tests are."""
+    if config.pluginmanager.has_plugin("terminalreporter"):
+        config.get_terminal_writer().fullwidth = 48
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

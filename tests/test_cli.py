@@ -5,6 +5,8 @@ import json
 import os
 import pty
 import re
+import shlex
+import shutil
 import subprocess
 import unicodedata
 from functools import partial
@@ -70,8 +72,36 @@ def test_the_stream_is_the_text_after_any_prompt(infer, tmp_path):
     assert infer("--json", "--prompt-file", "prompt")["prompt"] == "the\nlamp"
     assert len(infer("--json", "--max-new-tokens", "3")["tokens"]) == 3
     assert infer("--prompt", PROMPT, "--max-new-tokens", "0").stdout == f"{PROMPT}\n"
-    sample = inside("infer", "--max-new-tokens", "5", "--prompt", "The")  # by the bundled one
-    assert sample.returncode == 0 and sample.stdout.startswith("The")
+
+
+def test_the_bundled_sample_says_so_and_names_the_newest_run(here, file, tmp_path):
+    words = ("infer", "--max-new-tokens", "5", "--prompt", "The boat")
+    alone = here(*words)
+    assert alone.returncode == 0 and alone.stdout.startswith("The boat")
+    assert alone.stderr.splitlines()[0] == "no --weights: this is the bundled sample"
+    for place, (name, kept) in enumerate({"new": "checkpoints", "old": "weights.safetensors"}.items()):
+        run = shutil.copytree(file.parent, tmp_path / "runs" / "mine" / name)
+        for made in ("weights.safetensors", "best.safetensors", "checkpoints"):
+            if made != kept:
+                subprocess.run(["rm", "-rf", run / made], check=True)
+        for path in run.rglob("weights.safetensors"):
+            os.utime(path, (0, 1e9 - place))
+    (tmp_path / "runs" / "begun").mkdir()
+    for name in ("config.toml", "tokenizer.json"):
+        shutil.copy(file.parent / name, tmp_path / "runs" / "begun")
+    said = here(*words).stderr.splitlines()[0]
+    own = said.partition("; your newest run: ")[2]
+    assert shlex.split(own)[1:] == ["infer", "--prompt", "The boat", "--weights", "runs/mine/new"]
+    assert here(*shlex.split(own)[1:]).stderr.count("\n") == 1  # the line about the speed
+    talk = here("chat", "--max-new-tokens", "0")
+    assert talk.stderr.splitlines()[0].endswith("chat --weights runs/mine/new")
+
+
+def test_people_are_told_that_a_seed_gives_another_text(file):
+    words = ("infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3")
+    for more, told in {(): True, ("--seed", "4"): False, ("--temperature", "0"): False}.items():
+        assert ("--seed" in on_terminal(*words, *more, of="stderr")) == told
+    assert "--seed" not in inside(*words).stderr
 
 
 def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file):
@@ -81,7 +111,7 @@ def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file)
     texts = [choice["text"] for choice in three["choices"]]
     assert len(set(texts)) == 3 and [len(each["logprobs"]) for each in three["choices"]] == [12] * 3
     shown = infer(*hot, "--n", "3").stdout
-    assert shown == f"{PROMPT}{texts[0]}\n--- 2 of 3\n{texts[1]}\n--- 3 of 3\n{texts[2]}\n"
+    assert shown == "".join(f"--- {i} of 3\n{PROMPT}{text}\n" for i, text in enumerate(texts, 1))
     stop = one["text"].split()[3]
     stopped = infer("--json", *hot, "--stop", "zeppelin", "--stop", stop)
     assert stopped["reason"] == "stop" and stopped["text"] == one["text"][: one["text"].index(stop)]
@@ -105,10 +135,11 @@ def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file)
     refused(infer("--cache-memory", "much"), 2, "'much' is no size")
 
 
-def on_terminal(*args, **how):
-    """Return what a command prints, where standard output is a terminal."""
+def on_terminal(*args, of="stdout", **how):
+    """Return what a command prints, where one of its streams is a terminal."""
     reading, writing = pty.openpty()
-    with popen(*args, stdout=writing, stderr=subprocess.DEVNULL, **how) as process:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, of: writing}
+    with popen(*args, **streams, **how) as process:
         os.close(writing)
         shown = b""
         with contextlib.suppress(OSError):  # at the end
@@ -291,6 +322,7 @@ REFUSED = (
     (["--config", "nowhere"], 2, ["nowhere"]),
     (["--config", "text"], 2, ["not valid TOML"]),
     (["--n-layer", "1000", "--n-embd", str(2**17)], 2, ["GiB on this machine", "smaller model"]),
+    (["--optimizer", "muon", "--n-embd", str(2**17)], 2, ["GiB on this machine", "Muon's updates"]),
 )
 
 
@@ -303,6 +335,16 @@ def test_settings_that_make_no_sense(here, tmp_path):
 
 
 # Places
+
+
+def test_memory_that_is_refused_names_its_page():
+    """By a limit of 4 GiB, where 16 lanes of a million positions take 30."""
+    words = command("infer", "--n", "16", "--context", str(1 << 20), "--cache-memory", "900G")
+    limited = ["sh", "-c", 'ulimit -v 4194304 && exec "$@"', "-", *words]
+    result = subprocess.run(limited, env=clean_environment(), capture_output=True, text=True)
+    said = result.stderr.splitlines()[-1]
+    assert result.returncode == 70 and said.startswith("distgpt: not enough memory: "), result.stderr
+    assert said.endswith("(distgpt help out-of-memory)")
 
 
 def test_an_out_that_is_taken(here, tmp_path):

@@ -34,6 +34,7 @@ LONGER = {
     "commands.slurm:slurm",
     "commands.train:train",
     "data.tokenizers.bpe_fast:fill_ids",
+    "training.opening.open:open_run",
 }
 # What must not know each other, though the order would allow it.
 NEVER = {"comm": ("distgpt.kernels",), "gpu": ("distgpt.kernels.cpu", "distgpt.kernels.fused")}
@@ -143,6 +144,24 @@ def test_the_command_line_loads_nothing_heavy():
         "starlette",
         "uvicorn",
     }
+
+
+def test_what_train_refuses_at_once_it_refuses_before_anything_heavy_is_loaded():
+    for words in (
+        "--preset nope",
+        "--lr -1",
+        "--n-embd 7",
+        "--data nowhere.txt",
+        "--within soon",
+        "--config no",
+    ):
+        script = f"""import sys; sys.argv = {["distgpt", "train", *words.split()]}
+from distgpt.cli import main
+try:
+    main()
+except SystemExit as done:
+    assert done.code in (2, 65)"""
+        assert not loaded_after(script) & {"numpy", "numba", "rich"}, words
 
 
 def test_files_in_int8_are_read_without_compiled_loops():

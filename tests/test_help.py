@@ -9,12 +9,15 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from conftest import inside
 
 from distgpt.cli import COMMANDS, cli
 from distgpt.commands.help import HELP_ALL, similar, topics
 from distgpt.commands.options import OPTIONS
 from distgpt.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
+from distgpt.data.named import BUNDLED_TEXTS
+from distgpt.files import bundled
 
 PACKAGE = Path(__file__).parents[1] / "distgpt"
 NEEDED = (
@@ -87,8 +90,13 @@ def test_the_most_used_commands_come_first():
     assert all(f"\n  {name} " in rest for name in COMMANDS[5:])
 
 
-def test_help_prints_how_to_pages_offline():
-    listed = dict(re.findall(r"^([\w-]+) +(.*)$", shown("help"), re.MULTILINE))
+def test_help_prints_how_to_pages_and_tutorials_offline():
+    def pages(*folder):
+        return dict(re.findall(r"^  ([\w-]+) +(.*)$", shown("help", *folder), re.MULTILINE))
+
+    listed, tutorials = pages(), pages("tutorials")
+    assert listed == pages("how-to") | tutorials and {"your-texts", "first-model"} <= tutorials.keys()
+    assert "distgpt help out-of-memory" in shown("help").splitlines()[-1]
     assert listed["out-of-memory"] == "Out of memory" and len(listed) > 10
     for topic, title in listed.items():
         text = shown("help", topic)
@@ -142,6 +150,92 @@ def test_wrong_options_get_suggestions_that_make_sense_or_none():
     assert result.returncode == 2 and "'--learning-rate'. Did you mean --lr?" in result.stderr
     assert "mean" not in inside("plot", "--within", "3").stderr
     assert HELP_ALL.opts[0] not in shown("plot", "--help")
+
+
+# Words without an option, by the command that gets them, and the option that they may be meant for.
+MEANT = {
+    "train my.txt": "--data my.txt",
+    "train texts": "--data texts",
+    "train story": "--data story",
+    "train tiny": "--preset tiny",
+    "train grid.toml": "--config grid.toml",
+    "train run": "--resume run",
+    "tune chats.jsonl": "--data chats.jsonl",
+    "estimate gpt2": "--preset gpt2",
+    "infer It was": "--prompt 'It was'",
+    "infer texts/a.txt": "--prompt-file texts/a.txt",
+    "chat run": "--weights run",
+    "serve m.safetensors": "--weights m.safetensors",
+    "eval --weights run my.txt": "--val my.txt",
+    "chat hello": "",
+    "train a b": "",
+    "runs a b": "",
+    f"train {'x' * 300}": "",
+}
+
+
+def test_words_without_an_option_get_the_one_that_they_may_be_meant_for(tmp_path):
+    for name in ("texts/a.txt", "run/config.toml"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    for line, meant in MEANT.items():
+        result = inside(*line.split(), cwd=tmp_path)
+        said = result.stderr.splitlines()[-1]
+        assert result.returncode == 2 and said.startswith("Error: Got unexpected extra argument"), line
+        assert said.partition(". Did you mean ")[2] == (meant and f"{meant}?"), line
+
+
+# Words of a command line, and what a shell is offered for the last one: names, or files by its own means.
+FILE = "a file"
+COMPLETED = {
+    "train --data my": [FILE],
+    "train --data st": ["story", "stories/", "story of mine.txt"],
+    "train --val na": ["names"],
+    "train --tokenizer by": ["byte"],
+    "train --resume au": ["auto"],
+    "tune --data st": [FILE],
+    "estimate --data co": ["corpus"],
+    "bench infer --preset gpt2-m": ["gpt2-medium", "gpt2-modern"],
+    "compare-stages --preset ti": ["tiny", "tiny-adamw"],
+    "slurm --time 4h -- tu": ["tune"],
+    "slurm --time 4h -- train --val-f": ["--val-fraction"],
+    "slurm --time 4h -- train --data my": [FILE],
+}
+
+
+def test_files_and_names_are_completed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stories").mkdir()
+    for name in ("story of mine.txt", ".story"):
+        (tmp_path / name).touch()
+
+    def offered(line):
+        *words, begun = line.split()
+        found = ShellComplete(cli, {}, "distgpt", "").get_completions(words, begun)
+        return [item.value if item.type == "plain" else f"a {item.type}" for item in found]
+
+    for line, wanted in COMPLETED.items():
+        assert offered(line) == wanted, line
+    assert offered("train --config x") == offered("infer --weights x") == offered("sweep x") == [FILE]
+    assert set(BUNDLED_TEXTS) == {path.stem for path in bundled("data", "").glob("*.txt")}
+
+
+# Options and arguments that name files, in whichever command.
+NAMING = "data val init hellaswag tokenizer resume decay-from config weights adapter out prompts prompt-file"
+NAMING += " calibrate hostfile inputs source grid runs folder path name_or_path directory"
+
+
+def test_whatever_names_files_is_completed_by_files_in_every_command():
+    seen = set()
+    for words, command in commands():
+        context = click.Context(command)
+        for param in command.get_params(context):
+            name = param.opts[0].lstrip("-")
+            if name in NAMING.split():
+                seen.add(name)
+                [offered] = param.shell_complete(context, "zz")
+                assert offered.type == "file", (*words, name)
+    assert seen == {*NAMING.split()}
 
 
 def asked(shell, script, tmp_path):

@@ -11,6 +11,7 @@ sys.path.insert(0, str(ROOT / "examples" / "slurm"))
 
 NEEDED = ("py.typed", "gpu/cu/attention.cu", "gpu/cu/common.cuh", "serving/page.html", "show/page.html.j2")
 NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
+NEEDED += ("bundled/docs/tutorials/your-texts.md",)
 
 
 @pytest.mark.slow

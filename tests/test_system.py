@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_macos import pretend_macos
 
-from distgpt.comm import cores
+from distgpt.comm import cores, limits
 from distgpt.doctor import facts
 from distgpt.kernels.matmul import processor
 from distgpt.system import sysctl, sysctl_number, sysctl_text
@@ -40,7 +40,7 @@ def test_a_mac_reports_its_fast_cores_its_memory_and_its_name(no_proc, monkeypat
     assert cores.usable_cores() == {0, 1, 2, 3}
     assert cores.available_memory() == 16 << 30
     assert cores.boot_id() == "2F5C-1" and facts.cpu() == "Apple M1"
-    assert cores.cgroup("memory.max") == [] and cores.peak_memory() > 1 << 10
+    assert limits.granted_cores().number == 4 and cores.peak_memory() > 1 << 10
     assert facts.memory()["available"] == min(16 << 30, facts.memory()["total"])
 
 

@@ -158,6 +158,17 @@ def test_a_wrong_end_is_noticed_and_a_documented_one_is_not(run):
         assert name in found if name else not found, done
 
 
+def test_a_full_disk_that_cost_the_end_is_noticed(run):
+    full = Attempt(Fault("full"), 1, code=74, errors="distgpt: No space left on device\n")
+    assert names_of(after_attempt(SERIAL, full, Seen(), look(run))) == {"hoarded"}
+    assert not after_attempt(replace(SERIAL, goes_on=False), full, Seen(), look(run))
+    for path in sorted((run / "checkpoints").iterdir())[:-1]:
+        shutil.rmtree(path)
+    assert not after_attempt(SERIAL, full, Seen(), look(run))
+    (run / "weights.safetensors").unlink()
+    assert names_of(after_attempt(SERIAL, full, Seen(), look(run))) == {"no result"}
+
+
 def test_best_weights_older_than_a_checkpoint_says_are_noticed(run):
     seen = look(run)
     assert seen.best == STEPS == seen.best_said[STEPS]

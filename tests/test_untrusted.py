@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
+from conftest import inside, refused
 
-from distgpt.checked import Count, Must, Positive, checked, parse_json, parse_object, read_as
+from distgpt.checked import LARGEST, Count, Must, Positive, checked, parse_json, parse_object, read_as
 from distgpt.errors import SCREEN, DataError, StorageError, one_line
 from distgpt.files import append, atomic_file, open_regular, read_small
 
@@ -39,6 +40,19 @@ def test_json_that_no_program_of_ours_writes_is_refused(text, reason, tmp_path):
         parse_json(text)
     with pytest.raises(DataError, match=f"f is damaged: .*{reason}"):
         parse_object(text if isinstance(text, bytes) else text.encode(), tmp_path / "f")
+
+
+def test_json_has_a_limit_that_the_largest_tokenizers_fit_into(tmp_path):
+    """It may take 28 times its size in memory."""
+    assert 35_000_000 < LARGEST < 64 << 20
+    with pytest.raises(ValueError, match="larger than 48 MiB"):
+        parse_json(b" " * (LARGEST + 1))
+    with pytest.raises(ValueError, match="larger than 9 B"):
+        parse_json("[" + " " * 9 + "]", 9)
+    assert parse_json("[" + " " * 7 + "]", 9) == []
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(LARGEST + 1)
+    refused(inside("tokenizer", "info", tmp_path), 65, "is larger than 48 MiB", "known have 35 MB")
 
 
 @dataclass

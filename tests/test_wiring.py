@@ -13,8 +13,9 @@ from conftest import SMALL, inside, losses, metrics
 import distgpt
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.data.loading import bundled, read_text
+from distgpt.data.loading import read_text
 from distgpt.doctor.speed import Peaks
+from distgpt.files import bundled
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.profile.operations import ORDER

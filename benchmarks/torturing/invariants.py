@@ -95,7 +95,8 @@ def look(run: Path) -> Seen:
     seen.best_said = {step: state["best"]["step"] for step, state in states.items() if state.get("best")}
     if (run / "history.jsonl").is_file():
         events = (run / "history.jsonl").read_bytes().split(b"\n")[:-1]
-        seen.resumed = [int(step) for step in re.findall(rb'"step": (\d+)', b"\n".join(events))]
+        begun = [line for line in events if b'"from": ' in line]  # not what was given up, nor bad steps
+        seen.resumed = [int(step) for step in re.findall(rb'"step": (\d+)', b"\n".join(begun))]
     if (run / "metrics.jsonl").is_file():
         _read_metrics((run / "metrics.jsonl").read_bytes(), seen)
     return seen
@@ -272,6 +273,12 @@ def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
         found.append(f"lost: {steps} steps: step {seen.step} was done, {seen.newest} saved")
     if seen.newest < before.newest:
         found.append(f"lost: the checkpoint of step {before.newest}, and only {seen.newest} is left")
+    if done.fault.what == "full" and done.code == STORAGE and mode.goes_on:
+        intact = sorted(step for step, wrong in seen.saved.items() if not wrong)
+        if len(intact) > 1:
+            found.append(f"hoarded: it found no room, and kept the checkpoints of steps {intact}")
+        if seen.step == STEPS and "weights.safetensors" not in seen.names:
+            found.append("no result: all steps were done, and there are no weights")
     said = re.findall(r"step ([\d,]+) is saved", done.errors)
     if said and int(said[-1].replace(",", "")) not in seen.saved:
         found.append(f"untrue: it says that step {said[-1]} is saved, and there are {sorted(seen.saved)}")

@@ -31,7 +31,7 @@ def tables(head: dict[str, Any], rows: Rows) -> str:
     environment = head["environment"]
     lines = [
         f"{len(rows):,} trials of seed {head['seed']} in {sum(row['seconds'] for row in rows) / 3600:.2f} h, "
-        f"commit {environment['commit']}, {environment['processor']}, {environment['cores']} cores.",
+        f"commit {environment.get('commit')}, {environment['processor']}, {environment['cores']} cores.",
         "",
         "| done to a run | trials | interrupted | refused | something wrong | seconds lost: median | p99 |",
         "|---|---|---|---|---|---|---|",

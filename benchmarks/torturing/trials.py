@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from distgpt.training.guards.full_disk import MORE
 from torturing import invariants, preload
 from torturing.attempts import Attempt, Place, attempt, remove
 from torturing.faults import EVERY, MODES, STEPS, Damage, Fault, Mode, Trial
@@ -53,7 +54,7 @@ class Ground:
             sizes = {path: path.stat().st_size for path in place.run.rglob("*") if path.is_file()}
             saved = sum(size for path, size in sizes.items() if f"step-{STEPS:08}" in str(path))
             calls = preload.calls(place.state(0) / "log")
-            most = sum(sizes.values()) + saved
+            most = sum(sizes.values()) + saved + sizes[place.run / "weights.safetensors"] + MORE
             found = (
                 preload.survey(calls, done.seconds, 3 * EVERY, most)
                 if calls

@@ -1,4 +1,4 @@
-"""Which processor cores this process may run on, how much memory is left, and was taken."""
+"""Which processor cores this process may run on, how much memory the machine has left, and was taken."""
 
 from __future__ import annotations
 
@@ -29,35 +29,31 @@ def boot_id() -> str:
 
 
 def available_memory() -> int:
-    """Bytes that new processes could have; all of the machine's where the system does not say."""
+    """Bytes that new processes could have; all of the machine's where the system does not say.
+
+    Without the limits of this process: limits.py.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return sysctl_number("hw.memsize") or 1 << 62
     sizes = {name: int(size.split()[0]) << 10 for name, size in (line.split(":") for line in lines)}
-    limits = zip(cgroup("memory.max"), cgroup("memory.current"), strict=False)
-    left = [int(most) - int(used) for most, used in limits if most.isdigit()]
-    return min([sizes.get("MemAvailable", 1 << 62), *left])
+    return sizes.get("MemAvailable", 1 << 62)
 
 
 def peak_memory() -> int:
     """Bytes that this process has held at most."""
-    try:  # not getrusage's, which may be those of the process that started this one
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most << 10
+    # Not getrusage's, which may be those of the process that started this one.
+    if most := status_bytes("VmHWM"):
+        return most
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most << 10
 
 
-def cgroup(
-    file: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> list[str]:
-    """Read a file of control groups (version 2) for this process's group and all above it."""
+def status_bytes(name: str) -> int:
+    """Bytes of this process by a name of /proc/self/status; 0 where the system does not say."""
     try:
-        inside = next(line[4:] for line in own.read_text().splitlines() if line.startswith("0::/"))
-    except (OSError, StopIteration):
-        return []
-    group = root / inside
-    groups = [group, *(place for place in group.parents if place.is_relative_to(root))]
-    return [(place / file).read_text().strip() for place in groups if (place / file).is_file()]
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), 0)

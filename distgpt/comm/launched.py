@@ -27,6 +27,7 @@ LAUNCHERS = {
 }
 # The rank, for messages before MPI has started.
 RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+RANKS_OF_HOST = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 # Errors that one line explains. Other errors print a traceback; in a job of several ranks only the clear ones
 # do not.
@@ -58,14 +59,17 @@ def launched_rank() -> int:
     return next((int(os.environ[key]) for key in RANKS if os.environ.get(key, "").isdigit()), 0)
 
 
+def is_first_of_host() -> bool:
+    """Return whether the launcher numbers this process 0 among those of its host."""
+    return any(os.environ.get(key) == "0" for key in RANKS_OF_HOST)
+
+
 def leave(error: BaseException, comm: Comm | None) -> int:
     """Report the error and return the exit code; an error that only this rank has ends the whole job here."""
     several = comm is not None and comm.size > 1
     if isinstance(error, DistgptError) and (error.shared or not several):
         if _rank(comm) == 0:
-            _say(str(error))
-        elif comm is None:
-            let_rank_0_speak()
+            say(str(error))
         return error.exit_code
     if _is_closed_pipe(error):
         drop_output(1)
@@ -81,8 +85,8 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     elif comm is not None and (library := _library(error)):
         _report_library(comm.rank, library, error)
     else:
-        where = f"rank {comm.rank}: " if comm is not None and several else ""
-        _say(where + _line(error))
+        where = f"rank {_rank(comm)}: " if several or (comm is None and launched_as() > 1) else ""
+        say(where + described(error))
         if isinstance(error, OSError):
             _drop_unwritten_output()
         if not isinstance(error, _EXPECTED) or (several and not isinstance(error, _CLEAR)):
@@ -106,9 +110,9 @@ def _report_library(rank: int, library: str, error: BaseException) -> None:
         time.sleep(SECONDS_FOR_RANK_0)
     text = str(error).lower()
     if library == "MPI" or "remote" in text:
-        _say(has_failed(rank, library, str(error)))
+        say(has_failed(rank, library, str(error)))
         return
-    _say(f"rank {rank}: {library}: {error}; with NCCL_DEBUG=INFO in the environment it says why")
+    say(f"rank {rank}: {library}: {error}; with NCCL_DEBUG=INFO in the environment it says why")
     if "invalid" in text:  # an argument, or a usage: our mistake
         traceback.print_exception(error)
 
@@ -120,7 +124,7 @@ def has_failed(rank: int, library: str, what: str) -> str:
 
 def leave_at_once(error: Interrupted | DistgptError, comm: Comm) -> NoReturn:
     """End the whole job from any thread, while the main one is stuck."""
-    _say(_words(error))
+    say(_words(error))
     comm.abort(error.exit_code)
     os._exit(error.exit_code)
 
@@ -152,7 +156,7 @@ def _report_interrupt(rank: int, error: KeyboardInterrupt) -> None:
     if rank:
         time.sleep(SECONDS_FOR_RANK_0)
     where = f"rank {rank}: " if rank else ""
-    _say(where + _words(error))
+    say(where + _words(error))
 
 
 def _words(error: KeyboardInterrupt | DistgptError) -> str:
@@ -194,17 +198,19 @@ def _exit_code(error: BaseException) -> int:
     return StorageError.exit_code if isinstance(error, OSError) else INTERNAL
 
 
-def _line(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """Describe an error in a line."""
     if isinstance(error, SystemExit):
         return f"left with exit code {error.code} in the middle of a job"
     if isinstance(error, MemoryError):
-        return f"not enough memory: {error}"
+        return f"not enough memory: {error} (distgpt help out-of-memory)"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) if isinstance(error, _EXPECTED) else "internal error"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line of distgpt's to standard error."""
     try:
         print(f"distgpt: {one_line(text)}", file=sys.stderr, flush=True)
     except OSError:  # a terminal that was closed

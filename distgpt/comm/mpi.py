@@ -19,6 +19,7 @@ from mpi4py import MPI
 from distgpt.comm.api import CHUNK_BYTES, NcclComm
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.launched import LAUNCHERS, launched_as
+from distgpt.interrupts import default_signals
 
 Array = Any
 
@@ -35,7 +36,8 @@ class MpiComm:
 
     def __init__(self, ranks: Any = None, sleeping: bool = False) -> None:
         if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            with default_signals():  # it waits for all ranks, one of which may never come
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._world = MPI.COMM_WORLD if ranks is None else ranks
         self._sleeping = sleeping
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
@@ -146,7 +148,26 @@ def foreign_launcher() -> str:
     if vendor() == "Open MPI" if by_mpich else vendor() != "Open MPI" and by_open_mpi:
         launcher = LAUNCHERS["MPI_LOCALNRANKS" if by_mpich else "OMPI_COMM_WORLD_SIZE"]
         return f"launched by {launcher}, but mpi4py belongs to {vendor()}; use the mpirun of {vendor()}"
+    if vendor() == "MPICH" and _pmi_of_srun() == {"PMIX"} and "pmix" not in MPI.Get_library_version():
+        return "launched by srun --mpi=pmix, which this MPICH is built without; use srun --mpi=pmi2"
     return ""
+
+
+def doubtful_launcher() -> str:
+    """Return why MPI may fail to start under this launcher; "" if nothing is known."""
+    if vendor() == "Open MPI" and _pmi_of_srun() == set():  # one that is built with Slurm's own PMI starts
+        return "launched by srun without PMIx, which Open MPI may need: if it fails, use srun --mpi=pmix"
+    return ""
+
+
+def _pmi_of_srun() -> set[str] | None:
+    """Return the protocols, PMI or PMIX, by which srun lets ranks meet; None if it did not start this one."""
+    if "SLURM_STEP_NUM_TASKS" not in os.environ or launched_as() == 1:
+        return None
+    if "OMPI_COMM_WORLD_SIZE" in os.environ or "MPI_LOCALNRANKS" in os.environ:  # mpirun, which may use srun
+        return None
+    names = (name for name in os.environ if not name.startswith("PMIX_MCA_"))  # those are users' settings
+    return {name.split("_")[0].rstrip("2") for name in names if name.startswith("PMI")}
 
 
 def vendor() -> str:
@@ -155,8 +176,9 @@ def vendor() -> str:
 
 
 def library() -> str:
-    """Return the MPI library and its version, on one line."""
-    return MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+    """Return the MPI library and its version, as in "MPICH 4.3.0" or "Open MPI v5.0.6"."""
+    first = MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+    return " ".join(first.partition(",")[0].replace("Version:", "").split())  # packager and dates come after
 
 
 def is_cuda_aware() -> bool | None:

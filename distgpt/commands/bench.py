@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from distgpt.comm.launched import launched_as
+from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
 from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
 from distgpt.config import ROUNDED_DTYPES, nearest
@@ -89,9 +90,14 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
     return kind(**{key: value for key, value in given.items() if key in own}, **more)
 
 
+def preset_option(default: str) -> Callable[[F], F]:
+    how: dict[str, Any] = {"default": default, "show_default": True, "shell_complete": presets}
+    return click.option("--preset", help="A named configuration.", **how)
+
+
 def train_options(command: F) -> F:
     """Add the options of a command that trains for a few steps."""
-    preset = click.option("--preset", default="tiny", show_default=True, help="A named configuration.")
+    preset = preset_option(default="tiny")
     results = result_options(name="preset and stage")
     return stage_options(launch_options(preset(settings(results(command)))))
 
@@ -145,7 +151,7 @@ def infer_options(command: F) -> F:
             show_default=True,
         ),
         click.option("--threads", type=click.IntRange(1), help="All cores if left out."),
-        click.option("--preset", default="gpt2", show_default=True, help="A named configuration."),
+        preset_option(default="gpt2"),
     )(command)
 
 

@@ -9,12 +9,18 @@ import click
 
 from distgpt.commands.help import command
 from distgpt.commands.options import LocaleText, model_options, request_options, stage_options
+from distgpt.commands.sample import announce_sample
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
+from distgpt.errors import print_lines
 from distgpt.inference.request import REQUEST_SETTINGS, Request
 from distgpt.stages import open_stage
 
 DEFAULTS = {"max_new_tokens": 512, "temperature": DEFAULT_TEMPERATURE}
 UNUSED = ("n", "logprobs", "prompt_logprobs", "overflow")
+UNTAUGHT = (
+    "this model was never taught to chat, it continues texts like those it has read: distgpt tune teaches it"
+    " answers (distgpt help tuning)"
+)
 
 
 @command(example='distgpt chat --weights model.safetensors --system "Be brief."')
@@ -30,6 +36,7 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     """
     request = Request(**{name: options.pop(name) for name in REQUEST_SETTINGS if name not in UNUSED})
     ready = open_stage(stage, threads, gpu)
+    announce_sample(options["weights"], ready.comm.rank, "chat")
     from distgpt.data.chats.format import ChatFormat
     from distgpt.inference.chat import Conversation
     from distgpt.inference.chat_terminal import Chat
@@ -37,6 +44,8 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
 
     loaded = ModelSpec(**options).load(ready)
     talk = ChatFormat(loaded.tokenizer)
+    if not (talk.is_taught or loaded.is_tuned):
+        print_lines(UNTAUGHT, err=True)
     engine = loaded.engine(loaded.lanes(1, request.lookup))
     name, context = (options["weights"] or Path(SAMPLE)).name, loaded.model.config.seq_len
     greeting = f"{name}, context {context:,}, {talk.describe()}; /help lists commands"

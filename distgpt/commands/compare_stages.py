@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from distgpt.commands.complete import presets
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, launch_options, set_by_user, settings
 from distgpt.config import DTYPES
@@ -23,7 +24,9 @@ _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options withou
 @launch_options
 @click.option("--threads", type=click.IntRange(1), help="Threads per rank of the CPU stages.")
 @click.option("--full", is_flag=True, help="All 50 epochs of the course project, not the first 21.")
-@click.option("--preset", help="Another workload: a named configuration (tiny, gpt2, …).")
+@click.option(
+    "--preset", shell_complete=presets, help="Another workload: a named configuration (tiny, gpt2, …)."
+)
 @click.option("--config", type=PATH, help="TOML file with settings.")
 @settings
 @click.option("--gpu-dtype", type=click.Choice(DTYPES), help="Number format of the GPU stages; --dtype's.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.complete import texts, tokenizers
 from distgpt.commands.help import Group
 from distgpt.commands.options import PATH, max_document
 
@@ -21,10 +22,11 @@ def data() -> None:
 
 
 @data.command(example="distgpt data prepare texts/ --tokenizer gpt2 --out shards")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", shell_complete=texts)
 @click.option(
     "--tokenizer",
     required=True,
+    shell_complete=tokenizers,
     help="byte, gpt2, hub:ORG/NAME, or the path of one; char or word: with the vocabulary of the inputs.",
 )
 @click.option("--out", required=True, type=PATH, help="The folder for the shards.")
@@ -80,8 +82,8 @@ def prepare(
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
     if no_shuffle and seed is not None:
         raise click.UsageError("--seed and --no-shuffle exclude each other")
-    from distgpt.comm.cores import usable_cores
-    from distgpt.data.loading import resolve_data
+    from distgpt.comm.limits import granted_cores
+    from distgpt.data.named import resolve_data
     from distgpt.data.prepare.documents import piped
     from distgpt.data.prepare.preparing import Request
     from distgpt.show.datapages import prepare_and_report
@@ -93,7 +95,7 @@ def prepare(
             val_shards=val_shards,
             seed=None if no_shuffle else seed or 0,
             max_document=max_document,
-            workers=workers or len(usable_cores()),
+            workers=workers or granted_cores().whole,
             **settings,
         )
         prepare_and_report(request, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,23 @@ import click
 from distgpt.commands.help import command
 from distgpt.commands.options import (
     deterministic_as_parts,
+    dial_options,
     preset_options,
     set_by_user,
     settings,
     stage_options,
 )
 from distgpt.config import GpuConfig
-from distgpt.errors import print_lines
+from distgpt.errors import print_lines, refuse_beside
 from distgpt.formatting import parse_count
+from distgpt.stages import ON_GPU, open_stage
 
 
 @command(example="distgpt estimate --preset gpt2 --batch-tokens 65536 --tokens 2.5B")
 @stage_options
 @preset_options
 @settings
+@dial_options
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the run.")
 @click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
 @click.option(
@@ -60,13 +64,27 @@ def estimate(
     from distgpt.comm.serial import SerialComm
     from distgpt.measure.estimate import Question, render_terminal
     from distgpt.measure.estimate import estimate as estimated
+    from distgpt.show.progress import ItemProgress
+    from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, Dial
     from distgpt.training.opening.plan import configure
+    from distgpt.training.opening.within import with_clock
 
+    say = partial(print_lines, err=True)
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
-    name, run = configure(SerialComm(), preset, config, set_by_user(flags), fetches=False)
+    chosen = set_by_user(flags)
+    here = None  # the stage, where it is open
+    if WITHIN in chosen and not preset:
+        others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
+        refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
+        here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
+        here, chosen = with_clock(here, preset, config, chosen, None, None, say)
+    name, run = configure(SerialComm(), preset, config, chosen, ranks, fetches=False)
+    if DEPTH in chosen:
+        say(Dial(chosen[DEPTH], chosen.get(TOKENS, 0.0), ranks).described(run))
     n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)
-    facts = estimated(question, partial(print_lines, err=True))
+    with closing(ItemProgress("steps", with_tokens=False)) as progress:
+        facts = estimated(question, say, progress, here)
     if as_json:
         print(json.dumps({"name": name, **facts}, indent=1))
     else:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.complete import texts
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, adapter_option, number_options, stage_options
 from distgpt.config import GpuConfig
@@ -37,7 +38,9 @@ def benchmark_options(command: Any) -> Any:
     "--weights", type=PATH, required=True, help="The model: a weights file, a run, or hub:ORG/NAME."
 )
 @adapter_option
-@click.option("--val", help="What --data of train takes; of token shards the part for validation.")
+@click.option(
+    "--val", shell_complete=texts, help="What --data of train takes; of token shards the part for validation."
+)
 @benchmark_options
 @click.option(
     "--chats", is_flag=True, help="Take --val for chats, as tune does, and count their answers alone."

@@ -1,9 +1,11 @@
-"""How help is printed: options in groups, with defaults; suggestions for a wrong option; how-to pages."""
+"""How help is printed: options in groups, with defaults; suggestions for wrong words; pages of the docs."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 import click
 
 from distgpt.config import GROUPS, ModelConfig, RunConfig
-from distgpt.config.presets import resolve
+from distgpt.config.presets import PRESETS, resolve
+from distgpt.data.named import BUNDLED_TEXTS
 from distgpt.errors import UsageError, nearest, print_lines
 from distgpt.files import bundled
 
@@ -117,14 +120,21 @@ class Command(click.Command):
             formatter.write(f"\n  Example: {self.example}\n")
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Parse a line; where that fails, suggest an option: another one, or one for what is left over."""
+        shown = (p for p in self.get_params(context) if not getattr(p, "hidden", False))
+        flags = [flag for p in shown for flag in (*p.opts, *p.secondary_opts)]
+        allowed, context.allow_extra_args = context.allow_extra_args, True
         try:
-            return super().parse_args(context, args)
+            rest = super().parse_args(context, args)
         except click.NoSuchOption as error:
-            shown = (p for p in self.get_params(context) if not getattr(p, "hidden", False))
-            flags = [flag for p in shown for flag in (*p.opts, *p.secondary_opts)]
             alike = ", ".join(similar(error.option_name, flags))
             hint = f". Did you mean {alike}?" if alike else ""
             raise click.UsageError(f"No such option {error.option_name!r}{hint}", context) from None
+        if rest and not allowed and not context.resilient_parsing:
+            flag = meant(rest, flags)
+            hint = f". Did you mean {shlex.join([flag, ' '.join(rest)])}?" if flag else ""
+            context.fail(f"Got unexpected extra argument{'s' * (len(rest) > 1)} ({' '.join(rest)}){hint}")
+        return rest
 
 
 command = partial(click.command, cls=Command)
@@ -146,6 +156,25 @@ def similar(wrong: str, known: Iterable[str]) -> list[str]:
     most = max(likeness.values(), default=(0, 0))
     found = [flag for flag in flags if likeness[flag] == most]
     return found if any(most) and len(found) <= 3 else []
+
+
+def meant(words: Sequence[str], flags: Collection[str]) -> str:
+    """Return the option among the `flags` that words without one may belong to; "" if there is none."""
+    first, path = words[0], Path(words[0])
+    is_there = os.path.exists(path)  # noqa: PTH110  # of Path it fails at names that are too long
+    is_text = len(words) == 1 and (is_there or bool(path.suffix) or first in BUNDLED_TEXTS)
+    fits = {
+        "--weights": path.suffix in (".safetensors", ".gguf") or first.startswith("hub:"),
+        "--preset": first in PRESETS,
+        "--config": path.suffix == ".toml",
+        "--data": is_text,
+        "--val": is_text,
+        "--prompt-file": is_there and path.is_file(),
+        "--prompt": True,
+    }
+    if is_there and (path / "config.toml").is_file():  # a run
+        fits = {"--weights": True, "--resume": True}
+    return next((flag for flag, does in fits.items() if does and flag in flags), "")
 
 
 def _likeness(words: list[str], others: list[str]) -> tuple[int, int]:
@@ -185,16 +214,25 @@ class Group(click.Group):
                     formatter.write_dl(records)
 
 
-# How-to pages, by `distgpt help TOPIC`
+# Pages of the documentation, by `distgpt help TOPIC`
 
+FOLDERS = {"how-to": "How-to pages", "tutorials": "Tutorials"}
 NOT_SHOWN = re.compile(r"<!-- .*? -->\n?", re.DOTALL)
-TO_PAGE = re.compile(r"\[([^]]+)\]\((?:\.\./how-to/)?([\w-]+)\.md[^)]*\)")
+TO_PAGE = re.compile(rf"\[([^]]+)\]\((?:\.\./(?:{'|'.join(FOLDERS)})/)?([\w-]+)\.md[^)]*\)")
 ELSEWHERE_LINK = re.compile(r"!?\[([^]]+)\]\([^)]+\)")
 
 
-def topics() -> dict[str, Path]:
-    """Return the how-to pages by the names of their files."""
-    return {path.stem: path for path in sorted(bundled("docs", "how-to").glob("*.md"))}
+def topics(*folders: str) -> dict[str, Path]:
+    """Return the pages in these folders, or in all, by the names of their files."""
+    paths = (path for folder in folders or FOLDERS for path in sorted(bundled("docs", folder).glob("*.md")))
+    return {path.stem: path for path in paths}
+
+
+def contents(folder: str) -> str:
+    """Return the names and titles of a folder's pages."""
+    titles = {name: path.read_text("utf-8").partition("\n")[0] for name, path in topics(folder).items()}
+    lines = (f"  {name:<18}{title.lstrip('# ')}" for name, title in titles.items())
+    return "\n".join([f"{FOLDERS[folder]}:", *lines, ""])
 
 
 def page(path: Path) -> str:
@@ -204,18 +242,19 @@ def page(path: Path) -> str:
 
 
 def _topics(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    return [name for name in topics() if name.startswith(begun)]
+    return [name for name in (*topics(), *FOLDERS) if name.startswith(begun)]
 
 
 @command("help", example="distgpt help out-of-memory")
 @click.argument("topic", required=False, shell_complete=_topics)
 @click.pass_context
 def help(context: click.Context, topic: str | None) -> None:
-    """Print a how-to page, or list them all. TOPIC may also be a command."""
+    """Print a page of the documentation, or list them all. TOPIC may also be a command."""
     known, parent = topics(), context.parent
-    if topic is None:
-        for name, path in known.items():
-            print_lines(f"{name:<18}{path.read_text('utf-8').partition(chr(10))[0].lstrip('# ')}")
+    if topic is None or topic in FOLDERS:
+        for folder in [topic] if topic else FOLDERS:
+            print_lines(contents(folder))
+        print_lines("distgpt help TOPIC prints a page, as distgpt help out-of-memory.")
     elif topic in known:
         print_lines(page(known[topic]))
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):

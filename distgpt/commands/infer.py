@@ -10,6 +10,7 @@ import click
 from distgpt.comm.agree import on_every_rank
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, LocaleText, model_options, request_options, stage_options
+from distgpt.commands.sample import announce_sample
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.inference.request import REQUEST_SETTINGS, Request
 from distgpt.stages import open_stage
@@ -50,6 +51,7 @@ def infer(
         raise click.UsageError("--prompts writes JSON to --out: --json has no meaning with it")
     settings = {name: options.pop(name) for name in REQUEST_SETTINGS}
     ready = open_stage(stage, threads, gpu)
+    announce_sample(options["weights"], ready.comm.rank, "infer", *(["--prompt", prompt] if prompt else []))
     request = on_every_rank(ready.comm, lambda: Request(**settings))
     from distgpt.inference.batch import infer_file
     from distgpt.inference.engine_setup import ModelSpec

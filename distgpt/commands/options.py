@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from distgpt.comm.launched import launched_rank
+from distgpt.commands import complete
 from distgpt.commands.help import option
 from distgpt.config import (
     BATCH_IN_TOKENS,
@@ -25,7 +26,8 @@ from distgpt.config import (
     Setting,
     settings_of,
 )
-from distgpt.config.presets import DEFAULT_PRESET, PRESETS
+from distgpt.config.dial import DEEPEST
+from distgpt.config.presets import DEFAULT_PRESET
 from distgpt.errors import UsageError
 from distgpt.formatting import parse_duration, parse_size
 from distgpt.inference.request import REQUEST_SETTINGS, Request
@@ -190,21 +192,39 @@ def set_by_user(flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _presets(context: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    return [name for name in PRESETS if name.startswith(begun)]
-
-
 def preset_options(command: F) -> F:
     """Add --preset and --config, from which the settings start."""
     preset = option(
         "--preset",
         is_eager=True,  # --help shows its values
         show_default=DEFAULT_PRESET,
-        shell_complete=_presets,
+        shell_complete=complete.presets,
         help="Start from a named configuration (tiny, fast, gpt2, …).",
     )
     config = option("--config", type=PATH, help="Read settings from this TOML file.")
     return preset(config(command))
+
+
+def dial_options(command: F) -> F:
+    """Add --depth and --within, from which the settings of a new run follow."""
+    depth = option(
+        "--depth",
+        group="model",
+        first=True,
+        type=click.IntRange(1, DEEPEST),
+        help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
+        " follow from that and from the text.",
+    )
+    within = option(
+        "--within",
+        group="schedule",
+        first=True,
+        metavar="TIME",
+        help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then"
+        " choose --depth and let the learning rate follow the clock. A resumed run counts what it took"
+        " before.",
+    )
+    return depth(within(command))
 
 
 def stage_options(command: F) -> F:
@@ -324,6 +344,7 @@ def spelled(name: str, about: Setting) -> str:
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
     how = {"type": _kind(name, about), "help": _HELP.get(name, about.help), **more}
+    how["shell_complete"] = complete.OF_SETTINGS.get(name)
     return option(spelled(name, about), name, group=about.group, first=about.first, **how)
 
 

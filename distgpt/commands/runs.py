@@ -10,7 +10,7 @@ from distgpt.commands.help import command
 from distgpt.commands.options import PATH
 from distgpt.errors import print_lines
 
-_SORTED_BY = ("name", "steps", "state", "loss", "validation", "speed", "when")
+_SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "speed", "when")
 
 
 @command(example="distgpt runs")
@@ -27,7 +27,8 @@ _SORTED_BY = ("name", "steps", "state", "loss", "validation", "speed", "when")
 def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     """List the runs in a directory, runs/ if left out.
 
-    Validation is the lowest loss so far.
+    Validation is the lowest loss so far. Beside each loss are its bits per byte, which compare runs with
+    different tokenizers.
     """
     import json
     from dataclasses import asdict

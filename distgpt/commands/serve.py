@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.complete import files
 from distgpt.commands.help import command
 from distgpt.commands.options import (
     LocaleText,
@@ -15,6 +16,7 @@ from distgpt.commands.options import (
     setting_option,
     stage_options,
 )
+from distgpt.commands.sample import announce_sample
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
 from distgpt.serving.limits import LIMITS, Limits, ListenOn
@@ -64,6 +66,7 @@ def limit_options(command: Any) -> Any:
     "adapters",
     multiple=True,
     metavar="[NAME=]PATH",
+    shell_complete=files,
     help="Serve the model with this adapter as NAME too; may be repeated. Without a name: merge it.",
 )
 @click.option(
@@ -99,6 +102,7 @@ def serve(
     merged, named = sorted_adapters(adapters, shown)
     spec = ModelSpec(weights, adapter=merged, named=named, **options)
     ready = open_stage(stage, threads, gpu)
+    announce_sample(weights, ready.comm.rank, "serve")
     listener = bound(listen_on.host, listen_on.port)
     loaded = spec.load(ready)
     Server(loaded, loaded.lanes(lanes, lookup=0), shown, listen_on, listener).run()

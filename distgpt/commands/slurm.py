@@ -6,18 +6,23 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from distgpt.commands.complete import line_of
 from distgpt.commands.help import command
 from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import train
 from distgpt.commands.tune import as_train, tune
 from distgpt.config import RunConfig
-from distgpt.errors import DataError, UsageError, command_line, print_lines
+from distgpt.errors import UsageError, command_line, print_lines
+from distgpt.jobs import array
+from distgpt.jobs.array import ELEMENT
 from distgpt.jobs.batchscript import PMI, Job, script
+from distgpt.jobs.processes import own_program
 from distgpt.stages import ON_GPU, WITH_MPI
 
 SECONDS_FOR_SLURM = 60
@@ -51,7 +56,14 @@ SECONDS_FOR_SLURM = 60
     help='Any option of sbatch, as "--partition=gpu"; may be repeated.',
 )
 @click.option("--submit", is_flag=True, help="Submit the script instead of printing it.")
-@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- train [OPTIONS]")
+@click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="-- train [OPTIONS]",
+    shell_complete=line_of(train, tune),
+)
 def slurm(
     nodes: int,
     ranks_per_node: int | None,
@@ -68,20 +80,24 @@ def slurm(
 
     Whatever ends an attempt early, the time limit, a preemption or a lost node, the job is queued again and
     resumes.
+
+    In a job array, as with --sbatch --array=1-4, each element trains in a directory of its own, and
+    '$SLURM_ARRAY_TASK_ID' is its number in any option of train.
     """
     command: click.Command | None = {"train": train, "tune": tune}.get(words[0])
     if command is None:
         raise UsageError(f"distgpt slurm is for distgpt train and tune, not for {words[0]}")
-    with command.make_context(
-        f"distgpt {words[0]}", list(words[1:])
-    ) as context:  # which refuses what it cannot read
-        asked, stage_given = context.params, _is_given(context, "stage")
-    asked = as_train(**asked) if command is tune else asked
+    numbers = array.elements(lines)
+    words = tuple(word.replace("${SLURM_ARRAY_TASK_ID}", ELEMENT) for word in words)
+    given, own_out = array.with_own_directories(words) if numbers else (list(words), "")
+    parsed = [_parsed(command, each) for each in array.commands(given, numbers)]
+    asked, stage_given = parsed[0]
     ranks_per_node = ranks_per_node or gpus_per_node or 1
     cpus = cpus_per_task or asked["threads"] or 1
     stage = asked["stage"] if stage_given else _stage(nodes * ranks_per_node, gpus_per_node)
     _refuse_unsuited(stage, nodes * ranks_per_node, gpus_per_node)
-    out, run = _run_of(asked, nodes * ranks_per_node)
+    runs = [_run_of(each, nodes * ranks_per_node) for each, _ in parsed]
+    out = Path(own_out) if own_out else runs[0][0] / ELEMENT if numbers else runs[0][0]
     added = [
         *([] if stage_given else ["--stage", stage]),
         *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
@@ -91,7 +107,7 @@ def slurm(
         *([] if asked["resume"] else ["--resume", "auto"]),
     ]
     job = Job(
-        name=name or re.sub(r"[^A-Za-z0-9_.]+", "-", out.name).strip("-.") or "distgpt",
+        name=name or _name_of(out),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         cpus_per_task=cpus,
@@ -100,19 +116,32 @@ def slurm(
         mpi=mpi or _mpi_of(stage),
         lines=lines,
         out=out,
-        command=[*_program(), words[0], *added, *words[1:], *ending],
+        command=[*own_program(), words[0], *added, *given[1:], *ending],
         made_by=command_line(*sys.argv[1:]),
+        is_array=bool(numbers),
     )
     text = script(job).encode()
-    _refuse_missing(run)
+    notes = dict.fromkeys([*_unready(run for _, run in runs), *_notes(job, asked)])
     if submit:
         _submit(text, job)
     else:
         sys.stdout.buffer.write(text)
+    for note in notes:
+        print_lines(note, err=True)
 
 
-def _is_given(context: click.Context, option: str) -> bool:
-    return context.get_parameter_source(option) != click.core.ParameterSource.DEFAULT
+def _parsed(command: click.Command, words: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """Return a command's options, which refuses what it cannot read, and whether --stage is among them."""
+    with command.make_context(f"distgpt {words[0]}", list(words[1:])) as context:
+        source = context.get_parameter_source("stage")
+    asked = as_train(**context.params) if command is tune else context.params
+    return asked, source != click.core.ParameterSource.DEFAULT
+
+
+def _name_of(out: Path) -> str:
+    """Return a job's name for a run's directory, or for one of an array's."""
+    names = (re.sub(r"[^A-Za-z0-9_.]+", "-", part.replace(ELEMENT, "")) for part in out.parts[::-1])
+    return next(filter(None, (name.strip("-.") for name in names)), "distgpt")
 
 
 def _stage(ranks: int, gpus: int | None) -> str:
@@ -130,14 +159,28 @@ def _refuse_unsuited(stage: str, ranks: int, gpus: int | None) -> None:
         raise UsageError(f"--stage {stage} uses no GPU: leave out --gpus-per-node, or --stage")
 
 
-def _refuse_missing(run: RunConfig) -> None:
-    """Refuse files that a job would only miss after it has waited in the queue."""
-    from distgpt.data.loading import refuse_missing
+def _unready(runs: Iterable[RunConfig]) -> Iterator[str]:
+    """Refuse files that a job would only miss after it has waited in the queue; yield notes."""
+    from distgpt.jobs.nodes import refuse_unready
 
-    t = run.train
-    refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
-    if t.hellaswag and not Path(t.hellaswag).is_file():
-        raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
+    yield from filter(None, map(refuse_unready, runs))
+
+
+def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
+    """Yield what is worth a look before the job waits."""
+    from distgpt.data.named import BUNDLED_TEXTS
+    from distgpt.jobs.nodes import OWN, own_disks
+
+    if job.is_array:
+        yield f"every element of the array has a directory of its own: {job.out}"
+    if (asked["threads"] or 0) > job.cpus_per_task:
+        cpus = f"--threads {asked['threads']}, but --cpus-per-task {job.cpus_per_task}"
+        yield f"{cpus}: threads without a core only make others wait"
+    paths = [asked.get(name) for name in ("data", "val", "hellaswag", "init", "config", "tokenizer")]
+    there = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
+    if hidden := [*own_disks([*there, job.out])]:
+        names = ", ".join(hidden)
+        yield f"{names}: {' and '.join(OWN[:2])} are each machine's own; use a disk that all nodes see"
 
 
 def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
@@ -188,12 +231,6 @@ def _mpi_of(stage: str) -> str:
     return chosen
 
 
-def _program() -> list[str]:
-    """distgpt by its path: a job may have another PATH."""
-    own = Path(sys.executable).with_name("distgpt")
-    return [str(own)] if own.is_file() else [sys.executable, "-m", "distgpt"]
-
-
 def _submit(text: bytes, job: Job) -> None:
     if shutil.which("sbatch") is None:
         raise UsageError("there is no sbatch here: leave out --submit, and submit the script where Slurm is")
@@ -205,4 +242,8 @@ def _submit(text: bytes, job: Job) -> None:
     if answer.returncode:
         raise UsageError(f"sbatch refused the job: {said}")
     print_lines(said)
-    print_lines(f"its log is {job.name}-JOB.log, those of its attempts are {job.name}-JOB.0.log and so on")
+    number = "JOB_ELEMENT" if job.is_array else "JOB"
+    logs = (
+        f"its log is {job.name}-{number}.log, those of its attempts are {job.name}-{number}.0.log and so on"
+    )
+    print_lines(logs)

@@ -65,7 +65,7 @@ def sweep(
     say = partial(print_lines, err=True)
     comm, ready = open_stages(stage, threads, gpu)
     if dry_run:
-        on_root(comm, lambda: print_lines(preview(grid, stage, threads, gpu, comm.size, say)))
+        on_root(comm, lambda: print_lines(preview(grid, ready, comm.size, say)))
         return
     ledger = begin_sweep(comm, grid, out or Path("runs") / grid.stem, say)
     Worker(ledger, ready, Listener(say), end).work()

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.complete import texts, tokenizers
 from distgpt.commands.help import Group
 from distgpt.commands.options import PATH, LocaleText, max_document
 from distgpt.errors import print_lines
@@ -17,7 +18,7 @@ def tokenizer() -> None:
 
 
 @tokenizer.command(example="distgpt tokenizer train texts/ --vocab-size 8192 --out bpe.json")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", shell_complete=texts)
 @click.option("--out", required=True, type=PATH, help="The file to write (.json).")
 @click.option("--kind", type=click.Choice(["bpe", "char", "word"]), default="bpe", show_default=True)
 @click.option("--vocab-size", type=int, help="Entries of a BPE, with its separator.")
@@ -41,14 +42,14 @@ def train(inputs: tuple[str, ...], **options: Any) -> None:
     INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
     such files, or the name of a bundled text.
     """
-    from distgpt.data.loading import resolve_data
+    from distgpt.data.named import resolve_data
     from distgpt.data.prepare.learn import learn_file
 
     print_lines(learn_file([*map(resolve_data, inputs)], **options))
 
 
 @tokenizer.command(example='distgpt tokenizer info gpt2 --text "The harbour"')
-@click.argument("name_or_path")
+@click.argument("name_or_path", shell_complete=tokenizers)
 @click.option("--text", type=LocaleText(), help="The text to split; a sample if left out.")
 def info(name_or_path: str, text: str | None) -> None:
     """Say what a tokenizer is, and show how it splits a text.

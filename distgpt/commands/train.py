@@ -9,11 +9,13 @@ from typing import Any
 
 import click
 
-from distgpt.comm.launched import shown_on_terminal
+from distgpt.comm.launched import launched_as, shown_on_terminal
+from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import command, option
 from distgpt.commands.options import (
     PATH,
     deterministic_as_parts,
+    dial_options,
     parsed_duration,
     preset_options,
     set_by_user,
@@ -21,9 +23,11 @@ from distgpt.commands.options import (
     stage_options,
     without_graphs,
 )
-from distgpt.config import GpuConfig
-from distgpt.config.dial import DEEPEST
+from distgpt.config import BATCH_TOKENS, SETTINGS, GpuConfig, ModelConfig
+from distgpt.config.presets import merged, resolve
+from distgpt.data.named import resolve_data
 from distgpt.errors import command_line, escape, escape_model_text
+from distgpt.formatting import loss_and_bits, parse_duration
 from distgpt.stages import open_stage
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
@@ -39,29 +43,17 @@ _trouble, _display = partial(option, group="trouble"), partial(option, group="di
     "--resume",
     first=True,
     metavar="auto|PATH",
+    shell_complete=names_or_files("auto"),
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
 @_schedule(
     "--decay-from",
     metavar="PATH",
+    shell_complete=files,
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )
-@option(
-    "--depth",
-    group="model",
-    first=True,
-    type=click.IntRange(1, DEEPEST),
-    help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
-    " follow from that and from the text.",
-)
-@_schedule(
-    "--within",
-    first=True,
-    metavar="TIME",
-    help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then choose"
-    " --depth and let the learning rate follow the clock.",
-)
+@dial_options
 @_saving(
     "--time-limit",
     metavar="TIME",
@@ -87,6 +79,13 @@ _trouble, _display = partial(option, group="trouble"), partial(option, group="di
     show_default=True,
     help="Show a live display or plain lines. auto: live on a terminal.",
 )
+@_display(
+    "--log-lines",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="Write a plain line about the progress this often (as 5m). [default: 2s, after half a minute 10s;"
+    " in a batch job 30s]",
+)
 @_display("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
 @_display(
     "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
@@ -103,6 +102,7 @@ def train(
     stall_timeout: float | None,
     stall_abort: float | None,
     progress: str,
+    log_lines: float | None,
     tensorboard: bool,
     profile: bool,
     **flags: Any,
@@ -112,6 +112,8 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
+    if launched_as() == 1 and resume is None and not flags.get("decay_from"):
+        _refuse_early(preset, config, set_by_user(flags))
     from distgpt.training.guards.deadline import ending  # with NumPy, which --help does without
 
     end = ending(time_limit)
@@ -122,17 +124,21 @@ def train(
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
     from distgpt.training.opening.decay import with_decay
+    from distgpt.training.opening.finished import leave_finished
     from distgpt.training.opening.open import open_run
     from distgpt.training.opening.plan import make_plan
     from distgpt.training.opening.within import with_clock
     from distgpt.training.summary import how_to_resume
 
-    shown = listeners(ready.comm, progress, tensorboard)
+    shown = listeners(ready.comm, progress, tensorboard, log_lines)
     plan = run = session = None
     try:
         chosen, out, resume = with_decay(ready.comm, set_by_user(flags), out, resume)
         ready, chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
         plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
+        if plan.is_finished:
+            leave_finished(plan, shown.noted)
+            return
         run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
         session = _profiled(run) if profile else None
         train_run(run)
@@ -154,6 +160,19 @@ def train(
         _report(run)
 
 
+def _refuse_early(preset: str | None, config: Path | None, flags: dict[str, Any]) -> None:
+    """Refuse what makes no sense before NumPy and Numba are imported, which takes a second."""
+    given = {name: value for name, value in flags.items() if name in SETTINGS or name == BATCH_TOKENS}
+    known = merged(config, given)
+    if "within" in flags:
+        parse_duration(flags["within"])
+    elif "depth" not in flags and "init" not in known:  # whose models are not known yet
+        resolve(preset, config, given, lambda path: ModelConfig())
+    for name in () if known.get("chats") else ("data", "val"):
+        if text := known.get(name):
+            resolve_data(str(text))
+
+
 def _profiled(run: Any) -> Any:
     """Start measuring the run's own steps, after the first ones."""
     from distgpt.measure.profile.session import Session
@@ -163,22 +182,32 @@ def _profiled(run: Any) -> Any:
     return session
 
 
+def _losses(run: Any) -> str:
+    """Return the losses of the last step and of the last evaluation, as far as there are any."""
+    bits = {"training": run.reading.bits_per_byte, "validation": run.assessment.bits_per_byte}
+    known = {"training": run.progress.loss, "validation": run.progress.val_loss}
+    return ", ".join(
+        f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None
+    )
+
+
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.training.report import sample
+    from distgpt.training.report import sample, word_of_text
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
     click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n" * (not talks))
+    if losses := _losses(run):
+        click.echo(f"losses    {losses}")
     click.echo(f"weights   {escape(str(directory.weights))}")
     if best:
         at = f" at step {best.step}" if best.step is not None else ""
-        loss = f"validation loss {best.loss:.4f}{at}"
-        click.echo(f"best      {escape(str(directory.best))} ({loss})")
+        loss = loss_and_bits(best.loss, run.assessment.bits_per_byte(best.loss))
+        click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights
-    spoken = [word for word in text.split() if word.isalpha() and len(word) <= 20]
-    prompt = next((word for word in spoken if len(word) > 2), spoken[0] if spoken else "a")
-    words = ("chat", "--weights", weights) if talks else ("infer", "--weights", weights, "--prompt", prompt)
+    word = "" if talks else word_of_text(run.batches, run.tokenizer)
+    words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))
     click.echo(f"next      {escape(command_line(*words))}")

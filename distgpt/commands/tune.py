@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from distgpt.commands.complete import files
 from distgpt.commands.help import Option, command
 from distgpt.commands.options import PATH, setting_option
 from distgpt.commands.train import train
@@ -35,6 +36,7 @@ def as_train(weights: Path | None, data: str | None, **options: Any) -> dict[str
 @click.option("--weights", type=PATH, help="The model to tune: a weights file, a run, or hub:ORG/NAME.")
 @click.option(
     "--data",
+    shell_complete=files,
     help="Learn from these chats: a file of JSON lines, .jsonl or .jsonl.gz, or a folder of them.",
 )
 @setting_option("epochs", replace(SETTINGS["epochs"], first=True), default=None)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from distgpt.commands.complete import names_or_files, tokenizers
 from distgpt.commands.help import Group
 from distgpt.commands.options import PATH
 from distgpt.config import ROUNDED_DTYPES
@@ -23,9 +24,13 @@ def weights() -> None:
 
 
 @weights.command(name="import", example="distgpt weights import DIR --out model.safetensors")
-@click.argument("source", metavar="SOURCE")
+@click.argument("source", metavar="SOURCE", shell_complete=names_or_files("hub:"))
 @click.option("--out", type=PATH, required=True, help="The weights file to write.")
-@click.option("--tokenizer", help="byte, gpt2, or the path of one; default: the directory's own.")
+@click.option(
+    "--tokenizer",
+    shell_complete=tokenizers,
+    help="byte, gpt2, or the path of one; default: the directory's own.",
+)
 @click.option("--weights", type=PATH, help="Of an adapter of PEFT: its model, imported before.")
 def import_(source: str, out: Path, tokenizer: str | None, weights: Path | None) -> None:
     """Import a model of transformers or llama.cpp as a weights file: GPT-2, Llama, Mistral, Qwen 2 or 3.

@@ -415,7 +415,8 @@ class TrainConfig:
     )
     on_disk_error: str = of_trouble(
         "keep-going",
-        "What to do when a write fails and an older checkpoint exists.",
+        "What to do when a write fails and an older checkpoint exists. keep-going also gives up the oldest"
+        " checkpoints where the disk is full.",
         choices=ON_DISK_ERROR,
         changeable=True,
     )

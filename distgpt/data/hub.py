@@ -63,7 +63,15 @@ def download_tokenizer(repository: str) -> Path:
         raise missing
 
     what = f"the tokenizer of {repository}"
-    return _from_hub(repository, what, "a directory with its vocab.json and merges.txt", download)
+    instead = "--tokenizer a directory with its vocab.json and merges.txt"
+    return _from_hub(repository, what, instead, download)
+
+
+def cache() -> Path:
+    """Return the folder in which huggingface_hub keeps what it has fetched."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
 
 
 def _from_hub(repository: str, what: str, instead: str, download: Callable[[Any], Path]) -> Path:

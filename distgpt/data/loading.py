@@ -15,10 +15,10 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
-from distgpt.config import nearest
 from distgpt.data.batches import ArrayTokens, Tokens
 from distgpt.data.chats.examples import load_examples
 from distgpt.data.hub import PREFIX
+from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import FIELD, documents, find_inputs, is_plain
 from distgpt.data.prepare.preparing import FROM_INPUTS
 from distgpt.data.shards import (
@@ -43,39 +43,26 @@ from distgpt.data.tokenizers.naming import (
     load_tokenizer,
     tokenizer_from_json,
 )
+from distgpt.data.unreadable import way_out
 from distgpt.errors import DataError, DistgptError, Say
-from distgpt.files import bundled, open_regular
+from distgpt.files import open_regular
 from distgpt.formatting import count
 
 LONGEST_PROMPT = 64 << 20  # bytes
-GZIP = b"\x1f\x8b"  # how its files begin
 BYTE = "byte"
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
-BUNDLED_TEXTS = ("corpus", "names", "story")
-
-
-def resolve_data(name: str) -> Path:
-    """Return what `--data` names: a bundled text, else the path of a file or a folder."""
-    if name in BUNDLED_TEXTS:
-        return bundled("data", f"{name}.txt")
-    try:
-        Path(name).stat()
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{name!r} is no readable file ({_reason(error)}) and no bundled text"
-            f"{nearest(name, BUNDLED_TEXTS)}"
-        ) from None
-    return Path(name)
 
 
 def refuse_missing(texts: Iterable[str], tokenizer: str) -> None:
-    """Refuse files for training that are missing, and shards or a tokenizer that cannot be read.
+    """Refuse files for training that are missing, shards of another tokenizer, and what cannot be read.
 
     Texts are not read, and tokenizers of a hub not downloaded.
     """
     for path in map(resolve_data, texts):
         if is_shards(path):
-            shards_tokenizer(path, read_manifest(path))
+            made_with = shards_tokenizer(path, read_manifest(path))
+            if not tokenizer.startswith(PREFIX):
+                _refuse_other_tokenizer(made_with, DataRequest(str(path), tokenizer), path)
         elif not is_plain(path):
             find_inputs((path,))
     needs_no_file = tokenizer in (AUTO, *KINDS, "gpt2") or learned_size(tokenizer)
@@ -92,19 +79,15 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
         with nullcontext(stream) if stream else open_regular(path) as file:
             text = file.read(LONGEST_PROMPT if stream else -1).decode("utf-8")
     except UnicodeDecodeError as error:
-        if error.object.startswith(GZIP):
-            raise DataError(f"{path} is compressed: unpack it first") from None
-        raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+        what = f"{path} is not UTF-8 text, byte {error.start} cannot be decoded"
+        found = way_out(None if stream else path, error.object, error.start)
+        raise DataError(f"{what}: {found}") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {_reason(error)}") from None
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if not text:
         raise DataError(f"{path} is empty; give a file with some text in it")
     return text
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def vocabulary_size(tokenizer: str, path: Path) -> int:

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.data.prepare.documents import find_inputs
 from distgpt.data.prepare.preparing import FROM_INPUTS, Request, prepare
 from distgpt.data.prepare.progress import BeingPrepared, list_inputs, refuse_unfinished
@@ -33,7 +33,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     texts = [str(path.resolve()), *list_inputs(find_inputs((path,)))]
 
     def request(tokenizer: str | Tokenizer) -> Request:
-        made = Request((path,), tokenizer, Path(), val_fraction=val_fraction, workers=len(usable_cores()))
+        made = Request((path,), tokenizer, Path(), val_fraction=val_fraction, workers=granted_cores().whole)
         content = json.dumps([texts, made.settings(made.known_tokenizer())])
         key = hashlib.sha256(content.encode()).hexdigest()[:12]
         return replace(made, out=kept / f"{path.resolve().name[:40]}-{key}")
@@ -56,7 +56,8 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
             raise DataError(f"{error} (distgpt data prepare has options for such files)") from None
         else:
             if manifest.replaced:
-                say(f"{escape(str(path))}: {manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
+                what = f"{manifest.replaced:,} × U+FFFD put in for what was not UTF-8"
+                say(f"{escape(str(path))}: {what}; file -i names encodings, iconv -t UTF-8 converts")
     if val_fraction and not read_manifest(wanted.out).of("val"):
         raise DataError(f"{path}: --val-fraction {val_fraction} of it is not even 2 tokens")
     return wanted.out

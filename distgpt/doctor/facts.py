@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import available_memory, cgroup, usable_cores
+from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores, granted_memory
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import DistgptError, UsageError, escape, first_line
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
@@ -52,7 +53,7 @@ def of_rank(comm: Comm) -> Facts:
         "cores": len(usable_cores()),
         "core_share": comm.cores,
         "cores_of_host": os.cpu_count() or 1,
-        "core_quota": core_quota(cgroup("cpu.max")),
+        "granted_cores": asdict(granted_cores(comm.cores, comm.local_size)),
         "memory": memory(),
         "system": system(),
         "versions": versions(),
@@ -89,19 +90,14 @@ def system() -> str:
 
 
 def memory() -> Facts:
-    """Bytes of memory that this process can have, and how many of them are free now."""
+    """Bytes of memory that this process can have, how many of them are free now, and by which limit."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
-        return {"total": None, "available": None}
-    total = min([total, *(int(limit) for limit in cgroup("memory.max") if limit.isdigit())])
-    return {"total": total, "available": min(available_memory(), total)}
-
-
-def core_quota(limits: list[str]) -> float | None:
-    """Return the cores' worth of time that the container allows; it may be less than the usable cores."""
-    pairs = (limit.split() for limit in limits)
-    return min((int(time) / int(period) for time, period in pairs if time.isdigit()), default=None)
+        return {"total": None, "available": None, "limit": ""}
+    granted = granted_memory()
+    total = granted.total or total
+    return {"total": total, "available": min(granted.free, total), "limit": granted.limit}
 
 
 def versions() -> dict[str, str]:
@@ -127,10 +123,12 @@ def compute() -> Facts:
     except (ImportError, OSError, DistgptError) as error:
         reason = f"NumPy or Numba does not work ({first_line(error)})"
         broken = Missing(reason, "pip install --force-reinstall numpy numba")
-        return {"blas": "", "core": "", "loops": None, "missing": _plain([broken])}
-    loops = str(disk_cache.folder()) if disk_cache.folder() else None
+        return {"blas": "", "core": "", "loops": None, "unused": [], "missing": _plain([broken])}
+    site = disk_cache.site()
+    loops = site.path if site.files else disk_cache.folder()
     name = f"{blas['name']} {blas['version']}"
-    return {"blas": name, "core": blas_core_name(), "loops": loops, "missing": []}
+    kept = {"loops": loops and str(loops), "unused": [str(path) for path in site.unused()]}
+    return {"blas": name, "core": blas_core_name(), **kept, "missing": []}
 
 
 def features() -> Facts:
@@ -163,7 +161,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
     def ready() -> Callable[[], float]:
         from distgpt.doctor import speed
 
-        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype)
+        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype, use="matmul")
         found["how"], found["classes"] = speed.how(kernels), getattr(kernels.matmuls, "speeds", {})
         if not computes["loops"]:
             raise UsageError("compiled loops cannot be kept")
@@ -197,21 +195,33 @@ def _plain(missing: list[Missing]) -> list[dict[str, str]]:
 
 
 def environment() -> dict[str, Any]:
-    """Date, command, machine and software, without names of the host, its user or their folders."""
+    """Date, command, machine and software, without names of the host, its user or their folders.
+
+    An installed package knows its version alone, and no commit.
+    """
     gpus, computes = driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
-        "commit": commit(),
+        **({"commit": known} if (known := commit()) else {}),
         "processor": cpu(),
         "cores": len(usable_cores()),
         "cores_of_host": os.cpu_count() or 1,
         "memory_bytes": memory()["total"],
         "system": system(),
-        "versions": versions(),
+        "versions": versions() | _mpi(),
         "blas": " ".join(filter(None, (computes["blas"], computes["core"]))),
         "gpus": [gpu.name for gpu in gpus.gpus] if gpus else [],
     }
+
+
+def _mpi() -> dict[str, str]:
+    """Return the MPI library that this process has loaded, if it has one."""
+    if "mpi4py.MPI" not in sys.modules:
+        return {}
+    from distgpt.comm.mpi import library
+
+    return {"mpi": library()}
 
 
 def anonymised(text: str) -> str:

@@ -21,8 +21,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from distgpt.checked import Count, checked, parse_json
-from distgpt.comm.cores import usable_cores
 from distgpt.comm.launched import launched_as
+from distgpt.comm.limits import granted_cores
 from distgpt.doctor.facts import Facts, cpu, versions
 from distgpt.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
 from distgpt.doctor.verdicts import foreign_mpirun, grouped
@@ -32,6 +32,7 @@ from distgpt.formatting import count
 from distgpt.gpu.probe import driver
 from distgpt.jobs import hostfile
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
+from distgpt.jobs.processes import own_program
 from distgpt.stages import identity
 
 AT_ONCE = 32  # hosts
@@ -97,7 +98,9 @@ def examine(path: Path, ssh: bool) -> Facts:
     problems += [*foreign_mpirun({"mpirun": here}, mpi), *hostfile.problems(vendor, lines)]
     problems += [f"{host.name}: {problem}" for host in hosts for problem in _stops(host, own)]
     ranks = sum(host.ranks for host in hosts)
-    command = ["mpirun", "-n", ranks, HOSTS_OPTION[vendor], path, "distgpt", "train", "--stage", "mpi"]
+    # Open MPI looks for a program in the PATH that ssh gives there, MPICH in the one that is here.
+    program = own_program() if vendor == "Open MPI" else ["distgpt"]
+    command = ["mpirun", "-n", ranks, HOSTS_OPTION[vendor], path, *program, "train", "--stage", "mpi"]
     return {
         "hostfile": str(path),
         "launcher": vendor,
@@ -151,7 +154,7 @@ def own_facts(mpi: Facts) -> HostFacts:
     name, features = processor()
     gpus = found.gpus if (found := driver()) else ()
     works = mpi["problem"] or f"{mpi['vendor']} {mpi['version']}"
-    cores = len(usable_cores())
+    cores = granted_cores().whole
     return HostFacts(identity(), f"{cpu()}, {name} {features}", works, versions(), cores, len(gpus))
 
 

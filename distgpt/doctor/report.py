@@ -96,7 +96,8 @@ def _machines(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
         first, memory = users[0], users[0]["memory"]
         cores = f"{first['cores']} of {first['cores_of_host']} cores"
         if memory["total"]:
-            cores += f", {size(memory['total'])} of memory ({size(memory['available'])} free)"
+            by = f" by {memory['limit']}" if memory["limit"] else ""
+            cores += f", {size(memory['total'])} of memory{by} ({size(memory['available'])} free)"
         yield "host", f"{first['host']}: {first['cpu']}, {cores}"
         drivers = [rank["gpu"]["driver"] for rank in users if rank["gpu"]["driver"]]
         gpus = {gpu["uuid"]: gpu for driver in drivers for gpu in driver["gpus"]}.values()

@@ -7,6 +7,7 @@ from typing import Any
 
 from distgpt.comm.agree import named_ranks
 from distgpt.doctor.facts import IGNORED, Facts
+from distgpt.formatting import count
 from distgpt.stages import NOT_KEPT, ON_GPU, STAGES, WITH_MPI
 
 FEW = 0.5  # of a host's cores
@@ -68,6 +69,7 @@ def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
         *(warning for host in hosts(ranks) for warning in _cores(launched, host)),
         *_shared_gpus(ranks),
         *_not_kept(ranks),
+        *_unused_loops(ranks),
         *_settings(ranks),
     ]
 
@@ -102,10 +104,11 @@ def _cores(launched: Facts, ranks: list[Facts]) -> Iterable[str]:
             f"{who} may use {used:.3g} of {first['cores_of_host']} cores: to use more of them, ask "
             "the launcher (Open MPI: --bind-to none, srun: --cpus-per-task)"
         )
-    if first["core_quota"] and first["core_quota"] < used - 1e-6:
-        threads = max(1, int(first["core_quota"] / len(ranks)))
-        quota = f"{first['core_quota']:.3g}"
-        yield f"{who} see {used:.3g} cores but get the time of {quota}: use --threads {threads}"
+    if limit := first["granted_cores"]["limit"]:
+        numbers = [rank["granted_cores"]["number"] for rank in ranks]
+        threads = f"{count(max(1, int(min(numbers))), 'thread')}" + " each" * (len(ranks) > 1)
+        time = f"the time of {sum(numbers):.3g}"
+        yield f"{who}: {used:.3g} cores, but {limit} grants {time}: a run takes {threads}"
 
 
 def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:
@@ -124,6 +127,14 @@ def _not_kept(ranks: list[Facts]) -> Iterable[str]:
         for rank in ranks
     ]
     yield from map(sentence, _over_ranks(ranks, without))
+
+
+def _unused_loops(ranks: list[Facts]) -> Iterable[str]:
+    for path in dict.fromkeys(path for rank in ranks for path in rank["compute"]["unused"]):
+        yield (
+            f"{path} is not used: it is of another version, damaged, or not its owner alone may write to it; "
+            "whoever owns this installation makes it anew by distgpt compile"
+        )
 
 
 def _settings(ranks: list[Facts]) -> Iterable[str]:

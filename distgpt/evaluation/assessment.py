@@ -18,18 +18,19 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Tokens
 from distgpt.data.chats.examples import Examples
-from distgpt.data.loading import DataRequest, load_corpus, resolve_data
+from distgpt.data.loading import DataRequest, load_corpus
+from distgpt.data.named import resolve_data
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.errors import DataError, DistgptError, NonFiniteError, escape, one_line
 from distgpt.evaluation.benchmark import SHOWN, Benchmark, Progress, load_benchmark, with_progress
+from distgpt.evaluation.bits import bits_per_byte, text_bytes
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import IGNORED
 from distgpt.model.model import Model
 from distgpt.saved.adapter import open_model
-from distgpt.stages import Stage
+from distgpt.stages import Stage, report_compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +67,12 @@ class Validation:
         """Return a loss in a unit that other tokenizers share; None where the text has no bytes."""
         if self._bytes is None:
             self._bytes = self._bytes_predicted(tokenizer)
-        return loss / math.log(2) * self.count / self._bytes if self._bytes else None
+        return bits_per_byte(loss, self._bytes / self.count)
 
     def _bytes_predicted(self, tokenizer: Tokenizer) -> int:
         """Return the length of the predicted text in UTF-8, without separators between documents."""
         ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
-        if isinstance(tokenizer, BytesDecoder):  # whose ids may hold parts of characters
-            predicted = ids[1:]
-            return sum(len(tokenizer.pieces[i]) for i in predicted[predicted != tokenizer.separator].tolist())
-        first, all_of_it = (
-            len(tokenizer.decode(some[some != tokenizer.separator]).encode()) for some in (ids[:1], ids)
-        )
-        return all_of_it - first
+        return text_bytes(ids, tokenizer) - text_bytes(ids[:1], tokenizer)
 
 
 class AnswersHeldOut(Validation):
@@ -163,7 +158,8 @@ def evaluate(
     read.
     """
     comm = stage.comm
-    model, description, _, chosen = open_model(stage, weights, adapter, dtype, context, matmul)
+    report_compiling(comm, progress.noted if progress else None)
+    model, description, _, chosen = open_model(stage, weights, adapter, dtype, context, matmul, "evaluation")
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))

@@ -7,7 +7,6 @@ answers are appended as they are finished; at the end they are put into the orde
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -18,11 +17,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
-from distgpt.checked import parse_json
+from distgpt.checked import LARGEST, parse_json
 from distgpt.comm.agree import on_root
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, print_lines
-from distgpt.files import append, atomic_file, open_regular, storage_errors
+from distgpt.files import append, atomic_file, locked, open_regular, storage_errors
 from distgpt.formatting import count
 from distgpt.inference.distribute import distribute
 from distgpt.inference.engine import Engine
@@ -31,7 +30,6 @@ from distgpt.inference.request import REQUEST_SETTINGS, Completion, Request
 from distgpt.stages import Stage
 
 ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle
-LONGEST_PROMPT = 64 << 20  # bytes of a line
 BEGINNING = b'{"line": '  # of every answer
 
 
@@ -60,7 +58,7 @@ def infer_file(
 
         def begin() -> None:
             prompts = read_prompts(path, loaded.tokenizer, defaults, engine)
-            stack.enter_context(locked(out))
+            stack.enter_context(reserved(out))
             drops = defaults.overflow == "shift" and lanes.can_drop
             answers.begin(prompts, loaded.fingerprint(drops))
             progress.began(len(prompts), len(answers.done))
@@ -109,10 +107,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer, defaults: Request, engine: En
     found = []
     with storage_errors("read", path), open_regular(path) as file:
         number = 0
-        while line := file.readline(LONGEST_PROMPT):
+        while line := file.readline(LARGEST):
             number += 1
-            if len(line) == LONGEST_PROMPT:
-                raise DataError(f"{path}, line {number} is longer than {LONGEST_PROMPT >> 20} MiB")
+            if len(line) == LARGEST:
+                raise DataError(f"{path}, line {number} is longer than {LARGEST >> 20} MiB")
             if not line.strip():
                 continue
             try:
@@ -221,19 +219,19 @@ class Answers:
         return DataError(f"{self.path}, line {number} is no answer to a prompt; choose another --out")
 
 
+def _note(text: str) -> None:
+    print_lines(f"distgpt: {text}", err=True)
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def reserved(path: Path) -> Iterator[None]:
     """Lock the file of answers for this process, where locks exist; it is made if need be."""
     how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with storage_errors("write", path):
         descriptor = os.open(path, how, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another process is writing {path}") from None
-        except OSError:  # a file system without locks
-            pass
+        if not locked(descriptor, path, _note):
+            raise UsageError(f"another process is writing {path}")
         yield
     finally:
         os.close(descriptor)

@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import available_memory
+from distgpt.comm.limits import granted_memory
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.files import bundled
@@ -28,6 +28,7 @@ from distgpt.kernels.decoding.low_rank import Adapters
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
 from distgpt.saved.adapter import open_model
+from distgpt.saved.modelfile import read_description
 from distgpt.saved.named import weights_of
 from distgpt.saved.tensors import fingerprint
 from distgpt.stages import Stage
@@ -56,7 +57,7 @@ def lanes_that_fit(
         memory = (
             CACHE_BYTES
             if model.kernels.capabilities.is_async
-            else min(CACHE_BYTES, available_memory() // ranks // 2)
+            else min(CACHE_BYTES, granted_memory(ranks).free // 2)
         )
     return max(1, min(wanted, memory // lane_bytes(model, lookup)))
 
@@ -109,8 +110,6 @@ def rehearse(model: Model) -> None:
     small = model if model.kernels.capabilities.is_async else miniature(model.config, model.kernels)
     if isinstance(model.kernels, Int8Kernels):
         small = int8_of(small, model.kernels)
-    if model.is_trained and small is not model:
-        small.train()  # its lanes are not those of a model that only writes
     lanes, first = lanes_for(small, 1), min(7, small.config.seq_len - 1)
     for feed in (Feed(0, 0, [0] * first, 1), *(Feed(0, min(i, first), [0], 1) for i in range(3))):
         lanes.feed([feed])
@@ -138,14 +137,23 @@ class LoadedModel:
     def engine(self, lanes: Lanes) -> Engine:
         return Engine(lanes, self.tokenizer, chunk_for(self.model))
 
+    @property
+    def is_tuned(self) -> bool:
+        """Tell whether it, or the adapter in it, was tuned on chats. On the rank that reads files."""
+        return any(read_description(file).run.train.chats for file in self._named or [self.path])
+
+    @property
+    def _named(self) -> set[Path]:
+        """Return the files that the user has named: an adapter may be in another one than the model."""
+        return {weights_of(each) for each in (self.spec.weights, self.spec.adapter) if each}
+
     def fingerprint(self, drops: bool) -> str:
         """Tell its answers from those of other weights, in another dtype, or of another context.
 
         `drops`: past the context its lanes drop their older half, which earlier versions computed anew.
         """
-        adapters = {weights_of(each) for each in (self.spec.weights, self.spec.adapter) if each}
         known = [fingerprint(self.path), self.dtype, self.model.config.seq_len]
-        known += sorted(fingerprint(each) for each in adapters - {self.path})
+        known += sorted(fingerprint(each) for each in self._named - {self.path})
         known += ["drops"] if drops else []
         return sha256(json.dumps(known).encode()).hexdigest()[:16]
 

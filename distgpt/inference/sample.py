@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.data.tokenizers.plain import Streamer
 from distgpt.errors import DistgptError
 from distgpt.inference.lanes import Array, Feed
 from distgpt.inference.request import Event, Likelihood, PromptLikelihoods, Request
@@ -23,6 +24,7 @@ class SharedPrompt:
         self.likelihoods: PromptLikelihoods = [None]  # in it, as far as they are known
         self.under_way = False  # one of them is computing the prompt
         self.to_come = request.n  # samples that have no lane yet
+        self._streamer: Streamer | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -44,6 +46,12 @@ class SharedPrompt:
         """Return the only event of a sample without tokens."""
         return Event(self.ticket, choice, None, None, "", "length", self.wanted_of_prompt)
 
+    def streamer(self, tokenizer: Tokenizer) -> Streamer:
+        """Return a decoder for what follows the prompt, which is decoded once for all samples."""
+        if self._streamer is None:
+            self._streamer = tokenizer.streamer_behind(self.request.prompt)
+        return self._streamer.copy()
+
     @property
     def wanted_of_prompt(self) -> PromptLikelihoods | None:
         return self.likelihoods if self.request.prompt_logprobs else None
@@ -63,7 +71,7 @@ class Sample:
         self._lookup = Lookup() if self.request.lookup else None
         self._transcript = None
         if tokenizer is not None:
-            self._transcript = Transcript(tokenizer, self.tokens, self.request.stop)
+            self._transcript = Transcript(shared.streamer(tokenizer), self.request.stop)
 
     @property
     def is_at_prompt(self) -> bool:
@@ -180,10 +188,9 @@ class Transcript:
     the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._streamer, self._stop = tokenizer.streamer(), stop
-        for token in prompt:
-            self._streamer.feed(token)
+    def __init__(self, streamer: Streamer, stop: Sequence[str]) -> None:
+        """`streamer` knows the prompt."""
+        self._streamer, self._stop = streamer, stop
         self._pending = ""
         self.stopped = False
 

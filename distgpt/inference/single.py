@@ -63,7 +63,13 @@ def infer_one(
         _print_probabilities(tokenizer, ids, samples[0].prompt_likelihoods)
         for sample in samples:
             _print_probabilities(tokenizer, sample.tokens, sample.likelihoods)
-    print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)
+    hint = "; for another text: --seed 1" if _repeats(settings) else ""
+    print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s){hint}", file=sys.stderr)
+
+
+def _repeats(settings: Request) -> bool:
+    """Tell whether to say that the same command writes the same: to people, who have named no seed."""
+    return not settings.is_greedy and settings.seed == Request().seed and shown_on_terminal(sys.stderr)
 
 
 def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:
@@ -80,7 +86,8 @@ def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
     """Print the prompt, then each token as soon as its text is complete; several samples one by one."""
     shown = escape_model_text if shown_on_terminal(sys.stdout) else str
     samples, unseen, turn = [Completion() for _ in range(n)], [""] * n, 0
-    print(shown(prompt), end="", flush=True)
+    heads = [f"--- {number} of {n}\n" * (n > 1) + shown(prompt) for number in range(1, n + 1)]
+    print(heads[0], end="", flush=True)
     try:
         for event in events:
             samples[event.choice].add(event)
@@ -92,7 +99,7 @@ def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
                     break
                 turn += 1
                 if turn < n:
-                    print(f"\n--- {turn + 1} of {n}", flush=True)
+                    print(f"\n{heads[turn]}", end="", flush=True)
     finally:  # an error begins on a line of its own
         print(flush=True)
     return samples

@@ -20,11 +20,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from distgpt.errors import UsageError, escape
+from distgpt.jobs import array
+from distgpt.jobs.array import ELEMENT
 
 WIDTH = 100  # of a line of the command
 SECONDS_TO_SAVE = 120  # by which USR1 comes before the time limit
@@ -48,6 +50,7 @@ class Job:
     out: Path
     command: Sequence[str]
     made_by: str
+    is_array: bool = False  # whose elements each have their number in place of ELEMENT
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -76,9 +79,14 @@ class Job:
             f"--signal=USR1@{max(1, min(SECONDS_TO_SAVE, int(self.seconds / 4)))}",
             "--requeue",
             "--open-mode=append",
-            f"--output={self.name}-%j.log",
+            f"--output={self.name}-{'%A_%a' if self.is_array else '%j'}.log",
         ]
         return [*given, *self.lines]
+
+    @property
+    def number(self) -> str:
+        """The job's number. SLURM_JOB_ID of an array's element may stand for the whole array."""
+        return "${SLURM_ARRAY_JOB_ID}_" + ELEMENT if self.is_array else "$SLURM_JOB_ID"
 
 
 def slurm_time(seconds: float) -> str:
@@ -91,22 +99,24 @@ def slurm_time(seconds: float) -> str:
 
 def script(job: Job) -> str:
     """Return the whole script."""
+    quote = array.quoted if job.is_array else shlex.quote
     return _SCRIPT.format(
         made_by=job.made_by,
         options="\n".join(f"#SBATCH {option}" for option in job.options),
         name=job.name,
-        checkpoints=shlex.quote(str(job.out / "checkpoints")),
+        number=job.number,
+        checkpoints=quote(str(job.out / "checkpoints")),
         mpi=job.mpi,
-        command=" \\\n  ".join(_wrapped(job.command)),
+        command=" \\\n  ".join(_wrapped(job.command, quote)),
     )
 
 
-def _wrapped(words: Sequence[str]) -> list[str]:
+def _wrapped(words: Sequence[str], quote: Callable[[str], str]) -> list[str]:
     """Quote the words and break them into lines; an option stays with its value."""
     lines = [""]
     previous = ""
     for word in words:
-        quoted = shlex.quote(word)
+        quoted = quote(word)
         is_value = previous.startswith("--") and "=" not in previous and not word.startswith("-")
         if lines[-1] and not is_value and len(lines[-1]) + len(quoted) >= WIDTH - 20:
             lines.append("")
@@ -125,9 +135,9 @@ _SCRIPT = """\
 # What this site needs before a program starts goes here: module load …, export …
 
 attempt=${{SLURM_RESTART_COUNT:-0}}
-log={name}-$SLURM_JOB_ID.$attempt.log
+log={name}-{number}.$attempt.log
 newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}
-preempted() {{ scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }}
+preempted() {{ scontrol show job "{number}" | grep -q 'PreemptTime=[0-9]'; }}
 before=$(newest)
 
 set -m  # srun in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
@@ -151,7 +161,7 @@ elif [ $code = 75 ] || {{ [ $code != 0 ] && preempted; }}; then
   again=yes
 fi
 if [ "$again" ] && [ -z "$ending" ]; then
-  scontrol requeue "$SLURM_JOB_ID" && exit 0
+  scontrol requeue "{number}" && exit 0
 fi
 exit $code
 """

@@ -71,6 +71,12 @@ def distgpt_command(*words: object) -> list[str]:
     return [sys.executable, "-m", "distgpt", *map(str, words)]
 
 
+def own_program() -> list[str]:
+    """Return the words for distgpt by its whole path: a job, or another host, may have another PATH."""
+    own = Path(sys.executable).with_name("distgpt")
+    return [str(own)] if own.is_file() else [sys.executable, "-m", "distgpt"]
+
+
 def run(
     command: Sequence[object],
     *,

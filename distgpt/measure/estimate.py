@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.data.loading import BUNDLED_TEXTS, resolve_data, vocabulary_size
+from distgpt.data.loading import vocabulary_size
+from distgpt.data.named import BUNDLED_TEXTS, resolve_data
 from distgpt.data.shards import Manifest, is_shards, read_manifest
 from distgpt.errors import Say, UsageError
 from distgpt.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.kernels.api import Kernels
-from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
+from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.lora import trained_layout
 from distgpt.model.model import Architecture, Model, flag_count
@@ -58,18 +59,28 @@ class Site:
     assessed: bool  # whether the run will evaluate itself
 
 
-def estimate(question: Question, say: Say) -> Facts:
-    """Return all facts, ready for JSON. `say` receives a line before what takes time."""
+def estimate(
+    question: Question, say: Say, progress: Progress | None = None, ready: Stage | None = None
+) -> Facts:
+    """Return all facts, ready for JSON. `say` gets a line before what takes time, `progress` its steps.
+
+    `ready`: the stage of this one rank, where it is open: among several ranks it cannot be opened again.
+    """
     _refuse_nonsense(question)
     shards = manifest_of(question.run.train.data)
-    site = _site(question, shards)
+    site = _site(question, shards, ready)
     run, ranks = with_vocabulary(question.run, shards), question.ranks
     settled, trouble = _settled(run, site, ranks)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
+    flops = operations(model)
+    time = _time(question, train, site, flops.forward + flops.backward, say, progress)
     steps = settled.steps if question.tokens is None else -(-question.tokens // per_step)
+    minutes = settled.train_minutes if question.tokens is None else 0.0
+    if minutes and "step_s" in time:
+        steps = max(1, int(60 * minutes / time["step_s"]))
     memory = _memory(train, site, ranks) | {"trouble": trouble}
-    counted, flops, trained = parameters(model), operations(model), trained_layout(run)
+    counted, trained = parameters(model), trained_layout(run)
     wide = site.kernels.wide.itemsize
     return {
         "stage": question.stage,
@@ -88,13 +99,14 @@ def estimate(question: Question, say: Say) -> Facts:
         },
         "steps": steps,
         "tokens": steps * per_step,
+        "minutes": minutes or None,  # by which the run ends, instead of after its steps
         "memory": memory,
         "checkpoint_bytes": buffers_saved(settled, ranks, is_common=True) * trained.elements * wide,
         "checkpoints_kept": settled.keep,
         "weights_file_bytes": trained.elements * wide,
         "allreduce_bytes": (trained.size + flag_count(ranks)) * wide if ranks > 1 else 0,
         "allreduce_every": settled.outer_every if is_local(settled, ranks) else 1,
-        "time": _time(question, train, site, steps, flops.forward + flops.backward, say),
+        "time": time | ({"total_s": steps * time["step_s"]} if "step_s" in time else {}),
     }
 
 
@@ -125,20 +137,21 @@ def with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
     return replace(run, model=replace(run.model, vocab_size=size))
 
 
-def _site(question: Question, shards: Manifest | None) -> Site:
+def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> Site:
     """Return one rank's site. The ranks of a CPU stage are assumed to fill machines like this one."""
     t, name = question.run.train, question.stage
     assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
-        cores = len(usable_cores())
-        fair = max(1, cores // question.ranks)
-        stage = open_stage("serial", fair if question.threads is None else question.threads, question.gpu)
+        cores = granted_cores(environ={}).whole  # a job may give each of the ranks as much as this process
+        threads = max(1, cores // question.ranks) if question.threads is None else question.threads
+        stage = ready or open_stage("serial", threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
-        free = stage.free_memory()[0] // neighbours
-        return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", free, "this machine", assessed)
+        free, where = stage.free_memory(0 if ready else neighbours)
+        kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
+        return Site(kernels, stage, "", free, where, assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
-        stage = open_stage("cuda", question.threads, question.gpu)
+        stage = ready or open_stage("cuda", question.threads, question.gpu)
     except UsageError as error:
         if question.threads is not None:
             raise
@@ -212,8 +225,10 @@ def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
     return found
 
 
-def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int, say: Say) -> Facts:
-    """Return the time by a rate that is given or measured, or why there is none."""
+def _time(
+    question: Question, run: RunConfig, site: Site, flops: int, say: Say, progress: Progress | None
+) -> Facts:
+    """Return the time of a step by a rate that is given or measured, or why there is none."""
     t, ranks = run.train, question.ranks
     tokens = t.batch_size // ranks * run.model.seq_len
     if question.rate is not None:
@@ -226,8 +241,11 @@ def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int
         if missing or question.measured is False:
             return {"rate_per_rank": None, "source": "none", "missing": missing}
         layers = " and ".join(map(str, layers_of_cuts(run)))
-        say(f"measuring steps of {layers} layers with {sequences} × {run.model.seq_len} tokens")
-        timing = measure(run, site.kernels, sequences)
+        layers += " layer" if layers == "1" else " layers"
+        say(f"measuring steps of {layers} with {sequences} × {run.model.seq_len} tokens")
+        if site.stage:
+            site.stage.notes.report_to(say)
+        timing = measure(run, site.kernels, sequences, progress)
         rate, source = timing.rate(tokens), {"source": "measured", **asdict(timing)}
     seconds = tokens / rate
     return {
@@ -235,7 +253,6 @@ def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int
         "rate_per_rank": rate,
         "rate": rate * ranks,
         "step_s": seconds,
-        "total_s": steps * seconds,
         "flops_per_s_and_rank": rate * flops,
     }
 
@@ -285,7 +302,11 @@ def _batch(facts: Facts) -> Rows:
     micro = count(batch["rounds"], "micro-batch")
     yield "batch", f"{batch['tokens_per_step']:,} tokens per step: {sequences}"
     yield "", f"in {micro} of {batch['sequences_per_rank_and_round']} {where}"
-    yield "length", f"{facts['steps']:,} steps, {facts['tokens']:,} tokens"
+    length, minutes = f"{facts['steps']:,} steps, {facts['tokens']:,} tokens", facts["minutes"]
+    if minutes:
+        is_known = facts["time"]["rate_per_rank"] is not None
+        length = f"about {length} in {minutes:.3g} minutes" if is_known else f"{minutes:.3g} minutes"
+    yield "length", length
 
 
 def _memory_rows(facts: Facts) -> Rows:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 
@@ -60,17 +62,35 @@ def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
     return min(most, each - each % kernels.threads)
 
 
-def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
+class Progress(Protocol):
+    """Shows how many steps are measured."""
+
+    def began(self, total: int, done: int) -> None: ...
+
+    def advanced(self, done: int, tokens: int) -> None: ...
+
+
+def measure(run: RunConfig, kernels: Kernels, sequences: int, progress: Progress | None = None) -> Timing:
     """Time real steps on random tokens, the cuts in turn, so that a disturbance hits all of them."""
     measured = layers_of_cuts(run)
+    done, total = count(1), (1 + LEAST) * len(measured)  # there may be fewer slow steps, and more fast ones
+    if progress:
+        progress.began(total, 0)
+
+    def step(bench: Trial) -> float:
+        seconds = _seconds(bench.step)
+        if progress:
+            progress.advanced(min(total, next(done)), 0)
+        return seconds
+
     benches = [Trial(each, kernels) for each in cuts(run, sequences)]
     for bench in benches:
-        bench.step()  # compiles, records, tunes
+        step(bench)  # compiles, records, tunes
     passes: list[list[float]] = []
     updates: list[list[float]] = []
     begun = time.perf_counter()
     while not passes or time.perf_counter() < begun + (SECONDS if len(passes) >= LEAST else PATIENCE):
-        whole, update = zip(*((_seconds(b.step), _seconds(b.update)) for b in benches), strict=True)
+        whole, update = zip(*((step(b), _seconds(b.update)) for b in benches), strict=True)
         passes.append([w - u for w, u in zip(whole, update, strict=True)])
         updates.append(list(update))
     tokens = sequences * run.model.seq_len

@@ -102,14 +102,15 @@ def open_model(
     dtype: str,
     context: int | None = None,
     matmul: str = "auto",
+    use: str = "generating text",
 ) -> tuple[Model, Description, Path, str]:
-    """Load a model with an adapter merged into it. Collective.
+    """Load a model with an adapter merged into it. `use` says what for. Collective.
 
     Return also the weights file of the whole model, and the type that it computes in.
     """
     whole, merge = with_adapter(weights, adapter, stage.comm)
     chosen = dtype_of(whole, dtype, stage.comm, stage.device is not None)
-    model, about = load_model(whole, stage.kernels(chosen, matmul), stage.comm, context, merge)
+    model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
     return model, about, whole, chosen
 
 
@@ -120,20 +121,22 @@ def read_adapter(path: Path, about: Description) -> Folding:
     for name, array in tensors.items():
         if not np.isfinite(array).all():
             raise DataError(f"{path}: {name} holds values that are not finite")
-    return Folding(about, tensors)
+    return Folding(about, tensors, path)
 
 
 class Folding(Merge):
     """Adds an adapter to the matrices of its model, as they are read."""
 
-    def __init__(self, about: Description, tensors: dict[str, Array]) -> None:
-        self.tokenizer, self.tensors = about.tokenizer, tensors
+    def __init__(self, about: Description, tensors: dict[str, Array], source: object = "an adapter") -> None:
+        self.tokenizer, self.tensors, self._source = about.tokenizer, tensors, source
         self._adapters = adapters_by_matrix(about.run)
 
     def __call__(self, name: str, array: Array) -> None:
         for adapter in self._adapters.get(name, []):
             b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
-            array[adapter.rows] += np.float32(adapter.scale) * (b @ a)
+            with np.errstate(all="ignore"):
+                change = self._finite(np.float32(adapter.scale) * (b @ a), adapter.name)
+            array[adapter.rows] += change
 
     def beside(self, name: str, first: int, rows: int) -> list[tuple[Array, Array, slice]]:
         """Return A, scale · B, and where B's rows stand, beside `rows` of a matrix from `first` on."""
@@ -142,8 +145,15 @@ class Folding(Merge):
             if first <= adapter.rows.start < first + rows:
                 b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
                 where = slice(adapter.rows.start - first, adapter.rows.stop - first)
-                found.append((a, np.float32(adapter.scale) * b, where))
+                with np.errstate(all="ignore"):
+                    found.append((a, self._finite(np.float32(adapter.scale) * b, adapter.name), where))
         return found
+
+    def _finite(self, array: Array, name: str) -> Array:
+        """Refuse what came of finite numbers and is none: later the model's file would be blamed for it."""
+        if not np.isfinite(array).all():
+            raise DataError(f"{self._source}: what {name} adds to the model is not finite")
+        return array
 
 
 def load_frozen(comm: Comm, model: AdaptedModel, path: Path) -> None:

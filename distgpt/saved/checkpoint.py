@@ -35,6 +35,7 @@ Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensor
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
+DAMAGED = "damaged-"  # in front of the name of one that is set aside
 _FILE = re.compile(r"[\w.-]+")
 
 
@@ -57,14 +58,14 @@ def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str,
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    for outdated in [path for path in _saved(directory) if _step(path) <= step][keep:]:
-        _drop(outdated)
+    for outdated in saved_checkpoints(directory, step)[keep:]:
+        drop(outdated)
     return final
 
 
 def remove_unfinished(directory: Path) -> None:
     """Remove what killed runs left half-written, or half-removed."""
-    for stale in directory.glob(".tmp-step-*"):
+    for stale in directory.glob(".tmp-*step-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
@@ -73,14 +74,14 @@ def set_damaged_aside(directory: Path, step: int) -> None:
 
     Not what cannot be read, which may be back in a moment.
     """
-    for path in _saved(directory):
+    for path in saved_checkpoints(directory):
         if _step(path) >= step:
             try:
                 verify(path)
             except DataError as error:
                 if _is_unreadable(error):
                     continue
-                aside = path.with_name(f"damaged-{path.name}")
+                aside = path.with_name(f"{DAMAGED}{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
 
@@ -92,7 +93,7 @@ def _is_unreadable(error: BaseException | None) -> bool:
     return error is not None and not isinstance(error, FileNotFoundError)
 
 
-def _drop(path: Path) -> None:
+def drop(path: Path) -> None:
     """Remove a checkpoint, first its name: a killed process leaves no half of one under it."""
     aside = path.with_name(f".tmp-{path.name}")
     with suppress(OSError):
@@ -107,7 +108,7 @@ def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[s
     None if there are no checkpoints up to step `most`; a DataError if every one is damaged.
     """
     damaged = []
-    for path in [path for path in _saved(directory) if _step(path) <= most]:
+    for path in saved_checkpoints(directory, most):
         try:
             verify(path)
         except DataError as error:
@@ -121,7 +122,7 @@ def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[s
 
 def newest_step(directory: Path) -> int | None:
     """Return the step of the newest checkpoint by its name, intact or not; None if there is none."""
-    return next((_step(path) for path in _saved(directory)), None)
+    return next((_step(path) for path in saved_checkpoints(directory)), None)
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -193,14 +194,14 @@ def _put_in_place(partial: Path, final: Path) -> None:
         final.rename(old)
     partial.rename(final)
     sync_directory(final.parent)
-    _drop(old)
+    drop(old)
 
 
-def _saved(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, newest first; one set aside comes after its replacement."""
+def saved_checkpoints(directory: Path, most: float = math.inf) -> list[Path]:
+    """Return the checkpoints up to step `most`, newest first; one set aside comes after its replacement."""
     with storage_errors("read", directory):
         inside = directory.iterdir() if directory.exists() else ()
-        found = [path for path in inside if _NAME.fullmatch(path.name)]
+        found = [path for path in inside if _NAME.fullmatch(path.name) and _step(path) <= most]
     return sorted(found, key=lambda path: (_step(path), not path.suffix), reverse=True)
 
 

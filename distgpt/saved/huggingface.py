@@ -54,7 +54,6 @@ INDEX = f"{WHOLE}.index.json"
 # transformers can only have as BPE without merges, so that it comes back as it was.
 OWN_TOKENIZER = "distgpt_tokenizer.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-_MOST_JSON = 1 << 26  # bytes; a configuration or an index is far smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ def tokenizer_in(directory: Path) -> Tokenizer | None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a small file."""
-    return parse_object(read_small(path, _MOST_JSON), path)
+    return parse_object(read_small(path), path)
 
 
 def open_files(path: Path) -> tuple[Path, Settings, dict[Path, Header]]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from distgpt.checked import checked, parse_json
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
+from distgpt.comm.limits import granted_memory
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.data.tokenizers.naming import Tokenizer, tokenizer_from_json
 from distgpt.errors import DataError, UsageError, command_line
@@ -95,6 +96,16 @@ def save_model(path: Path, model: Model, description: Description) -> str:
     return write_tensors(path, on_host(model, model.weights), description.to_metadata())
 
 
+def _refuse_too_large(path: Path, config: ModelConfig, kernels: Kernels, comm: Comm) -> None:
+    """Refuse weights that there is no memory for: the system would end the process. Collective."""
+    if kernels.capabilities.is_async:  # a GPU says so itself
+        return
+    need, granted = Architecture(config).layout.size * kernels.dtype.itemsize, granted_memory(comm.local_size)
+    free = f"{size(need)} on {granted.where}, where {size(granted.free)} are free"
+    hint = "try another --dtype: bfloat16, int8 and int4 take less"
+    refuse_anywhere(comm, f"{path} needs {free}; {hint}" if need > granted.free else "")
+
+
 def load_model(
     path: Path, kernels: Kernels, comm: Comm, context: int | None = None, merge: Merge | None = None
 ) -> tuple[Model, Description]:
@@ -122,6 +133,7 @@ def load_model(
             raise shared(error) from None
     if (small := _rounded(config, kernels, path, comm, merge)) is not None:
         return small, description
+    _refuse_too_large(path, config, kernels, comm)
     model = Model(config, kernels)
 
     def read(host: Tensors) -> None:

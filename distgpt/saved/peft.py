@@ -84,11 +84,13 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
     run = _run_of(beside, found, layers)
     tensors = {spec.name: np.zeros(spec.shape, np.float32) for spec in adapter_layout(run).specs}
     ours = adapters_by_matrix(run)
-    for name, theirs in found.items():
-        for adapter, rows in _pieces(ours, layers[name]):
-            rank, factor = len(theirs.a), np.float32(theirs.scale / run.train.lora_scale)
-            tensors[f"{adapter.name}.lora_a"][:rank] = theirs.a
-            tensors[f"{adapter.name}.lora_b"][:, :rank] = factor * theirs.b[rows]
+    with np.errstate(all="ignore"):  # it is looked for what is not finite
+        for name, theirs in found.items():
+            for adapter, rows in _pieces(ours, layers[name]):
+                rank, factor = len(theirs.a), np.float32(theirs.scale / run.train.lora_scale)
+                tensors[f"{adapter.name}.lora_a"][:rank] = theirs.a
+                tensors[f"{adapter.name}.lora_b"][:, :rank] = scaled = factor * theirs.b[rows]
+                refuse_nonfinite(scaled, f"{name}{SIDES['b']}, scaled by lora_alpha,", path)
     metadata = Description(run, about.tokenizer, base=base_of(weights)).to_metadata()
     write_tensors(out, tensors, {**metadata, ORIGIN: f"adapter imported from {folder.resolve().name}"})
     note(f"adapters of rank {run.train.lora_rank} beside {run.train.lora_matrices} of {weights}")

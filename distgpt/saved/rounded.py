@@ -18,7 +18,7 @@ import numpy as np
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.config import ModelConfig
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
@@ -218,7 +218,7 @@ def lazy_tensors(
     def make(name: str) -> Array:
         spec = specs[name.removesuffix(SCALES)]
         found = done.get(spec.name) or read_parameter(
-            path, header, spec, bits_of(spec, dtype), len(usable_cores())
+            path, header, spec, bits_of(spec, dtype), granted_cores().whole
         )
         if not isinstance(found, Quantised):
             return found

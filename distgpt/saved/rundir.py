@@ -34,6 +34,8 @@ from distgpt.saved.checkpoint import WEIGHTS, newest_intact, remove_unfinished, 
 ATTEMPTS, SECONDS_BETWEEN = 10, 0.05  # to lock a file that another process may be looking at
 MOST_METRICS = 1 << 30  # bytes
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
+# The names of losses in nats per token, in metrics and summaries, and of the same in bits per byte.
+IN_BITS = {"loss": "train_bits_per_byte", "val_loss": "bits_per_byte"}
 
 
 _held: dict[Path, int] = {}  # open files that this process has locked
@@ -82,7 +84,9 @@ class RunDirectory:
         """Return if this process holds the file now."""
         how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, how, 0o666)
-        if not lock(descriptor, fcntl.LOCK_EX) or not _is_at(descriptor, path):  # removed meanwhile
+        got = lock(descriptor, fcntl.LOCK_EX)
+        is_free = got if got is not None else not self._is_named()
+        if not is_free or not _is_at(descriptor, path):  # removed meanwhile
             os.close(descriptor)
             return False
         _held[path] = descriptor
@@ -92,6 +96,11 @@ class RunDirectory:
         except OSError:
             self.release()
             raise
+        if got is None:
+            time.sleep(SECONDS_BETWEEN)
+            if self._is_named():  # by another one that began at the same moment
+                os.close(_held.pop(path))
+                return False
         return True
 
     def release(self) -> None:
@@ -119,9 +128,24 @@ class RunDirectory:
         with storage_errors("read", self.running):
             try:
                 with open_regular(self._lock_path) as file:
-                    return not lock(file.fileno(), fcntl.LOCK_SH)
+                    got = lock(file.fileno(), fcntl.LOCK_SH)
+                    return self._is_named() if got is None else not got
             except (FileNotFoundError, NotADirectoryError):
                 return False
+
+    def lacks_locks(self) -> bool:
+        """Return whether this process holds the directory by its name alone."""
+        return self._lock_path in _held and lock(_held[self._lock_path], fcntl.LOCK_EX) is None
+
+    def _is_named(self) -> bool:
+        """Return whether running.json names another process of this host that lives.
+
+        On a disk without locks that is all that can be known.
+        """
+        with suppress(DataError, StorageError, KeyError, ValueError):  # of another version, or half written
+            found = parse_object(read_small(self._lock_path), self.running)
+            return found["host"] == platform.node() and _is_another(checked(int, found["pid"]))
+        return False
 
     def _in_use(self) -> UsageError:
         return UsageError(
@@ -149,10 +173,12 @@ class RunDirectory:
         with storage_errors("use the run directory", self.path):
             if saved := self.saved():
                 if different := differing(saved, run):
-                    change = "" if resuming or differing(saved, run, CHANGEABLE) else "add --resume auto, or "
+                    goes_on = "" if resuming else "add --resume auto, or "
+                    if goes_on and differing(saved, run, CHANGEABLE):
+                        goes_on = "to resume it as it is give --out and --resume auto alone, or else "
                     raise UsageError(
                         f"{self.path} holds a run with another configuration ({different}); "
-                        f"{change}choose another --out"
+                        f"{goes_on}choose another --out"
                     )
                 if not resuming:
                     raise UsageError(
@@ -231,6 +257,18 @@ class RunDirectory:
         origin = first.get("from") if first.get("branch") is True else None
         return Path(origin) if isinstance(origin, str) and "\0" not in origin else None
 
+    def finished_at(self) -> int | None:
+        """The last step of the run that is done, as its summary says; None where it says something else.
+
+        The summary is written after the weights, so that of a run that was killed in between is an older one.
+        """
+        with suppress(DataError, StorageError):  # there is none, or it is damaged
+            summary = parse_object(read_small(self.summary), self.summary)
+            step = summary.get("step")
+            if summary.get("stop") == "finished" and type(step) is int and self.weights.exists():
+                return step
+        return None
+
     def owns(self, checkpoint: Path) -> bool:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
@@ -247,6 +285,19 @@ class RunDirectory:
         if kept != lines:
             with atomic_file(self.metrics) as file:
                 file.writelines(kept)
+
+
+def _is_another(pid: int) -> bool:
+    """Return whether a process of this number lives, and is not this one."""
+    if pid <= 0 or pid == os.getpid():  # 0 and below are groups
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

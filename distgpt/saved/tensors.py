@@ -82,9 +82,7 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> 
     Each is used twice, so those that are lazy are made twice, since the checksum of the data stands in the
     header in front of them. Returned is that of the header, which covers the data's and so the whole file.
     """
-    kinds = tensors.kinds if isinstance(tensors, LazyTensors) else None
-    if kinds is None:
-        kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    kinds = _kinds(tensors)
     # Wide elements first, as the official writer does: each tensor then lies at a multiple of its width.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, Any] = {}
@@ -106,6 +104,17 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> 
         for piece in _pieces(tensors, order):
             direct.write(piece)
     return header_sum
+
+
+def data_bytes(tensors: Tensors) -> int:
+    """Return how many bytes the data of these tensors are, without making those that are lazy."""
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in _kinds(tensors).values())
+
+
+def _kinds(tensors: Tensors) -> Mapping[str, Kind]:
+    if isinstance(tensors, LazyTensors):
+        return tensors.kinds
+    return {name: (array.dtype, array.shape) for name, array in tensors.items()}
 
 
 def _as_text(header: Mapping[str, Any]) -> bytes:
@@ -276,7 +285,7 @@ def _parse(file: BinaryIO, size: int) -> Header:
         raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
     if front[8:] != b"{" or length < 2:
         raise ValueError("it has no header")
-    header = parse_json(b"{" + file.read(length - 1))
+    header = parse_json(b"{" + file.read(length - 1), _HEADER_CAP)
     metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))
     if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
         raise ValueError("the checksum of its header is not the one it was written with")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
 from hmac import compare_digest
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,9 +20,9 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from distgpt.errors import escape, first_line, print_lines
+from distgpt.errors import SCREEN, escape, first_line, print_lines
 from distgpt.serving.chat import parse_chat
-from distgpt.serving.completions import Answer, ParsedBody, Served, failed, model_of, parse_body
+from distgpt.serving.completions import Answer, ParsedBody, Served, failed, json_of, model_of, parse_body
 from distgpt.serving.limits import (
     Limits,
     ListenOn,
@@ -36,11 +36,9 @@ from distgpt.serving.limits import (
 )
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.page import page
+from distgpt.serving.parsing import Parsed, Parser, Parsing
 from distgpt.serving.runner import Call, Runner
 from distgpt.serving.tokens import about_tokenizer, detokenize, tokenize
-
-Parsed = TypeVar("Parsed")
-Parser = Callable[[bytes, Served, Limits], Parsed]
 
 ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
 NOTE = "distgpt.note"  # of a scope: what the log says besides
@@ -64,10 +62,12 @@ class App:
     def __init__(self, served: Served, runner: Runner, metrics: Metrics, where: ListenOn) -> None:
         self._served, self.runner, self._metrics, self._where = served, runner, metrics, where
         self.limits = where.limits
-        self._pool = ThreadPoolExecutor(1, "parser")  # one, as tokenizers have memory of their own
+        self._parsing = Parsing(served, where.limits)
+        self._pool = ThreadPoolExecutor(1, "answers")  # another, so that no answer waits for bodies to come
 
     def close(self) -> None:
-        """End the thread that parses."""
+        """End the threads that parse bodies and put answers together."""
+        self._parsing.close()
         self._pool.shutdown(wait=False)
 
     def asgi(self) -> ASGIApp:
@@ -102,7 +102,7 @@ class App:
 
         try:
             framed_twice = {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
-            await (_response(two_lengths()) if framed_twice else app)(scope, receive, sent)
+            await (refusing(two_lengths()) if framed_twice else app)(scope, receive, sent)
         finally:
             seconds = time.monotonic() - begun
             if scope["type"] == "http" and scope["path"] in COMPLETIONS:
@@ -170,32 +170,37 @@ class App:
 
     async def _tokens(self, request: Request) -> Response:
         self._admit(request)
-        return JSONResponse(await self._parsed(request, TOKENS[request.url.path]))
+        text = await self._parsed(request, partial(_as_json, TOKENS[request.url.path]), time.monotonic())
+        return Response(text, media_type="application/json")
 
     async def _completions(self, request: Request) -> Response:
         self._admit(request)
         if self.runner.is_leaving:
             raise leaving()
         begun = time.monotonic()
-        parsed = await self._parsed(request, COMPLETIONS[request.url.path])
-        call = self.runner.submit(parsed.requests, begun)
+        parsed = await self._parsed(request, COMPLETIONS[request.url.path], begun)
+        call = self.runner.submit(parsed.requests, parsed.size, begun)
         self._metrics.prompt_tokens += parsed.prompt_tokens
         return _Completion(self, parsed, call)
 
-    async def _parsed(self, request: Request, parse: Parser[Parsed]) -> Parsed:
-        """Read a body, and parse it beside the loop."""
+    async def _parsed(self, request: Request, parse: Parser[Parsed], begun: float) -> Parsed:
+        """Read a body that began to come at `begun`, and parse it beside the loop."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # pages of other sites cannot send this without a preflight
             raise Refusal(415, "send the body as Content-Type: application/json")
+        limit = self.limits.seconds
         try:
-            async with asyncio.timeout(min(ARRIVING, self.limits.seconds)):
+            async with asyncio.timeout(min(ARRIVING, limit)):
                 body = await _body(request, self.limits.body)
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._pool, parse, body, self._served, self.limits)
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise Refusal(499, "the client has left") from None
+        try:
+            async with asyncio.timeout(limit - (time.monotonic() - begun)):
+                return await self._parsing.parse(parse, body)
+        except TimeoutError:
+            raise too_late(limit) from None
 
     async def answer(self, parsed: ParsedBody, call: Call, scope: Scope) -> AsyncGenerator[bytes]:
         """The pieces of a streamed answer, or its whole. Frees what the call has when it is closed."""
@@ -221,8 +226,9 @@ class App:
             self._metrics.whole.observe(time.monotonic() - call.begun)
             scope[NOTE] = f", {parsed.prompt_tokens} + {answer.tokens} tokens"
             if self._where.log == "prompts":
-                texts = [parsed.served.tokenizer.decode(request.prompt) for request in parsed.requests]
-                scope[NOTE] += f", prompts {texts!r}"
+                decode = parsed.served.tokenizer.decode
+                texts = [decode(request.prompt[:SCREEN]) for request in parsed.requests]
+                scope[NOTE] += f", prompts {texts!r:.{SCREEN}}"  # a line of the log is no longer
 
 
 class _Completion(Response):
@@ -278,7 +284,7 @@ class _Completion(Response):
     async def _fail(self, why: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
         """Say what went wrong, if need be at the end of a stream; not to a client that does not read."""
         if not self._begun:
-            await _response(why)(scope, receive, send)
+            await refusing(why)(scope, receive, send)
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(SAYING):
@@ -315,22 +321,27 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _response(why: Refusal) -> Response:
+def _as_json(parse: Parser[dict[str, Any]], body: bytes, served: Served, limits: Limits) -> bytes:
+    return "".join(json_of(parse(body, served, limits))).encode()
+
+
+def refusing(why: Refusal) -> Response:
+    """Return the application that answers by an error."""
     return JSONResponse(why.as_json(), why.status, why.headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return _response(error)
+    return refusing(error)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     """Addresses and methods that there are not."""
     assert isinstance(error, HTTPException)
     text = f"{error.detail}: {request.method} {request.url.path:.200}"
-    return _response(Refusal(error.status_code, text, headers=dict(error.headers or {})))
+    return refusing(Refusal(error.status_code, text, headers=dict(error.headers or {})))
 
 
 async def _internal(request: Request, error: Exception) -> Response:
     print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
-    return _response(broken("internal error"))
+    return refusing(broken("internal error"))

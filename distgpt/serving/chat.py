@@ -17,6 +17,7 @@ from distgpt.serving.completions import (
     Choice,
     ParsedBody,
     Served,
+    beginning,
     checked,
     named_model,
     parse_object,
@@ -70,8 +71,9 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
         adapter=served.adapter,
         reuse=True,
     )
-    refuse_large(settings.max_new_tokens, settings, limits)
-    return ParsedBody(served, [settings], stream, False, wants_usage(found), ChatChoice)
+    size = len(prompt) + refuse_large(settings.max_new_tokens, settings, served, limits)
+    begins = [beginning(settings, served.tokenizer)]
+    return ParsedBody(served, [settings], begins, stream, wants_usage(found), ChatChoice, size)
 
 
 def _length(given: dict[str, Any], limits: Limits, room: int) -> int:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from distgpt.checked import parse_json
 from distgpt.config import Setting, nearest
 from distgpt.data.chats.format import ChatFormat
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.data.tokenizers.plain import BytesDecoder
+from distgpt.data.tokenizers.plain import BytesDecoder, Streamer
 from distgpt.errors import DataError, UsageError
 from distgpt.inference.request import REQUEST_SETTINGS, Event, Likelihood, Request
 from distgpt.inference.sample import default_prompt
@@ -33,6 +33,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
+ECHOED = 4  # characters of an echo that count as one token of the answer
+HEAVY = 512  # bytes of a token, beyond which it counts as several
 AT_ONCE = 256  # elements of a list that become JSON
 _IGNORED = ("user", "metadata")  # which say nothing of the answer
 DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's
@@ -60,15 +62,24 @@ class Served:
     reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
     adapter: int = 0  # of a request that names this model
     others: tuple[Served, ...] = ()  # the same model with each of its adapters
+    weight: int = 1  # tokens that each counts as in the size of an answer
+    is_tuned: bool = False  # on chats
 
     @property
     def chats(self) -> bool:
         """Tell whether the model seems to know chats."""
-        return isinstance(self.chat, ChatFormat) and self.chat.is_taught
+        return isinstance(self.chat, ChatFormat) and (self.is_tuned or self.chat.is_taught)
 
     @property
     def models(self) -> dict[str, Served]:
         return {each.name: each for each in (self, *self.others)}
+
+
+class Beginning(NamedTuple):
+    """What all samples of a prompt begin with: the text that they show, and a decoder that knows the rest."""
+
+    text: str
+    streamer: Streamer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +88,11 @@ class ParsedBody:
 
     served: Served
     requests: list[Request]
+    beginnings: list[Beginning]  # of each request
     stream: bool
-    echo: bool
     with_usage: bool  # at the end of a stream
     choice: type[Choice]  # what a sample becomes
+    size: int  # tokens and log-probabilities of prompts and answer at most, which take memory
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,10 +112,24 @@ def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     with_usage = wants_usage(found)
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
-    refuse_large(tokens, settings, limits)
+    texts = settings.n * sum(map(served.tokenizer.text_size, prompts)) if echo else 0
+    size = sum(map(len, prompts)) + refuse_large(tokens, settings, served, limits, -(-texts // ECHOED))
     refuse_long(prompts, served, limits, settings)
     requests = [replace(settings, prompt=prompt) for prompt in prompts]
-    return ParsedBody(served, requests, stream, echo, with_usage, Choice)
+    beginnings = [beginning(request, served.tokenizer, echo) for request in requests]
+    return ParsedBody(served, requests, beginnings, stream, with_usage, Choice, size)
+
+
+def weight_of(tokenizer: Tokenizer) -> int:
+    """Return as how many tokens each counts, for the longest: vocabularies of others may hold megabytes."""
+    return max(1, max(tokenizer.text_size([token]) for token in range(tokenizer.size)) // HEAVY)
+
+
+def beginning(request: Request, tokenizer: Tokenizer, echo: bool = False) -> Beginning:
+    """Decode a prompt as far as its answer needs it."""
+    if echo:
+        return Beginning(tokenizer.decode(request.prompt), tokenizer.streamer())
+    return Beginning("", tokenizer.streamer_behind(request.prompt if request.logprobs is not None else ()))
 
 
 def parse_object(
@@ -149,11 +175,18 @@ def wants_usage(found: dict[str, Any]) -> bool:
     return bool(options.get("include_usage"))
 
 
-def refuse_large(tokens: int, settings: Request, limits: Limits) -> None:
-    """Refuse what may have too long an answer, with `tokens` for each of its samples."""
-    most = tokens * settings.n * (1 + (settings.logprobs or 0))
+def refuse_large(tokens: int, settings: Request, served: Served, limits: Limits, echoed: int = 0) -> int:
+    """Return the size that an answer may have, with `tokens` for each of its samples, and an echo of all."""
+    most = tokens * settings.n * (1 + (settings.logprobs or 0)) * served.weight + echoed
     if most > limits.values:
-        raise invalid(f"the answer may have {most:,} tokens and logprobs, more than {limits.values:,}")
+        echo = f" ({ECHOED} characters of the echo are one)" if echoed else ""
+        long = (
+            f" (one counts as {served.weight}: the vocabulary is of long texts)" if served.weight > 1 else ""
+        )
+        raise invalid(
+            f"the answer may have {most:,} tokens and logprobs{echo}{long}, more than {limits.values:,}"
+        )
+    return most
 
 
 def parse_settings(given: dict[str, Any], limits: Limits, names: Mapping[str, str]) -> Request:
@@ -257,8 +290,8 @@ class Answer:
             "model": served.name,
         }
         self._choices = [
-            kind(request, served.tokenizer, parsed.echo)
-            for request in parsed.requests
+            kind(request, served.tokenizer, begins)
+            for request, begins in zip(parsed.requests, parsed.beginnings, strict=True)
             for _ in range(request.n)
         ]
         self.tokens = 0  # generated
@@ -305,22 +338,19 @@ class Choice:
         "text_completion",
     )  # of ids; what an answer and a piece are
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, echo: bool) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, begins: Beginning) -> None:
         self._request, self._tokenizer = request, tokenizer
-        self._text = tokenizer.decode(request.prompt) if echo else ""
-        self._unsent = self._text
+        self._texts = [begins.text]
+        self._unsent = begins.text
         self._reason: str | None = None
-        self._offset, self._streamer = 0, tokenizer.streamer()
+        self._offset, self._streamer = 0, begins.streamer.copy()
         self._likelihoods: dict[str, list[Any]] | None = None
         if request.logprobs is not None:
             self._likelihoods = self._no_likelihoods()
-            if not echo:
-                for token in request.prompt:
-                    self._streamer.feed(token)
 
     def add(self, event: Event) -> dict[str, Any] | None:
         """Take in an event; return what is new, if anything is."""
-        self._text += event.text
+        self._texts.append(event.text)
         text, self._unsent = self._unsent + event.text, ""
         self._reason = event.reason and _REASONS.get(event.reason, event.reason)
         likelihood = self._likelihood(event)
@@ -329,7 +359,7 @@ class Choice:
         return self._shown(text, likelihood)
 
     def whole(self) -> dict[str, Any]:
-        return self._shown(self._text, self._likelihoods)
+        return self._shown("".join(self._texts), self._likelihoods)
 
     def _shown(self, text: str, likelihoods: dict[str, list[Any]] | None) -> dict[str, Any]:
         return {"text": text, "logprobs": likelihoods, "finish_reason": self._reason}

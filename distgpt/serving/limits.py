@@ -97,6 +97,12 @@ def overloaded(seconds: int) -> Refusal:
     return Refusal(429, text, "rate_limit_error", code="queue_full", headers={"Retry-After": str(seconds)})
 
 
+def crowded() -> Refusal:
+    text = "too many clients are being answered: try again"
+    headers = {"Retry-After": "1", "Connection": "close"}
+    return Refusal(429, text, "rate_limit_error", code="too_many_clients", headers=headers)
+
+
 def leaving() -> Refusal:
     return Refusal(503, "the server is shutting down", "server_error", code="shutting_down")
 

@@ -28,10 +28,15 @@ class Call:
     """
 
     def __init__(
-        self, requests: Sequence[Request], most_unread: int, hold: Callable[[Call, bool], None], begun: float
+        self,
+        requests: Sequence[Request],
+        size: int,
+        most_unread: int,
+        hold: Callable[[Call, bool], None],
+        begun: float,
     ) -> None:
         """`hold` lets the samples of the call wait for its client, or go on."""
-        self.requests, self.begun, self.size = requests, begun, sum(map(size_of, requests))
+        self.requests, self.size, self.begun = requests, size, begun
         self.left = sum(request.n for request in requests)  # samples that have not ended
         self.answered = False  # its first token is there
         self.failure: Refusal | None = None
@@ -72,12 +77,6 @@ class Call:
                 return
             self._news.clear()
             await self._news.wait()
-
-
-def size_of(request: Request) -> int:
-    """Count the tokens of a prompt, and the tokens and log-probabilities that its answer may have."""
-    scored = request.max_new_tokens + request.prompt_logprobs * len(request.prompt)
-    return len(request.prompt) + request.n * scored * (1 + (request.logprobs or 0))
 
 
 class Runner:
@@ -131,11 +130,12 @@ class Runner:
             "open_requests": len(self._calls),
         }
 
-    def submit(self, requests: Sequence[Request], begun: float) -> Call:
+    def submit(self, requests: Sequence[Request], size: int, begun: float) -> Call:
         """Answer what arrived at `begun`. Refuses what is too much."""
         if self.is_leaving:
             raise leaving()
-        call, limits = Call(requests, self._limits.unread, self._hold, begun), self._limits
+        limits = self._limits
+        call = Call(requests, size, limits.unread, self._hold, begun)
         self._refuse_beyond("samples", self.lanes + limits.queue, call, lambda each: each.left)
         self._refuse_beyond("tokens and logprobs", limits.everything, call, lambda each: each.size)
         self._calls.add(call)

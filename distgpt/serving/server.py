@@ -23,9 +23,9 @@ from distgpt.formatting import count
 from distgpt.inference.engine_setup import LoadedModel
 from distgpt.inference.lanes import Lanes
 from distgpt.interrupts import Interrupted
-from distgpt.serving.app import ABORT, App
-from distgpt.serving.completions import Served
-from distgpt.serving.limits import ListenOn
+from distgpt.serving.app import ABORT, App, refusing
+from distgpt.serving.completions import Served, weight_of
+from distgpt.serving.limits import ListenOn, crowded
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Runner
 
@@ -55,11 +55,16 @@ def address(listener: socket.socket) -> str:
 
 
 class _Connection(H11Protocol):
-    """A connection that ends if it is silent for too long, and that the application can end."""
+    """A connection that ends if it is silent for too long, and that the application can end.
+
+    Where there are too many, the one ends that has been waited for the longest: so clients that send nothing,
+    or half a request, keep nobody out.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        app = self.app
+        most, self.limit_concurrency = self.limit_concurrency, None  # by which uvicorn refuses all that come
+        self._since, app = self.loop.time(), self._app_with_room(most or len(self.connections))
 
         async def reachable(scope: Scope, receive: Receive, send: Send) -> None:
             scope[ABORT] = transport.abort
@@ -68,8 +73,27 @@ class _Connection(H11Protocol):
         self.app = reachable
         self._silence = self.loop.call_later(SILENT, self._end_if_silent, None)
 
+    def _app_with_room(self, most: int) -> Any:
+        """Return the application, or what refuses this connection where all others are at work."""
+        if len(self.connections) > most:  # mostly not: then nobody is counted
+            others = [
+                each for each in self.connections if not each.transport.is_closing() and each is not self
+            ]
+            waited_for = [each for each in others if isinstance(each, _Connection) and each.is_waited_for]
+            if len(others) >= most:
+                if not waited_for:
+                    return refusing(crowded())
+                min(waited_for, key=lambda each: each._since).transport.abort()
+        return self.app
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Tell whether its next request is not there yet, or not whole."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._since = self.loop.time()
         self._silence.cancel()
         self._silence = self.loop.call_later(SILENT, self._end_if_silent, self.cycle)
 
@@ -205,14 +229,17 @@ def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
 def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
     """Return the model, and the same with each of its adapters."""
     config, created = loaded.model.config, int(time.time())
-    chats = {each: _chat_format(each) for each in {loaded.tokenizer, *loaded.tokenizers.values()}}
+    tokenizers = {loaded.tokenizer, *loaded.tokenizers.values()}
+    chats = {each: _chat_format(each) for each in tokenizers}
+    weights = {each: weight_of(each) for each in tokenizers}
 
-    def one(name: str, tokenizer: Tokenizer, adapter: int, others: tuple[Served, ...] = ()) -> Served:
+    def one(name: str, tokenizer: Tokenizer, adapter: int, **more: Any) -> Served:
         about = config.vocab_size, config.seq_len, created, chats[tokenizer], lanes.is_exact
-        return Served(name, tokenizer, *about, adapter, others)
+        return Served(name, tokenizer, *about, adapter, weight=weights[tokenizer], **more)
 
-    beside = enumerate(loaded.tokenizers.items(), 1)
-    return one(name, loaded.tokenizer, 0, tuple(one(*each, i) for i, each in beside))
+    beside = tuple(one(*each, i) for i, each in enumerate(loaded.tokenizers.items(), 1))
+    is_tuned = loaded.spec.weights is not None and loaded.is_tuned
+    return one(name, loaded.tokenizer, 0, others=beside, is_tuned=is_tuned)
 
 
 def _chat_format(tokenizer: Tokenizer) -> ChatFormat | DataError:

@@ -6,7 +6,7 @@ from typing import Any
 
 from distgpt.config import Setting
 from distgpt.errors import DataError
-from distgpt.serving.completions import SWITCH, Served, checked, named_model, parse_object, tokens_of
+from distgpt.serving.completions import ECHOED, SWITCH, Served, checked, named_model, parse_object, tokens_of
 from distgpt.serving.limits import Limits, invalid
 
 
@@ -42,4 +42,7 @@ def detokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     """Return the text of ids."""
     found = parse_object(body, ("model", "tokens"), {})
     served = named_model(found, served)
-    return {"prompt": served.tokenizer.decode(tokens_of(found.get("tokens"), served, "tokens"))}
+    tokens, most = tokens_of(found.get("tokens"), served, "tokens"), ECHOED * limits.values
+    if served.tokenizer.text_size(tokens) > most:
+        raise invalid(f"the text may have more than {most:,} characters", "tokens")
+    return {"prompt": served.tokenizer.decode(tokens)}

@@ -24,9 +24,9 @@ from distgpt.errors import UsageError, escape_lines, escape_model_text, print_li
 from distgpt.files import storage_errors
 from distgpt.formatting import count
 from distgpt.interrupts import note
+from distgpt.show.loglines import LogLines
 from distgpt.show.remaining import BySteps, Remaining, remaining
 
-SECONDS_BETWEEN_LINES = 2.0
 FLUSH_SECONDS = 10  # what a killed run may lose
 # Characters beside step and loss from which a line has the time left, the speed, and a bar of 9 or more.
 LEFT_FROM, RATE_FROM, BAR_FROM = 13, 32, 42
@@ -34,6 +34,7 @@ LEFT_FROM, RATE_FROM, BAR_FROM = 13, 32, 42
 # TensorBoard's names of what metrics.jsonl holds.
 TAGS = {
     "loss": "loss/train",
+    "train_bits_per_byte": "loss/train_bits_per_byte",
     "val_loss": "loss/validation",
     "bits_per_byte": "loss/validation_bits_per_byte",
     "hellaswag": "accuracy/hellaswag",
@@ -106,12 +107,21 @@ class Plain:
 
 
 class Lines(Plain):
-    """A training run: a line every two seconds at most; every step is in metrics.jsonl anyway."""
+    """A training run: a line now and then; every step is in metrics.jsonl anyway."""
 
-    def __init__(self) -> None:
-        super().__init__(Output(), SECONDS_BETWEEN_LINES)
+    def __init__(self, seconds: float | None = None) -> None:
+        """`seconds`: between two lines; None: see `LogLines`."""
+        super().__init__(Output(), 0.0)
+        self._lines = LogLines(seconds, self.stream.isatty())
         self._pace = Pace()
         self._end: Remaining = BySteps(0)
+
+    def say(self, text: str, style: str = "") -> None:
+        super().say(self._lines.stamped(text), style)
+
+    def is_due(self) -> bool:
+        self._seconds = self._lines.interval()
+        return super().is_due()
 
     def started(self, facts: dict[str, Any]) -> None:
         self._end = remaining(facts)
@@ -164,8 +174,8 @@ class Live(Lines):
         super().started(facts)
         self._step = facts["first_step"]
         self._progress = Progress(*self._columns(), console=self._console)
-        done = self._end.done(self._step)
-        self._progress.add_task("", total=self._end.total, completed=done, loss="…", rate="…")
+        task = self._progress.add_task("", total=self._end.total, loss="…", rate="…")
+        self._progress.update(task, completed=self._end.done(self._step))
         self._progress.start()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
@@ -283,16 +293,17 @@ class Pace:
         self.seconds += fresh * (metrics["step_s"] - self.seconds)
 
 
-def listeners(comm: Comm, progress: str, tensorboard: bool) -> Any:
+def listeners(comm: Comm, progress: str, tensorboard: bool, log_lines: float | None = None) -> Any:
     """Return the listeners of a run, on rank 0: the display and, with --tensorboard, TensorBoard. Collective.
 
     `progress` is live, plain, or auto: live for a single process on a terminal. Under a launcher one cannot
-    know: some hand their ranks a terminal of their own even where nobody looks.
+    know: some hand their ranks a terminal of their own even where nobody looks. `log_lines`: seconds between
+    two plain lines.
     """
     live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
     shown: list[object] = []
     if comm.rank == 0:
-        shown.append(Live() if live else Lines())
+        shown.append(Live() if live else Lines(log_lines))
     if tensorboard:
         shown += on_every_rank(comm, lambda: [TensorBoard()] if comm.rank == 0 else [])
     return Listeners(*shown)
@@ -301,11 +312,12 @@ def listeners(comm: Comm, progress: str, tensorboard: bool) -> Any:
 def summary(facts: dict[str, Any]) -> str:
     """Describe a run that starts, in one line."""
     threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
+    on = f" on {facts['hosts']}" if facts.get("hosts") else ""  # where they are several
     held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
     return (
         f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
         f"corpus {facts['corpus_tokens']:,} tokens{held_out}; "
-        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{threads}; "
+        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{on}{threads}; "
         f"writing to {facts['directory']}"
     )
 

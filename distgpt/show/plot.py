@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -13,18 +14,22 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from distgpt.errors import UsageError, escape
-from distgpt.files import atomic_file, storage_errors
+from distgpt.errors import DataError, StorageError, UsageError, escape
+from distgpt.files import atomic_file, read_small, storage_errors
 from distgpt.kernels.api import Array
-from distgpt.saved.rundir import RunDirectory, read_metrics
+from distgpt.saved.rundir import IN_BITS, RunDirectory, read_metrics
 from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
 from distgpt.show.runs import run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
+HEIGHT, LINE = 5.6, 0.19  # inches: of the panels, and of each line of a legend below them
+LETTERS = 120  # of a legend's line
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 DASHES = ("-", "--", ":")  # from the ninth run on
 MARKS: dict[str, Any] = {"marker": "o", "markersize": 4}
+MOST_EPOCHS = 12  # that are marked: all, or each second, fifth, tenth, …
+EPOCHS_APART = [n * 10**k for k in range(16) for n in (1, 2, 5)]
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 FONTS = {"font.size": 9, "axes.titlesize": 9.5, "xtick.labelsize": 8, "ytick.labelsize": 8}
 
@@ -63,16 +68,39 @@ class Curve(NamedTuple):
 
 
 class Run:
-    """The curves of one run by the names that metrics.jsonl has for them; those it lacks are empty."""
+    """The curves of one run by the names that metrics.jsonl has for them; those it lacks are empty.
 
-    def __init__(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
-        self.name = name
+    `tokenizer`: its file's content, "" where there is none.
+    """
+
+    def __init__(self, name: str, lines: Sequence[dict[str, Any]], tokenizer: str = "") -> None:
+        self.name, self.tokenizer = name, tokenizer
         self._lines = lines
 
     def __getitem__(self, key: str) -> Curve:
         points = [(line["step"], line[key]) for line in self._lines if key in line]
         steps, values = zip(*points, strict=True) if points else ((), ())
         return Curve(np.array(steps, np.int64), np.array(values, np.float64))
+
+    @property
+    def has_bits(self) -> bool:
+        return any(len(self[name].finite().steps) for name in IN_BITS.values())
+
+    def losses(self, key: str, in_bits: bool) -> Curve:
+        """Return "loss" or "val_loss", in nats per token or in bits per byte.
+
+        A run of a former version has bits per byte of validation alone: its tokens have as many bytes there.
+        """
+        curve, bits = self[key], self[IN_BITS[key]]
+        if not in_bits or not len(curve.steps) or len(bits.finite().steps):
+            return bits if in_bits else curve
+        ratios = [
+            line[bits] / line[loss]
+            for line in self._lines
+            for loss, bits in IN_BITS.items()
+            if line.get(loss) and line.get(bits)
+        ]
+        return Curve(curve.steps, curve.values * (np.median(ratios) if ratios else np.nan))
 
     def places(self, axis: str, steps: Array) -> Array:
         """Return the places of steps on the axis of "steps", "tokens", or "time" (seconds of training)."""
@@ -87,6 +115,15 @@ class Run:
     def end(self, axis: str) -> float:
         """Return the place of the last step of which anything is known."""
         return float(self.places(axis, np.array([self._lines[-1]["step"]])).max(initial=0))
+
+
+def loss_unit(runs: Sequence[Run]) -> tuple[str, bool]:
+    """Return the unit in which these runs' losses can be compared, and whether it is bits per byte."""
+    if len({run.tokenizer for run in runs if run.tokenizer}) <= 1:
+        return "nats per token", False
+    if all(run.has_bits for run in runs):
+        return "bits per byte, which different tokenizers share", True
+    return "nats per token: not to be compared, as tokenizers differ", False
 
 
 def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
@@ -111,22 +148,23 @@ class _Picture:
     def __init__(self, runs: Sequence[Run], look: Look) -> None:
         self.runs, self.look = runs, look
         self.alone = len(runs) == 1
-        self.figure: Any = Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout="constrained")
+        self.figure: Any = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
         name, self._per_unit = _horizontal(look.axis, max(run.end(look.axis) for run in runs))
         scored = any(len(run["hellaswag"].steps) for run in runs)
         grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
-        self._loss(self._panel(grid[0, : 4 if scored else 6], "Loss (nats per token)"))
+        unit, self._in_bits = loss_unit(runs)
+        self._loss(self._panel(grid[0, : 4 if scored else 6], f"Loss ({unit})"))
         if scored:
             self._hellaswag(self._panel(grid[0, 4:], "HellaSwag (% right)"))
         self._lines(self._panel(grid[1, :2], "Learning rate"), [run["lr"] for run in runs], linewidth=1.4)
         norm = self._panel(grid[1, 2:4], "Gradient norm")
-        self._traces(norm, "grad_norm", np.median)
+        self._traces(norm, [run["grad_norm"] for run in runs], np.median)
         _logarithmic(norm)
         self._speed(self._panel(grid[1, 4:], "Speed (tokens/s)"))
         for axes in self.figure.axes:
             set_ticks(axes.xaxis)
             set_ticks(axes.yaxis)
-        self.figure.supxlabel(name)
+        norm.set_xlabel(name, fontsize="large")  # for all: in the middle, and above a legend
         if title := escape(look.title or "") or (runs[0].name if self.alone else ""):
             self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
 
@@ -146,9 +184,8 @@ class _Picture:
             x = run.places(self.look.axis, curve.steps) / self._per_unit
             axes.plot(x, curve.values, **self._looks(number) | dot | how)
 
-    def _traces(self, axes: Any, key: str, average: Callable[[Array], Any]) -> list[Curve]:
+    def _traces(self, axes: Any, curves: Sequence[Curve], average: Callable[[Array], Any]) -> list[Curve]:
         """Draw records, thin and pale, below their smoothed form, which is returned for each run."""
-        curves = [run[key] for run in self.runs]
         counts = [self.look.smooth or max(1, round(len(curve.steps) * SMOOTHED)) for curve in curves]
         smoothed = [
             Curve(curve.steps, curve.smoothed(count, average))
@@ -160,14 +197,14 @@ class _Picture:
 
     def _loss(self, axes: Any) -> None:
         """Draw training and validation; the legend has the lowest validation loss first."""
-        trained = self._traces(axes, "loss", np.mean)
-        evaluated = [run["val_loss"] for run in self.runs]
+        trained = self._traces(axes, [run.losses("loss", self._in_bits) for run in self.runs], np.mean)
+        evaluated = [run.losses("val_loss", self._in_bits) for run in self.runs]
         how: dict[str, Any] = MARKS | {"linestyle": ":", "linewidth": 1}
         if self.alone:
             how |= {"color": series_colour(1), "linestyle": "-"}
         self._lines(axes, evaluated, **how)
         if self.alone:
-            entries = [self._entry(0, "training" + _last(trained[0]))]
+            entries = [self._entry(0, "training" + _last(trained[0]) + self._bits("loss"))]
         else:
             lowest = [_lowest(curve) for curve in evaluated]
             entries = [
@@ -175,11 +212,49 @@ class _Picture:
                 for number in sorted(range(len(lowest)), key=lowest.__getitem__)  # stable, unknown ones last
             ]
         if any(len(curve.steps) for curve in evaluated):
-            label = "validation" + (_last(evaluated[0]) if self.alone else " (lowest)")
+            label = "validation (lowest)"
+            if self.alone:
+                label = "validation" + _last(evaluated[0]) + self._bits("val_loss")
             entries.append(Line2D([], [], label=label, **{"color": COLOURS["muted"]} | how))
         if self.look.log_loss:
             _logarithmic(axes)
-        axes.legend(handles=entries, loc="upper right", ncols=1 if len(entries) <= 8 else 2)
+        if self.alone:
+            # Above the axes: the last validation loss may lie anywhere in them.
+            above = 1.05 if self._epochs(axes) else 1.0
+            where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, above), "borderaxespad": 0}
+            narrow = {"ncols": len(entries), "handlelength": 1.2, "columnspacing": 1, "fontsize": 7.5}
+            axes.legend(handles=entries, **where, **narrow)
+        else:
+            self._legend_below(entries)
+
+    def _legend_below(self, entries: list[Line2D]) -> None:
+        """Put the legend of several runs below the panels, where it hides no curve."""
+        columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
+        self.figure.legend(handles=entries, loc="outside lower center", ncols=columns)
+        self.figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
+
+    def _bits(self, key: str) -> str:
+        """Return a loss of the only run in bits per byte, for a legend of nats per token."""
+        known = self.runs[0][IN_BITS[key]].finite().values
+        return f" ({known[-1]:.2f} bits/byte)" if len(known) else ""
+
+    def _epochs(self, axes: Any) -> bool:
+        """Mark where the only run reads its text again, at which its loss may fall in a stair."""
+        run = self.runs[0]
+        steps, read = run["epoch"].finite()
+        times = math.ceil(read.max(initial=0)) - 1
+        every = next(n for n in EPOCHS_APART if times <= MOST_EPOCHS * n)
+        ends = np.arange(every, times + 1, every)
+        if not len(ends):
+            return False
+        places = run.places(self.look.axis, np.interp(ends, read, steps)) / self._per_unit
+        for place in places:
+            axes.axvline(place, color=COLOURS["muted"], linestyle=(0, (1, 3)), linewidth=0.8, alpha=0.7)
+        marks = axes.secondary_xaxis("top")
+        marks.set_xticks(places, [f"epoch {ends[0] + 1}", *(f"{end + 1}" for end in ends[1:])])
+        marks.tick_params(length=0, pad=1, labelsize=7, labelcolor=COLOURS["muted"])
+        marks.spines["top"].set_visible(False)
+        return True
 
     def _entry(self, number: int, label: str) -> Line2D:
         return Line2D([], [], **self._looks(number), linewidth=2, label=label)
@@ -191,7 +266,7 @@ class _Picture:
 
     def _speed(self, axes: Any) -> None:
         """Draw speed from 0, so that the slow first step takes no room, and up to what is usual."""
-        self._traces(axes, "tokens_per_s", np.median)
+        self._traces(axes, [run["tokens_per_s"] for run in self.runs], np.median)
         rates = [run["tokens_per_s"].finite().values for run in self.runs]
         usual = max((np.percentile(some, 95) for some in rates if len(some)), default=1.0)
         axes.set_ylim(0, 1.2 * usual or 1)
@@ -233,7 +308,17 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Return each run once, named by the shortest ends of their paths that tell them apart."""
     different = {path.resolve(): path for path in paths}
     names = short_names(list(different))
-    return [Run(escape(name), _history(path)) for name, path in zip(names, different.values(), strict=True)]
+    return [
+        Run(escape(name), _history(path), _tokenizer(path))
+        for name, path in zip(names, different.values(), strict=True)
+    ]
+
+
+def _tokenizer(path: Path) -> str:
+    """Return a run's tokenizer as it is written, "" if it lies no more there."""
+    with suppress(DataError, StorageError):
+        return read_small(RunDirectory(path).tokenizer).decode(errors="replace")
+    return ""
 
 
 def _runs_at(path: Path) -> list[Path]:

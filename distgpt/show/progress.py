@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -62,12 +70,13 @@ def _time_left() -> TimeRemainingColumn:
 
 
 class ItemProgress(_Bar):
-    """Shows how many prompts or other items are done of all, with tokens a second."""
+    """Shows how many prompts or other items are done of all, with tokens a second, or the time so far."""
 
-    def __init__(self, what: str = "prompts") -> None:
+    def __init__(self, what: str = "prompts", with_tokens: bool = True) -> None:
         counted = _text("[bold]{task.completed:.0f}/{task.total:.0f} " + what)
         rate, left = _text("[green]{task.fields[rate]}"), _text("left")
-        columns = [(0, counted), (70, BarColumn(bar_width=16)), (45, rate), (58, left), (58, _time_left())]
+        speed = rate if with_tokens else TimeElapsedColumn(table_column=Column(no_wrap=True))
+        columns = [(0, counted), (70, BarColumn(bar_width=16)), (45, speed), (58, left), (58, _time_left())]
         super().__init__(sys.stderr.isatty(), columns, rate="")
         self._what = what
         self._total, self._tokens, self._begun = 0, 0, 0.0
@@ -79,8 +88,9 @@ class ItemProgress(_Bar):
     def advanced(self, done: int, tokens: int) -> None:
         """`tokens`: how many more there are."""
         self._tokens += tokens
-        rate = f"{self._tokens / max(1e-9, time.monotonic() - self._begun):,.0f} tokens/s"
-        self.update(f"{done:,} of {self._total:,} {self._what}  {rate}", done, rate=rate)
+        speed = self._tokens / max(1e-9, time.monotonic() - self._begun)
+        rate = f"{speed:,.0f} tokens/s" if self._tokens else ""
+        self.update(f"{done:,} of {self._total:,} {self._what}  {rate}".rstrip(), done, rate=rate)
 
 
 class ByteProgress(_Bar):

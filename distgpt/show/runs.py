@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 from distgpt.checked import parse_object
 from distgpt.errors import DistgptError, UsageError, escape
 from distgpt.files import read_small, storage_errors
+from distgpt.formatting import clock
 from distgpt.saved.rundir import RunDirectory, parse_metrics, whole_lines
-from distgpt.show.page import terminal_table
+from distgpt.show.page import Column, tabulated, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
@@ -23,15 +24,23 @@ STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "fai
 
 @dataclass(slots=True)
 class Listed:
-    """One run. `val_loss` is the lowest so far; None is what is not known."""
+    """One run. `val_loss` is the lowest so far; None is what is not known.
+
+    One that ends by the clock has no `steps`, but `total_s`. `train_bits_per_byte` is `loss` in a unit that
+    tokenizers share, and `bits_per_byte` is `val_loss`.
+    """
 
     name: str
     path: str
     state: str = "begun"
     step: int = 0
     steps: int | None = None
+    elapsed_s: float | None = None
+    total_s: float | None = None
     loss: float | None = None
+    train_bits_per_byte: float | None = None
     val_loss: float | None = None
+    bits_per_byte: float | None = None
     tokens_per_s: float | None = None
     when: float | None = None  # seconds since 1970
     error: str | None = None
@@ -44,6 +53,7 @@ KEYS: dict[str, Callable[[Listed], Any]] = {
     "state": lambda run: run.state,
     "loss": lambda run: run.loss,
     "validation": lambda run: run.val_loss,
+    "bits-per-byte": lambda run: run.bits_per_byte,
     "speed": lambda run: run.tokens_per_s,
     "when": lambda run: run.when,
 }
@@ -65,27 +75,47 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
 
 def render_terminal(runs: list[Listed]) -> str:
     """Format runs as a table, and below it what is wrong with a run."""
-    rows = [
-        [
-            *(run.name, f"{run.step:,}" + ("" if run.steps is None else f"/{run.steps:,}"), run.state),
-            *(_number(run.loss, ".4f"), _number(run.val_loss, ".4f"), _number(run.tokens_per_s, ",.0f")),
-            "" if run.when is None else _moment(run.when),
-        ]
-        for run in runs
-    ]
-    table = terminal_table(["run", "steps", "state", "loss", "validation", "tokens/s", "when"], rows)
+    table = tabulated(COLUMNS, [asdict(run) | {"steps": _steps(run), "time": _time(run)} for run in runs])
     wrong = [escape(f"{run.name}: {run.error}") for run in runs if run.error]
-    return "\n".join([table, *wrong])
+    return "\n".join([terminal_table(table.columns, table.rows), *wrong])
+
+
+def _steps(run: Listed) -> str:
+    return f"{run.step:,}" + ("" if run.steps is None else f"/{run.steps:,}")
+
+
+def _time(run: Listed) -> str:
+    """Return how much of its time has elapsed of a run that ends by the clock."""
+    if run.total_s is None:
+        return ""
+    return f"{'?' if run.elapsed_s is None else clock(run.elapsed_s)}/{clock(run.total_s)}"
 
 
 def _moment(seconds: float) -> str:
-    """Format a moment as `ls -l` does: with the time of the day, or the year if that is another one."""
-    then = time.localtime(seconds)
-    return time.strftime("%b %d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
+    """Format a moment as `ls -l` does: with the time of the day, or the year if that is another one.
+
+    "" for one in no year that a calendar has: a file can carry any number.
+    """
+    try:
+        then = time.localtime(seconds)
+        return time.strftime("%b %d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
-def _number(value: float | None, how: str) -> str:
-    return "" if value is None else f"{value:{how}}"
+# Those in which no run has a value are left out: head, field, format. "bits" are those per byte.
+COLUMNS: tuple[Column, ...] = (
+    ("run", "name", str),
+    ("steps", "steps", str),
+    ("time", "time", str),
+    ("state", "state", str),
+    ("loss", "loss", "{:.4f}".format),
+    ("bits", "train_bits_per_byte", "{:.2f}".format),
+    ("validation", "val_loss", "{:.4f}".format),
+    ("bits", "bits_per_byte", "{:.2f}".format),
+    ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("when", "when", _moment),
+)
 
 
 def run_directories(top: Path) -> Iterator[Path]:
@@ -113,7 +143,10 @@ def _fill(found: Listed, run: RunDirectory) -> None:
     with storage_errors("read", run.config):
         found.when = run.config.stat().st_mtime
     saved = run.saved()
-    found.steps = saved.train.steps if saved else None
+    if saved and saved.train.train_minutes:
+        found.total_s = 60 * saved.train.train_minutes
+    elif saved:
+        found.steps = saved.train.steps
     if run.metrics.exists():
         with storage_errors("read", run.metrics):
             found.when = max(found.when, run.metrics.stat().st_mtime)
@@ -128,8 +161,9 @@ def _read_metrics(found: Listed, path: Path) -> None:
     """Fill in what the steps so far have come to."""
     numbered = list(enumerate(whole_lines(path), 1))
     evaluations = [parse_metrics(line, number, path) for number, line in numbered if b'"val_loss"' in line]
-    losses = [line["val_loss"] for line in evaluations if line["step"] and _is_finite(line["val_loss"])]
-    found.val_loss = min(losses, default=None)
+    finite = [line for line in evaluations if line["step"] and _is_finite(line["val_loss"])]
+    best = min(finite, key=lambda line: line["val_loss"], default={})
+    found.val_loss, found.bits_per_byte = best.get("val_loss"), best.get("bits_per_byte")
     last = [parse_metrics(line, number, path) for number, line in numbered[-TAIL:]]
     trained = [line for line in last if "loss" in line]
     if not last:
@@ -137,6 +171,8 @@ def _read_metrics(found: Listed, path: Path) -> None:
     found.state, found.step = "stopped", last[-1]["step"]
     if trained and _is_finite(trained[-1]["loss"]):
         found.loss = trained[-1]["loss"]
+        found.train_bits_per_byte = trained[-1].get("train_bits_per_byte")
+    found.elapsed_s = trained[-1].get("elapsed_s") if trained else None
     rates = [line["tokens_per_s"] for line in trained if _is_finite(line.get("tokens_per_s"))]
     found.tokens_per_s = median(rates) if rates else None
 
@@ -156,7 +192,8 @@ def _read_summary(found: Listed, path: Path) -> None:
     if not found.step and type(summary.get("step")) is int:  # a branch that had nothing left to do
         found.step = summary["step"]
     if found.val_loss is None and _is_finite(summary.get("best_val_loss")):
-        found.val_loss = summary["best_val_loss"]
+        found.val_loss, bits = summary["best_val_loss"], summary.get("best_bits_per_byte")
+        found.bits_per_byte = bits if _is_finite(bits) else None
 
 
 def _is_finite(value: Any) -> bool:

@@ -20,7 +20,8 @@ from distgpt.config.setting import Setting, brief
 from distgpt.errors import UsageError, nearest
 
 PRESET, SEED = "preset", "seed"
-METRICS = ("val_loss", "bits_per_byte", "loss")
+BITS = "bits_per_byte"
+METRICS = ("val_loss", BITS, "loss")
 MOST_RUNS = 10_000
 DIGITS = 3  # of a number that is drawn
 LONGEST_NAME = 100  # characters of a run's name, which is also a folder's

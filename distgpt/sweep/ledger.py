@@ -31,7 +31,8 @@ class Rung:
     step: int
     loss: float | None = None  # of the last steps before it, on average
     val_loss: float | None = None
-    bits_per_byte: float | None = None
+    bits_per_byte: float | None = None  # of validation
+    train_bits_per_byte: float | None = None
 
 
 @dataclass(slots=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 from distgpt.comm.agree import on_every_rank, on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
-from distgpt.config import GpuConfig, RunConfig
-from distgpt.data.loading import DataRequest, load_corpus, refuse_missing, resolve_data
+from distgpt.config import RunConfig
+from distgpt.data.loading import DataRequest, load_corpus, refuse_missing
+from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import is_plain
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.errors import DistgptError, Say, UsageError
@@ -19,7 +20,8 @@ from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocab
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
-from distgpt.sweep.grid import Grid, Run, read_grid
+from distgpt.stages import Stage
+from distgpt.sweep.grid import BITS, Grid, Run, read_grid
 from distgpt.sweep.ledger import Ledger, begin, read_back
 from distgpt.sweep.work import configured
 from distgpt.training.opening.compatibility import refuse_unsuited
@@ -41,17 +43,18 @@ def begin_sweep(comm: Comm, path: Path, out: Path, say: Say) -> Ledger:
     return Ledger(out, on_every_rank(comm, lambda: read_back(out)))
 
 
-def preview(path: Path, stage: str, threads: int | None, gpu: GpuConfig, ranks: int, say: Say) -> str:
+def preview(path: Path, ready: Stage, ranks: int, say: Say) -> str:
     """Return the runs of a grid file, its rungs, and about how long they take; write nothing."""
     grid = read_grid(path)
     runs = checked_runs(grid)
-    time = expected(grid, runs, stage, threads, gpu, ranks, say)
+    time = expected(grid, runs, ready, ranks, say)
     return "\n".join([listed(runs), *rungs_of(grid, runs), time])
 
 
 def checked_runs(grid: Grid) -> dict[str, RunConfig]:
     """Return every run's configuration by name; refuse what would fail for all, or makes no sense."""
     runs = {run.name: configured(run) for run in grid.runs()}
+    first = next(iter(runs.values())).train
     for name, run in runs.items():
         t = run.train
         refuse_unsuited(t, 1, on_gpu=False)
@@ -60,6 +63,11 @@ def checked_runs(grid: Grid) -> dict[str, RunConfig]:
             raise UsageError(
                 f"{name}: nothing is held out to compare by {grid.metric}: give val_fraction or val, or"
                 ' say metric = "loss" in [sweep]'
+            )
+        if grid.metric != BITS and t.tokenizer != first.tokenizer:
+            raise UsageError(
+                f"{name} has another tokenizer than other runs ({t.tokenizer}, not {first.tokenizer}): losses"
+                f' per token cannot be compared; say metric = "{BITS}" in [sweep]'
             )
         if t.train_minutes and grid.rungs > 1:
             raise UsageError(f"{name}: rungs compare runs at steps, which train_minutes does not know")
@@ -108,19 +116,11 @@ def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
     return lines
 
 
-def expected(
-    grid: Grid,
-    runs: dict[str, RunConfig],
-    stage: str,
-    threads: int | None,
-    gpu: GpuConfig,
-    ranks: int,
-    say: Say,
-) -> str:
+def expected(grid: Grid, runs: dict[str, RunConfig], ready: Stage, ranks: int, say: Say) -> str:
     """Return about how long the sweep takes: the first run's steps are measured, the others' counted."""
     first = next(iter(runs.values()))
     try:
-        facts = estimate(Question(first, stage, threads=threads, gpu=gpu), say)["time"]
+        facts = estimate(Question(first, ready.name, gpu=ready.gpu), say, ready=ready)["time"]
     except DistgptError as error:
         return f"time: unknown ({error})"
     if facts["rate_per_rank"] is None:

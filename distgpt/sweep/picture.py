@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator
 from distgpt.files import atomic_file
 from distgpt.show.charts import COLOURS, MARKS, series_colour, set_ticks, style
 from distgpt.show.plot import DPI, FONTS, SMOOTHED, WIDTH, read_runs
-from distgpt.sweep.grid import VARYING, Values
+from distgpt.sweep.grid import BITS, VARYING, Values
 from distgpt.sweep.ledger import Ledger
 from distgpt.sweep.standings import Compared, Row, shortly
 
@@ -52,10 +52,12 @@ def draw(ledger: Ledger, rows: Sequence[Row]) -> Path:
 
 def _curves(axes: Any, ledger: Ledger, rows: Sequence[Row]) -> None:
     """Draw the training losses of all runs, those of the best points last and in colour."""
+    in_bits = ledger.grid.metric == BITS  # as it must be where tokenizers differ
     seen, rank = [], {row.point: place for place, row in enumerate(rows)}
     for run in sorted(ledger.runs, key=lambda run: -rank[run.point]):
         if ledger.directory(run).metrics.is_file() and ledger.directory(run).metrics.stat().st_size:
-            place, curve = rank[run.point], read_runs([ledger.directory(run).path])[0]["loss"]
+            recorded = read_runs([ledger.directory(run).path])[0]
+            place, curve = rank[run.point], recorded.losses("loss", in_bits)
             count = max(1, round(len(curve.steps) * SMOOTHED))
             seen.append(smooth := curve.smoothed(count))
             best = place < NAMED and not rows[place].error
@@ -72,9 +74,9 @@ def _curves(axes: Any, ledger: Ledger, rows: Sequence[Row]) -> None:
     if len(known := known[np.isfinite(known)]):
         low, usual = known.min(), np.percentile(known, 98)
         axes.set_ylim(low - 0.03 * (usual - low), usual + 0.05 * (usual - low))
-    axes.set_title(
-        "Training loss by step" + ("; runs are compared at the dotted lines" * (ledger.grid.rungs > 1))
-    )
+    unit = "bits per byte" if in_bits else "nats per token"
+    and_lines = "; runs are compared at the dotted lines" * (ledger.grid.rungs > 1)
+    axes.set_title(f"Training loss ({unit}) by step{and_lines}")
     for axis in (axes.xaxis, axes.yaxis):
         set_ticks(axis)
     handles, labels = axes.get_legend_handles_labels()

@@ -29,12 +29,14 @@ def finish(ledger: Ledger) -> str:
 def table(grid: Grid, rows: Sequence[Row]) -> str:
     """Format the points as a table; below it what has stopped some."""
     names = list(rows[0].values)
-    columns = [*names, "steps", grid.metric, "tokens/s", ""]
+    has_bits = any(row.bits_per_byte is not None for row in rows)
+    columns = [*names, "steps", grid.metric, *["bits/byte"] * has_bits, "tokens/s", ""]
     shown = [
         [
             *(shortly(row.values[name]) for name in names),
             f"{row.last.step:,}" if row.last else "",
             str(row.last or ""),
+            *["" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"] * has_bits,
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
             row.state,
         ]

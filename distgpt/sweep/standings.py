@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
+from distgpt.saved.rundir import IN_BITS
 from distgpt.sweep.grid import Grid, Values
-from distgpt.sweep.ledger import DIVERGED, Ledger, Result, measured, on_rung
+from distgpt.sweep.ledger import DIVERGED, Ledger, Result, Rung, measured, on_rung
 
 BEST = "best"
 
@@ -36,6 +37,7 @@ class Row:
     rungs: list[Compared]
     tokens_per_s: float | None = None
     error: str = ""
+    bits_per_byte: float | None = None  # of the same loss, where it is one per token
 
     @property
     def last(self) -> Compared | None:
@@ -71,7 +73,15 @@ def _row(grid: Grid, point: str, values: Values, results: Sequence[Result], is_l
         if len(found) == len(results):
             spread = stdev(found) if len(found) > 1 else None
             row.rungs.append(Compared(results[0].rungs[rung].step, fmean(found), spread))
+            row.bits_per_byte = _bits_per_byte(grid, [result.rungs[rung] for result in results])
     return row
+
+
+def _bits_per_byte(grid: Grid, rungs: Sequence[Rung]) -> float | None:
+    """Return the mean of what is compared in bits per byte; None where it is that already, or not known."""
+    name = IN_BITS.get(grid.metric)
+    known = [bits for rung in rungs if name and (bits := getattr(rung, name)) is not None]
+    return fmean(known) if rungs and len(known) == len(rungs) else None
 
 
 def is_as_good(best: Row, other: Row, seeds: int) -> bool:

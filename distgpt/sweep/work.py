@@ -156,11 +156,15 @@ def _rung(directory: RunDirectory, step: int, result: Result) -> Rung:
     found: dict[str, Any] = {}
     for line in lines:
         found |= line if line["step"] == step else {}
-    losses = [line["loss"] for line in lines if line.get("loss") is not None]
     rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
     result.tokens_per_s = median(rates) if rates else None
-    loss = fmean(losses[-LAST:]) if losses else None
-    return Rung(step, loss, found.get("val_loss"), found.get("bits_per_byte"))
+
+    def mean(name: str) -> float | None:
+        last = [line[name] for line in lines if line.get(name) is not None][-LAST:]
+        return fmean(last) if last else None
+
+    validated = found.get("val_loss"), found.get("bits_per_byte")
+    return Rung(step, mean("loss"), *validated, mean("train_bits_per_byte"))
 
 
 def _account(ledger: Ledger, due: Due, run: Run, result: Result) -> str:

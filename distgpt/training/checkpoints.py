@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import Best, State, newest_step, save_checkpoint
 from distgpt.saved.modelfile import Description, on_host
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.tensors import write_tensors
+from distgpt.saved.tensors import data_bytes, write_tensors
 from distgpt.training.exchange.checkpointing import OPTIMIZER, WEIGHTS, Gathering, Groups, Replicas, Shards
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
@@ -38,6 +38,25 @@ NICE = 19  # it takes what the workers leave of the processor
 PIECE = 1 << 22  # elements that a worker copies at a time
 
 Live = dict[str, Mapping[str, Any]]  # the stem of a checkpoint's file → buffers by their prefix in it
+
+
+class Disk:
+    """What weights are written to. `guards/full_disk.py` has one that makes room where it is full."""
+
+    def reserved(self, comm: Comm, step: int) -> AbstractContextManager[None]:
+        """Hold room for the final weights meanwhile. Collective."""
+        return nullcontext()
+
+    def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        """Call write(), which writes this many bytes of this step. In any thread."""
+        write()
+
+    def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        """Call write(), which writes the final weights."""
+        write()
+
+    def report(self) -> None:
+        """Report what was done meanwhile. In the main thread."""
 
 
 class Checkpoints:
@@ -57,8 +76,10 @@ class Checkpoints:
         say: Callable[[str], None],
         comm: Comm | None = None,
         best: Best | None = None,
+        disk: Disk | None = None,
     ) -> None:
         """`comm`: the ranks, each of which may have a part of the moments. `best`: see below."""
+        self.disk = disk or Disk()
         self._directory, self.description, self._config, self._say = directory, description, config, say
         self._live: Live = {
             WEIGHTS: {"": model.weights},
@@ -131,13 +152,29 @@ class Checkpoints:
     def write_now(self, state: State, best: Best | None = None) -> None:
         """Write a checkpoint now; a failure is raised."""
         self._clear()
-        self._save(self._on_host(self._live), state, best)
+        try:
+            self._save(self._on_host(self._live), state, best)
+        finally:
+            self.disk.report()
         self.report_recovery()
 
-    def write_weights(self) -> None:
+    def write_last(self, state: State, best: Best | None) -> None:
+        """Write the last checkpoint. If that fails, write the weights alone, and raise the failure."""
+        try:
+            self.write_now(state, best)
+        except StorageError as error:
+            try:
+                self.write_weights(state.step)
+            except StorageError:
+                raise error from None
+            raise StorageError(f"{error}; {self._directory.weights} is written") from error
+
+    def write_weights(self, step: int) -> None:
         """Write the weights alone, at the end; a failure is raised. For rank 0, in `on_root`."""
-        groups = self._on_host({WEIGHTS: self._live[WEIGHTS]})
-        write_tensors(self._directory.weights, groups[WEIGHTS], self.description.to_metadata())
+        weights = self._on_host({WEIGHTS: self._live[WEIGHTS]})[WEIGHTS]
+        write = partial(write_tensors, self._directory.weights, weights, self.description.to_metadata())
+        self.disk.write_final(step, data_bytes(weights), write)
+        self.disk.report()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -210,6 +247,7 @@ class Checkpoints:
 
     def _handle_outcome(self) -> None:
         """Look what became of an attempt."""
+        self.disk.report()
         failed, self._failed = self._failed, None
         if failed is None:
             self._write = self._best_in_write = None
@@ -231,14 +269,16 @@ class Checkpoints:
     def _save(self, groups: Groups, state: State, best: Best | None) -> None:
         begun, metadata = time.perf_counter(), self.description.to_metadata()
         if best:
-            write_tensors(self._directory.best, groups[WEIGHTS], metadata | best.to_metadata())
+            weights, path, facts = groups[WEIGHTS], self._directory.best, metadata | best.to_metadata()
+            self.disk.write(state.step, data_bytes(weights), lambda: write_tensors(path, weights, facts))
             self.best = best
         state = replace(state, best=self.best)
         if OPTIMIZER in groups:
             files = {stem: (group, metadata if stem == WEIGHTS else {}) for stem, group in groups.items()}
-            save_checkpoint(
-                self._directory.checkpoints, state.step, files, state.to_json(), self._config.keep
-            )
+            path, document, keep = self._directory.checkpoints, state.to_json(), self._config.keep
+            size = sum(data_bytes(group) for group in groups.values())
+            write = partial(save_checkpoint, path, state.step, files, document, keep)
+            self.disk.write(state.step, size, write)
             self.seconds = time.perf_counter() - begun
 
 

@@ -34,6 +34,7 @@ def train(run: Run) -> None:
         deferred_signals(run.guards.signals),
         watchdog(run),
         run.guards.deadline,
+        run.checkpoints.disk.reserved(run.comm, run.progress.step),
         run.checkpoints.settled(),
     ):
         while True:
@@ -132,7 +133,7 @@ def save(run: Run, best: Best | None, checkpoint: bool) -> None:
     """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
     run.guards.activity.enter(SAVING)
     if checkpoint and run.progress.step == run.clock.last:
-        run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state(), best))
+        run.checkpoints.on_root(lambda: run.checkpoints.write_last(run.state(), best))
     elif best or checkpoint:
         run.checkpoints.begin(run.state(), best, checkpoint)
 
@@ -147,5 +148,5 @@ def save_and_stop(run: Run, stop: Interrupted, evaluation_pending: bool) -> NoRe
 
 
 def _write_weights(run: Run) -> None:
-    run.checkpoints.write_weights()
-    run.directory.write_metrics()
+    run.checkpoints.write_weights(run.progress.step)
+    run.checkpoints.disk.write(run.progress.step, 0, run.directory.write_metrics)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any, Protocol
 
 from distgpt.config import DEFAULT_TEMPERATURE, RunConfig
+from distgpt.data.batches import PIECE, Batches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import StorageError
 from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.request import Request
 from distgpt.inference.sample import default_prompt
 from distgpt.interrupts import PendingSignals
+from distgpt.kernels.first_use import compiling_for
 from distgpt.model.model import Model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.in_flight import Finished
+from distgpt.training.reading import Reading
+
+LOOKED_AT = 2000  # tokens of a text
 
 
 class Listener(Protocol):
@@ -31,9 +38,15 @@ class Report:
     """Called on all ranks; rank 0 alone reports. It tolerates a disk that fails as `Checkpoints` does."""
 
     def __init__(
-        self, rank: int, run: RunConfig, directory: RunDirectory, listener: Listener, checkpoints: Checkpoints
+        self,
+        rank: int,
+        run: RunConfig,
+        directory: RunDirectory,
+        listener: Listener,
+        checkpoints: Checkpoints,
+        reading: Reading,
     ) -> None:
-        self._is_silent, self._run, self._directory = rank > 0, run, directory
+        self._is_silent, self._run, self._directory, self._reading = rank > 0, run, directory, reading
         self._listener, self._checkpoints = listener, checkpoints
 
     def step(self, step: int, done: Finished, more: dict[str, float], is_last: bool) -> None:
@@ -49,14 +62,15 @@ class Report:
             "tokens": per_step * step,
             "tokens_per_s": per_step / done.seconds,
             "step_s": done.seconds,
+            **self._reading.fields(step, done.loss),
             **more,
         }
-        self._record(metrics)
+        self._record(metrics := _timed(metrics))
         self._listener.stepped(metrics)
 
     def evaluation(self, metrics: dict[str, Any]) -> None:
         if not self._is_silent:
-            self._record(metrics)
+            self._record(metrics := _timed(metrics))
             self._listener.evaluated(metrics)
 
     def sample(self, step: int, text: str) -> None:
@@ -93,6 +107,19 @@ class Report:
             self._checkpoints.tolerate(error)
 
 
+def _timed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics with the time of day in seconds since 1970: a number like the others."""
+    return {**metrics, "time": round(time.time(), 3)}
+
+
+def word_of_text(batches: Batches, tokenizer: Tokenizer) -> str:
+    """Return a word of the training text, for a prompt; "" if none is found at once."""
+    text = tokenizer.decode(batches.sample(PIECE)[:LOOKED_AT].tolist())
+    found = re.search(r"(?<=\s)[^\W\d_]{3,20}(?=\s)", text)
+    return found[0] if found else ""
+
+
+@compiling_for("the sample")
 def sample(
     model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
 ) -> str:

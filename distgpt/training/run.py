@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
@@ -24,6 +25,7 @@ from distgpt.training.guards.deadline import Deadline
 from distgpt.training.guards.stragglers import Stragglers
 from distgpt.training.guards.watchdog import Activity, Stall
 from distgpt.training.progress import Pace, Progress
+from distgpt.training.reading import Reading
 from distgpt.training.report import Report
 from distgpt.training.step import Step
 
@@ -48,12 +50,14 @@ class Run:
     config: RunConfig  # as asked for
     settings: TrainConfig  # of `config`, with automatic values resolved by this machine's memory
     stage: Stage
+    where: dict[str, Any]  # hosts, batch job, launcher and MPI, for what the run writes
     model: Model
     optimizer: AdamW
     tokenizer: Tokenizer
     batches: Batches
     step: Step
     assessment: Assessment
+    reading: Reading
     directory: RunDirectory
     start: Path | None  # the checkpoint from which this process began
     progress: Progress

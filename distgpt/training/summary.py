@@ -48,7 +48,13 @@ def write_summary(run: Run) -> None:
         "peak_memory": host,
         "peak_gpu_memory": gpu if any(gpu) else None,
     }
-    on_root(run.comm, lambda: _write(run.directory.summary, found))
+
+    def write() -> None:
+        # A start that took no step, as to write weights anew that were deleted, has no losses to report.
+        if run.progress.seconds or run.directory.finished_at() != run.progress.step:
+            _write(run.directory.summary, found)
+
+    on_root(run.comm, write)
 
 
 def write_stopped(run: Run, error: BaseException) -> None:
@@ -73,7 +79,9 @@ def _losses(run: Run) -> dict[str, Any]:
     return {
         "step": run.progress.step,
         "loss": _known(run.progress.loss),
+        "train_bits_per_byte": run.reading.bits_per_byte(_known(run.progress.loss)),
         "val_loss": _known(run.progress.val_loss),
+        "bits_per_byte": run.assessment.bits_per_byte(_known(run.progress.val_loss)),
         "best_val_loss": loss,
         "best_bits_per_byte": run.assessment.bits_per_byte(loss),
         "best_step": best.step if best else None,
@@ -90,6 +98,7 @@ def _about(run: Run) -> dict[str, Any]:
         "stage": run.stage.name,
         "ranks": run.comm.size,
         "threads": run.stage.threads,
+        **run.where,
         "dtype": t.dtype,
         "parameters": run.model.layout.elements,
         "batch_size": t.batch_size,

@@ -1,6 +1,7 @@
 """The example batch scripts, each made by the command in its own fourth line: python examples/slurm/remake.py
 
-They are what `distgpt slurm` prints, with `distgpt` in place of its path on this machine.
+They are what `distgpt slurm` prints, with `distgpt` in place of its path on this machine, and
+without its look at the data.
 """
 
 import os
@@ -16,7 +17,8 @@ RUN = """
 from distgpt import errors
 from distgpt.cli import main
 from distgpt.commands import slurm
-errors._program = slurm._program = lambda: ["distgpt"]
+errors._program = slurm.own_program = lambda: ["distgpt"]
+slurm._unready = lambda runs: []  # texts, shards and tokenizers that are not here
 main()
 """
 
@@ -24,12 +26,9 @@ main()
 def remade(script: Path) -> str:
     """Return what the script's own command prints."""
     made_by = next(line for line in script.read_text().splitlines() if line.startswith("# distgpt slurm "))
+    words = [sys.executable, "-c", RUN, *shlex.split(made_by)[2:]]
+    here = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     with tempfile.TemporaryDirectory() as folder:
-        texts = Path(folder, "texts")  # which the command wants to see
-        texts.mkdir()
-        texts.joinpath("a.txt").write_text("some text")
-        words = [sys.executable, "-c", RUN, *shlex.split(made_by)[2:]]
-        here = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
         result = subprocess.run(words, capture_output=True, text=True, check=True, cwd=folder, env=here)
     return result.stdout
 

@@ -196,6 +196,11 @@ def test_every_preset_survives_toml():
 # Refusals
 
 
+def test_presets_are_listed_in_their_order_and_the_usual_one_first():
+    with pytest.raises(UsageError, match=r"unknown preset 'nope' \(allowed: tiny, .*, S, M, L, VL, XL, "):
+        preset("nope")
+
+
 def test_impossible_values_are_refused_with_a_hint():
     for values, hint in (
         ({"n_layers": 3}, "did you mean 'n_layer'"),

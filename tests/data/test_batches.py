@@ -11,9 +11,11 @@ from threadranks import on_all_ranks
 from tokenizing import STORY
 
 from distgpt.data.batches import ArrayTokens, Batches, rank_rows, shuffled
-from distgpt.data.loading import BUNDLED_TEXTS, DataRequest, bundled, load_corpus, read_text, resolve_data
+from distgpt.data.loading import DataRequest, load_corpus, read_text
+from distgpt.data.named import BUNDLED_TEXTS, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
+from distgpt.files import bundled
 
 SEED = 1337
 

@@ -155,3 +155,17 @@ def test_messages_of_others_are_checked():
     ):
         with pytest.raises(DataError, match=message):
             checked_messages(value)
+
+
+@pytest.mark.timing
+def test_a_message_full_of_special_tokens_takes_time_in_proportion_to_its_length():
+    """Not to the square of it: a message of a megabyte kept a server busy for seconds."""
+    chat = ChatFormat(small())
+
+    def seconds(count):
+        begun = time.process_time()
+        assert len(chat.prompt([{"role": "user", "content": "<|endoftext|>" * count}])) > count
+        return time.process_time() - begun
+
+    seconds(100)
+    assert seconds(80_000) < 25 * min(seconds(10_000) for _ in range(3))

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from preparing import Quiet, contents, everything, inputs, interrupted, refuse, 
 from tokenizing import small
 
 from distgpt.data.prepare import preparing
+from distgpt.data.prepare.documents import Offset, find_inputs
 from distgpt.data.prepare.preparing import prepare
-from distgpt.data.prepare.progress import Progress, reserved
+from distgpt.data.prepare.progress import Progress, list_inputs, load_progress, reserved
 from distgpt.data.shards import ShardWriter, read_manifest, shards_tokenizer, verify_shards
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError
@@ -115,19 +117,30 @@ def test_a_folder_with_anything_else_is_left_alone(inputs, tmp_path):
 def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkeypatch):
     """Both find no folder, one makes it first. A folder that was there before stays."""
     out = tmp_path / "out"
-    with reserved(out):
+    with reserved(out, print):
         monkeypatch.setattr(type(out), "exists", lambda self: False)
-        with pytest.raises(UsageError, match="another process"), reserved(out):
+        with pytest.raises(UsageError, match="another process"), reserved(out, print):
             raise AssertionError("it was reserved twice")
         monkeypatch.undo()
         assert out.is_dir()
     assert not out.exists()
-    with reserved(tmp_path):
+    with reserved(tmp_path, print):
         pass
     assert tmp_path.is_dir()
 
 
 # Interruptions
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a disk in memory")
+def test_progress_with_an_input_of_no_time_is_resumed():
+    """A disk in memory keeps more seconds than a file of progress can hold as nanoseconds."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        (text := Path(folder) / "a.txt").write_text("once")
+        os.utime(text, (2**63 - 1, 2**63 - 1))
+        what = {}, list_inputs(find_inputs([text]))
+        Progress(*what, place=Offset(0, 2), sources=[[0, 0]]).save(Path(folder))
+        assert load_progress(Path(folder), Progress(*what)).place == Offset(0, 2)
 
 
 def test_after_the_last_shard_only_the_manifest_is_written_and_one_that_nobody_noted_is_made_again(

@@ -50,7 +50,7 @@ def test_a_run_waits_for_another_that_tokenizes_the_same_texts(asked, tmp_path, 
     corpus = load_corpus(SerialComm(), asked)
     [folder] = (tmp_path / "tokenized").iterdir()
     shutil.rmtree(folder)
-    other = reserved(folder)
+    other = reserved(folder, print)
     other.__enter__()
     waits = []
 

@@ -9,7 +9,6 @@ import pytest
 from conftest import distgpt, inside, needs_mpi, refused
 from threadranks import on_all_ranks
 
-from distgpt.comm import cores
 from distgpt.comm.agree import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.doctor import facts, verdicts
@@ -139,8 +138,8 @@ def ranks():
     gpu = [{"name": "A", "uuid": str(i), "capability": [9, 0], "memory": 1} for i in range(4)]
     driver = {"cuda": [13, 0], "release": "", "gpus": gpu, "problem": ""}
     found = {**mine["gpu"], "driver": driver, "missing": {"float32": [], "bfloat16": []}}
-    mine |= {"local_size": 4, "core_share": 4.0, "cores": 16, "cores_of_host": 16, "core_quota": None}
-    mine |= {"environment": {}}
+    mine |= {"local_size": 4, "core_share": 4.0, "cores": 16, "cores_of_host": 16}
+    mine |= {"environment": {}, "granted_cores": {"number": 4.0, "limit": ""}}
     return [
         {**mine, "rank": rank, "local_rank": rank % 4, "host": f"node{rank // 4}"}
         | {"gpu": {**found, "takes": rank % 4}}
@@ -174,11 +173,16 @@ def test_ranks_that_share_a_gpu_are_shown(ranks, capsys):
 
 def test_traps_are_reported_with_their_ranks(ranks):
     set_here = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2", "OPENBLAS_CORETYPE": "Haswell"}
+    quota = {"number": 2.0, "limit": "cpu.max"}
     for numbers, change, words in (
         ({4, 5}, {"versions": {"numpy": "1.0"}}, ["different versions of numpy", "1.0 on ranks 4–5"]),
         (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
         (range(4, 8), {"core_share": 1.0}, ["ranks 4–7 on node1 may use 4 of 16 cores", "--bind-to none"]),
-        (range(4), {"core_quota": 8.0}, ["ranks 0–3 on node0 see 16 cores", "--threads 2"]),
+        (
+            range(4),
+            {"granted_cores": quota},
+            ["ranks 0–3 on node0: 16 cores, but cpu.max grants the time of 8"],
+        ),
         ({7}, {"environment": set_here}, ["OPENBLAS_CORETYPE=Haswell overrides"]),
         ({7}, {"environment": set_here}, ["OMP_NUM_THREADS=3, MKL_NUM_THREADS=2 will be ignored"]),
     ):
@@ -195,6 +199,14 @@ def test_loops_that_no_rank_can_keep_are_reported_without_a_list_of_ranks(ranks)
             w for w in found if w.startswith(start)
         ]
         assert sum("loops" in warning for warning in found) == 1
+
+
+def test_a_cache_of_the_site_that_is_not_used_is_reported_once(ranks):
+    old = {"compute": {**ranks[0]["compute"], "unused": ["/opt/old.loops"]}}
+    found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, range(8), **old))
+    (warning,) = [warning for warning in found if "/opt/old.loops" in warning]
+    assert "distgpt compile" in warning
+    assert not [w for w in verdicts.warnings(LAUNCHED, MPI, ranks) if "distgpt compile" in w]
 
 
 def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
@@ -229,18 +241,6 @@ def test_launchers_are_known_by_what_they_leave():
         ({"PMI_SIZE": "many"}, "", 1),
     ):
         assert launchers.launch(environment) == {"launcher": launcher, "processes": processes}
-
-
-def test_limits_of_a_container_are_read_from_its_group_and_all_above(tmp_path):
-    (tmp_path / "own").write_text("1:cpu:/old\n0::/a/b\n")
-    (tmp_path / "root" / "a" / "b").mkdir(parents=True)
-    (tmp_path / "root" / "a" / "b" / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "root" / "a" / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "cpu.max").write_text("1 1\n")
-    found = cores.cgroup("cpu.max", tmp_path / "root", tmp_path / "own")
-    assert found == ["max 100000", "150000 100000"]
-    assert facts.core_quota(found) == 1.5 and facts.core_quota(["max 100000"]) is None
-    assert cores.cgroup("cpu.max", tmp_path / "root", tmp_path / "nowhere") == []
 
 
 def test_bytes_of_any_length_reach_every_rank():

@@ -1,6 +1,7 @@
 """Notebooks: their code runs from top to bottom, without Jupyter, and no outputs are stored in them."""
 
 import json
+import re
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -34,8 +35,11 @@ def scratch(tmp_path, monkeypatch):
     matplotlib.use(before)
 
 
-def test_the_first_model_learns_and_goes_on(scratch):
+def test_the_first_model_learns_and_goes_on(scratch, capsys):
     found = run(ROOT / "docs" / "notebooks" / "first-model.ipynb")
+    assert re.findall(r"^step (\d+): loss \d", capsys.readouterr().out, re.M) == [
+        *map(str, range(25, 201, 25))
+    ]
     losses = [line["loss"] for line in found["training"]]
     assert losses[-1] < 3 < 5 < losses[0] and len(found["held_out"]) == 4
     assert found["more"].metrics[-1]["step"] == 200 and (scratch / "runs" / "notebook").is_dir()

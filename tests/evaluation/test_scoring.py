@@ -12,12 +12,14 @@ from distgpt.cli import cli
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig
 from distgpt.data.batches import ArrayTokens
-from distgpt.data.loading import bundled, read_text, resolve_data
+from distgpt.data.loading import read_text
+from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import UsageError
 from distgpt.evaluation import scoring
 from distgpt.evaluation.assessment import Validation, evaluate
 from distgpt.evaluation.scoring import Scorer, Span
+from distgpt.files import bundled
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import read_description

@@ -17,8 +17,8 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
 from conftest import SMALL, inside
 
-from distgpt.data.loading import bundled
 from distgpt.data.prepare.progress import Progress
+from distgpt.files import bundled
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
@@ -324,7 +324,7 @@ TARGETS = {
     "foreign tokenizers": Target(
         foreign_tokenizers,
         {"gpt2/vocab.json": "json", "gpt2/merges.txt": "text", "hf/tokenizer.json": "json"},
-        ["tokenizer info {}/gpt2", "tokenizer info {}/hf/tokenizer.json"],
+        [f"tokenizer info {{}}/{name} --text it's-12-naïve" for name in ("gpt2", "hf/tokenizer.json")],
     ),
     "chatting model": Target(
         chatting_model,
@@ -334,7 +334,7 @@ TARGETS = {
             "hf/generation_config.json": "json",
         },
         [
-            "tokenizer info {}/hf",
+            "tokenizer info {}/hf --text it's-12-naïve",
             "weights import {}/hf --out {}/o.safetensors",
             "weights info {}/hf --json",
         ],

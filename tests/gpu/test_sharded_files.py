@@ -33,7 +33,7 @@ def saved_at(comm, device, out, config, at=2):
     )
     saver.begin(State(at), best=Best(1.0, 1, at), checkpoint=False)
     saver.on_root(lambda: saver.write_now(State(at)))
-    saver.on_root(saver.write_weights)
+    saver.on_root(lambda: saver.write_weights(at))
 
 
 def resumed(comm, device, out, config, at=2, steps=4):

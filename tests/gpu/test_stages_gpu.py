@@ -48,6 +48,7 @@ def node(monkeypatch):
         monkeypatch.setattr(accelerator, "gpu_count", lambda: gpus)
         if local_size > 1:
             monkeypatch.setattr(stages, "_communicator", lambda name: Rank(local_rank, local_size))
+            monkeypatch.setattr(stages, "join", lambda comm: None)  # nobody else is there
         bound = [device_of(rank, gpus) for rank in range(local_size)]
         monkeypatch.setattr(transport, "sharing", lambda comm, device: bound.count(device.index))
         return asked

@@ -35,6 +35,14 @@ def file_size_limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def without_locks(folder):
+    """Variables of a process on whose disks flock fails, as on Lustre without -o flock."""
+    source, made = folder / "unlocked.c", folder / "unlocked.so"
+    source.write_text("#include <errno.h>\nint flock(int fd, int how) { errno = ENOLCK; return -1; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, source], check=True)
+    return {"LD_PRELOAD": str(made)}
+
+
 @contextlib.contextmanager
 def small_disk(directory, options="size=1m"):
     """A disk at this directory, by default of one megabyte."""

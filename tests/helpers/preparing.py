@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from distgpt.data.loading import bundled
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare.preparing import Request, prepare
 from distgpt.data.shards import ShardTokens, read_manifest
+from distgpt.files import bundled
 
 SIZES = {"shard_tokens": 3000, "val_fraction": 0.05, "seed": None}
 

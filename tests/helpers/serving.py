@@ -8,9 +8,9 @@ import time
 from contextlib import contextmanager
 
 from distgpt.comm.serial import SerialComm
-from distgpt.data.loading import bundled
 from distgpt.data.tokenizers.plain import ChatTemplate
 from distgpt.errors import DistgptError
+from distgpt.files import bundled
 from distgpt.inference.engine_setup import LoadedModel, ModelSpec, lanes_for
 from distgpt.interrupts import Interrupted
 from distgpt.kernels.cpu import CpuKernels

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distgpt.data.loading import read_text, resolve_data
+from distgpt.data.loading import read_text
+from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.data.tokenizers.naming import (
     load_tokenizer,

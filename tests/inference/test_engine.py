@@ -224,7 +224,7 @@ def test_text_ends_before_the_stop_string_that_ends_first_however_tokens_cut_it(
         while at < len(text):
             pieces.append(text[at : at + random.integers(1, 6)])
             at += len(pieces[-1])
-        transcript, shown = Transcript(Pieces(pieces), [], stops), ""
+        transcript, shown = Transcript(Pieces(pieces).streamer(), stops), ""
         for i in range(len(pieces)):
             shown += transcript.feed(i)
             assert expected.startswith(shown)
@@ -243,7 +243,7 @@ class Pieces(CharTokenizer):
 
 
 def test_half_a_character_at_the_end_is_shown_once_no_more_comes():
-    transcript = Transcript(ByteTokenizer(), list("né".encode()), ["xyz"])
+    transcript = Transcript(ByteTokenizer().streamer_behind(list("né".encode())), ["xyz"])
     euro = "€".encode()
     assert [transcript.feed(byte) for byte in (*euro, ord("x"), euro[0])] == ["", "", "€", "", ""]
     assert transcript.flush() == "x\ufffd"

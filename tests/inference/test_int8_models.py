@@ -9,8 +9,8 @@ from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, rou
 from distgpt import api
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
-from distgpt.data.loading import bundled
 from distgpt.errors import DataError, UsageError
+from distgpt.files import bundled
 from distgpt.inference.compiled_lanes import compiled_lanes
 from distgpt.inference.engine_setup import lanes_for, rehearse
 from distgpt.inference.lanes import Feed

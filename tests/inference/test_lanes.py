@@ -7,6 +7,7 @@ import pytest
 from models import VARIANTS, build
 from threadranks import on_all_ranks
 
+from distgpt.comm.limits import Memory
 from distgpt.inference import engine_setup
 from distgpt.inference.engine_setup import CACHE_BYTES, lane_bytes, lanes_that_fit, rehearse
 from distgpt.inference.lanes import Feed
@@ -73,7 +74,8 @@ def test_there_are_as_many_lanes_as_their_memory_allows():
 
 def test_ranks_of_one_host_share_its_memory(monkeypatch):
     model = build(VARIANTS["gpt2"], CpuKernels("float32", 1))
-    monkeypatch.setattr(engine_setup, "available_memory", lambda: 2 * 12 * lane_bytes(model))
+    granted = 2 * 12 * lane_bytes(model)
+    monkeypatch.setattr(engine_setup, "granted_memory", lambda ranks: Memory(granted // ranks))
     for ranks, expected in ((1, 12), (2, 6), (4, 3), (100, 1)):
         assert lanes_that_fit(model, 32, ranks=ranks) == expected
     monkeypatch.setattr(engine_setup, "lanes_for", lambda model, count, adapters: count)

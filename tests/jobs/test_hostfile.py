@@ -1,8 +1,11 @@
 """What hostfiles mean to MPICH and Open MPI: written down as found by trying, and MPICH tried again here."""
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import MPIRUN, inside, needs_mpi, refused
@@ -193,3 +196,18 @@ def test_hosts_are_asked_over_ssh_and_not_trusted(here, tmp_path, monkeypatch):
     assert len(found["problems"]) >= 2
     monkeypatch.setattr(hosts, "SECONDS", 0.5)
     refused(doctor(tmp_path, b"10.0.0.1:1\n", "--ssh"), 2, "10.0.0.1: gave no answer within 0.5 s")
+
+
+def test_the_doctor_proposes_a_command_that_other_hosts_find(tmp_path, monkeypatch):
+    """Open MPI looks for a program in the PATH of ssh there, in which no environment is; MPICH does not."""
+    for vendor, content in (("MPICH", "localhost:2\n"), ("Open MPI", "localhost slots=2\n")):
+        (tmp_path / "hosts").write_text(content)
+        monkeypatch.setattr(hosts, "mpirun", lambda vendor=vendor: {"path": "/bin/mpirun", "vendor": vendor})
+        works = {"problem": "", "vendor": vendor, "version": "5"}
+        monkeypatch.setattr(hosts, "distant_mpi", lambda works=works: works)
+        found = hosts.examine(tmp_path / "hosts", ssh=False)
+        words = shlex.split(found["command"])
+        assert words[:3] == ["mpirun", "-n", "2"] and words[-3:] == ["train", "--stage", "mpi"], found
+        (program,) = words[5:-3]
+        assert Path(program).is_absolute() == (vendor == "Open MPI")
+        assert shutil.which(program, path=str(Path(sys.executable).parent))

@@ -54,6 +54,8 @@ def test_two_hosts_train_as_one_does(hosts, tmp_path):
         for run in (together, alone)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert "2 ranks on node1, node2, 1 thread each" in result.stdout
+    assert json.loads((together / "summary.json").read_text())["hosts"] == ["node1", "node2"]
 
 
 def test_the_doctor_asks_the_other_host(hosts, tmp_path):

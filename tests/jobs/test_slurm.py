@@ -1,10 +1,13 @@
 """`distgpt slurm`: the script it writes, and jobs of a real Slurm that are stopped and resume."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,6 +75,63 @@ def test_what_is_left_out_is_chosen(tmp_path):
     assert words[7:12] == ["train", "--threads", "3", "--stage", "mpi"]
 
 
+def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path):
+    """Not the job's: that of the array's last element stands for all of them."""
+    words = ["slurm", "--time", "1h", "--name", "seeds", "--sbatch", "--array=3-9:3%2", "--", "train"]
+    for given, out in (
+        (["--out", "my runs"], "my runs/6"),
+        (["--out=my runs"], "my runs/6"),
+        (["--out", "lr-$SLURM_ARRAY_TASK_ID's"], "lr-6's"),
+        (["--out", "lr-${SLURM_ARRAY_TASK_ID}"], "lr-6"),
+        ([], "runs/tiny/6"),
+    ):
+        script = written(*words, *given, "--seed", "$SLURM_ARRAY_TASK_ID", cwd=tmp_path)
+        assert options(script)[-2:] == ["--output=seeds-%A_%a.log", "--array=3-9:3%2"]
+        assert "$SLURM_JOB_ID" not in script
+        # A shell as Slurm starts it, with an srun and a scontrol that show what they are given.
+        (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@"; exit 75\n')
+        (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >>scontrol.txt\n')
+        for name in ("srun", "scontrol"):
+            (tmp_path / name).chmod(0o755)
+        numbers = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "6"}
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", **numbers}
+        script = script.replace("before=$(newest)", "before=")
+        checkpoints = tmp_path / out / "checkpoints" / "step-00000001"
+        checkpoints.mkdir(parents=True)
+        ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert ended.returncode == 0 and "newest checkpoint: step-00000001" in ended.stdout, ended
+        command = (tmp_path / "seeds-40_6.0.log").read_text().split("\0")
+        assert command[command.index("--seed") + 1] == "6"
+        assert [word.removeprefix("--out=") for word in command if word.endswith(out)]
+        assert (tmp_path / "scontrol.txt").read_text() == "requeue 40_6\n"
+        for path in ("scontrol.txt", "seeds-40_6.0.log"):
+            (tmp_path / path).unlink()
+        shutil.rmtree(tmp_path / Path(out).parts[0])
+
+
+def test_every_element_s_command_is_checked(tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"{number}.toml").write_text(f"steps = {number}\n")
+    words = ["train", "--config", "$SLURM_ARRAY_TASK_ID.toml"]
+    array = ["slurm", "--time", "1h", "--sbatch"]
+    written(*array, "--array=1,2", *words, cwd=tmp_path)
+    refused(inside(*array, "--array=1-3", *words, cwd=tmp_path), 2, "3.toml")
+    refused(inside(*array, "--array=1,x", *words, cwd=tmp_path), 2, "--array=1,x", "--array=1-4")
+    refused(inside("slurm", "--time", "1h", *words, cwd=tmp_path), 2, "--sbatch --array")
+
+
+def test_what_is_slow_or_hidden_on_the_nodes_is_noted(tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    words = ["slurm", "--time", "1h", "--cpus-per-task", "4", "train", "--data", "text.txt", "--threads"]
+    for threads, noted in (("4", False), ("5", True)):
+        result = inside(*words, threads, cwd=tmp_path)
+        assert result.returncode == 0
+        assert ("--threads 5, but --cpus-per-task 4" in result.stderr) == noted
+    with tempfile.TemporaryDirectory(dir="/tmp") as here:
+        (Path(here) / "text.txt").write_text("some text")
+        assert f"{here}/text.txt" in inside(*words, "4", "--data", f"{here}/text.txt").stderr
+
+
 @needs_mpi
 def test_srun_starts_the_mpi_of_mpi4py(tmp_path):
     result = inside("slurm", "--nodes", "2", "--time", "1h", "train", cwd=tmp_path)
@@ -107,12 +167,16 @@ def test_what_would_fail_in_the_job_is_refused_before(tmp_path):
 def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("some text")
+    shards = tmp_path / "shards"
+    made = inside("data", "prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", shards)
+    assert made.returncode == 0, made.stderr
     saved = tmp_path / "saved"
     words = ["train", *SMALL, "--data", tmp_path / "text.txt", "--steps", "1", "--out", saved]
     assert inside(*words).returncode == 0
     wrong = (
         (65, ["--data", "empty"], "holds no file"),
         (65, ["--val", "gone.jsonl"], "gone.jsonl"),
+        (65, ["--preset", "gpt2", "--data", shards], "holds tokens of"),
         (2, ["--tokenizer", "nowhere.json"], "nowhere.json"),
         (65, ["--hellaswag", "nowhere.jsonl"], "nowhere.jsonl"),
         (74, ["--init", "nowhere.safetensors"], "nowhere.safetensors"),
@@ -122,7 +186,8 @@ def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
         result = inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path)
         refused(result, code, said)
         assert result.stdout == "", words
-    for words in (["--data", "text.txt", "--tokenizer", "char"], ["--out", saved]):
+    fine = ["--data", "text.txt", "--tokenizer", "char"], ["--data", shards], ["--out", saved]
+    for words in fine:
         assert inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path).returncode == 0
 
 
@@ -159,14 +224,15 @@ def cluster():
 class Submitted:
     """A job, and the run that it trains."""
 
-    def __init__(self, cluster, folder, number):
+    def __init__(self, cluster, folder, number, element=""):
         self.cluster, self.folder, self.number = cluster, folder, number
-        self.run = folder / "my run's"
+        self.run = folder / (f"array/{element.rpartition('_')[2]}" if element else "my run's")
+        self.called = element or number
         self.begun_at = self._steps()
 
     @property
     def state(self):
-        return self.cluster.job(self.number)["JobState"]
+        return self.cluster.job(self.called)["JobState"]
 
     def _steps(self):
         """How many have been logged by all its jobs."""
@@ -183,12 +249,12 @@ class Submitted:
         return self.cluster.wait_for(state)
 
     def log(self, attempt):
-        (path,) = self.folder.glob(f"*-{self.number}.{attempt}.log")
+        (path,) = self.folder.glob(f"*-{self.called}.{attempt}.log")
         return path.read_text()
 
     def said(self):
         """The log of the script itself."""
-        (path,) = self.folder.glob(f"*-{self.number}.log")
+        (path,) = self.folder.glob(f"*-{self.called}.log")
         return path.read_text()
 
     @contextmanager
@@ -241,6 +307,10 @@ def finished(cluster, tmp_path_factory):
 def test_a_job_on_two_nodes_trains_as_mpirun_does(finished, tmp_path):
     assert "attempt 0 left with 0; newest checkpoint: step-00000080" in finished.said()
     assert "2 ranks" in finished.log(0) and finished.cluster.job(finished.number)["NodeList"] == "n[1-2]"
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step 80/80 ", finished.log(0), re.MULTILINE)
+    begun = json.loads((finished.run / "history.jsonl").read_text().splitlines()[0])
+    assert (begun["job"]["system"], begun["job"]["id"]) == ("Slurm", str(finished.number))
+    assert begun["launcher"] == "srun" and len(begun["hosts"]) in (1, 2)  # two nodes of this one machine
     here = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", tmp_path / "run", ranks=2)
     assert here.returncode == 0, here.stderr
     assert weights(tmp_path / "run") == weights(finished.run)
@@ -355,6 +425,30 @@ def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
     job = Submitted(cluster, tmp_path, int(number))
     assert job.ended() == "FAILED" and cluster.job(job.number)["ExitCode"] == "75:0"
     assert "no step was finished in this attempt: not queued again" in job.said()
+
+
+@on_slurm_for_long
+def test_one_element_of_an_array_is_requeued_alone_and_resumes_in_its_own_directory(cluster, tmp_path):
+    """It is the one whose number is that of the whole array, which has another element on the other node."""
+    words = ["slurm", "--time", "1h", "--sbatch", "--array=1-2", "--submit", "--", *WORDS]
+    words += ["--steps", "160", "--seed", "$SLURM_ARRAY_TASK_ID", "--out", "array"]
+    result = distgpt(*words, cwd=tmp_path, env=cluster.environ)
+    assert result.returncode == 0, result.stderr
+    number = re.search(r"Submitted batch job (\d+)", result.stdout)[1]
+    jobs = {}
+    for element in (f"{number}_1", f"{number}_2"):
+        cluster.wait_for((tmp_path / "array" / element[-1] / "metrics.jsonl").exists)
+        jobs[element] = Submitted(cluster, tmp_path, int(cluster.job(element)["JobId"]), element)
+        jobs[element].begun_at = 0
+    stopped, other = sorted(jobs.values(), key=lambda job: job.number)
+    assert stopped.number == int(number)
+    with stopped.held():
+        cluster.call("scancel", "--signal=USR1", stopped.called)
+    assert stopped.ended() == other.ended() == "COMPLETED", (stopped.said(), other.said())
+    assert "attempt 0 left with 75" in stopped.said() and "attempt 1 left with 0" in stopped.said()
+    assert "attempt 0 left with 0" in other.said() and "attempt 1" not in other.said()
+    assert max(metrics(stopped.run)) == max(metrics(other.run)) == 160
+    assert weights(stopped.run) != weights(other.run)  # of another seed
 
 
 @on_slurm_for_long

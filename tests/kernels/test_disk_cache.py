@@ -1,6 +1,7 @@
 """The cache of compiled loops: kept where nobody else can write, or not at all."""
 
 import ast
+import itertools
 import os
 import resource
 import tempfile
@@ -11,6 +12,7 @@ import pytest
 from numba import njit
 
 from distgpt.files import cache_folder
+from distgpt.kernels import first_use
 from distgpt.kernels.fused import disk_cache
 
 PACKAGE = Path(disk_cache.__file__).parents[3]
@@ -120,13 +122,17 @@ def test_every_constant_that_a_loop_may_hold_changes_the_folder(tmp_path, monkey
     assert {"PIECE", "QK_SCALE", "TINY", "MOST", "LINEAR"} <= tried
 
 
-def test_loops_of_the_last_versions_stay(tmp_path):
-    made = [tmp_path / f"loops-{i}" for i in range(5)]
-    for age, folder in enumerate(made):
+def test_loops_of_the_last_versions_stay_and_folders_of_others(tmp_path, monkeypatch):
+    """Where NUMBA_CACHE_DIR points to may hold anything."""
+    monkeypatch.setattr(disk_cache.config, "CACHE_DIR", str(tmp_path))
+    ours = [tmp_path / f"loops-{i:016x}{'-amx' * (i == 3)}" for i in range(5)]
+    others = [tmp_path / name for name in ("loops-of-mine-1", "loops-of-mine-2", "loops-0123456789abcdef0")]
+    for age, folder in enumerate((*ours, *others)):
         folder.mkdir()
-        os.utime(folder, (age, age))
-    disk_cache._drop_old(made[4])
-    assert sorted(tmp_path.iterdir()) == made[2:]
+        (folder / "file").touch()
+        os.utime(folder, (age // 2, age // 2))  # some are of the same age
+    found = disk_cache.folder.__wrapped__()
+    assert set(tmp_path.iterdir()) == {*others, *ours[3:], found}
 
 
 def loop_in(folder, monkeypatch):
@@ -151,12 +157,16 @@ def test_a_loop_is_loaded_by_the_next_start_and_made_again_if_its_files_are_dama
     assert result_of(first) == [2, 2, 2] and hits(first) == 0
     again = loop_in(tmp_path, monkeypatch)
     assert result_of(again) == [2, 2, 2] and hits(again) == 1
-    for pattern, content in (("*.nbc", b""), ("*.nbc", b"\x80no"), ("*.nbi", b""), ("*.nbi", b"\x80no")):
-        for path in tmp_path.rglob(pattern):
-            path.write_bytes(content)
-        assert result_of(loop_in(tmp_path, monkeypatch)) == [2, 2, 2], (pattern, content)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for content in (b"", b"\x80no", whole[:-1], flipped):
+        path.write_bytes(content)
+        again = loop_in(tmp_path, monkeypatch)
+        assert result_of(again) == [2, 2, 2] and hits(again) == 0, content[:9]
         repaired = loop_in(tmp_path, monkeypatch)
-        assert result_of(repaired) == [2, 2, 2] and hits(repaired) == 1, (pattern, content)
+        assert result_of(repaired) == [2, 2, 2] and hits(repaired) == 1, content[:9]
 
 
 def test_without_a_place_or_room_loops_still_run(tmp_path, monkeypatch):
@@ -169,27 +179,36 @@ def test_without_a_place_or_room_loops_still_run(tmp_path, monkeypatch):
         assert result_of(full) == [2, 2, 2]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not [path for path in tmp_path.rglob("*.nbc") if path.stat().st_size]
+    assert not [path for path in tmp_path.iterdir() if path.stat().st_size]
 
 
-def test_numbas_own_setting_is_left_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_cache.config, "CACHE_DIR", "elsewhere")
-    loop_in(tmp_path, monkeypatch)
-    assert disk_cache.config.CACHE_DIR == "elsewhere"
-
-
-def test_the_first_loop_that_is_compiled_is_announced_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_cache, "folder", lambda: tmp_path)
+def test_what_is_compiled_is_reported_once_for_each_purpose(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_use, "_purpose", "")
+    compiled = itertools.cycle(np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8))
     said = []
-    for expected in ([disk_cache.COMPILING], []):
-        said.clear()
-        disk_cache.announce(said.append)
-        for number in (np.float32, np.float64):
-            compiled = njit(doubled)
-            disk_cache.keep_on_disk(compiled)
-            compiled(np.ones(3, number))
-        assert said == expected
-    disk_cache.announce(lambda text: print(text, file=closed))
+
+    def compile_one():
+        loop_in(tmp_path, monkeypatch)(np.ones(3, next(compiled)))
+
+    first_use.announce(said.append)
+    for purpose in ("training in float32", "training in float32", "generating text in int8"):
+        first_use.begin(purpose)
+        compile_one()
+    with first_use.compiling_for("the sample"):
+        compile_one()
+        compile_one()
+    compile_one()
+    beginnings = [line.partition(" (")[0].removeprefix(f"{first_use.COMPILING} for ") for line in said]
+    assert beginnings == ["training in float32", "generating text in int8", "the sample"]
+    assert all("later starts load" in line for line in said)
+    said.clear()
+    first_use.announce(said.append)
+    loop_in(tmp_path, monkeypatch)(np.ones(3, np.int8))
+    assert said == []  # an earlier start has left it
+    loop_in(None, monkeypatch)(np.ones(3, np.int8))
+    assert said == [f"{first_use.COMPILING} for generating text in int8"]  # and this one leaves nothing
     with (tmp_path / "closed").open("w") as closed:
         pass
-    compiled(np.ones(3, np.int32))  # nobody hears it
+    first_use.announce(lambda text: print(text, file=closed))
+    loop_in(None, monkeypatch)(np.ones(3, np.int8))  # nobody hears it
+    first_use.announce()

@@ -27,6 +27,7 @@ from distgpt.kernels.pool import pool_of
 def folder(tmp_path, monkeypatch):
     """A machine on which nothing was measured yet."""
     monkeypatch.setattr(layers.disk_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(layers.disk_cache.site(), "files", {})
     layers._stored_speeds.cache_clear()
     yield tmp_path
     layers._stored_speeds.cache_clear()
@@ -131,6 +132,7 @@ def test_without_room_to_keep_it_the_blas_computes(folder, monkeypatch):
 
 def _measure(folder, found):
     layers.disk_cache.folder = lambda: folder
+    layers.disk_cache.site().files = {}
     layers._measured = lambda pool: (found.put("measured"), json.dumps({}).encode())[1]
     layers._stored_speeds(pool_of(1))
 

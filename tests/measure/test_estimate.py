@@ -6,6 +6,7 @@ import pytest
 from conftest import SMALL, inside, refused
 from foreignmodels import change_json
 
+from distgpt.config import RunConfig, parse_toml
 from distgpt.config.presets import preset
 from distgpt.errors import DataError
 from distgpt.gpu.probe import probe
@@ -200,7 +201,53 @@ def test_the_page_has_every_part(monkeypatch):
     assert said == ["measuring steps of 1 and 3 layers with 8 × 16 tokens"]
 
 
+def test_a_depth_and_a_time_are_estimated_as_train_takes_them(monkeypatch, tmp_path):
+    """By the settings that a run has: its own file says which."""
+    words = ["--data", "story", "--threads", "1", "--depth", "1", "--steps", "2"]
+    found = inside("estimate", *words, "--no-measure", "--json")
+    assert found.returncode == 0 and found.stderr.startswith("depth 1 "), found.stderr
+    facts = json.loads(found.stdout)
+    assert inside("train", *words, "--out", tmp_path / "run").returncode == 0
+    run = RunConfig().with_values(parse_toml((tmp_path / "run" / "config.toml").read_text(), "run"))
+    assert facts["parameters"]["total"] == Architecture(run.model).layout.elements
+    assert (facts["batch"]["sequences"], facts["steps"]) == (run.train.batch_size, 2)
+
+    words = ["--data", "story", "--threads", "1"]
+    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
+    found = inside("estimate", *words, "--within", "20s", "--json")
+    assert "--within: tokens/s by depth" in found.stderr and "\ndepth " in found.stderr
+    facts = json.loads(found.stdout)
+    assert 0 < 20 - 60 * facts["minutes"] < 1
+    assert facts["time"]["total_s"] == pytest.approx(20, abs=1 + facts["time"]["step_s"])
+    page = inside("estimate", "--train-minutes", "3", "--rate", "5000").stdout
+    assert "in 3 minutes" in page and "3.00 minutes in total" in page
+    assert "length       3 minutes\n" in inside("estimate", "--train-minutes", "3", "--no-measure").stdout
+
+
+class Bar:
+    """What a bar is told."""
+
+    def __init__(self):
+        self.total, self.seen = 0, []
+
+    def began(self, total, done):
+        self.total = total
+
+    def advanced(self, done, tokens):
+        self.seen.append(done)
+
+
+def test_measuring_shows_its_steps(monkeypatch):
+    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
+    asked = question("tiny", n_embd=16, n_head=2, n_layer=4, seq_len=16, batch_size=8, measured=True)
+    estimate(asked, lambda text: None, bar := Bar())
+    assert bar.total == 8 and bar.seen == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 REFUSED = (
+    ("--within 1m --no-measure", ["--within", "--no-measure", "--depth"]),
+    ("--within 1m --stage mpi --ranks 4", ["--within", "--ranks", "--depth"]),
+    ("--within soon", ["'soon' is no time"]),
     ("--ranks 2", ["serial", "--ranks"]),
     ("--gpu-memory 80", ["--gpu-memory"]),
     ("--stage cuda --gpu-memory nan", ["--gpu-memory is nan", "at least"]),

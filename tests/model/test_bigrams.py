@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import losses, train
 
+from distgpt.comm.limits import Cores
 from distgpt.config import ModelConfig
 from distgpt.config.dial import PAIR_PASSES
 from distgpt.data.batches import PIECE, ArrayTokens, Batches
@@ -114,7 +115,7 @@ def test_few_results_wait_to_be_added(monkeypatch):
 
 def test_a_stage_beside_others_takes_its_own_threads_alone(monkeypatch):
     """As runs of a sweep do; the ranks of one run leave theirs to the first."""
-    monkeypatch.setattr(restore, "usable_cores", lambda: set(range(16)))
+    monkeypatch.setattr(restore, "granted_cores", lambda: Cores(16.0))
     one = SimpleNamespace(kernels=CpuKernels(threads=3))
     for comm, threads in (
         (SimpleNamespace(size=1, local_size=4, cores=4.0), 3),

@@ -55,8 +55,8 @@ _FAULTS = {
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         (
             "the best loss is forgotten",
-            "say, comm, best)",
-            "say, comm, None)",
+            "say, comm, best, room)",
+            "say, comm, None, room)",
         ),
     ],
     ("training/opening/restore.py", _WIRED): [
@@ -68,8 +68,8 @@ _FAULTS = {
     ("training/report.py", _ON_RANKS): [
         (
             "all ranks record an evaluation",
-            "        if not self._is_silent:\n            self._record(metrics)",
-            "        if True:\n            self._record(metrics)",
+            "        if not self._is_silent:\n            self._record(metrics",
+            "        if True:\n            self._record(metrics",
         ),
     ],
     ("training/checkpoints.py", "training/test_saving.py"): [
@@ -86,6 +86,12 @@ _FAULTS = {
             "    raise stop",
         ),
         ("an evaluation that was cut short is forgotten", "progress.evaluation_pending or (t", "False or (t"),
+    ],
+    ("training/guards/full_disk.py", "training/test_full_disk.py"): [
+        ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
+        ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
+        ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
+        ("weights have no room", "self.write(step, self._weights, self._take)", "pass"),
     ],
     ("training/guards/rollback.py", "training/test_badsteps.py"): [
         (
@@ -147,7 +153,11 @@ _FAULTS = {
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
     ],
     ("files.py", _SYNCED): [
-        ("a file is not synced", "os.fsync(file.fileno())", "pass"),
+        (
+            "a file is not synced",
+            "file.flush()\n                os.fsync(file.fileno())",
+            "file.flush()",
+        ),
         ("a name is not synced", "sync_directory(path.parent)", "pass"),
     ],
     ("kernels/fused/rowwise.py", "kernels/test_kernels.py"): [
@@ -387,6 +397,26 @@ _FAULTS = {
     ],
     ("serving/server.py", f"{_STRAINED} -k sigterm"): [
         ("SIGTERM ends what runs", "await self.runner.finish()", "pass"),
+    ],
+    ("serving/server.py", f"{_STRAINED} -k keep_nobody_out"): [
+        (
+            "connections that send nothing keep others out",
+            "min(waited_for, key=lambda each: each._since).transport.abort()",
+            "return refusing(crowded())",
+        ),
+    ],
+    ("serving/parsing.py", f"{_STRAINED} -k pass_large_ones"): [
+        ("any number of bodies waits", "if self._waiting[is_large] + len(body) > most:", "if False:"),
+        ("a small body waits for all large ones", "self._turn if is_large else nullcontext()", "self._turn"),
+    ],
+    ("serving/completions.py", f"{_STRAINED} -k echo"): [
+        ("an echo is not counted", "* served.weight + echoed", "* served.weight"),
+    ],
+    ("data/tokenizers/growth.py", "data/test_hostile_tokenizers.py -k lengthens"): [
+        ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:"),
+    ],
+    ("data/tokenizers/library.py", "data/test_hostile_tokenizers.py -k never_ends"): [
+        ("a text is waited for without end", "thread.join(seconds :=", "thread.join() or (seconds :="),
     ],
 }
 MUTATIONS = [Mutation(*where, *fault) for where, faults in _FAULTS.items() for fault in faults]

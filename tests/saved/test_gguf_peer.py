@@ -13,8 +13,10 @@ from gguffiles import tokenizer_like, with_tokenizer
 from tokenizing import TEXT, small
 
 import distgpt
-from distgpt.data.loading import bundled, read_text, resolve_data
+from distgpt.data.loading import read_text
+from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
+from distgpt.files import bundled
 from distgpt.saved.gguf.blocks import NUMBERS, TYPES, quantised, restored
 from distgpt.saved.gguf.transfer import export_gguf, import_gguf
 

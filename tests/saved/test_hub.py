@@ -121,6 +121,24 @@ def test_a_model_that_is_not_there_is_one_line(hub, tmp_path):
     assert list(Path(tmp_path).glob("back*")) == []
 
 
+def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_path):
+    """So that a node without a network has it in $HF_HOME; what cannot be fetched is refused as by train."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text")
+    words = ["slurm", "--time", "1h", "--", "train", "--data", "texts", "--tokenizer"]
+    result = distgpt(*words, "hub:some/model", cwd=tmp_path, env=hub.env)
+    assert result.returncode == 0 and "#SBATCH" in result.stdout, result.stderr
+    assert f"--tokenizer hub:some/model lies in {tmp_path}/cache/hub" in result.stderr
+    away = {**hub.env, "HF_ENDPOINT": "http://127.0.0.1:1"}
+    there = distgpt("tokenizer", "info", "hub:some/model", cwd=tmp_path, env=away)
+    assert there.returncode == 0, there.stderr
+    gpt2 = distgpt(*words, "gpt2", cwd=tmp_path, env=away)
+    refused(
+        gpt2, 65, "the tokenizer of openai-community/gpt2 cannot be fetched", "give --tokenizer a directory"
+    )
+    assert gpt2.stdout == ""
+
+
 FOUND = """
 from pathlib import Path
 from distgpt.saved.named import weights_of

@@ -13,7 +13,7 @@ from tokenizing import GPT2, gpt2, needs_gpt2
 
 import distgpt
 from distgpt.comm.serial import SerialComm
-from distgpt.data.loading import bundled
+from distgpt.files import bundled
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.passes import Pass
 from distgpt.saved.huggingface import Foreign, export_model, import_model

@@ -11,6 +11,8 @@ from test_huggingface_peer import FAMILIES, LONG, PEER, V, some_tokens, transfor
 import distgpt
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
+from distgpt.errors import DataError
+from distgpt.inference.adapters import adapters_of
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.lora import AdaptedModel, adapter_layout, adapters_by_matrix
 from distgpt.model.passes import Pass
@@ -169,8 +171,12 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
         shutil.copy(kept / "adapter_config.json", folder)
         change_json(folder / "adapter_config.json", **changes)
         refused(inside(*ask, "--weights", weights), 65, *words)
-    shutil.copy(kept / "adapter_config.json", folder)
     path = folder / "adapter_model.safetensors"
+    last = sorted(read_header(path).tensors)[-1].removeprefix(PREFIX).removesuffix(".lora_B.weight")
+    change_json(folder / "adapter_config.json", lora_alpha=1e-300, alpha_pattern={last: 1e6})
+    result = inside(*ask, "--weights", weights)
+    refused(result, 65, path, f"{last}.lora_B.weight, scaled by lora_alpha, holds values that are not finite")
+    shutil.copy(kept / "adapter_config.json", folder)
     tensors = {name: np.empty(e.shape, np.float32) for name, e in read_header(path).tensors.items()}
     read_into(path, tensors)
     first = next(iter(tensors))
@@ -184,6 +190,19 @@ def test_what_cannot_be_held_is_refused(saved, tmp_path):
         changed = {n: x for n, x in {**tensors, name: change}.items() if x is not None}
         write_tensors(path, changed, {})
         refused(inside(*ask, "--weights", weights), 65, path)
+    # Finite, but not what comes of them: then the model's file is not to be blamed.
+    write_tensors(path, {name: np.full_like(array, 3e38) for name, array in tensors.items()}, {})
+    huge = tmp_path / "huge.safetensors"
+    assert inside("weights", "import", folder, "--out", huge, "--weights", weights).returncode == 0
+    for words in (
+        ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge],
+        ["infer", "--prompt", "a", "--weights", weights, "--adapter", huge, "--dtype", "int8"],
+        ["weights", "merge", "--weights", weights, "--adapter", huge, "--out", tmp_path / "b.safetensors"],
+    ):
+        refused(inside(*words), 65, f"{huge}: what blocks.", "is not finite")
+    about = read_description(huge)
+    with pytest.raises(DataError, match=f"{huge}: what blocks.*is not finite"):  # as a server reads it
+        adapters_of(about.run.model, [read_adapter(huge, about)])
     random_model(other := tmp_path / "other.safetensors", shape(77, 13, 1, 3, 18, **MODERN))
     write_tensors(path, tensors, {})
     refused(inside(*ask, "--weights", other), 65, "layers.1")

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, inside, metrics, popen, refused
-from disks import raising
+from conftest import SMALL, distgpt, inside, metrics, popen, refused, wait_for
+from disks import raising, without_locks
 
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import StorageError, UsageError
@@ -93,9 +94,64 @@ def test_a_disk_without_locks_and_a_full_one(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_of_two_that_begin_at_once_one_is_refused(tmp_path):
+@pytest.fixture
+def unlocked(tmp_path_factory):
+    """Variables of a process on whose disks there are no locks."""
+    if shutil.which("cc") is None or sys.platform != "linux":
+        pytest.skip("needs a C compiler and Linux")
+    return without_locks(tmp_path_factory.mktemp("unlocked"))
+
+
+def test_without_locks_a_second_run_of_this_host_is_refused_and_the_first_says_so_once(tmp_path, unlocked):
+    out, note = tmp_path / "run", f"the disk of {tmp_path / 'run'} has no locks"
+    words = ["train", *SMALL, "--steps", str(10**7), "--out", out]
+    how = {"env": unlocked, "cold": True, "stderr": subprocess.PIPE, "text": True}
+    with popen(*map(str, words), stdout=subprocess.PIPE, **how) as first:
+        try:
+            wait_for((out / "metrics.jsonl").exists, 60)
+            for more in (["--resume", "auto"], []):
+                second = distgpt(*words, *more, env=unlocked, cold=True)
+                refused(second, 2, f"{out} is in use: process {first.pid} on {platform.node()} trains there")
+            (run,) = json.loads(distgpt("runs", tmp_path, "--json", env=unlocked, cold=True).stdout)["runs"]
+            assert run["state"] == "running"
+        finally:
+            first.terminate()
+        assert first.communicate()[0].count(note) == 1
+    steps = len(metrics(out))
+    words = ["train", "--steps", str(steps + 5), "--resume", out]
+    resumed = distgpt(*words, env=unlocked, cold=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert list(metrics(out)) == list(range(1, steps + 6)) and not (out / "running.json").exists()
+
+
+def test_without_locks_a_dead_process_and_one_elsewhere_are_no_obstacle(tmp_path, unlocked):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = platform.node()
+    for host, pid in ((here, gone.pid), ("elsewhere", os.getpid()), (here, -1), (here, 2**80), (here, "1")):
+        (tmp_path / "running.json").write_text(json.dumps({"host": host, "pid": pid}))
+        words = [sys.executable, "-c", HOLD, str(tmp_path)]
+        how = {"env": {**os.environ, **unlocked}, "capture_output": True, "text": True}
+        claimed = subprocess.run(words, input="\n", **how)
+        assert claimed.stdout == "held\n", (host, pid, claimed.stderr)
+
+
+def test_without_locks_shards_and_answers_say_so(tmp_path, unlocked):
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 20)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    prepare = ["data", "prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", tmp_path / "shards"]
+    infer = ["infer", "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", "1"]
+    for words in (prepare, [*infer, "--out", tmp_path / "answers.jsonl"]):
+        result = distgpt(*words, env=unlocked, cold=True)
+        said = result.stdout + result.stderr
+        assert result.returncode == 0 and said.count(f"the disk of {words[-1]} has no locks") == 1, said
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_of_two_that_begin_at_once_one_is_refused(locks, tmp_path, request):
     words = ["train", *SMALL, "--steps", "100000", "--time-limit", "20s", "--out", tmp_path / "run"]
     how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    how |= {} if locks else {"cold": True, "env": request.getfixturevalue("unlocked")}
     both = [popen(*map(str, words), *resume, **how) for resume in ([], ["--resume", "auto"])]
     until = time.monotonic() + 15
     while all(process.poll() is None for process in both) and time.monotonic() < until:

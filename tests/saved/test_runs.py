@@ -1,10 +1,12 @@
 """The table of runs, and that a run's directory is as good as its weights file."""
 
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,12 @@ import pytest
 from conftest import SMALL, inside, refused
 
 from distgpt.comm.serial import SerialComm
+from distgpt.data.loading import read_text, resolve_data
 from distgpt.errors import UsageError, command_line
+from distgpt.saved.modelfile import read_description
 from distgpt.saved.rundir import RunDirectory, find_weights
 from distgpt.saved.tensors import write_tensors
+from distgpt.show.runs import Listed, render_terminal
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]
 
@@ -94,6 +99,59 @@ def test_runs_are_listed_with_what_they_came_to(runs):
     assert inside("runs", cwd=runs.parent).stdout == page
 
 
+def test_losses_are_also_in_bits_per_byte_which_tokenizers_share(runs):
+    words, text = runs / "my first", read_text(resolve_data("story"))
+    result = inside(
+        "train", *SMALL, "--tokenizer", "byte", *HELD_OUT, "--steps", "2", "--out", runs / "bytes"
+    )
+    assert result.returncode == 0, result.stderr
+    by_byte, by_word, _ = listed(runs)
+    assert by_byte["train_bits_per_byte"] == pytest.approx(by_byte["loss"] / math.log(2))
+    assert by_byte["bits_per_byte"] == pytest.approx(by_byte["val_loss"] / math.log(2))
+    tokenizer = read_description(words / "weights.safetensors").tokenizer
+    ids = tokenizer.encode(text)
+    train = ids[round(0.2 * len(ids)) :]
+    each = len(tokenizer.decode(train).encode()) / len(train)
+    assert by_word["train_bits_per_byte"] == pytest.approx(by_word["loss"] / math.log(2) / each)
+    found = summary(words)
+    assert found["train_bits_per_byte"] == by_word["train_bits_per_byte"]
+    assert found["best_bits_per_byte"] == by_word["bits_per_byte"] < by_word["val_loss"]
+    page, ended = inside("runs", runs).stdout, result.stdout.splitlines()
+    for name, loss in (("train_bits_per_byte", "loss"), ("bits_per_byte", "val_loss")):
+        assert f"{by_word[name]:.2f}" in page and f"{by_byte[name]:.2f}" in page
+        shown = f"{by_byte[loss]:.4f} ({by_byte[name]:.2f} bits per byte)"
+        assert any(shown in line for line in ended if line.startswith("losses"))
+    assert any(shown in line for line in ended if line.startswith("best"))
+    by_bits = [run["bits_per_byte"] for run in listed(runs, "--sort", "bits-per-byte")]
+    assert by_bits == [*sorted(by_bits[:2]), None]
+
+
+def test_a_run_that_ends_by_the_clock_shows_its_time(runs):
+    out = runs / "clock"
+    result = inside("train", *SMALL, "--train-minutes", "0.02", "--steps", "7", "--out", out)
+    assert result.returncode == 0, result.stderr
+    found = listed(out)[0]
+    assert (found["steps"], found["elapsed_s"], found["total_s"]) == (None, 1.2, 1.2)
+    recorded = lines(out)
+    elapsed = [line["elapsed_s"] for line in recorded]
+    assert elapsed == sorted(elapsed) and 0 < elapsed[0] < 1.2
+
+    def minutes(total, *kept):
+        text = (out / "config.toml").read_text().replace("train_minutes = 0.02", f"train_minutes = {total}")
+        (out / "config.toml").write_text(text)
+        (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        return inside("runs", runs).stdout
+
+    (out / "summary.json").unlink()
+    assert "1:17/3:00" in minutes(3.0, recorded[0] | {"elapsed_s": 77.0}) and "/7" not in page_of(out)
+    del recorded[0]["elapsed_s"]  # as runs of a former version
+    assert "?/3:00" in minutes(3.0, recorded[0])
+
+
+def page_of(run):
+    return inside("runs", run).stdout
+
+
 def test_runs_are_sorted(runs):
     def order(*words):
         return [run["name"][:2] for run in listed(runs, *words)]
@@ -153,6 +211,19 @@ def test_one_damaged_run_leaves_the_others(runs, file, content):
     assert (first["state"], second["state"]) == ("damaged", "finished") and file in first["error"]
     page = inside("runs", runs).stdout
     assert "damaged" in page and file in page and "\x1b" not in page
+
+
+def test_a_run_whose_file_is_of_no_time_is_listed_without_it(runs):
+    """A disk in memory keeps any number of 64 bits as the time of a file."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        shutil.copytree(runs, folder, dirs_exist_ok=True)
+        for seconds in (2**63 - 1, 2**60, 10**14, -(2**62)):
+            os.utime(Path(folder) / "my first" / "metrics.jsonl", (seconds, seconds))
+            for sort in ("when", "name"):
+                result = inside("runs", folder, "--sort", sort)
+                assert result.returncode == 0 and result.stdout.count("my first") == 1, result.stderr
+    for seconds in (2.0**63, 1e300, -1e300):
+        assert "begun" in render_terminal([Listed("a", "a", when=seconds)])
 
 
 # A run's directory in the place of a file

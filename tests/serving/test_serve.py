@@ -181,7 +181,7 @@ WRONG = [
     ({"max_tokens": 5000}, 400, "at most 4096"),
     ({"temperature": -1}, 400, "temperature"),
     ({"prompt": "a" * 300, "logprobs": 1, "echo": True, "overflow": "shift"}, 400, "leave out logprobs"),
-    ({"prompt": ["a" * 100] * 128, "max_tokens": 400, "logprobs": 20, "echo": True}, 400, "1,344,000"),
+    ({"prompt": ["a" * 100] * 128, "max_tokens": 400, "logprobs": 20, "echo": True}, 400, "1,347,200"),
     ({"stop": "a" * 300}, 400, "stop"),
     ({"stream": "yes"}, 400, "stream"),
     ({"overflow": "wrap"}, 400, "overflow"),

@@ -10,6 +10,7 @@ pytest.importorskip("uvicorn")
 from conftest import SMALL, inside, refused
 from serving import server
 
+from distgpt.comm.limits import Memory
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
 from distgpt.inference import engine_setup
@@ -109,7 +110,9 @@ def test_adapters_are_refused_before_a_model_is_read_where_none_can_be_served(fi
 def test_adapters_are_in_memory_before_lanes_ask_how_much_is_left(files, monkeypatch):
     order, pack = [], engine_setup.adapters_of
     monkeypatch.setattr(engine_setup, "adapters_of", lambda *args: order.append("adapters") or pack(*args))
-    monkeypatch.setattr(engine_setup, "available_memory", lambda: order.append("memory") or 1 << 30)
+    monkeypatch.setattr(
+        engine_setup, "granted_memory", lambda ranks: order.append("memory") or Memory(1 << 30)
+    )
     loaded_with(files, "one").lanes(1, 0)
     assert order == ["adapters", "memory"]
 

@@ -1,5 +1,6 @@
 """`distgpt serve` under strain: bodies, queues and clients that are too much, failures, and its end."""
 
+import asyncio
 import http.client
 import json
 import re
@@ -16,13 +17,19 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from conftest import distgpt, inside, popen, refused
-from serving import JSON, pieces, server, until
+from hostiletokenizers import FAILING, TEXT, failing
+from serving import JSON, pieces, sample, server, until
 
 from distgpt.comm.cores import peak_memory
+from distgpt.comm.serial import SerialComm
+from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
+from distgpt.data.tokenizers.plain import ByteTokenizer
 from distgpt.errors import DistgptError
-from distgpt.serving import app, completions
+from distgpt.inference.engine_setup import LoadedModel, ModelSpec
+from distgpt.serving import app, completions, parsing
 from distgpt.serving import server as serving_module
 from distgpt.serving.completions import json_of
+from distgpt.serving.limits import Limits, Refusal
 from distgpt.serving.server import bound
 
 MB = 1 << 20
@@ -215,6 +222,163 @@ def test_a_connection_that_never_asks_is_closed(monkeypatch):
                     while line.recv(100):
                         pass
                 assert time.monotonic() - begun < 3
+
+
+def test_connections_that_send_nothing_or_half_a_request_keep_nobody_out():
+    """Where there are too many, the oldest of them goes; whoever is answered stays."""
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    parts = (b"", b"GET / HT", begun, begun + b"Content-Length: 100\r\n\r\n{")
+    with server(seconds=0.005, limits={"connections": 8}) as found:
+        _, running = found.begin("a", max_tokens=100)
+        lines = [socket.create_connection((found.host, found.port), 10) for _ in range(40)]
+        for number, line in enumerate(lines):
+            with suppress(OSError):
+                line.sendall(parts[number % 4])
+        for _ in range(10):
+            assert found.complete("b", max_tokens=1)
+        until(lambda: len(found.serving._server.server_state.connections) <= 8)
+        assert len(pieces(running.read().decode().lstrip())) > 50
+        for line in lines:
+            line.close()
+
+
+def test_where_all_connections_are_at_work_the_next_one_is_told_to_try_again():
+    with server(seconds=0.01, limits={"connections": 2}) as found:
+        running = [found.begin("a", max_tokens=100)[1] for _ in range(2)]
+        status, headers, said = found.ask("/v1/completions", {"prompt": "b", "max_tokens": 1})
+        assert status == 429 and said["error"]["code"] == "too_many_clients"
+        assert headers["retry-after"] == "1" and headers["connection"] == "close"
+        assert all(each.read().endswith(b"[DONE]\n\n") for each in running)
+        assert found.complete("b", max_tokens=1)
+
+
+def test_bodies_wait_for_the_parser_up_to_a_limit_and_small_ones_pass_large_ones():
+    may_end, order = threading.Event(), []
+
+    def parse(body, served, limits):
+        assert len(body) < parsing.LARGE or may_end.wait(20)
+        order.append(len(body))
+        return len(body)
+
+    async def flood():
+        found = parsing.Parsing(None, Limits(body=MB))
+        large = [asyncio.create_task(found.parse(parse, b"x" * MB)) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refusal) as refusal:
+            await found.parse(parse, b"x" * MB)
+        assert refusal.value.status == 429 and refusal.value.code == "queue_full"
+        small = asyncio.create_task(found.parse(parse, b"{}"))
+        await asyncio.sleep(0)
+        may_end.set()
+        assert await small == 2 and await asyncio.gather(*large) == [MB] * 4
+        assert order == [MB, 2, MB, MB, MB]
+        assert await found.parse(parse, b"x" * MB) == MB
+        found.close()
+
+    asyncio.run(flood())
+
+
+def test_the_arrival_of_a_body_is_timed_and_not_how_long_it_takes_to_parse(monkeypatch):
+    monkeypatch.setattr(app, "ARRIVING", 0.1)
+    slow = "{% for i in range(2000) %}{% for j in range(1000) %}{% if i + j < 0 %}{% endif %}"
+    slow += "{% endfor %}{% endfor %}a"
+    chat = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 1}
+    with server(template=slow) as found:
+        begun = time.monotonic()
+        status, _, said = found.ask("/v1/chat/completions", chat)
+        assert status == 200, said
+        assert time.monotonic() - begun > 0.1
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((found.host, found.port), 10) as line:
+            line.sendall(begun + b"Content-Length: 100\r\n\r\n{")
+            assert line.recv(1000).startswith(b"HTTP/1.1 408")
+    with server(template=slow, limits={"seconds": 0.1}) as found:
+        status, _, said = found.ask("/v1/chat/completions", chat)
+        assert status == 504 and said["error"]["code"] == "timeout"
+
+
+class Counting(ByteTokenizer):
+    """Notes by which thread each id was decoded."""
+
+    def __init__(self):
+        super().__init__()
+        self.fed = []
+
+    def streamer(self):
+        inner, fed = super().streamer(), self.fed
+
+        class Noting:
+            def __init__(self, inner):
+                self._inner, self.flush = inner, inner.flush
+
+            def feed(self, token):
+                fed.append(threading.current_thread().name)
+                return self._inner.feed(token)
+
+            def copy(self):
+                return Noting(self._inner.copy())
+
+        return Noting(inner)
+
+
+def test_a_prompt_is_decoded_once_for_all_samples_and_never_by_the_event_loop():
+    tokenizer = Counting()
+    loaded = LoadedModel(sample()[0], tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
+    with server(loaded=loaded) as found:
+        how = {"n": 8, "logprobs": 0, "max_tokens": 1, "overflow": "shift"}
+        assert len(found.complete([97] * 1000, **how)["choices"]) == 8
+        assert tokenizer.fed.count("parser_0") == 1000
+        assert tokenizer.fed.count("engine") == 1000 + 8
+        assert len(tokenizer.fed) == 2000 + 2 * 8
+
+
+def test_an_echo_counts_in_the_size_of_an_answer():
+    """Before it is made: a token of some vocabularies is a hundred characters."""
+    echo = {"prompt": "a" * 1000, "echo": True, "max_tokens": 1, "overflow": "shift"}
+    with server(lanes=1, seconds=0.02, limits={"values": 1200, "everything": 4000}) as found:
+        assert found.complete(**echo, n=4)["choices"][3]["text"].startswith("a" * 1000)
+        status, _, said = found.ask("/v1/completions", {**echo, "n": 5})
+        assert status == 400 and "1,255 tokens" in said["error"]["message"]
+        assert found.complete(**{**echo, "echo": False}, n=5)
+        connections = []
+        for _ in range(2):  # each with 1,000 of a prompt, 1,000 for four echoes, 4
+            connections.append(found.connect())
+            connections[-1].request("POST", "/v1/completions", json.dumps({**echo, "n": 4}), JSON)
+        until(lambda: found.ask("/v1/completions", {**echo, "n": 4})[0] == 429)
+        assert [each.getresponse().status for each in connections].count(200) >= 1
+        long = [97] * 5000
+        status, _, said = found.ask("/detokenize", {"tokens": long})
+        assert status == 400 and "more than 4,800 characters" in said["error"]["message"]
+        assert found.ask("/detokenize", {"tokens": long[:100]})[2] == {"prompt": "a" * 100}
+
+
+def test_a_token_of_thousands_of_bytes_counts_as_several():
+    """So that vocabularies of others cannot make answers of gigabytes."""
+    tokenizer = BpeTokenizer([*symbols(), "a" * 2048], [], None)
+    loaded = LoadedModel(sample()[0], tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
+    with server(loaded=loaded, limits={"values": 100}) as found:
+        assert found.complete("a", max_tokens=25)
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            status, _, said = found.ask(path, {**body, "max_tokens": 26})
+            assert status == 400 and "104 tokens and logprobs (one counts as 4" in said["error"]["message"]
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_text_at_which_the_tokenizer_fails_is_refused_in_openais_shape(name):
+    loaded = LoadedModel(sample()[0], failing(name), SerialComm(), ModelSpec(None, "auto"), None, "float32")
+    chat = {"messages": [{"role": "user", "content": TEXT}]}
+    with server(loaded=loaded) as found:
+        for path, body in (
+            ("/v1/completions", {"prompt": TEXT}),
+            ("/v1/chat/completions", chat),
+            ("/tokenize", {"prompt": TEXT}),
+        ):
+            status, _, said = found.ask(path, body)
+            assert status == 400 and "cannot encode this text" in said["error"]["message"], (path, said)
+        assert found.ask("/health")[0] == 200
 
 
 def test_scores_that_are_not_finite_fail_what_runs_and_the_server_goes_on():

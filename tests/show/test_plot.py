@@ -141,9 +141,67 @@ def test_runs_are_ranked_by_validation_where_there_is_one(tmp_path):
         )
         for name, losses in scored.items()
     ]
-    legend = _Picture(read_runs(paths), Look()).figure.axes[0].get_legend()
+    figure = _Picture(read_runs(paths), Look()).figure
+    [legend] = figure.legends
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes), "it hides curves or the label"
+    assert [axes.get_xlabel() for axes in figure.axes].count("step") == 1
+    assert 0 < box.y0 < box.y1 < figure.bbox.height
     assert [text.get_text()[0] for text in legend.get_texts()] == ["c", "a", "b", "v"]
     assert [text.get_text()[-9:] for text in legend.get_texts()[:2]] == ["val 2.000", "val 2.500"]
+
+
+def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
+    nats, bits = 0.6931471805599453, 3.0
+    new = [line(step, loss=2 * nats, train_bits_per_byte=1.0) for step in (1, 2)]
+    new.append({"step": 2, "val_loss": 4 * nats, "bits_per_byte": bits})
+    former = [line(1, loss=2.0), {"step": 1, "val_loss": 4.0, "bits_per_byte": 1.5}]
+    paths = [run(tmp_path / name, *lines) for name, lines in (("new", new), ("former", former))]
+    plain = run(tmp_path / "plain", line(1))
+
+    def losses(*paths):
+        figure = _Picture(read_runs(paths), Look()).figure
+        axes = figure.axes[0]
+        legend = axes.get_legend() or figure.legends[0]
+        texts = [text.get_text() for text in legend.get_texts()]
+        return axes.get_title(), [drawn.get_ydata()[-1] for drawn in axes.lines[: len(paths)]], texts
+
+    assert losses(*paths)[:2] == ("Loss (nats per token)", [2 * nats, 2.0])
+    for number, path in enumerate([*paths, plain]):
+        (path / "tokenizer.json").write_text(str(number % 2))
+    title, drawn, texts = losses(*paths)
+    assert title.startswith("Loss (bits per byte") and drawn == [1.0, 0.75]  # by the bytes of validation
+    assert texts[:2] == ["former  0.750  val 1.500", "new  1.000  val 3.000"]
+    assert losses(paths[0], plain)[0] == "Loss (nats per token)"
+    title, drawn, _ = losses(paths[1], plain)
+    assert "not to be compared" in title and drawn[0] == 2.0
+    assert losses(paths[0])[2][1] == "validation  2.773 (3.00 bits/byte)"
+
+
+def test_a_legend_hides_nothing_and_epochs_are_marked_where_a_text_is_read_again(tmp_path):
+    lines = [line(step, epoch=step / 8) for step in range(1, 33)]
+    folder = run(tmp_path / "run", *lines, {"step": 32, "val_loss": 9.0})  # in the upper right corner
+
+    def drawn(folder, **look):
+        picture = _Picture(read_runs([folder]), Look(**look))
+        picture.figure.draw_without_rendering()
+        axes = picture.figure.axes[0]
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1
+        return {text.get_text(): at for text, at in marks(axes)}
+
+    def marks(axes):
+        return [
+            pair
+            for top in axes.child_axes
+            for pair in zip(top.get_xticklabels(), top.get_xticks(), strict=True)
+        ]
+
+    assert drawn(folder) == {"epoch 2": 8, "3": 16, "4": 24}
+    assert drawn(folder, axis="tokens") == {"epoch 2": 256, "3": 512, "4": 768}
+    often = [line(step, epoch=2.0 * step) for step in range(1, 33)]
+    assert list(drawn(run(tmp_path / "often", *often))) == ["epoch 11", "21", "31", "41", "51", "61"]
+    assert not drawn(run(tmp_path / "once", *(line(step, epoch=step / 32) for step in range(1, 33))))
 
 
 def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatch):

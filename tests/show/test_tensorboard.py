@@ -49,7 +49,7 @@ def reported(folder, first, last, loss=2.0, sample=None):
     board.started({"directory": str(folder), "first_step": first - 1, "steps": 100})
     for step in range(first, last + 1):
         usual = {"lr": 0.5, "grad_norm": 0.25, "tokens": step, "tokens_per_s": 8.0, "step_s": 1.0}
-        board.stepped({"step": step, "loss": loss, **usual})
+        board.stepped({"step": step, "loss": loss, "train_bits_per_byte": 1.25, **usual})
         if step % 4 == 0:
             val = {"val_loss": loss + 1, "bits_per_byte": 1.5, "val_tokens": 9, "val_s": 0.1}
             board.evaluated({"step": step, **val})
@@ -62,6 +62,7 @@ def reported(folder, first, last, loss=2.0, sample=None):
 def test_every_measure_has_its_curve(tmp_path):
     reported(tmp_path, 1, 8)
     assert curve(tmp_path, "loss/train") == dict.fromkeys(range(1, 9), 2.0)
+    assert curve(tmp_path, "loss/train_bits_per_byte")[1] == 1.25
     assert curve(tmp_path, "loss/validation") == {4: 3.0, 8: 3.0}
     assert curve(tmp_path, "loss/validation_bits_per_byte") == {4: 1.5, 8: 1.5}
     assert curve(tmp_path, "accuracy/hellaswag") == {4: 0.25, 8: 0.25}

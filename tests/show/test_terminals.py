@@ -134,7 +134,7 @@ def test_samples_are_printed_one_after_another(capsys):
 
     one, two, three = (list(events(text, i)) for i, text in enumerate(("ab", "cd", "ef")))
     stream("x", [three[0], one[0], two[0], three[1], one[1], two[1]], 3)
-    assert capsys.readouterr().out == "xab\n--- 2 of 3\ncd\n--- 3 of 3\nef\n"
+    assert capsys.readouterr().out == "--- 1 of 3\nxab\n--- 2 of 3\nxcd\n--- 3 of 3\nxef\n"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

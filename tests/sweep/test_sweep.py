@@ -9,7 +9,7 @@ import sys
 from subprocess import PIPE
 
 import pytest
-from conftest import distgpt, inside, needs_mpi, refused
+from conftest import distgpt, inside, metrics, needs_mpi, refused
 
 from distgpt.measure import step_timing
 from distgpt.sweep import work
@@ -95,6 +95,10 @@ def test_the_worse_half_ends_early_and_what_diverges_is_a_row(swept):
     assert {found["stop"] for found in results(folder).values()} == {"", "not finite"}
     rows = [line.split() for line in done.stdout.splitlines()[2:6]]
     assert [row[-1] for row in rows] == ["best", "finished", "early", "finite"]
+    lr = f"{float(rows[0][0]):g}"
+    last = [found["rungs"][-1] for name, found in results(folder).items() if name.startswith(f"lr={lr},")]
+    assert "bits/byte" in done.stdout
+    assert float(rows[0][5]) == pytest.approx(sum(rung["bits_per_byte"] for rung in last) / 2, abs=1e-4)
     assert float(rows[0][2]) <= float(rows[1][2]) and rows[0][1] == "9" and rows[2][1] == "4"
     assert "the loss is not finite" in done.stdout or "the gradient is not finite" in done.stdout
     assert done.stderr.count("seed=") == 12  # a line for each run on each of its rungs
@@ -199,6 +203,13 @@ def test_a_preview_writes_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@needs_mpi
+def test_a_preview_knows_the_time_of_several_ranks_too(tmp_path):
+    found = sweep(written(tmp_path, SMALL + "[sweep]\nlr = [1e-3, 1e-2]"), "--dry-run", run=distgpt, ranks=2)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("2 runs") == 1 and "of training on 2 ranks" in found.stdout, found.stdout
+
+
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
 )
@@ -216,6 +227,22 @@ def test_a_run_of_another_process_is_left_to_it(swept):
     with ledger.taken(run) as is_mine:
         assert is_mine and lock.exists()
     assert not lock.exists()
+
+
+def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
+    text = SMALL.replace('tokenizer = "word"', "") + '[sweep]\ntokenizer = ["word", "byte"]\n'
+    refused(sweep(written(tmp_path, text)), 2, "another tokenizer", 'metric = "bits_per_byte"')
+    assert not (tmp_path / "out").exists()
+    done = sweep(written(tmp_path, text + 'metric = "bits_per_byte"'))
+    assert done.returncode == 0, done.stderr
+    best, other = (line.split() for line in done.stdout.splitlines()[2:4])
+    assert float(best[2]) < float(other[2]) and "bits/byte" not in done.stdout
+    for name, found in results(tmp_path).items():
+        (rung,) = found["rungs"]
+        by_step = metrics(tmp_path / "out" / name)
+        assert rung["train_bits_per_byte"] == pytest.approx(
+            sum(line["train_bits_per_byte"] for line in by_step.values()) / 9
+        )
 
 
 def test_nothing_that_finishes_is_an_error(tmp_path):

@@ -8,11 +8,15 @@ from conftest import distgpt, inside, needs_mpi, refused, train
 
 import distgpt as library
 from distgpt.config import TrainConfig
+from distgpt.config.presets import preset
+from distgpt.data.named import resolve_data
 from distgpt.errors import UsageError
+from distgpt.kernels import first_use
+from distgpt.kernels.fused import site_cache
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.clock import Clock
-from distgpt.training.opening.dial import text_of
+from distgpt.training.opening.dial import Dial, text_of
 from distgpt.training.progress import Pace, Progress
 
 SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
@@ -120,7 +124,7 @@ def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
     assert steps[first]["lr"] < 1.02 * steps[first - 1]["lr"] and steps[-1]["lr"] == 0  # not a new run's rate
     assert seconds_of(out, steps[-1]["step"]) == pytest.approx(9)
     again = inside(*words, "--threads", "1", "--resume", "auto")
-    assert again.returncode == 0 and "minutes are over" in again.stdout
+    assert again.returncode == 0 and "its 9s are over" in again.stdout
     assert lines(out) == steps
 
 
@@ -143,6 +147,25 @@ def test_the_dial_sets_what_nothing_else_says_and_a_resumed_run_keeps_it(tmp_pat
     assert longer.returncode == 0, longer.stderr
     assert "learning rates" not in longer.stdout and lines(tmp_path / "r")[-1]["step"] == 3
     refused(inside(*words, "2", "--resume", "auto"), 2, "n_layer was 1 and is now 2")
+
+
+def test_the_lines_of_the_dial_say_what_is_read_and_when_it_ends(tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_text("The keeper lit the lamp. " * 40)
+
+    def lines_of(depth, **flags):
+        given = {"data": str(text), **flags}
+        run = preset("fast", {**depth.settings(given), **given})
+        return {line[:16].strip(): line[16:] for line in depth.described(run).splitlines()}
+
+    found = lines_of(Dial(1))
+    assert "the text 8.19 times; 0.125 for each of 65.5 k parameters" in found["training"]
+    assert found["training"].startswith("reads 8.19 k tokens")
+    assert found["steps"].startswith("16 steps of 512")
+    assert "12 tokens for each of these parameters are best" in found["note"]
+    found = lines_of(Dial(1, tokens=300.0), train_minutes=2.955)
+    assert "% of the text" in found["training"] and "note" not in found
+    assert found["steps"].startswith("about 1 step of ") and ", until 2:57 is over" in found["steps"]
 
 
 def test_a_bpe_that_is_learned_is_kept_in_the_run(tmp_path):
@@ -173,10 +196,54 @@ def test_what_the_dial_refuses(tmp_path):
         library.train(depth=0, out=tmp_path / "none")
 
 
-def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
+def within(path, seconds, out, **settings):
+    """Train by the clock on a text; its notes, its settings, and what it has left."""
     notes = []
-    found = library.train(within="8s", threads=1, out=tmp_path / "run", on_note=notes.append)
-    assert any("bits per byte" in note for note in notes)
-    run = RunDirectory(found.directory).saved()
-    assert run.train.train_minutes == pytest.approx(8 / 60) and run.train.optimizer == "muon"
-    assert found.metrics[-1]["lr"] == pytest.approx(run.train.min_lr)
+    found = library.train(
+        within=f"{seconds}s", data=str(path), threads=1, out=out, on_note=notes.append, **settings
+    )
+    return "\n".join(notes), RunDirectory(found.directory).saved().train, found.metrics
+
+
+def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
+    lines = resolve_data("corpus").read_text().splitlines(keepends=True)
+    (tmp_path / "long.txt").write_text("".join(lines * 30))
+    notes, t, metrics = within(tmp_path / "long.txt", 8, tmp_path / "run")
+    assert t.train_minutes == pytest.approx(8 / 60) and t.optimizer == "muon"
+    assert metrics[-1]["lr"] == pytest.approx(t.min_lr) and not t.eval_every
+    assert "bits per byte on such text that it has not seen" in notes and "--val-fraction 0.1" in notes
+    assert "this ends after" not in notes
+
+
+def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
+    notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
+    assert "this ends after about 0:" in notes and t.train_minutes < 1
+    assert "on the text that is held out" in notes and "--val-fraction" not in notes
+    read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
+    assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
+    assert sum("val_loss" in line for line in metrics) > 3 and metrics[0]["step"] == 0
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(site_cache.PLACE.exists(), reason="distgpt compile was run here")
+def test_what_is_compiled_is_named_once_and_no_more_when_it_was_kept(tmp_path):
+    """Of two ranks, before --within measures; the sample at the end compiles nothing else."""
+    env, weights = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, tmp_path / "run"
+
+    def reported(*words, ranks=0):
+        result = distgpt(*words, ranks=ranks, env=env, cold=True, timeout=700)
+        assert result.returncode == 0, result.stderr
+        said = result.stdout.splitlines() + result.stderr.splitlines()
+        return [
+            line.partition(" (")[0] for line in said if line.startswith(("--within", first_use.COMPILING))
+        ]
+
+    wanted = ["--data", "story", "--depth", "1", "--within", "20s", "--out", weights]
+    first, *others = reported("train", "--stage", "mpi", *wanted, ranks=2)
+    assert first == f"{first_use.COMPILING} for training in float32"
+    assert others and not any(line.startswith(first_use.COMPILING) for line in others)
+    assert lines(weights)[0]["elapsed_s"] < 15  # compiling, which takes longer, is not counted
+    for expected in ([f"{first_use.COMPILING} for generating text in float32"], []):
+        assert reported("infer", "--weights", weights, "--prompt", "a", "--max-new-tokens", "2") == expected

@@ -293,6 +293,81 @@ def test_a_mistake_ends_a_job_with_its_exit_code(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+# The command of each rank is an argument of this program.
+EACH_ITS_OWN = """
+import json, os, sys
+from distgpt.cli import main
+from distgpt.comm.launched import launched_rank
+sys.argv[1:] = json.loads(sys.argv[1 + launched_rank()])
+"""
+ONE_RANK_REFUSES = [
+    ([*TRAIN, "--stepz", "3"], 2, ["rank 1: No such option", "--stepz"]),
+    (["train", *SMALL, "--out", "run"], 2, ["rank 1: --stage serial was launched as 2"]),
+    ([*TRAIN, "--threads", "0"], 2, ["rank 1: --threads is 0"]),
+    (["eval", "--weights", "x"], 2, ["rank 1: nothing to evaluate"]),
+    (["runs"], 2, ["rank 1: distgpt runs is for one process"]),
+    # What could be done, but not together.
+    (["infer", "--stage", "mpi", "--prompt", "a"], 2, ["rank 0 runs distgpt train, rank 1 distgpt infer"]),
+    ([*TRAIN, "--lr", "0.5"], 2, ["--lr is 0.5 on rank 1", "0.01 on rank 0"]),
+    ([*TRAIN, "--profile"], 2, ["--profile is True on rank 1, but not given on rank 0"]),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), ONE_RANK_REFUSES)
+def test_a_rank_that_cannot_go_along_ends_the_job_in_one_line(words, code, said, tmp_path):
+    """Before MPI starts, too, where the others would wait for it for ever."""
+    for ours, other in (
+        ((TRAIN, words), (words, TRAIN)) if code == 2 and "rank 1:" in said[0] else ((TRAIN, words),)
+    ):
+        program = [sys.executable, "-c", f"{EACH_ITS_OWN}main()"]
+        result = distgpt(*map(json.dumps, (ours, other)), ranks=2, cwd=tmp_path, program=program, timeout=60)
+        assert result.returncode == code and not list(tmp_path.iterdir()), result.stderr
+        if ours is TRAIN:
+            refused(result, code, *said)
+        else:  # rank 0 speaks for itself, as if it were alone
+            assert said[0].removeprefix("rank 1: ") in result.stderr and "rank 1" not in result.stderr
+
+
+def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
+    program = [sys.executable, "-c", f"{EACH_ITS_OWN}main()"]
+    words = map(json.dumps, (["train", "--one"], ["train", "--two"], ["train", "--one"], ["train", "--two"]))
+    result = distgpt(*words, ranks=4, cwd=tmp_path, program=program)
+    lines = result.stderr.splitlines()
+    assert result.returncode == 2 and lines[-2] == "Error: No such option '--one'", result.stderr
+    assert lines[-1].startswith("distgpt: ranks 1, 3: No such option '--two'") and "--one" not in lines[-1]
+
+
+def test_ranks_may_have_different_numbers_of_threads(tmp_path):
+    program = [sys.executable, "-c", f"{EACH_ITS_OWN}main()"]
+    words = [[*TRAIN, "--steps", "1", "--threads", n] for n in ("1", "2")]
+    result = distgpt(*map(json.dumps, words), ranks=2, cwd=tmp_path, program=program)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_signal_ends_a_job_while_mpi_waits_for_a_rank_that_never_comes(tmp_path):
+    """As from a host without distgpt: Python's handlers cannot run within MPI_Init."""
+    if mpi.vendor() == "Open MPI":
+        pytest.skip("its mpirun ends a job of which a rank has left")
+    comes = """
+from distgpt.comm import mpi
+launched_rank() and os._exit(3)
+init = mpi.MPI.Init_thread
+mpi.MPI.Init_thread = lambda level: print("begins", os.getpid(), flush=True) or init(level)
+main()
+"""
+    words = command(json.dumps(TRAIN), "[]", ranks=2, program=[sys.executable, "-c", EACH_ITS_OWN + comes])
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True
+    ) as job:
+        rank_0 = int(job.stdout.readline().split()[1])
+        try:
+            time.sleep(0.3)  # until it is in C
+            job.terminate()
+            assert job.wait(20) == signal.SIGTERM
+        finally:
+            job.poll() is None and os.kill(rank_0, signal.SIGKILL)
+
+
 def test_the_wrong_mpirun_is_named_before_mpi_starts(tmp_path):
     """Open MPI's, as its variables say, around an mpi4py of another MPI, which would abort the process.
 
@@ -317,6 +392,7 @@ def test_launchers_of_other_mpis_are_told_by_their_variables(monkeypatch):
         ("Open MPI", hydra, "mpirun of MPICH or a relative"),
         ("MPICH", {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI's mpirun"),
         ("Open MPI", {"PMI_SIZE": "2"}, ""),  # srun
+        ("MPICH", {"SLURM_STEP_NUM_TASKS": "2", "PMI_RANK": "0"}, ""),
         ("Open MPI", {"PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, ""),  # alone as it should be
         ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "2"}, ""),
         ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "2", **hydra}, ""),
@@ -331,6 +407,33 @@ def test_launchers_of_other_mpis_are_told_by_their_variables(monkeypatch):
         monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
         use = f"mpi4py belongs to {vendor}; use the mpirun of {vendor}"
         assert mpi.foreign_launcher() == (f"launched by {wrong}, but {use}" if wrong else "")
+
+
+def test_an_srun_that_does_not_fit_is_told_before_mpi_ends_the_process(monkeypatch):
+    """As Slurm's variables say; MPI itself would write pages."""
+    built = {"MPICH": "MPICH Version: 5.0.2\nMPICH Configure: --prefix=/usr", "Open MPI": "Open MPI v4.1.4"}
+    srun, pmix = {"SLURM_STEP_NUM_TASKS": "2"}, {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
+    for vendor, built_with, launched, wrong, doubt in (
+        ("MPICH", "", {**srun, **pmix}, "--mpi=pmi2", ""),
+        ("MPICH", " --with-pmix", {**srun, **pmix}, "", ""),
+        ("MPICH", "", {**srun, "PMI_RANK": "0"}, "", ""),
+        ("MPICH", "", {**srun, "PMI_RANK": "0", "PMIX_MCA_gds": "hash"}, "", ""),
+        ("MPICH", "", srun, "", ""),  # then it finds itself alone, or is built with Slurm's own PMI
+        ("Cray MPICH", "", {**srun, **pmix}, "", ""),
+        ("Open MPI", "", {**srun, **pmix}, "", ""),
+        ("Open MPI", "", srun, "", "--mpi=pmix"),
+        ("Open MPI", "", {**srun, "PMIX_MCA_gds": "hash"}, "", "--mpi=pmix"),
+        ("Open MPI", "", {**srun, "OMPI_COMM_WORLD_SIZE": "2"}, "", ""),  # mpirun, which used srun
+        ("Open MPI", "", {"SLURM_STEP_NUM_TASKS": "1"}, "", ""),
+    ):
+        for name in [name for name in os.environ if name in LAUNCHERS or name.startswith("PMI")]:
+            monkeypatch.delenv(name)
+        for name, value in launched.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(mpi.MPI, "Get_library_version", (built.get(vendor, "") + built_with).__str__)
+        for said, word in ((mpi.foreign_launcher(), wrong), (mpi.doubtful_launcher(), doubt)):
+            assert bool(said) == bool(word) and word in said, (vendor, launched, said)
 
 
 def as_open_mpi_does(*args):

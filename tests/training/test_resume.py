@@ -1,6 +1,7 @@
 """Resuming reads the run: its settings, what may change, branches; and what is saved by the clock."""
 
 import json
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -61,7 +62,7 @@ def test_a_run_resumes_with_its_own_settings(how, half, finished):
     result = train(*words[how], "--threads", "1")
     assert "changed from" not in result.stdout and f"writing to {half}" in result.stdout
     assert weights(half) == weights(finished) and losses(half) == losses(finished)
-    (event,) = history(half)
+    _, event = history(half)  # after its start
     assert (event["step"], event["changes"], event["from"]) == (4, {}, str(newest))
 
 
@@ -121,11 +122,11 @@ def test_what_may_change_is_changed_shown_and_remembered(half, tmp_path):
     assert {line["lr"] for step, line in metrics(half).items() if step > 4} == {0.005}
     saved = RunDirectory(half).saved().train
     assert (saved.steps, saved.clip, saved.keep, saved.batch_size) == (10, 0.5, 9, 8)
-    (event,) = history(half)
+    _, event = history(half)  # after its start
     assert event["changes"]["lr"] == [0.01, 0.005] and event["stage"] == "serial" and "time" in event
     assert set(event["changes"]) == {"lr", "steps", "schedule", "dtype", "warmup", "clip", "keep"}
     train("--resume", half, "--steps", "11")  # what was changed stays so
-    assert metrics(half)[11]["lr"] == 0.005 and len(history(half)) == 2
+    assert metrics(half)[11]["lr"] == 0.005 and len(history(half)) == 3
     done = train("--resume", half)
     assert "all 11 steps are done" in done.stdout
 
@@ -159,7 +160,7 @@ def test_another_text_is_read_from_here_on_with_a_note(tmp_path):
     train(*line, "--data", tmp_path / "one")
     result = train("--data", tmp_path / "two", "--steps", "5", "--out", tmp_path / "run", "--resume", "auto")
     assert "two is another text than so far" in result.stdout
-    assert history(tmp_path / "run")[0]["changes"]["data"][1] == str(tmp_path / "two")
+    assert history(tmp_path / "run")[1]["changes"]["data"][1] == str(tmp_path / "two")
 
 
 def test_a_run_that_saved_nothing_begins_again_with_its_settings(half):
@@ -168,6 +169,68 @@ def test_a_run_that_saved_nothing_begins_again_with_its_settings(half):
     result = train("--out", half, "--resume", "auto", "--steps", "3")
     assert "no checkpoint in" in result.stdout and "steps 8 → 3" in result.stdout
     assert list(metrics(half)) == [1, 2, 3]
+
+
+# A run that is finished
+
+
+def contents(run):
+    return {
+        path.relative_to(run): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in run.rglob("*")
+        if path.is_file()
+    }
+
+
+def asked_for_more(run, *flags):
+    """Resume a finished run, which must stay as it is; return the options that ask for more, as printed."""
+    before = contents(run)
+    result = train("--out", run, "--resume", "auto", *flags)
+    assert contents(run) == before
+    said, more = result.stdout.splitlines()
+    assert said.startswith(f"{run} is finished, and nothing was changed: ")
+    return shlex.split(more.partition(": ")[2])
+
+
+def test_a_run_that_is_finished_stays_as_it_is_and_says_what_asks_for_more(half, tmp_path):
+    run = half
+    train("--resume", run)
+    more = asked_for_more(run, "--lr", "0.1")
+    assert more == ["--out", str(run), "--resume", "auto", "--steps", "16"]
+    branch = train("--resume", run, "--out", tmp_path / "branch")
+    assert "nothing is left to train: --steps asks for more" in branch.stdout
+    train(*more)
+    assert list(metrics(run))[-1] == 16
+    (run / "weights.safetensors").unlink()  # as if it had been killed before they were written
+    whole = (run / "summary.json").read_bytes()
+    train("--out", run, "--resume", "auto")
+    assert weights(run) and (run / "summary.json").read_bytes() == whole
+    (run / "summary.json").write_text('{"stop": "finished", "step": 8}')  # before --steps 16, and then killed
+    train("--out", run, "--resume", "auto")
+    assert json.loads((run / "summary.json").read_text())["step"] == 16
+
+
+def test_a_run_that_ended_by_the_clock_names_the_time_that_asks_for_more(tmp_path):
+    run, by = tmp_path / "run", ["--schedule", "constant", "--log-every", "100"]
+    train(*SMALL, *by, "--within", "2s", "--preset", "tiny", "--out", run)
+    steps = json.loads((run / "summary.json").read_text())["step"]
+    more = asked_for_more(run, "--within", "2s")
+    assert more[-2:] == ["--within", "4s"] and asked_for_more(run, "--steps", "9999999") == more
+    train(*more)
+    assert json.loads((run / "summary.json").read_text())["step"] > steps
+    assert asked_for_more(run)[-2:] == ["--within", "8s"]
+
+
+def test_a_fall_that_is_finished_names_a_longer_one(tmp_path):
+    run, fallen = tmp_path / "run", tmp_path / "fallen"
+    train(*SMALL, "--steps", "3", "--schedule", "constant", "--out", run)
+    train("--decay-from", run, "--steps", "2", "--out", fallen)
+    more = asked_for_more(fallen)
+    assert more == ["--decay-from", str(run / "checkpoints" / "step-00000003"), "--steps", "4"]
+    train(*more)
+    assert list(metrics(tmp_path / "run-decayed")) == [4, 5, 6, 7]
+    shutil.rmtree(run)
+    assert asked_for_more(fallen)[-2:] == ["--steps", "10"]
 
 
 # What is saved when

@@ -16,7 +16,7 @@ from distgpt.model.model import Model
 from distgpt.model.muon import Muon
 from distgpt.model.optim import AdamW
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.opening.memory import LIBRARIES, LIBRARIES_FRACTION, fitting, needed
+from distgpt.training.opening.memory import FRACTION, LIBRARIES, PROGRAM, fitting, needed
 from distgpt.training.step import Step
 
 RUN = RunConfig(
@@ -82,7 +82,7 @@ def test_muon_s_updates_need_memory_too():
 def test_a_run_that_does_not_fit_is_told_what_would():
     kernels = CpuKernels("float32")
     fits = needed(RUN, kernels, 1).total
-    assert fitting(RUN, kernels, 1, int(fits / 0.95) + 1, "a").recompute == "mlp"
+    assert fitting(RUN, kernels, 1, int(fits / (1 - FRACTION)) + 1, "a").recompute == "mlp"
     with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*--recompute block .* or --grad-accum 4"):
         fitting(RUN, kernels, 1, int(fits * 0.9), "GPU 0")
     with pytest.raises(UsageError, match="a smaller model"):
@@ -97,10 +97,21 @@ def queued():
     return kernels
 
 
+def test_memory_is_left_for_the_program_itself():
+    """As much as compiled loops and what compiles them take, also where a twentieth would be less."""
+    kernels = CpuKernels("float32")
+    large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=12))
+    total = needed(large, kernels, 1).total
+    assert FRACTION * total > PROGRAM > 0.06 * total
+    assert fitting(large, kernels, 1, total + PROGRAM + 1, "a").grad_accum == 2
+    with pytest.raises(UsageError, match=r"are free \(256 MiB of them for the program itself\)"):
+        fitting(large, kernels, 1, total + PROGRAM - 1, "a")
+
+
 def test_left_to_itself_a_run_keeps_what_fits(queued):
     auto = with_train(recompute="auto")
     for how in RECOMPUTE:
-        enough = int(needed(with_train(recompute=how), queued, 1).total / (1 - LIBRARIES_FRACTION)) + 1
+        enough = int(needed(with_train(recompute=how), queued, 1).total / (1 - FRACTION)) + 1
         assert fitting(auto, queued, 1, enough, "GPU 0").recompute == how
     with pytest.raises(UsageError, match="GPU 0"):
         fitting(auto, queued, 1, enough // 2, "GPU 0")
@@ -124,7 +135,7 @@ def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     assert size[1] > size[3] > size[48]
 
     def found(free, run=auto, ranks=1):
-        t = fitting(run, kernels, ranks, int(free / 0.95) + 1, "a")
+        t = fitting(run, kernels, ranks, int(free / (1 - FRACTION)) + 1, "a")
         return t.grad_accum, t.recompute
 
     assert found(1 << 40) == (1, "mlp")

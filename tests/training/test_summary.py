@@ -1,5 +1,6 @@
 """What a run leaves about its speed and memory, and what results say of the machine."""
 
+import errno
 import json
 import os
 import platform
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import metrics, needs_mpi, train
+from disks import raising
 
+from distgpt.doctor import facts
 from distgpt.doctor.facts import anonymised, environment
 
 
@@ -58,6 +61,13 @@ def test_results_say_where_they_are_from_and_no_more(monkeypatch):
     text = json.dumps(found)
     for private in (platform.node(), str(Path.home()), "/home/me"):
         assert len(private) < 3 or private not in text
+
+
+def test_an_installed_package_names_no_commit(monkeypatch):
+    """One that lies outside a checkout, as from a wheel, cannot know it."""
+    monkeypatch.setattr(facts, "_git", raising(OSError(errno.ENOENT, "no git")))
+    found = environment()
+    assert "commit" not in found and found["versions"]["distgpt"] and None not in found.values()
 
 
 SHOWN = {

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ def weights(directory):
 
 def test_a_run_directory_tells_everything_about_the_run(trained):
     files = {"config.toml", "tokenizer.json", "metrics.jsonl", "weights.safetensors", "summary.json"}
-    assert names(trained) == sorted(files | {"checkpoints"})
+    assert names(trained) == sorted(files | {"checkpoints", "history.jsonl"})
     assert names(trained / "checkpoints") == ["step-00000010", "step-00000020", "step-00000030"]
     run = RunConfig().with_values(parse_toml((trained / "config.toml").read_text(), "config.toml"))
     assert (run.train.steps, run.train.lr, run.model.n_embd) == (30, 1e-2, 16)
@@ -67,6 +68,23 @@ def test_variants_and_samples_from_the_command_line(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("--- sample after step") == 2
     assert list(metrics(tmp_path / "run")) == [2, 4, 5]
+
+
+def test_the_next_command_begins_with_a_word_of_the_text(tmp_path):
+    """Not of the sample, which is garbage after two steps."""
+    for text, prompt in (("qwertz uiop " * 99, ["--prompt", "uiop"]), ("0 1 23 4567 " * 99, [])):
+        (tmp_path / "text").write_text(text)
+        args = [*SMALL, "--data", "text", "--tokenizer", "char", "--steps", "2", "--out", "run"]
+        result = inside("train", *args, cwd=tmp_path)
+        following = shlex.split(result.stdout.splitlines()[-1])
+        assert following[0] == "next" and following[2:] == [
+            "infer",
+            "--weights",
+            "run/weights.safetensors",
+            *prompt,
+        ]
+        assert inside(*following[2:], cwd=tmp_path).returncode == 0
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_live_display_survives_any_text(tmp_path):
@@ -164,7 +182,8 @@ def test_runs_do_not_mix(whole, half, tmp_path):
     for change, code, words in (
         (["--seed", "5", *auto], 2, ["seed was 1337 and is now 5", "leave out the flag"]),
         (["--n-embd", "32", *auto], 2, ["n_embd was 16 and is now 32", "another --out and no --resume"]),
-        (["--lr", "0.5"], 2, ["another configuration", "choose another --out"]),
+        (["--lr", "0.5"], 2, ["another configuration", "add --resume auto", "choose another --out"]),
+        (["--n-layer", "1"], 2, ["another configuration", "--out and --resume auto alone", "another --out"]),
         ([], 2, ["--resume auto"]),
         (["--steps", "4", *auto], 2, ["is at step 10, past the 4 steps"]),
         (["--resume", "nowhere"], 65, ["nowhere", "no such checkpoint"]),

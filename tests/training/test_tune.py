@@ -1,9 +1,11 @@
 """Tuning on chats: rows of whole examples, a loss of their answers alone, and runs like any other."""
 
+import io
 import json
 import re
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,8 +22,9 @@ from threadranks import on_all_ranks
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.chats.examples import ExampleBatches, Examples, load_examples
-from distgpt.data.loading import bundled
 from distgpt.data.tokenizers.naming import build_tokenizer
+from distgpt.files import bundled
+from distgpt.inference.engine_setup import ModelSpec
 from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
@@ -29,6 +32,8 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, read_description, save_model
+from distgpt.serving.server import _served
+from distgpt.stages import open_stage
 from distgpt.training.step import Step
 
 SAMPLE = bundled("weights", "sample.safetensors")
@@ -215,6 +220,11 @@ def test_a_run_that_is_stopped_resumes_with_the_same_bits(chats, tmp_path, monke
     resumed = ["tune", "--out", tmp_path / "halves", "--resume", "auto", "--steps", "12"]
     moved = inside(*resumed, "--data", chats_of(tmp_path))
     assert "is another text than so far" in moved.stdout
+    before = len(losses(tmp_path / "whole"))
+    done = inside("tune", "--out", tmp_path / "whole", "--resume", "auto")
+    assert "all 3 epochs are done" in done.stdout and "--resume auto --epochs 6" in done.stdout
+    more = inside("tune", "--out", tmp_path / "whole", "--resume", "auto", "--epochs", "4", "--threads", "1")
+    assert more.returncode == 0 and len(losses(tmp_path / "whole")) > before
 
 
 def chats_of(folder):
@@ -236,6 +246,20 @@ def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, t
     assert kept.to_json() == tokenizer.to_json() and kept.chat.source
     answered = inside("infer", "--weights", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2")
     assert answered.returncode == 0, answered.stderr
+
+
+def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_path, monkeypatch):
+    run, lora = tmp_path / "run", tmp_path / "lora"
+    tuned(chats, run, "--epochs", "1")
+    tuned(chats, lora, "--epochs", "1", "--lora-rank", "2")
+    asked = ("chat", "--threads", "1", "--max-new-tokens", "1", "--weights")
+    for weights, adapter in ((SAMPLE, None), (run, None), (lora, None), (SAMPLE, lora)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n")))
+        found = inside(*asked, weights, *(["--adapter", adapter] if adapter else []))
+        is_taught = (weights, adapter) != (SAMPLE, None)
+        assert ("distgpt tune teaches it" in found.stderr) != is_taught, (weights, adapter)
+        loaded = ModelSpec(weights, "auto", adapter=adapter).load(open_stage("serial", 1))
+        assert _served(loaded, "it", loaded.lanes(1, 0)).chats == is_taught, (weights, adapter)
 
 
 @pytest.mark.slow

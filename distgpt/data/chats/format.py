@@ -84,9 +84,10 @@ class ChatFormat:
         self.stops = (TURN,) if self.source == PLAIN else ()
         self._spelling = {token: text for text, token in special.items()}
         self._mark = f"{OPEN}{secrets.randbelow(1 << 64)}."
-        spelled = [re.escape(text) for text in sorted(special, key=len, reverse=True)]
-        self._spelled = re.compile("|".join(spelled) or "(?!)")
-        self._between = re.compile("|".join([f"({self._mark}[^{CLOSE}]*{CLOSE}", *spelled]) + ")")
+        spelled = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or "(?!)"
+        self._spelled = re.compile(spelled)
+        # In a group of their own, so that what all of them begin with is looked at once.
+        self._between = re.compile(f"({self._mark}[^{CLOSE}]*{CLOSE}|(?:{spelled}))")
         self.ends = tuple(dict.fromkeys(tokenizer.ends + self._end_of_answer()))
 
     def describe(self) -> str:
@@ -166,7 +167,8 @@ class ChatFormat:
 
     def _read(self, text: str) -> _Rendered:
         """Take the marks out of a text, and the special tokens apart."""
-        parts: list[str | int] = [""]
+        parts: list[str | int] = []
+        texts: list[str] = []  # since the last token; one long text that grows would be copied for each
         answers: list[tuple[int, int]] = []
         at, begin, is_open = 0, -1, False  # open: the token or the turn that ends the last answer may come
         for piece in self._between.split(text):
@@ -184,11 +186,12 @@ class ChatFormat:
                     if closing := size if isinstance(part, int) else len(TURN) * part.startswith(self.stops):
                         answers[-1] = answers[-1][0], at + closing
                 at += size
-                if isinstance(part, str) and isinstance(parts[-1], str):
-                    parts[-1] += part
+                if isinstance(part, str):
+                    texts.append(part)
                 else:
-                    parts.append(part)
-        return _Rendered([part for part in parts if part != ""], answers)
+                    parts += ["".join(texts), part]
+                    texts = []
+        return _Rendered([part for part in (*parts, "".join(texts)) if part != ""], answers)
 
 
 def checked_messages(value: Any) -> list[Message]:

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.checked import parse_json
+from distgpt.checked import LARGEST, parse_json
 from distgpt.data.chats.format import ChatFormat, Example, Message, checked_messages
 from distgpt.data.prepare.documents import LINES, Input, find_inputs, opened
 from distgpt.errors import DataError, escape
 
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names for roles
-LONGEST = 64 << 20  # bytes of a line
 SHAPES = '"messages", "conversations", "prompt" with "completion", "instruction" with "output", or "text"'
 
 
@@ -46,10 +45,10 @@ def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
 def _of_file(source: Input, chat: ChatFormat) -> Iterator[Example]:
     number, rows, path = 0, 0, source.path
     with opened(source) as (stream, _):
-        while line := stream.readline(LONGEST):
+        while line := stream.readline(LARGEST):
             number += 1
-            if len(line) == LONGEST:
-                raise DataError(f"{path}, line {number} is longer than {LONGEST >> 20} MiB")
+            if len(line) == LARGEST:
+                raise DataError(f"{path}, line {number} is longer than {LARGEST >> 20} MiB")
             if not line.strip():
                 continue
             try:

@@ -16,6 +16,7 @@ import shutil
 import stat
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,22 +25,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from distgpt.checked import Count
+from distgpt.data.unreadable import ADVICE, advice, way_out
 from distgpt.errors import DataError, StorageError, UsageError, escape, first_line
 from distgpt.files import open_regular, storage_errors
+from distgpt.formatting import count
 from distgpt.formatting import size as size_in_words
 
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
 # What is taken from folders; a file given by name is a text unless its ending says otherwise.
 ENDINGS = {".txt": TEXT, ".md": TEXT, ".txt.gz": TEXT, ".jsonl": LINES, ".jsonl.gz": LINES, ".parquet": ROWS}
-# What may be given by mistake, and what to do about it.
-_PACKED = (".tar", ".tar.gz", ".tgz", ".zip", ".7z", ".zst", ".xz", ".bz2", ".parquet.gz")
-_BINARY = (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pdf")
-NO_INPUTS = {
-    **dict.fromkeys(_PACKED, "unpack it first"),
-    **dict.fromkeys(_BINARY, "files of this kind are no texts"),
-    **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
-}
 _SMALL = 1 << 12  # bytes that show what a file is
 _FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # of open files
 
@@ -61,7 +56,7 @@ class Input:
 
 def is_plain(path: Path) -> bool:
     """Return if this is one text, as it lies there: no folder, lines of JSON or table, and not compressed."""
-    kind = _by_ending({**NO_INPUTS, **ENDINGS}, path.name) or TEXT
+    kind = _by_ending({**ADVICE, **ENDINGS}, path.name) or TEXT
     return kind == TEXT and not path.name.lower().endswith(".gz") and not path.is_dir()
 
 
@@ -74,20 +69,36 @@ def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
         elif not path.exists():
             raise DataError(f"{path} is no readable file and no folder")
         elif path.is_dir():
-            inside = [_described(file, file.relative_to(path).as_posix()) for file in _files(path)]
-            if not inside:
-                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
-            found += inside
+            files = _files(path)
+            taken = [file for file in files if _by_ending(ENDINGS, file.name)]
+            if not taken:
+                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}{_others(files)}")
+            found += [_described(file, file.relative_to(path).as_posix()) for file in taken]
         else:
-            if advice := _by_ending(NO_INPUTS, path.name):
-                raise DataError(f"{path} is not read, by the ending of its name: {advice}")
+            if why := advice(path):
+                raise DataError(f"{path} is not read, by the ending of its name: {why}")
             found.append(_described(path, path.name))
     for source in found:  # before any work is done
-        if source.kind == TEXT:
+        if source.kind != ROWS:
             with opened(source) as (stream, _):
-                if b"\0" in stream.read(_SMALL):
-                    raise DataError(f"{source.path} is no text in UTF-8: there are zero bytes in it")
+                if b"\0" in (start := stream.read(_SMALL)):
+                    raise _no_text(source.path, start, None if source.compressed else source.path)
     return found
+
+
+def _no_text(name: Path | str, start: bytes, path: Path | None = None) -> DataError:
+    what = f"{name} is no text in UTF-8, there are zero bytes in it"
+    return DataError(f"{what}: {way_out(path, start, start.find(0))}")
+
+
+def _others(files: Sequence[Path]) -> str:
+    """Describe what a folder holds instead of texts: of the most usual ending, and what to do about these."""
+    usual = Counter(path.suffix.lower() for path in files if path.suffix).most_common(1)
+    if not usual:
+        return ""
+    ending, times = usual[0]
+    why = advice(next(path for path in files if path.suffix.lower() == ending))
+    return f", but {count(times, f'{ending} file')}{': ' * bool(why)}{why}"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -107,7 +118,7 @@ def _files(folder: Path) -> list[Path]:
         seen.add((about.st_dev, about.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted((path for path in found if _by_ending(ENDINGS, path.name)), key=lambda path: path.parts)
+    return sorted(found, key=lambda path: path.parts)
 
 
 def _by_ending(table: dict[str, str], name: str) -> str | None:
@@ -123,7 +134,10 @@ def _described(path: Path, name: str) -> Input:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
-    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, about.st_mtime_ns)
+    moment = about.st_mtime_ns % (
+        1 << 63
+    )  # as much as a file of progress can hold: disks in memory hold more
+    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, moment)
 
 
 @contextmanager
@@ -153,14 +167,15 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
             file.seek(0)
             first = file.read(_SMALL)
         if b"\0" in first:
-            raise DataError("standard input is no text in UTF-8: there are zero bytes in it")
+            raise _no_text("standard input", first)
         is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
         name, kind = ("stdin.jsonl", LINES) if is_json else ("stdin.txt", TEXT)
         yield Input(_FOLDER / str(file.fileno()), name, kind, size, mtime_ns=0)
 
 
 PIECE = 1 << 20  # bytes; a piece ends at the next good place
-ROWS_AT_ONCE = 64  # of a table
+ROWS_AT_ONCE = 64  # of a column whose texts stay in their dictionary: of others one, as a text can be a page
+HARMLESS = 16 << 20  # bytes of a table's row group that are unpacked to name the row that is too long
 LIMIT = 2 * PIECE  # where a piece of a text ends at the latest
 MAX_DOCUMENT = 64 << 20  # bytes of a line of JSON, or a text in a table; other texts come in pieces
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -304,13 +319,13 @@ def _too_long(where: str, most: int) -> DataError:
 def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]:
     waiting: list[bytes] = []
     size, at = 0, place.offset
-    for text, rows in _texts(source.path, field, place.offset):
+    for text, rows in _texts(source.path, field, place.offset, most):
         at += 1
         if text is None:
             raise DataError(f"{source.path}: row {at} has no {field!r}")
         if len(text) > most:
             raise _too_long(f"{source.path}, row {at},", most)
-        waiting.append(text)
+        waiting.append(text.to_pybytes())
         size += len(text)
         if size >= PIECE:
             yield waiting, Offset(place.input, at), source.bytes * at // rows
@@ -319,8 +334,11 @@ def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]
         yield waiting, Offset(place.input, at), source.bytes
 
 
-def _texts(path: Path, field: str, skip: int) -> Iterator[tuple[bytes | None, int]]:
-    """One column from the row `skip` on, each text with the number of all rows."""
+def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, int]]:
+    """One column from the row `skip` on: each text as a buffer, or None, with the number of all rows.
+
+    Some kilobytes of a compressed page can stand for many texts of a gigabyte each: one is decoded at a time.
+    """
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -328,31 +346,44 @@ def _texts(path: Path, field: str, skip: int) -> Iterator[tuple[bytes | None, in
         raise UsageError(f"reading {path} needs pyarrow: pip install 'distgpt[parquet]'") from None
     try:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            _check_column(file.schema_arrow, field, path, arrow.types)
+            kind = _checked_type(file.schema_arrow, field, path, arrow.types)
+            at_once = ROWS_AT_ONCE if arrow.types.is_dictionary(kind) else 1
             about = file.metadata
             ends = list(accumulate(about.row_group(number).num_rows for number in range(file.num_row_groups)))
             groups = [number for number, end in enumerate(ends) if end > skip]
             skip -= max((end for end in ends if end <= skip), default=0)
-            for batch in file.iter_batches(ROWS_AT_ONCE, groups, [field], use_threads=False):
-                found = batch.column(0).cast(arrow.large_binary()).to_pylist()
-                for text in found[skip:]:
-                    yield text, about.num_rows
-                skip = max(0, skip - len(found))
+            for number in groups:
+                _refuse_bomb(about.row_group(number), field, path, number, most)
+            for batch in file.iter_batches(at_once, groups, [field], use_threads=False):
+                for text in batch.column(0)[skip:]:
+                    text = text.value if text.is_valid and at_once > 1 else text
+                    yield text.as_buffer() if text.is_valid else None, about.num_rows
+                skip = max(0, skip - len(batch))
     except (arrow.ArrowException, OSError, UnicodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {escape(first_line(error))}") from None
 
 
-def _check_column(schema: Any, field: str, path: Path, types: Any) -> None:
+def _refuse_bomb(group: Any, field: str, path: Path, number: int, most: int) -> None:
+    """Refuse a row group that is too large for that many texts of at most `most` bytes, and for a look."""
+    for about in (group.column(column) for column in range(group.num_columns)):
+        least = max(HARMLESS, (about.num_values + 1) * most)
+        if about.path_in_schema == field and about.total_uncompressed_size > least:
+            raise _too_long(f"{path}: a text of row group {number}", most)
+
+
+def _checked_type(schema: Any, field: str, path: Path, types: Any) -> Any:
+    """Return the type of a column that holds texts; refuse others."""
     if field not in schema.names:
         names = escape(", ".join(schema.names))
         raise DataError(f"{path} has no column {field!r:.80}; --field chooses among {names:.200}")
     if (times := schema.names.count(field)) > 1:
         raise DataError(f"{path} has {times} columns that are called {field!r:.80}")
-    kind = schema.field(field).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
+    found = schema.field(field).type
+    kind = found.value_type if types.is_dictionary(found) else found
     if not (types.is_string(kind) or types.is_large_string(kind)):
         name = escape(str(kind))
         raise DataError(f"{path}: its column {field!r:.80} is of type {name:.80}, not string")
+    return found
 
 
 def _decoded(data: bytes) -> tuple[str, int]:

@@ -358,7 +358,7 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
     inputs = find_inputs(request.inputs)
     tokenizer = request.known_tokenizer()
     fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
-    with reserved(request.out):
+    with reserved(request.out, watcher.noted):
         progress = load_progress(request.out, fresh)
         if progress.begun:
             watcher.noted(f"resuming after {progress.finished()} in {request.out}")

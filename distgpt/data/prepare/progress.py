@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,8 +17,8 @@ from distgpt.checked import Count, Must, checked, parse_json, parse_object
 from distgpt.data.prepare.documents import Input, Offset
 from distgpt.data.prepare.spool import MOST_FILES, spool_names
 from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
-from distgpt.errors import DataError, UsageError
-from distgpt.files import atomic_file, lock, read_small, storage_errors
+from distgpt.errors import DataError, Say, UsageError
+from distgpt.files import atomic_file, locked, read_small, storage_errors
 from distgpt.formatting import count
 
 PROGRESS = "progress.json"
@@ -89,14 +88,14 @@ class BeingPrepared(UsageError):
 
 
 @contextmanager
-def reserved(folder: Path) -> Iterator[None]:
+def reserved(folder: Path, say: Say) -> Iterator[None]:
     """Make the folder if there is none and lock it for this process; remove it again if it stays empty."""
     with storage_errors("write to", folder):
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if not lock(descriptor, fcntl.LOCK_EX):
+        if not locked(descriptor, folder, say):
             is_new = False  # the other's
             raise BeingPrepared(f"another process is preparing shards in {folder}")
         yield

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distgpt.data.tokenizers.library import Encoder, library_errors
 from distgpt.data.tokenizers.plain import (
     BytesDecoder,
     Ids,
@@ -75,7 +76,7 @@ class BpeTokenizer(BytesDecoder):
         self._seen += len(utf8)
         if self._seen >= LARGE:
             return self._fast.encode(utf8)
-        return np.array(self._library.encode(text, add_special_tokens=False).ids, id_dtype(self.size))
+        return np.array(self._encoder.encode(text).ids, id_dtype(self.size))
 
     def describe(self) -> str:
         is_gpt2 = self.size == GPT2_SIZE and fingerprint(self) == GPT2_FINGERPRINT
@@ -96,13 +97,19 @@ class BpeTokenizer(BytesDecoder):
         return FastEncoder(self._id_of, symbols(), self.merges, self._encode_piece)
 
     def _encode_piece(self, piece: str) -> list[int]:
-        return [token.id for token in self._library.model.tokenize(spelled(piece))]
+        with library_errors("the library tokenizers cannot encode this text"):
+            return [token.id for token in self._library.model.tokenize(spelled(piece))]
+
+    @functools.cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self._library, "BPE", may_be_slow=False)
 
     @functools.cached_property
     def _library(self) -> tokenizers.Tokenizer:
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        library = Tokenizer(models.BPE(self._id_of, list(self.merges)))
+        with library_errors("the library tokenizers refuses this BPE"):
+            library = Tokenizer(models.BPE(self._id_of, list(self.merges)))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         return library
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from distgpt.data.tokenizers.plain import Ids, id_dtype
 from distgpt.kernels.api import Array
+from distgpt.kernels.first_use import compiling_for
 from distgpt.kernels.fused.jit import inline, jit
 
 LETTER, NUMBER, BLANK, OTHER = 1, 2, 3, 4  # kinds of characters; 0 is not known yet
@@ -69,6 +70,7 @@ class FastEncoder:
     that is emptied when full. `encode_long` encodes a piece that is too long for the compiled loops.
     """
 
+    @compiling_for("tokenizing")
     def __init__(
         self,
         id_of: dict[str, int],
@@ -86,6 +88,7 @@ class FastEncoder:
         self._dtype = id_dtype(len(id_of))
         self._encode_long = encode_long
         self._scratch = _Scratch()
+        self.encode(b"")  # compiles it
 
     def encode(self, text: bytes) -> Ids:
         """Return the ids of this valid UTF-8."""

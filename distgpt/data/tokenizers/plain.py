@@ -36,6 +36,9 @@ class Streamer(Protocol):
     def flush(self) -> str:
         """Return what was held back, as no more ids come."""
 
+    def copy(self) -> Self:
+        """Return another decoder that knows the same ids: so a prompt is decoded once for many samples."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
@@ -112,7 +115,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def streamer(self) -> Streamer:
-        """A new decoder. To continue a prompt, feed it the prompt's ids first and drop the text they give."""
+        """A new decoder."""
+
+    def streamer_behind(self, prompt: Sequence[int]) -> Streamer:
+        """Return a decoder for what continues a prompt."""
+        streamer = self.streamer()
+        for token in prompt:
+            streamer.feed(token)
+        return streamer
+
+    @abstractmethod
+    def text_size(self, ids: Sequence[int]) -> int:
+        """Return a bound on the characters of a text before there is one: entries may be long."""
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         streamer = self.streamer()
@@ -150,10 +164,17 @@ class BytesDecoder(Tokenizer):
     def streamer(self) -> Streamer:
         return _BytesStreamer(self.pieces)
 
+    def text_size(self, ids: Sequence[int]) -> int:
+        return _text_size(self.pieces, ids)
+
     def _ends_in(self, text: str, ids: Ids) -> Any:
         """Count characters that have begun: an id may be a part of one."""
         begun = np.cumsum(np.frombuffer(text.encode(), np.uint8) & 0xC0 != 0x80)
         return begun[np.cumsum([len(self.pieces[i]) for i in ids.tolist()], dtype=np.int64) - 1]
+
+
+def _text_size(entries: Sequence[bytes] | Sequence[str], ids: Sequence[int]) -> int:
+    return sum(len(entries[i]) if 0 <= i < len(entries) else 1 for i in ids)
 
 
 class _BytesStreamer:
@@ -169,6 +190,11 @@ class _BytesStreamer:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def copy(self) -> _BytesStreamer:
+        other = _BytesStreamer(self._pieces)
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -212,6 +238,9 @@ class _VocabularyTokenizer(Tokenizer):
 
     def streamer(self) -> Streamer:
         return _PieceStreamer(self.vocabulary, place=str)  # every piece as it is
+
+    def text_size(self, ids: Sequence[int]) -> int:
+        return len(ids) + _text_size(self.vocabulary, ids)  # words have blanks between
 
     def contents(self) -> dict[str, Any]:
         return {"vocabulary": self.vocabulary}
@@ -293,6 +322,9 @@ class _PieceStreamer:
 
     def flush(self) -> str:
         return ""
+
+    def copy(self) -> _PieceStreamer:
+        return _PieceStreamer(self._vocabulary, copy.deepcopy(self._place))  # with what it is bound to
 
 
 class _Typesetter:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distgpt.data.tokenizers.bpe import LARGEST, SEPARATOR, latin1_of_symbol, symbols
+from distgpt.data.tokenizers.growth import may_be_slow, refuse_growth
+from distgpt.data.tokenizers.library import Encoder, library_errors
 from distgpt.data.tokenizers.plain import BytesDecoder, Ids, Streamer, encoded, id_dtype
-from distgpt.errors import DataError, first_line
+from distgpt.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,7 +49,9 @@ class LibraryTokenizer(BytesDecoder):
         for text, i in both.items():
             pieces[i] = text.encode() if text in added else spelled(text)
         super().__init__(pieces)
-        self._library  # noqa: B018  # so that a document that the library refuses is known at once
+        library = self._library  # so that a document that the library refuses is known at once
+        refuse_growth(library, source)
+        self._encoder = Encoder(library, source, may_be_slow(library))
 
     @property
     def specials(self) -> Mapping[str, int]:
@@ -92,7 +96,7 @@ class LibraryTokenizer(BytesDecoder):
                 f"the character {text[where]!r} at position {where} cannot be encoded:"
                 f" the vocabulary lacks the byte {lost[0]:#04x}"
             )
-        return self._library.encode(text, add_special_tokens=False)
+        return self._encoder.encode(text)
 
     def _ids(self, encoding: Any) -> Ids:
         ids: Ids = self._true_ids[np.array(encoding.ids, np.int64)].astype(id_dtype(self.size))
@@ -127,14 +131,8 @@ class LibraryTokenizer(BytesDecoder):
         ):  # else it would number them by their count, which gaps make wrong
             known = {token["content"]: token.get("id") for token in renamed}
             own["model"] = {**model, "vocab": {**model["vocab"], **known}}
-        try:
+        with library_errors(f"{self._source}: the library tokenizers refuses it"):
             return Tokenizer.from_str(json.dumps({**self._document, **own}))
-        except BaseException as error:  # what is not foreseen there comes as a PanicException
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise DataError(
-                f"{self._source}: the library tokenizers refuses it: {first_line(error)}"
-            ) from None
 
     @functools.cached_property
     def _true_ids(self) -> Any:
@@ -162,6 +160,11 @@ class _Stripping:
 
     def flush(self) -> str:
         return self._streamer.flush()
+
+    def copy(self) -> _Stripping:
+        other = _Stripping(self._streamer.copy())
+        other._begun = self._begun
+        return other
 
 
 def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dict[str, tuple[int, bool]]]:

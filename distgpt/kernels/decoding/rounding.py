@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import Array, Floats2d
+from distgpt.kernels.first_use import compiling_for
 from distgpt.kernels.fused.jit import get, inline, jit, put
 from distgpt.kernels.low_precision import BITS, LEAST, MOST, NEAREST, TRIED, Quantised, quantise
 from distgpt.kernels.matmul.int4 import BLOCK
@@ -15,6 +16,7 @@ from distgpt.kernels.pool import pool_of
 WIDE, PARTS = NEAREST.astype(np.float32), np.array(TRIED, np.float32)
 
 
+@compiling_for("rounding to int4")
 def rounded(w: Floats2d, bits: int, threads: int, importance: Array | None = None) -> Quantised:
     """Round a float32 matrix to int8 or int4, where each column's squared errors count as much as given."""
     if bits == 8:

@@ -1,8 +1,15 @@
-"""Keep compiled loops on disk between starts. A disk error ends no run: the loops are compiled again."""
+"""Keep compiled loops on disk between starts: the site's, which are read only, then the user's own.
+
+A disk error ends no run: the loops are compiled again.
+"""
 
 from __future__ import annotations
 
+import inspect
+import pickle
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
@@ -10,34 +17,57 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 
-from distgpt.files import cache_folder
+from distgpt.errors import StorageError
+from distgpt.files import cache_folder, made_once, read_checked, write_checked
+from distgpt.kernels import first_use
+from distgpt.kernels.fused import site_cache
 from distgpt.kernels.matmul import arm
-from distgpt.kernels.matmul.processor import shape
+from distgpt.kernels.matmul.processor import processor, shape
 
 config: Any = numba.config
 KERNELS = Path(__file__).parent.parent
 # Of loops, and of the constants in them: Numba freezes what it finds under a global name.
 FOLDERS, FILES = ("fused", "matmul", "decoding"), ("api.py", "low_precision.py", "pool.py")
-COMPILING = "compiling kernels, for the first time only: about 20 s"
+MADE_BY = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
+OURS = re.compile(r"loops-[0-9a-f]{16}(-.*)?")  # NUMBA_CACHE_DIR may hold folders of others
+
+_compile_result: Any = CompileResult
+_dumps: Any = dumps
+used: set[str] = set()  # names of all that this process has read or kept
 
 
 @cache
 def folder() -> Path | None:
-    """Return the folder for loops of these sources; None if this user has no private place to write to.
+    """Return the user's folder for loops of these sources; None if there is no private place to write to.
 
-    Loops hold the size of a tile. AMX changes it without a change of the processor, the part Numba checks;
+    Loops hold the size of a tile. AMX changes it without a change of the processor, which is in their names;
     of arm64's features Numba knows few.
     """
-    name = "-".join([f"loops-{digest(sources())}", *["amx"] * shape().amx, *arm.features()])
+    name = "-".join([f"loops-{digest(sources())}", *_kind()])
     requested = config.CACHE_DIR  # NUMBA_CACHE_DIR
     found = cache_folder(name, Path(requested) if requested else KERNELS / FOLDERS[0] / "__pycache__")
     if found is not None:
         _drop_old(found)
     return found
+
+
+@cache
+def site() -> site_cache.Site:
+    """Return the site's loops for this processor, these sources and versions; it may hold none."""
+    name, features = processor()
+    kind = digest_of(features.encode(), *(word.encode() for word in _kind()))[:8]
+    return site_cache.Site(f"{name}-{sys.implementation.cache_tag}-{kind}", digest(sources()))
+
+
+def _kind() -> list[str]:
+    return [*["amx"] * shape().amx, *arm.features()]
 
 
 def sources() -> list[Path]:
@@ -47,56 +77,88 @@ def sources() -> list[Path]:
 
 
 def digest(paths: Iterable[Path]) -> str:
-    texts = b"\0".join(path.read_bytes() for path in paths)
-    return sha256(texts).hexdigest()[:16]
+    """Return a digest of files, and of the versions of what compiles them."""
+    return digest_of(repr(MADE_BY).encode(), *(path.read_bytes() for path in paths))
+
+
+def digest_of(*texts: bytes) -> str:
+    return sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
 def _drop_old(found: Path) -> None:
     with suppress(OSError):
-        others = {path.stat().st_mtime: path for path in found.parent.glob("loops-*") if path != found}
-        for written in sorted(others)[: 1 - VERSIONS]:
-            shutil.rmtree(others[written], ignore_errors=True)
+        others = [path for path in found.parent.iterdir() if OURS.fullmatch(path.name) and path != found]
+        for old in sorted(others, key=lambda path: path.stat().st_mtime)[: 1 - VERSIONS]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def read(name: str) -> bytes | None:
+    """Return what is kept under this name: the site's, else the user's own; None if nobody has kept it."""
+    used.add(name)
+    if (found := site().files.get(name)) is not None:
+        return found
+    own = folder()  # made only now: a user of a site's cache need not have one
+    return read_checked(own / name) if own else None
+
+
+def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
+    """Return what is kept under this name. Make and keep it if need be."""
+    used.add(name)
+    if (found := site().files.get(name)) is not None:
+        return found
+    own = folder()
+    return made_once(own and own / name, make)
+
+
+def share() -> Path:
+    """Move all that this process has used to the site's cache, too. Return the file that holds it now."""
+    files = {name: content for name in sorted(used) if (content := read(name)) is not None}
+    if files.keys() != used:
+        raise StorageError(f"compiled loops cannot be kept in {folder()}: is the disk full?")
+    files = {**site().files, **files}
+    path = site().write(files)
+    if site().files.keys() != files.keys():
+        raise StorageError(f"{path} was not read back whole, or others may write to its folder")
+    if own := folder():
+        for name in files:
+            (own / name).unlink(missing_ok=True)
+    return path
 
 
 def keep_on_disk(compiled: Any) -> None:
-    """Give a loop its cache. Numba asks for a folder when a cache is made, and then no more."""
-    place = folder()
-    if place is None:
-        return
-    requested, config.CACHE_DIR = config.CACHE_DIR, str(place)
-    try:
-        with suppress(RuntimeError):  # the folder is gone again
-            compiled._cache = _Cache(compiled.py_func)
-    finally:
-        config.CACHE_DIR = requested
+    """Give a loop its cache."""
+    compiled._cache = _Cache(compiled.py_func)
 
 
-_waiting: list[Callable[[str], None]] = []  # functions to call when a loop has to be compiled
+class _Cache(NullCache):
+    """A loop's machine code, a file for each type of its arguments, behind a checksum.
 
+    Numba's own files have none, and an index that ranks which compile at once overwrite for each other.
+    """
 
-def announce(say: Callable[[str], None]) -> None:
-    """Call `say` once, when the first loop has to be compiled because no earlier run has left it."""
-    _waiting[:] = [say]
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
 
-
-class _Cache(FunctionCache):
-    """Numba's cache, but a damaged file counts as missing and a full disk is no error."""
+    def _name(self, types: Any, codegen: Any) -> str:
+        source = _digest_of_file(inspect.getfile(self._loop))  # tests and tokenizers have loops, too
+        about = (self._loop.__module__, source, self._loop.__code__.co_code, types, codegen.magic_tuple())
+        name = f"{self._loop.__qualname__}-{self._loop.__code__.co_firstlineno}"
+        return f"{name}-{digest_of(repr(about).encode())}.loop"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = None
-        with suppress(Exception):
-            found = super().load_overload(sig, target_context)
-        while found is None and _waiting:
-            with suppress(OSError, ValueError):  # of a stream that was closed
-                _waiting.pop()(COMPILING)
-        return found
+        target_context.refresh()
+        content = read(self._name(sig, target_context.codegen()))
+        if content is None:
+            first_use.report(is_kept=folder() is not None)
+            return None
+        return _compile_result._rebuild(target_context, *pickle.loads(content))
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except OSError:
-            return
-        except Exception:  # a damaged index, which saving reads first
-            with suppress(OSError):
-                self.flush()
-                super().save_overload(sig, data)
+        if own := folder():
+            with suppress(StorageError):
+                write_checked(own / self._name(sig, data.codegen), _dumps(data._reduce()))
+
+
+@cache
+def _digest_of_file(path: str) -> str:
+    return digest([Path(path)])

@@ -11,7 +11,6 @@ import llvmlite
 import llvmlite.binding as llvm
 from numba import types
 
-from distgpt.files import made_once
 from distgpt.kernels.fused import disk_cache
 from distgpt.kernels.fused.jit import by_types, inline
 from distgpt.kernels.matmul import amx, mmla, widening
@@ -26,9 +25,8 @@ _engines: list[Any] = []  # the code lives as long as these
 def machine_code(name: str, text: Callable[[], str]) -> bytes:
     """Return the object file of some IR, from the disk where it is kept."""
     key = repr((name, shape(), processor(), llvmlite.__version__)).encode()
-    folder = disk_cache.folder()
-    path = folder and folder / f"{name}-{sha256(key).hexdigest()[:16]}.o"
-    return made_once(path, lambda: bytes(_machine().emit_object(_verified(text()))))
+    file = f"{name}-{sha256(key).hexdigest()[:16]}.o"
+    return disk_cache.read_or_make(file, lambda: bytes(_machine().emit_object(_verified(text()))))
 
 
 def _machine() -> Any:

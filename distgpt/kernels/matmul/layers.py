@@ -209,14 +209,15 @@ def own_wins(speeds: dict[str, float]) -> bool:
 @cache
 def _stored_speeds(pool: Pool) -> Speeds | None:
     """Return the speeds measured here once; None where nothing can be kept."""
-    folder = disk_cache.folder()
-    if folder is None:
-        return None
     key = sha256(repr((processor(), linear.blas_core_name(), np.__version__)).encode()).hexdigest()[:16]
-    path = folder / f"matmul-{key}.json"
+    name = f"matmul-{key}.json"
+    if known := disk_cache.read(name):
+        return dict(json.loads(known))
+    if (folder := disk_cache.folder()) is None:
+        return None
     with suppress(OSError, ValueError), _alone(folder / "matmul.lock"):
-        speeds: Speeds = json.loads(made_once(path, partial(_measured, pool)))
-        return speeds if path.exists() else None  # not on a full disk
+        speeds: Speeds = json.loads(made_once(folder / name, partial(_measured, pool)))
+        return speeds if (folder / name).exists() else None  # not on a full disk
     return None
 
 

@@ -196,7 +196,7 @@ def measure_all(stage: Stage, options: AllreduceOptions) -> Row:
         "nodes": sum(gather_ints(comm, int(comm.local_rank == 0))),
         "ranks_per_node": comm.allreduce_max(comm.local_size),
         "cores_per_rank": min(gather_ints(comm, round(1000 * comm.cores))) / 1000,
-        "library": " ".join(library().split()),
+        "library": library(),
         "rows": rows,
         "not_measured": [row for row in every if "left_out" in row],
         "left_out": reasons,

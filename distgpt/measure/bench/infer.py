@@ -6,13 +6,14 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from distgpt.checked import parse_json
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.config import ROUNDED_DTYPES, ModelConfig
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
@@ -60,7 +61,7 @@ def job_of(options: InferOptions) -> Row:
             f"{options.prompt} + {options.new} tokens do not fit the context of {config.seq_len}: "
             "choose --prompt and --new"
         )
-    threads = options.threads or len(usable_cores())
+    threads = options.threads or granted_cores().whole
     return {"threads": threads, "prompt": options.prompt, "new": options.new, "repeats": REPEATS}
 
 
@@ -115,7 +116,7 @@ def measure_own(asked: str) -> None:
     job = parse_json(asked)
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
-    model = random_model(config_of(job["preset"]), dtype, stage.kernels, 1)
+    model = random_model(config_of(job["preset"]), dtype, partial(stage.kernels, use="generating text"), 1)
     rehearse(model)
     lanes = lanes_for(model, requests)
     random = np.random.default_rng(1)

@@ -125,7 +125,7 @@ def _method(comparison: Comparison) -> list[Block]:
         "system": where["system"],
         "software": f"{versions}; {where['blas']}",
         "date": where["date"],
-        "sources": where["commit"] or "an installed package",
+        "sources": where.get("commit", "an installed package"),
     }
     return [
         Paragraph(
@@ -232,15 +232,24 @@ def losses(comparison: Comparison) -> Table:
     """Tabulate the losses of each stage, and the published ones below."""
     workload = comparison.options.workload
     epochs = workload.epochs()
-    rows = [[stage.stage, *(_loss(stage, epoch) for epoch in epochs)] for stage in comparison.measured]
+    rows = [
+        [stage.stage, *(_loss(stage, epoch) for epoch in epochs), _bits(stage)]
+        for stage in comparison.measured
+    ]
+    last = "bits/byte"  # of the last step
     if not workload.is_projects:
-        return Table(("stage", *(f"step {epoch + 1:,}" for epoch in epochs)), rows, "Loss")
+        return Table(("stage", *(f"step {epoch + 1:,}" for epoch in epochs), last), rows, "Loss")
     rows += [
-        [f"published {stage}", *(f"{published.LOSSES[epoch][stage]:.3f}" for epoch in epochs)]
+        [f"published {stage}", *(f"{published.LOSSES[epoch][stage]:.3f}" for epoch in epochs), NONE]
         for stage in STAGES
     ]
     note = f"Epoch 0 is the first step's loss. {published.TEXT_NOTE}"
-    return Table(("stage", *(f"epoch {epoch}" for epoch in epochs)), rows, "Loss per epoch", note)
+    return Table(("stage", *(f"epoch {epoch}" for epoch in epochs), last), rows, "Loss per epoch", note)
+
+
+def _bits(stage: Measured) -> str:
+    bits = stage.training and stage.training.get("train_bits_per_byte")
+    return NONE if bits is None else f"{bits:.4f}"
 
 
 def _loss(stage: Measured, step: int) -> str:

@@ -31,7 +31,7 @@ INTERRUPTED = "interrupted"
 # What is taken of a run's summary, and of what `distgpt infer` prints.
 TRAINED = (
     *("train_s", "tokens_per_s", "step_s_median", "first_step_s", "peak_memory", "peak_gpu_memory"),
-    *("allreduce", "parameters"),
+    *("allreduce", "parameters", "train_bits_per_byte"),
 )
 WRITTEN = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from distgpt.data.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
 from distgpt.data.tokenizers.foreign import from_document
+from distgpt.data.tokenizers.library import library_errors
 from distgpt.data.tokenizers.plain import ByteTokenizer, Tokenizer, checked_chat, refuse_repeated
 from distgpt.data.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer
 from distgpt.errors import DataError, UsageError
@@ -121,19 +122,20 @@ def _byte_level(document: Mapping[str, Any], source: object) -> dict[str, Any]:
     nothing = (None, {"type": "Sequence", "normalizers": []}, {"type": "NFC"} if pre == _COMPOSED else None)
     if model.get("type", "BPE") != "BPE" or pre is None or document.get("normalizer") not in nothing:
         raise _refused(source, f"cuts texts in a way that is none of {', '.join(PRE)}")
-    if (pre == _WHOLE) != bool(model.get("ignore_merges")) and not _merges_all(model):
+    if (pre == _WHOLE) != bool(model.get("ignore_merges")) and not _merges_all(model, source):
         raise _refused(source, f"takes entries whole, or does not, unlike {pre} in GGUF")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     return {"model": "gpt2", "pre": pre, "merges": merges, "kinds": _kinds(document)}
 
 
-def _merges_all(model: Mapping[str, Any]) -> bool:
+def _merges_all(model: Mapping[str, Any], source: object) -> bool:
     """Return if every entry comes out of its own merges, so that taking it whole changes nothing."""
     from tokenizers import models
 
     pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
-    merging = models.BPE(model["vocab"], pairs)
-    return all(len(merging.tokenize(entry)) == 1 for entry in model["vocab"])
+    with library_errors(f"{source}: the library tokenizers refuses its merges"):
+        merging = models.BPE(model["vocab"], pairs)
+        return all(len(merging.tokenize(entry)) == 1 for entry in model["vocab"])
 
 
 def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any]:

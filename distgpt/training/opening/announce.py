@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from distgpt.config import RunConfig, TrainConfig
+from distgpt.config.dial import PARAMETERS_PER_TOKEN
 from distgpt.data.batches import Batches
 from distgpt.data.chats.examples import ExampleBatches
-from distgpt.data.loading import Corpus, resolve_data
+from distgpt.data.loading import Corpus
+from distgpt.data.named import resolve_data
 from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import is_shards
+from distgpt.data.unreadable import MARKUP, advice
 from distgpt.errors import Say, escape
 from distgpt.evaluation.assessment import Validation
-from distgpt.formatting import count
+from distgpt.files import without_locks
+from distgpt.formatting import count, size, size_in_column
 from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.resumption import described
+from distgpt.training.opening.whereabouts import shown_hosts
 from distgpt.training.progress import Progress
+
+BY_HEART = 40  # times that a text is read, from which on a large model knows it
 
 
 def facts(
     plan: Plan,
     stage: Stage,
+    where: dict[str, Any],
     config: RunConfig,
     model: Model,
     batches: Batches,
@@ -35,6 +44,7 @@ def facts(
         "stage": stage.name,
         "ranks": stage.comm.size,
         "threads": stage.threads,
+        "hosts": shown_hosts(where["hosts"]),
         "parameters": model.layout.elements,
         "vocabulary": config.model.vocab_size,
         "corpus_tokens": batches.tokens,
@@ -68,13 +78,14 @@ def note_surprises(
 ) -> None:
     """Say which settings have another effect than one may expect. For rank 0."""
     t = config.train
+    if plan.directory.lacks_locks():
+        say(without_locks(plan.directory.path))
     if plan.changes:
         say(f"changed from step {plan.step} on: {described(plan.changes)}")
-    if plan.resumed and t.train_minutes:
-        if plan.state.seconds >= 60 * t.train_minutes:
-            say(f"its {t.train_minutes:g} minutes are over: more are asked for with --train-minutes")
-    elif plan.resumed and plan.step == t.steps:
-        say(f"all {t.steps:,} steps are done: more are asked for with --steps")
+    if plan.resumed and (
+        plan.state.seconds >= 60 * t.train_minutes if t.train_minutes else plan.step == t.steps
+    ):
+        say(f"nothing is left to train: {'--within' if t.train_minutes else '--steps'} asks for more")
     if t.init and not plan.resumed:
         how = f"gets adapters of rank {t.lora_rank}" if t.lora_rank else "is trained further"
         say(f"{escape(t.init)} {how}, with a peak learning rate of {t.lr:g} (--lr)")
@@ -82,7 +93,7 @@ def note_surprises(
     if isinstance(batches, ExampleBatches):
         say(_of_examples(batches, t))
     elif tokens < window:
-        say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
+        say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: sequences repeat it")
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
         say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
     if isinstance(batches, PackedBatches):
@@ -96,7 +107,23 @@ def note_surprises(
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     if plan.resumed and not plan.is_of_same_text(batches.fingerprint):
         say(f"{escape(t.data)} is another text than so far, and is read from here on")
+    if t.data.lower().endswith(MARKUP):
+        say(f"{escape(t.data)} is learned with its markup: {escape(advice(Path(t.data), '.epub'))}")
     if t.val_fraction and is_shards(resolve_data(t.data)):
         say("--val-fraction has no effect: shards have a part of their own for validation")
     if t.eval_every and not is_evaluated:
         say("nothing is held out, so nothing is evaluated: see --val, --val-fraction and --hellaswag")
+
+
+def note_short_text(plan: Plan, model: Model, batches: Batches, token_bytes: float | None, say: Say) -> None:
+    """Say that a new run will learn its text by heart, and how long a text would make sense. For rank 0."""
+    t, parameters = plan.run.train, model.layout.elements
+    times = t.steps * t.batch_size * batches.seq_len / batches.tokens
+    enough = parameters / PARAMETERS_PER_TOKEN
+    if plan.checkpoint or t.init or not token_bytes or times < BY_HEART or batches.tokens >= enough:
+        return
+    text, wanted = size(batches.tokens * token_bytes), size_in_column(enough * token_bytes)
+    say(
+        f"the text is short: {text}, read {round(times):,} times. A model of {parameters:,} parameters learns"
+        f" that by heart, and little else: give it {wanted} or more, or make it smaller (--depth)"
+    )

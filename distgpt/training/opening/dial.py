@@ -18,11 +18,12 @@ from distgpt.config.dial import (
     text_to_learn_from,
     tokens_to_read,
 )
-from distgpt.data.loading import AUTO, resolve_data, vocabulary_size
+from distgpt.data.loading import AUTO, vocabulary_size
+from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import find_inputs
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.errors import UsageError, refuse_beside
-from distgpt.formatting import three_digits
+from distgpt.formatting import clock, count, three_digits
 
 DIALLED = "fast"  # the preset that the laws are for
 DEPTH, WITHIN, TOKENS = "depth", "within", "dial_tokens"  # flags that are no settings
@@ -60,20 +61,26 @@ class Dial:
         size = parameters(self.depth, text.vocab_size)
         per_step = t.batch_size * model.seq_len
         read = per_step * t.steps
-        wanted = TOKENS_PER_PARAMETER * size
         tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
-        why = f"{read / size:.1f} for each of {_about(size)} parameters of layers and output"
-        if not self.tokens and EPOCHS * text.tokens < wanted:
-            why += f"; {TOKENS_PER_PARAMETER} would need a longer text"
-        until = f"{t.train_minutes:.3g} minutes, about " if t.train_minutes else ""
+        times = read / text.tokens
+        of_text = f"the text {three_digits(times)} times" if times >= 1 else f"{times:.1%} of the text"
+        each = f"{three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)"
+        steps = f"{count(t.steps, 'step')} of {per_step:,} tokens"
+        if t.train_minutes:
+            steps = f"about {steps}, until {clock(60 * t.train_minutes)} is over"
         rows = {
             f"depth {self.depth}": f"{model.n_embd} wide, {model.n_head} heads, context {model.seq_len}",
-            "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}: {text.vocab_size:,} entries",
-            "to read": f"{_about(read)} tokens, {read / text.tokens:.2g} times the text: {why}",
-            "steps": f"{until}{t.steps:,} of {per_step:,} tokens, of which {t.warmup} warm up",
+            "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}, {text.vocab_size:,} entries",
+            "training": f"reads {_about(read)} tokens, {of_text}; {each}",
+            "steps": f"{steps}; the learning rate rises over the first {t.warmup}",
             "learning rates": f"{t.lr:g}, embedding {t.embedding_lr:g}, output {t.head_lr:g},"
             f" vectors {t.vector_lr:g}; weight decay {t.weight_decay:g}",
         }
+        if not self.tokens and 0.95 * EPOCHS <= times < 0.95 * TOKENS_PER_PARAMETER * size / text.tokens:
+            rows["note"] = (
+                f"a longer text would teach it more: {TOKENS_PER_PARAMETER} tokens for each of these"
+                f" parameters are best, but no text is read more than {EPOCHS} times"
+            )
         return "\n".join(f"{name:<16}{what}" for name, what in rows.items())
 
 

@@ -24,7 +24,7 @@ def difficulty(path: Path) -> float:
     if not size:
         return 1.0
     packed = 8 * sum(len(zlib.compress(each, 9)) for each in samples) / size
-    return min(MOST, max(LEAST, (packed / PACKED_REFERENCE) ** EXPONENT))
+    return min(MOST, max(LEAST, float((packed / PACKED_REFERENCE) ** EXPONENT)))
 
 
 def _of_files(inputs: list[Input]) -> Iterator[bytes]:

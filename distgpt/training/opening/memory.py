@@ -12,7 +12,7 @@ import numpy as np
 
 from distgpt.comm.agree import on_every_rank, on_root
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import available_memory
+from distgpt.comm.limits import granted_memory
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer
@@ -35,7 +35,8 @@ from distgpt.training.step import Step
 SPARE = 0.95  # of the free memory: the system needs some too
 TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster
 LIBRARIES = 1 << 30  # a GPU's libraries need up to so much, for workspaces and trials
-LIBRARIES_FRACTION = 0.25  # but at most this fraction of a small GPU, or of a rank's part of one
+PROGRAM = 256 << 20  # compiled loops, what compiles them and small buffers, on a CPU
+FRACTION = 0.25  # but at most this fraction of a small GPU, of a small machine or of a rank's part of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,10 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
         ReduceScatterGather(comm, model.grads.flat, run.train.gradient_dtype, 0, cast(Wire, counting.wire))
     # As if one rank orthogonalised all matrices, which ranks may share.
     shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
-    update = kernels.orthogonalise_bytes(shapes) if run.train.optimizer == "muon" else 0
+    try:
+        update = kernels.orthogonalise_bytes(shapes) if run.train.optimizer == "muon" else 0
+    except MemoryError:  # it is made to be counted: there is not even room for one, of four such matrices
+        update = 4 * max(map(prod, shapes)) * kernels.wide.itemsize
     return Need(weights, states, activations, evaluation, more(), update)
 
 
@@ -185,7 +189,7 @@ def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Ker
         if fitted.save_every or fitted.save_minutes:
             stage.notes.add("training waits while a checkpoint is written: all ranks have a part of it")
         return "sync"
-    free, taken = available_memory() // stage.comm.local_size, 0
+    free, taken = granted_memory(stage.comm.local_size).free, 0
     if not kernels.capabilities.is_async:  # else those are in a GPU's memory
         taken = needed(replace(run, train=fitted), kernels, stage.comm.size, evaluated).total
     copy, room = copy_bytes(run, kernels, stage.comm.size), max(0, int(SPARE * free) - taken)
@@ -246,8 +250,9 @@ def fitting(
     held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
     updated = f", Muon's updates {size_of(need.update)}" if need.update else ""
     exchanged = f", exchange {size_of(need.exchange)}" if need.exchange else ""
+    left = f" ({size_of(free - budget)} of them for the program itself)" if need.total <= free else ""
     raise UsageError(
-        f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free: "
+        f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free{left}: "
         f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
         f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {size_of(need.activations)}"
         f"{held_out}{exchanged}{updated}{hint} (distgpt help out-of-memory)"
@@ -255,9 +260,8 @@ def fitting(
 
 
 def _budget(kernels: Kernels, free: int) -> float:
-    return free - max(
-        (1 - SPARE) * free, min(LIBRARIES, LIBRARIES_FRACTION * free) if kernels.capabilities.is_async else 0
-    )
+    besides = LIBRARIES if kernels.capabilities.is_async else PROGRAM
+    return free - max((1 - SPARE) * free, min(besides, FRACTION * free))
 
 
 def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) -> Iterator[TrainConfig]:

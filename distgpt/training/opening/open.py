@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
 from distgpt.evaluation.assessment import Assessment, Validation, validation_on
 from distgpt.evaluation.benchmark import Benchmark, load_benchmark
+from distgpt.evaluation.bits import bytes_per_token
+from distgpt.inference.engine_setup import lanes_for
+from distgpt.inference.lanes import Feed
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
 from distgpt.model.lora import model_for
@@ -31,7 +35,7 @@ from distgpt.saved.adapter import base_of
 from distgpt.saved.checkpoint import Best, State
 from distgpt.saved.modelfile import Base, Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
-from distgpt.stages import Stage
+from distgpt.stages import Stage, report_compiling
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.clock import Clock
 from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange
@@ -39,15 +43,18 @@ from distgpt.training.exchange.local_steps import buffers_saved, is_local
 from distgpt.training.exchange.sharded import own_shard
 from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.guards.deadline import Deadline, TimeLimit
+from distgpt.training.guards.full_disk import Room, weights_bytes
 from distgpt.training.guards.stragglers import Stragglers
 from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
-from distgpt.training.opening.announce import facts, note_surprises
+from distgpt.training.opening.announce import facts, note_short_text, note_surprises
 from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
+from distgpt.training.opening.whereabouts import whereabouts
 from distgpt.training.progress import Pace, Progress
+from distgpt.training.reading import Reading
 from distgpt.training.report import Listener, Report
 from distgpt.training.run import Guards, Run
 from distgpt.training.step import Step, even_shares
@@ -70,7 +77,7 @@ def open_run(
     comm, say = stage.comm, listener.noted
     config, corpus, hellaswag = _load_texts(comm, plan, say)
     config, batches = _with_batches(comm, config, corpus)
-    kernels = stage.kernels(config.train.dtype, config.train.matmul_backend)
+    kernels = stage.kernels(config.train.dtype, config.train.matmul_backend, "training")
     validation = _validation(comm, config, corpus)
     is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
@@ -80,33 +87,41 @@ def open_run(
     optimizer = optimizer_for(model, config.train, comm)
     _load_state(plan, comm, model, optimizer, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
-    on_root(comm, lambda: _write(plan, stage, config, corpus.tokenizer, progress))
+    where = whereabouts(stage)
+    on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
+    token_bytes = on_root(comm, lambda: bytes_per_token(batches, corpus.tokenizer))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
-        listener.started(facts(plan, stage, config, model, batches, validation, progress))
+        note_short_text(plan, model, batches, token_bytes, say)
+        listener.started(facts(plan, stage, where, config, model, batches, validation, progress))
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
-    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best)
+    room = Room(plan.directory, settings, weights_bytes(model, described), say)
+    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best, room)
     guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
     on_batch = partial(guards.activity.enter, EVALUATING)
+    clock = _clock(plan, stage, guards.pace, model, validation)
+    reading = Reading(batches, settings.batch_size, token_bytes, clock)
     return Run(
         config=config,
         settings=settings,
         stage=stage,
+        where=where,
         model=model,
         optimizer=optimizer,
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=_step(optimizer, comm, settings, shares, guards, say),
         assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, guards.signals, on_batch),
+        reading=reading,
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
-        clock=_clock(plan, stage, guards.pace, model, validation),
+        clock=clock,
         identity=_identity(settings, comm, batches, shares, hosts),
         checkpoints=checkpoints,
-        report=Report(comm.rank, config, plan.directory, listener, checkpoints),
+        report=Report(comm.rank, config, plan.directory, listener, checkpoints, reading),
         guards=guards,
     )
 
@@ -133,7 +148,7 @@ def make_steps(
 ) -> tuple[Step, Batches]:
     """Return the steps of a run over these tokens, with random weights or those of --init. Collective."""
     comm, t = stage.comm, run.train
-    kernels = stage.kernels(t.dtype, t.matmul_backend)
+    kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm), _batches(comm, run, tokens, separator)
     optimizer = optimizer_for(model, t, comm)
@@ -145,6 +160,7 @@ def make_steps(
 
 def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, Benchmark | None]:
     """Return the run with its vocabulary size, its texts, and HellaSwag. Collective."""
+    report_compiling(comm, say)  # also what tokenizes may have to be compiled
     t = plan.run.train
     tokenizer = AUTO if plan.checkpoint else t.tokenizer  # a resumed run has its own
     run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, plan.directory.path.parent, say)
@@ -233,7 +249,7 @@ def _load_state(
     """Load the checkpoint's weights, moments and step; else weights of a file, or new ones. Collective."""
     if plan.checkpoint is None:
         if comm.rank == 0 and learns_pairs(plan.run):
-            say("first weights: learning which token follows which")
+            say("first weights: from how often each token of the text follows each other one")
         begin_anew(comm, model, optimizer, plan.run.train, batches)
         return
     on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
@@ -304,16 +320,23 @@ def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     outer.begin()
     outer.store_change_as_gradient()
     outer.step(1)
+    lanes_for(model, 1).feed([Feed(0, 0, [0], 1)])  # samples
 
 
-def _write(plan: Plan, stage: Stage, config: RunConfig, tokenizer: Tokenizer, progress: Progress) -> None:
-    """Create the run's directory, or note in its history from where it resumes."""
+def _write(
+    plan: Plan,
+    stage: Stage,
+    where: dict[str, Any],
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> None:
+    """Create the run's directory, and note in its history where it begins, and from what."""
     plan.directory.create(config, tokenizer.to_json(), progress.step, progress.evaluation_pending)
-    if plan.checkpoint or plan.changes:
-        path, directory = plan.checkpoint, plan.directory
-        origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
-        where = {"stage": stage.name, "ranks": stage.comm.size}
-        directory.remember({"step": progress.step, **origin, **where, "changes": plan.changes})
+    path, directory = plan.checkpoint, plan.directory
+    origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
+    used = {"stage": stage.name, "ranks": stage.comm.size, **where}
+    directory.remember({"step": progress.step, **origin, **used, "changes": plan.changes})
 
 
 def _shares(

@@ -15,7 +15,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.config.presets import resolve, resumed, run_name, tuning
-from distgpt.data.loading import resolve_data
+from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, Say, UsageError, refuse_beside
 from distgpt.formatting import count
@@ -27,7 +27,13 @@ from distgpt.saved.rundir import RunDirectory, place_for
 from distgpt.training.exchange.reproducible import usual_parts
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.dial import DEPTH, DIALLED, TOKENS, WITHIN, Dial
-from distgpt.training.opening.resumption import Resumption, changed, find_run, refuse_impossible
+from distgpt.training.opening.resumption import (
+    Resumption,
+    changed,
+    find_run,
+    is_finished,
+    refuse_impossible,
+)
 
 DETERMINISTIC = (
     "deterministic"  # a flag of CPU stages: reproducible_parts, if no source of settings names them
@@ -46,6 +52,7 @@ class Plan:
     state: State  # what was saved in it
     origin: Description | None  # the model that is trained further: the checkpoint's, or that of --init
     changes: dict[str, Any]  # settings of a resumed run that were others so far: [before, now]
+    is_finished: bool = False  # a run to leave as it is
     until: int | None = None  # a step to end at for now, as if it were the last: the schedule stays as it is
 
     @property
@@ -123,6 +130,7 @@ def make_plan(
         state=State.from_json(decided["state"]),
         origin=origin,
         changes=decided["changes"],
+        is_finished=decided["is_finished"],
     )
 
 
@@ -155,23 +163,35 @@ def _decide(
     if dead := directory.refuse_second():
         say(f"{dead} has left this run without an end: taking over")
     state = load_state(checkpoint) if checkpoint else {"step": 0}
-    weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
-    origin = read_description(Path(weights)) if weights else None
-    if origin is not None:
-        origin.refuse_training(run.train)
-        if not checkpoint:
-            origin.refuse_adapter(weights)
-        elif origin.base:
-            refuse_other_base(Path(weights), origin, Path(run.train.init))
+    origin = _origin(run, checkpoint)
     _refuse_conflicts(found, run, origin, state["step"], resume is not None)
+    changes = changed(origin.run if checkpoint and origin else found.settings, run)
+    is_done = is_finished(found, run, state, changes)
+    if checkpoint and not is_done:
+        say(f"resuming from {checkpoint}")
     return {
         "run": run.to_toml(),
         "directory": str(directory.path),
         "checkpoint": checkpoint and str(checkpoint),
         "state": state,
         "origin": origin and _written(origin),
-        "changes": changed(origin.run if checkpoint and origin else found.settings, run),
+        "changes": changes,
+        "is_finished": is_done,
     }
+
+
+def _origin(run: RunConfig, checkpoint: Path | None) -> Description | None:
+    """Return the model that is trained further, if there is one; refuse one that cannot be."""
+    weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
+    if not weights:
+        return None
+    origin = read_description(Path(weights))
+    origin.refuse_training(run.train)
+    if not checkpoint:
+        origin.refuse_adapter(weights)
+    elif origin.base:
+        refuse_other_base(Path(weights), origin, Path(run.train.init))
+    return origin
 
 
 def _refuse_conflicts(

@@ -9,7 +9,7 @@ from typing import Any
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.limits import granted_cores
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.errors import DataError
@@ -86,7 +86,7 @@ def _threads_of_waiting(comm: Comm, model: Model) -> int:
     """Return how many threads rank 0 may use here: its own, and those of the ranks that wait for it."""
     own = comm.cores if model.kernels.capabilities.is_async else model.kernels.threads
     ranks = comm.local_size if comm.size > 1 else 1  # a stage of its own may lie beside others that work
-    return max(1, min(len(usable_cores()), int(own * ranks + 1e-6)))
+    return max(1, min(granted_cores().whole, int(own * ranks + 1e-6)))
 
 
 def load_weights(comm: Comm, model: Model, read: Callable[[Tensors], None]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distgpt.config import CHANGEABLE, RunConfig, differences
 from distgpt.errors import DataError, Say, UsageError, escape
@@ -54,6 +56,17 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
 
 
+def is_finished(found: Resumption, run: RunConfig, state: Mapping[str, Any], changes: Container[str]) -> bool:
+    """Return whether a run has nothing left to do: it was finished at this step, and no more is wanted."""
+    t, step, directory = run.train, state["step"], found.directory
+    if not found.checkpoint or not directory.owns(found.checkpoint) or state.get("evaluation_pending"):
+        return False
+    if t.epochs and ("epochs" in changes or "data" in changes):  # the steps follow from the examples
+        return False
+    is_over = state.get("seconds", 0.0) >= 60 * t.train_minutes if t.train_minutes else step == t.steps
+    return bool(is_over) and directory.finished_at() == step
+
+
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     """Raise a UsageError if a setting differs that cannot change when a run resumes."""
     # The model beside which adapters stand may lie elsewhere: its content is compared.
@@ -87,7 +100,6 @@ def _newest(run: RunDirectory, say: Say) -> Path | None:
     path, damaged = newest
     for line in damaged:
         say(f"skipping a damaged checkpoint: {line}")
-    say(f"resuming from {path}")
     return path
 
 

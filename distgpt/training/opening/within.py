@@ -17,12 +17,11 @@ from distgpt.config import RunConfig
 from distgpt.config.dial import Choice, Text, choose
 from distgpt.config.presets import merged
 from distgpt.data.batches import ArrayTokens
-from distgpt.data.loading import resolve_data
+from distgpt.data.named import resolve_data
 from distgpt.errors import Say
 from distgpt.formatting import clock, parse_duration
-from distgpt.inference.engine_setup import rehearse
-from distgpt.model.model import miniature
-from distgpt.stages import Notes, Stage
+from distgpt.kernels import first_use
+from distgpt.stages import Notes, Stage, report_compiling
 from distgpt.training.clock import KEPT
 from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, holds_out, text_of
 from distgpt.training.opening.difficulty import difficulty
@@ -99,15 +98,12 @@ def _text(comm: Comm, toml: Path | None, flags: Mapping[str, Any]) -> tuple[Text
 def _compiled(stage: Stage, run: RunConfig, say: Say) -> Stage:
     """Compile what training and a sample need, and begin the stage's time after that. Collective."""
     stage.notes.report_to(say)
+    report_compiling(stage.comm, say)
     begun = time.monotonic()
-    kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
+    kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
     compile_once_per_node(stage, kernels, run)
-    if stage.comm.rank == 0:  # which writes the samples
-        written = miniature(run.model, kernels)
-        written.train()
-        rehearse(written)
-    stage.comm.barrier()
-    return replace(stage, begun=stage.begun + (time.monotonic() - begun))
+    compiling = time.monotonic() - begun if first_use.has_compiled() else 0.0
+    return replace(stage, begun=stage.begun + compiling)
 
 
 def measured_choice(

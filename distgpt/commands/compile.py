@@ -1,0 +1,42 @@
+"""distgpt compile"""
+
+from __future__ import annotations
+
+from distgpt.commands.help import command
+from distgpt.errors import print_lines
+from distgpt.formatting import clock, count, size
+
+
+@command(example="distgpt compile")
+def compile() -> None:
+    """Compile all kernels for this kind of processor, once for every user of this installation.
+
+    They go into one file beside the package, which only its owner may write. Run it once on each kind of
+    node, and again after an update.
+    """
+    import io
+    import tempfile
+    import time
+    from contextlib import redirect_stderr
+    from pathlib import Path
+
+    from distgpt.kernels.fused import disk_cache
+    from distgpt.kernels.matmul.processor import processor
+
+    disk_cache.site().require_writable()
+    from distgpt.measure.precompile import parts
+
+    print_lines(f"compiling for {processor()[0]}, which takes some minutes")
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, act in parts(Path(folder)):
+            started, before = time.monotonic(), len(disk_cache.used)
+            with redirect_stderr(io.StringIO()):  # what training a model would note
+                act()
+            new = count(len(disk_cache.used) - before, "kernel")
+            print_lines(f"{clock(time.monotonic() - started):>5}  {new:>11}  {name}")
+    path = disk_cache.share()
+    print_lines(
+        f"{count(len(disk_cache.used), 'kernel')} in {clock(time.monotonic() - begun)}: {path}, "
+        f"{size(path.stat().st_size)}, for all users on such processors"
+    )

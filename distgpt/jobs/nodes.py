@@ -1,0 +1,40 @@
+"""What the nodes of a job could not do, found before it waits: files they lack, a tokenizer to be fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from distgpt.config import RunConfig
+from distgpt.data import hub
+from distgpt.data.loading import refuse_missing
+from distgpt.data.named import resolve_data
+from distgpt.data.shards import is_shards
+from distgpt.data.tokenizers.naming import load_tokenizer
+from distgpt.errors import DataError
+
+OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each machine has for itself
+
+
+def refuse_unready(run: RunConfig) -> str:
+    """Refuse files that are not there; fetch the tokenizer, as nodes may have no network. Returns a note."""
+    t = run.train
+    refuse_missing([t.data, *[t.val] * bool(t.val)], t.tokenizer)
+    if t.hellaswag and not Path(t.hellaswag).is_file():
+        raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
+    # GPT-2's is known without its files where texts are tokenized already, or by the model's own tokenizer.
+    is_known = t.tokenizer == "gpt2" and (bool(t.init) or is_shards(resolve_data(t.data)))
+    if is_known or not (t.tokenizer == "gpt2" or t.tokenizer.startswith(hub.PREFIX)):
+        return ""
+    load_tokenizer(t.tokenizer)
+    return (
+        f"--tokenizer {t.tokenizer} lies in {hub.cache()}, which nodes without internet have to see, too:"
+        " HF_HOME says where it is"
+    )
+
+
+def own_disks(paths: Iterable[Path]) -> Iterator[str]:
+    """Yield those of the paths that the nodes do not see, as they are on a disk of this machine alone."""
+    for path in paths:
+        if any(path.resolve().is_relative_to(folder) for folder in OWN):
+            yield str(path)

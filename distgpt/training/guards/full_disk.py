@@ -1,0 +1,178 @@
+"""Guard against a full disk: room for the final weights from the start, and old checkpoints given up for new.
+
+`Checkpoints` passes every write of weights through `Room`. Quotas count as a full disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
+from distgpt.errors import DistgptError, Say, StorageError, escape
+from distgpt.files import FULL, allocate, new_file, storage_errors, unfinished
+from distgpt.formatting import size
+from distgpt.model.model import Model
+from distgpt.saved.checkpoint import DAMAGED, drop, newest_intact, saved_checkpoints
+from distgpt.saved.modelfile import Description
+from distgpt.saved.rundir import RunDirectory
+from distgpt.training.checkpoints import Disk
+
+SLACK = 1 / 32  # of what is written, which shall stay free for lines of metrics
+MORE = 64 << 10  # bytes that are reserved beside the weights, for the summary and the last metrics
+ENTRY = 256  # bytes of a tensor's entry in a header, at most
+
+
+class Room(Disk):
+    """The room that a run has on its disk. For rank 0, where not collective."""
+
+    def __init__(self, directory: RunDirectory, t: TrainConfig, weights: int, say: Say) -> None:
+        """`weights`: bytes of the file of final weights, at most."""
+        self._directory, self._keep, self._weights, self._say = directory, t.keep, weights, say
+        self._gives_up = t.on_disk_error != "stop"
+        self._reserve: Path | None = None
+        self._given_up: list[str] = []  # names of checkpoints, not yet reported
+        self._reason = 0  # the step for which they were
+        self._fewest = t.keep  # checkpoints that were left whenever it was said
+
+    @contextmanager
+    def reserved(self, comm: Comm, step: int) -> Iterator[None]:
+        """Hold room for the final weights meanwhile. Collective."""
+        on_root(comm, lambda: self._begin(step))
+        try:
+            yield
+        finally:
+            with suppress(StorageError):  # what ended the run counts more; the next start removes the file
+                self._release()
+            self.report()
+
+    def _begin(self, step: int) -> None:
+        try:
+            self.write(step, self._weights, self._take)
+        finally:
+            self.report()
+
+    def _take(self) -> None:
+        path = unfinished(self._directory.weights)  # a name that `RunDirectory.create` cleans up after a kill
+        with storage_errors(f"reserve {size(self._weights)} for the final weights in", self._directory.path):
+            try:
+                with new_file(path) as file:
+                    allocate(file, self._weights)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+        self._reserve = path
+
+    def _release(self) -> None:
+        path, self._reserve = self._reserve, None
+        if path:
+            with storage_errors("remove", path):
+                path.unlink(missing_ok=True)
+
+    def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        """Call write(), and give up old checkpoints while that finds no room.
+
+        One that could not fit is not begun: it would fill the disk, and lines of metrics would find no room.
+        """
+        outdated = self._outdated(step)  # looks at the checkpoints only when the first of them has to go
+        while _free(self._directory.path) < n_bytes * (1 + SLACK) and self._give_up(outdated, step):
+            pass
+        while True:
+            try:
+                write()
+                return
+            except StorageError as error:
+                if not _is_full(error) or not self._give_up(outdated, step):
+                    raise
+
+    def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        self._release()
+        self.write(step, n_bytes, write)
+
+    def report(self) -> None:
+        """Report what was given up: every time in history.jsonl, but said only as it gets worse."""
+        if not self._given_up:
+            return
+        with suppress(StorageError):  # where this line has no room either, the next one says it, too
+            left, names = len(saved_checkpoints(self._directory.checkpoints)), ", ".join(self._given_up)
+            if left < self._fewest or DAMAGED in names:
+                self._fewest = left
+                self._say(
+                    f"the disk is full: gave up {names} for step {self._reason};"
+                    f" {left} of {self._keep} checkpoints are left in {escape(str(self._directory.path))}"
+                )
+            if left < self._keep or DAMAGED in names:  # else they would be gone by now in any case
+                self._directory.remember({"step": self._reason, "given_up": self._given_up})
+            self._given_up = []
+
+    def _give_up(self, outdated: Iterator[Path], step: int) -> bool:
+        """Remove the next checkpoint; return False if there is none."""
+        path = next(outdated, None)
+        if path is None:
+            return False
+        drop(path)
+        self._given_up.append(path.name)
+        self._reason = step
+        return True
+
+    def _outdated(self, step: int) -> Iterator[Path]:
+        """Yield what a run at this step can do without: damaged checkpoints, then others from the oldest.
+
+        Neither the newest intact one, nor those of later steps, nor one that another run begins with.
+        """
+        checkpoints = self._directory.checkpoints
+        try:
+            newest = newest_intact(checkpoints, step) if self._gives_up else None
+            saved = saved_checkpoints(checkpoints, step)
+        except DistgptError:  # none is intact, or none can be read: this is no moment to remove any
+            return
+        if newest is None:
+            return
+        yield from sorted(checkpoints.glob(f"{DAMAGED}*"))
+        needed = _begun_with(self._directory.path)
+        for path in reversed(saved[saved.index(newest[0]) + 1 :]):
+            if path.resolve() not in needed:
+                yield path
+
+
+def weights_bytes(model: Model, description: Description) -> int:
+    """Return the most bytes that the file of a model's weights can have."""
+    layout, wide = model.weights.layout, np.dtype(model.kernels.wide)
+    header = len(json.dumps(description.to_metadata(), ensure_ascii=False).encode())
+    return int(layout.elements * wide.itemsize) + header + ENTRY * len(layout.specs) + MORE
+
+
+def _begun_with(run: Path) -> set[Path]:
+    """Return the checkpoints with which the other runs in this run's folder began."""
+    found = set()
+    with suppress(OSError):
+        for other in run.absolute().parent.iterdir():
+            with suppress(DistgptError, OSError):
+                if origin := RunDirectory(other).branched_from():
+                    found.add(origin.resolve())
+            with suppress(DistgptError, OSError):
+                if (config := RunDirectory(other).saved()) and config.train.init:
+                    found.add(Path(config.train.init).resolve().parent)
+    return found
+
+
+def _free(path: Path) -> float:
+    """Return the bytes that this disk has for a user, infinite if it does not say. A quota may allow less."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return float("inf")
+    return found.f_bavail * found.f_frsize if found.f_blocks else float("inf")
+
+
+def _is_full(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error is not None and error.errno in FULL

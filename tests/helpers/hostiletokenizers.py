@@ -1,0 +1,66 @@
+"""Documents of tokenizer.json made to hurt whoever encodes a text by them; small, and of the right form."""
+
+import base64
+import json
+import struct
+
+from families import document
+
+from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
+
+TEXT = "a" * 40 + "!"
+
+
+def byte_level(**changes):
+    """SmolLM2's document with other parts."""
+    return {**json.loads(document("smollm2")), **changes}
+
+
+def replace(pattern, content, kind="String"):
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def sequence(*steps):
+    return {"type": "Sequence", "normalizers": list(steps)}
+
+
+def split(pattern):
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    after = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [cut, after]}
+
+
+def charsmap(texts=b"", unit=0):
+    """SentencePiece's table: its trie of equal units, and what its entries become."""
+    table = struct.pack("<I", 1024) + struct.pack("<I", unit) * 256 + texts
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+def bomb():
+    """Eight times sixteen letters for one: 4 GB of "a"."""
+    return byte_level(normalizer=sequence(*[replace("a", "a" * 16)] * 8))
+
+
+def _word_level():
+    found = byte_level()
+    return found | {"model": {"type": "WordLevel", "vocab": found["model"]["vocab"], "unk_token": "[none]"}}
+
+
+# Those that load, and make the library fail at a text.
+FAILING = {
+    "no unknown word": _word_level,
+    "backtracks": lambda: byte_level(pre_tokenizer=split(r"(a|a)+$|(a*)*b")),
+    "refers back": lambda: byte_level(pre_tokenizer=split(r"(?:(a+)+)\1c")),
+    "backtracks in a normalizer": lambda: byte_level(normalizer=replace("(((((a*)*)*)*)*)*$", "x", "Regex")),
+    "replaces nothing": lambda: byte_level(normalizer=replace("(?=a)", "a", "Regex")),
+    "a table that points outside": lambda: byte_level(normalizer=charsmap(unit=(1 << 30) - 1)),
+}
+
+
+def failing(name="no unknown word"):
+    return LibraryTokenizer(FAILING[name](), "a file")
+
+
+def slow():
+    """Takes the third power of the text's length, each place less than the library's own limit."""
+    return byte_level(pre_tokenizer=split(r"aa*aa*b"))

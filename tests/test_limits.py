@@ -1,0 +1,242 @@
+"""Memory and cores as the system limits them: control groups of both versions, ulimit, what Slurm says."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, clean_environment, distgpt, inside, needs_mpi, refused
+
+from distgpt.comm import limits
+from distgpt.comm.cores import available_memory, status_bytes, usable_cores
+from distgpt.comm.limits import Groups, granted_cores, granted_memory
+
+MIB, GIB = 1 << 20, 1 << 30
+LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB
+CONTROLLERS = Path("/sys/fs/cgroup")
+NOWHERE = Groups(Path("/nowhere"), Path("/nowhere"))
+
+
+def written(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return Groups(folder / "cgroup", folder / "own")
+
+
+# Control groups, as recorded
+
+
+def test_a_group_of_version_2_and_all_above_it_limit_memory_by_what_they_have_free(tmp_path):
+    stat = f"anon 5\nfile 9\nactive_file {100 * MIB}\ninactive_file {50 * MIB}"
+    files = {
+        "own": "0::/job/step",
+        "cgroup/job/memory.max": 800 * MIB,
+        "cgroup/job/memory.current": 500 * MIB,
+        "cgroup/job/memory.stat": stat,
+        "cgroup/job/step/memory.max": "max",
+        "cgroup/job/step/memory.high": "max",
+        "cgroup/job/step/memory.current": 400 * MIB,
+    }
+    found = granted_memory(1, written(tmp_path, files), {})
+    assert (found.free, found.total) == (450 * MIB, 800 * MIB)  # caches of files give way
+    assert found.where == "this machine, limited to 800 MiB by memory.max of the control group /job"
+    both = granted_memory(2, written(tmp_path, files), {})
+    assert both.free == 225 * MIB and "for each of 2 ranks" in both.where
+    slow = granted_memory(1, written(tmp_path, {"cgroup/job/step/memory.high": 600 * MIB}), {})
+    assert slow.free == 200 * MIB and slow.limit == "memory.high of the control group /job/step"
+    full = granted_memory(1, written(tmp_path, {"cgroup/job/memory.max": 100 * MIB}), {})
+    assert full.free == 0
+
+
+def test_a_group_of_version_1_counts_with_all_its_groups_below(tmp_path):
+    files = {
+        "own": "9:cpuset:/\n4:memory:/slurm/job_1\n0::/user.slice",
+        "cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
+        "cgroup/memory/memory.usage_in_bytes": 3 * GIB,
+        "cgroup/memory/slurm/memory.limit_in_bytes": 700 * MIB,
+        "cgroup/memory/slurm/memory.usage_in_bytes": 300 * MIB,
+        "cgroup/memory/slurm/memory.stat": f"inactive_file 0\ntotal_inactive_file {100 * MIB}",
+        "cgroup/memory/slurm/memory.soft_limit_in_bytes": 1 * MIB,
+        "cgroup/memory/slurm/job_1/memory.limit_in_bytes": 600 * MIB,
+        "cgroup/memory/slurm/job_1/memory.usage_in_bytes": 50 * MIB,
+    }
+    groups = written(tmp_path, files)
+    found = granted_memory(1, groups, {})
+    assert (found.free, found.limit) == (500 * MIB, "memory.limit_in_bytes of the control group /slurm")
+    # In a container the path is that of the host, and its own group is the root.
+    inside = {"own": "4:memory:/docker/1", "cgroup/memory/memory.limit_in_bytes": 4 * GIB}
+    found = granted_memory(1, written(tmp_path, inside), {})
+    assert (found.free, found.limit) == (1 * GIB, "memory.limit_in_bytes of the control group /")
+
+
+def test_without_a_limit_there_is_what_the_machine_has():
+    found = granted_memory(2, NOWHERE, {})
+    assert found.limit == "" and found.where == "this machine for each of 2 ranks"
+    assert found.free == pytest.approx(available_memory() / 2, rel=0.1)
+    assert granted_cores(3.5, 2, NOWHERE, {}) == limits.Cores(3.5)
+    assert granted_cores(0.0, 1, NOWHERE, {}).number == len(usable_cores())
+
+
+def test_quotas_of_cores_are_shared_by_the_ranks_of_a_host(tmp_path):
+    for files, number, whole, limit in (
+        ({"own": "0::/a/b", "cgroup/a/b/cpu.max": "max 100000"}, 16, 16, ""),
+        ({"cgroup/a/cpu.max": "150000 100000"}, 1.5, 1, "cpu.max of the control group /a"),
+        ({"cgroup/a/b/cpu.max": "50000 100000"}, 0.5, 1, "cpu.max of the control group /a/b"),
+    ):
+        found = granted_cores(16, 1, written(tmp_path, files), {})
+        assert (found.number, found.whole, found.limit) == (number, whole, limit)
+    old = {"own": "2:cpu,cpuacct:/x/y", "cgroup/cpu/x/y/cpu.cfs_quota_us": -1}
+    old |= {"cgroup/cpu/x/y/cpu.cfs_period_us": 100000, "cgroup/cpu/x/cpu.cfs_period_us": 50000}
+    groups = written(tmp_path, {**old, "cgroup/cpu/x/cpu.cfs_quota_us": 400000})
+    assert granted_cores(16, 1, groups, {}).limit == "cpu.cfs_quota_us of the control group /x"
+    assert [granted_cores(16, ranks, groups, {}).number for ranks in (1, 2, 3)] == [8, 4, 8 / 3]
+    asked = granted_cores(16, 1, groups, {"SLURM_CPUS_PER_TASK": "6"})
+    assert asked == limits.Cores(6.0, "SLURM_CPUS_PER_TASK=6")
+    for nonsense in ("", "0", "many", "-1"):
+        assert granted_cores(16, 1, NOWHERE, {"SLURM_CPUS_PER_TASK": nonsense}).number == 16
+
+
+def test_what_slurm_was_asked_for_is_a_limit_for_all_ranks_of_a_node():
+    for environ, total, limit in (
+        ({"SLURM_MEM_PER_NODE": "3000"}, 3000, "SLURM_MEM_PER_NODE=3000"),
+        (
+            {"SLURM_MEM_PER_CPU": "500", "SLURM_CPUS_ON_NODE": "4"},
+            2000,
+            "SLURM_MEM_PER_CPU=500 × SLURM_CPUS_ON_NODE=4",
+        ),
+    ):
+        for ranks in (1, 2):
+            found = granted_memory(ranks, NOWHERE, environ)
+            assert (found.total, found.limit) == (total * MIB, limit)
+            mine = status_bytes("VmRSS")
+            assert found.free == pytest.approx(max(0, total * MIB // ranks - mine), abs=64 * MIB)
+    for nothing in ({"SLURM_MEM_PER_NODE": "0"}, {"SLURM_MEM_PER_CPU": "500", "SLURM_CPUS_ON_NODE": "x"}):
+        assert granted_memory(1, NOWHERE, nothing).limit == ""
+
+
+# Runs under real limits: each says before its first step that it does not fit
+
+
+@contextmanager
+def group(controller, **values):
+    """A new control group of version 1 with these values: its folder."""
+    parent = CONTROLLERS / controller
+    if os.geteuid() or not (parent / "cgroup.procs").is_file():
+        pytest.skip("needs root and control groups of version 1")
+    place = parent / f"distgpt-test-{os.getpid()}"
+    try:
+        place.mkdir()
+    except OSError as error:
+        pytest.skip(f"no group can be made here: {error}")
+    try:
+        for name, value in values.items():
+            (place / f"{controller}.{name}").write_text(str(value))
+        yield place
+    finally:
+        place.rmdir()
+
+
+def limited(words, *groups, **ulimits):
+    """Run distgpt under these limits."""
+
+    def enter():
+        for place in groups:
+            (place / "cgroup.procs").write_text(str(os.getpid()))
+        for name, value in ulimits.items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+
+    program = [sys.executable, "-m", "distgpt", *map(str, words)]
+    how = {"capture_output": True, "text": True, "timeout": 100, "env": clean_environment()}
+    return subprocess.run(program, preexec_fn=enter, **how)
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_into_its_group_says_so_and_names_the_group(tmp_path):
+    with group("memory", limit_in_bytes=500 * MIB) as place:
+        result = limited(["train", *LARGE, "--out", tmp_path / "run"], place)
+        named = f"limited to 500 MiB by memory.limit_in_bytes of the control group /{place.name}"
+        refused(result, 2, "this run needs", named, "help out-of-memory")
+        fits = limited(["train", *SMALL, "--steps", "2", "--out", tmp_path / "small"], place)
+        assert fits.returncode == 0, fits.stderr
+        page = limited(["estimate", *LARGE, "--no-measure"], place)
+        assert named in page.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_under_ulimit_says_so(tmp_path):
+    for flag, name in (("v", "RLIMIT_AS"), ("d", "RLIMIT_DATA")):
+        result = limited(["train", *LARGE, "--out", tmp_path / "run"], **{name: 1100 * MIB})
+        refused(result, 2, "this run needs", f"by ulimit -{flag}")
+        fits = limited(["train", *SMALL, "--steps", "2", "--out", tmp_path / name], **{name: 1100 * MIB})
+        assert fits.returncode == 0, fits.stderr
+
+
+def test_a_run_that_slurm_has_no_memory_for_says_so(tmp_path):
+    words = ["train", *LARGE, "--out", "run"]
+    for variables in (
+        {"SLURM_MEM_PER_NODE": "400"},
+        {"SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_ON_NODE": "4"},
+    ):
+        refused(inside(*words, cwd=tmp_path, env=variables), 2, "this run needs", *variables)
+
+
+# Threads
+
+
+def noted(result):
+    assert result.returncode == 0, result.stderr
+    return [line for line in (result.stdout + result.stderr).splitlines() if re.search(r"\bcores?\b", line)]
+
+
+def test_more_threads_than_cores_are_noted_before_the_first_step(tmp_path):
+    words = ["train", *SMALL, "--steps", "1", "--out"]
+    many = len(usable_cores()) + 1
+    assert noted(inside(*words, tmp_path / "a")) == []
+    (line,) = noted(inside(*words, tmp_path / "b", "--threads", str(many)))
+    assert line.startswith(f"--threads {many}, but {len(usable_cores())} core")
+    slurm = {"SLURM_CPUS_PER_TASK": "1"}
+    if len(usable_cores()) > 1:
+        (line,) = noted(inside(*words, tmp_path / "c", "--threads", "2", env=slurm))
+        assert line.startswith("--threads 2, but 1 of") and "SLURM_CPUS_PER_TASK=1" in line
+
+
+def test_a_quota_decides_the_threads_of_a_run_and_is_named(tmp_path):
+    words = [word for word in SMALL if word not in ("--threads", "1")]
+    with group("cpu", cfs_quota_us=50000) as place:
+        result = limited(["train", *words, "--steps", "1", "--out", tmp_path / "run"], place)
+    (line,) = [line for line in noted(result) if "grants" in line]
+    assert line.startswith(f"cpu.cfs_quota_us of the control group /{place.name} grants 0.5 of")
+    assert line.endswith(": 1 thread") and "1 thread each" in result.stdout
+
+
+@needs_mpi
+def test_ranks_with_more_threads_than_cores_are_noted_once(tmp_path):
+    many = len(usable_cores()) + 1
+    words = [
+        "train",
+        *SMALL,
+        "--stage",
+        "mpi",
+        "--steps",
+        "1",
+        "--threads",
+        str(many),
+        "--out",
+        tmp_path / "run",
+    ]
+    (line,) = noted(distgpt(*words, ranks=2))
+    if len(usable_cores()) > 1:
+        assert line.startswith(f"--threads {many}, but") and "each" in line
+
+
+def test_weights_that_memory_is_too_small_for_are_refused_before_they_are_read(trained):
+    words = ["infer", "--weights", trained, "--max-new-tokens", "1", "--dtype", "float32"]
+    result = inside(*words, env={"SLURM_MEM_PER_NODE": "1"})
+    refused(result, 2, "needs", "limited to 1 MiB by SLURM_MEM_PER_NODE=1", "--dtype")
