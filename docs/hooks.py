@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import counts
 from mkdocs.structure.files import File
 
 from distgpt.cli import cli
@@ -33,7 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace each mark by what it names, and links to other files of the repository by their names."""
-    markdown = OUTSIDE.sub(r"\1 (`\2`)", markdown)
+    markdown = counts.filled(OUTSIDE.sub(r"\1 (`\2`)", markdown))
     if not MARK.search(markdown):
         return markdown
     made = {"commands": commands, "settings": settings, "presets": presets}

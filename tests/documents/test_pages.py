@@ -9,11 +9,14 @@ import subprocess
 import sys
 
 import click
+import counts
 import drawings
 import pytest
 from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
 
 from distgpt.cli import cli
+from distgpt.config import SETTINGS
+from distgpt.config.presets import PRESETS
 
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
 FENCED = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
@@ -33,6 +36,8 @@ RATE = r"(?:(?:new )?tokens|[GT]FLOP|Gop|[GM]B|passes|requests)(?:/s| a second)|
 SPEED = re.compile(rf"\d[\d,.]* ?(?:million )?(?:{RATE}|% (?:faster|slower)|[mµ]s\b|× as|×(?! ?\d))")
 NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)`")  # of something in the code
 PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)*(?:\.(?:py|cu|cuh|md|cpp|c|sh)|/))`")
+BLOCK = re.compile(r"^ *```\w*\n(?s:.*?)^ *```|(?<=\n\n)(?: {4}.*\n)+", re.MULTILINE)  # the latter: indented
+COLUMN = 96  # characters of code that docs/site.css shows without scrolling from 1,280 pixels on
 TREES = ("distgpt", "tests", "benchmarks", "docs", "examples")
 NOT_OURS = {"ProcessPoolExecutor", "cs", "st", "json", "jsonl", "safetensors", "txt"}
 ABOUT_CODE = [
@@ -86,6 +91,23 @@ def test_every_command_in_a_document_exists_and_has_its_options():
             assert not wrong, f"{page.name}: {path} has no {wrong}"
             seen.add(path)
     assert {"distgpt train", "distgpt weights import", "distgpt slurm"} <= seen
+
+
+def test_no_line_of_a_block_is_cut_off_at_the_edge_of_its_column():
+    shown = {page: "\n".join(BLOCK.findall(page.read_text())) for page in PAGES}
+    assert "distgpt train" in shown[ROOT / "README.md"]
+    examples = "\n".join(command.example for command in every_command(cli))  # in reference/commands.md
+    assert "distgpt data prepare" in examples
+    for where, block in {**shown, "examples": examples}.items():
+        for line in block.splitlines():
+            assert len(line) <= COLUMN, f"{where}: {line}"
+
+
+def every_command(group):
+    """Return the commands of a group, and those of the groups in it."""
+    context = click.Context(group)
+    for found in (group.get_command(context, name) for name in group.list_commands(context)):
+        yield from every_command(found) if isinstance(found, click.Group) else [found]
 
 
 def test_blocks_are_found_and_failures_are_noticed(tmp_path):
@@ -146,6 +168,29 @@ def test_what_is_read_in_an_hour_is_as_long_as_it_says():
     lines = sum((ROOT / file).read_text().count("\n") for file in files)
     said = int(re.search(r"about ([\d,]+) lines", text)[1].replace(",", ""))
     assert len(files) == 10 and abs(lines - said) < 0.1 * said, lines
+
+
+def test_numbers_of_lines_are_about_those_of_the_code():
+    found = {path: said for page in PAGES for said, path in counts.COUNTED.findall(page.read_text())}
+    assert {"distgpt", "distgpt/kernels/matmul"} <= set(found)
+    for path, said in found.items():
+        lines = counts.lines(path)
+        assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, f"{path}: {lines}"
+        assert counts.filled(f"{said}<!-- lines: {path} -->") == counts.rounded(lines)
+
+
+def test_pages_use_no_former_name_of_a_setting_and_name_every_preset():
+    former = {word for about in SETTINGS.values() for word, _ in about.former_choices}
+    former |= {f"--{about.formerly.replace('_', '-')}" for about in SETTINGS.values() if about.formerly}
+    assert "packed" in former and "--wire" in former
+    for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:
+        codes = re.findall(r"`([^`\n]+)`", page.read_text())
+        words = {word for code in codes for word in re.split(r"[ =]", code)}
+        assert not words & former, f"{page}: {words & former}"
+    training = (ROOT / "docs" / "how-to" / "training.md").read_text()
+    presets = re.search(r"^Presets: (?s:.*?)\n\n", training, re.MULTILINE)[0]
+    middle = {"MM5", "ML5", "MVL5"}  # of `MS5` … `MXL5`
+    assert set(PRESETS) - middle <= set(re.findall(r"`([^`]+)`", presets))
 
 
 def test_no_sentence_has_two_figures_of_speed():
