@@ -179,7 +179,7 @@ def test_they_say_what_they_are_and_equal_ones_have_equal_fingerprints():
 def test_names_that_are_no_tokenizer_are_refused(tmp_path):
     binary, near = (
         tmp_path / "binary",
-        r"did you mean 'char'\?.*PATH, bpe:N, byte, char, gpt2, hub:ORG/NAME, word",
+        r"did you mean 'char'\?.*byte, char, word, bpe:N, gpt2, hub:ORG/NAME, PATH",
     )
     binary.write_bytes(b"\xff\xfe\x00")
     for make, name, error, message in (

@@ -8,6 +8,7 @@ from foreignmodels import change_json
 
 from distgpt.config import RunConfig, parse_toml
 from distgpt.config.presets import preset
+from distgpt.data.named import resolve_data
 from distgpt.errors import DataError
 from distgpt.gpu.probe import probe
 from distgpt.kernels.cpu import CpuKernels
@@ -212,12 +213,14 @@ def test_a_depth_and_a_time_are_estimated_as_train_takes_them(monkeypatch, tmp_p
     assert facts["parameters"]["total"] == Architecture(run.model).layout.elements
     assert (facts["batch"]["sequences"], facts["steps"]) == (run.train.batch_size, 2)
 
-    words = ["--data", "story", "--threads", "1"]
+    lines = resolve_data("corpus").read_text().splitlines(keepends=True)
+    (tmp_path / "long.txt").write_text("".join(lines * 20))  # enough for the time
+    words = ["--data", tmp_path / "long.txt", "--tokenizer", "byte", "--threads", "1"]
     monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
     found = inside("estimate", *words, "--within", "20s", "--json")
-    assert "--within: tokens/s by depth" in found.stderr and "\ndepth " in found.stderr
+    assert "--within: this machine trains depth" in found.stderr and "\ndepth " in found.stderr
     facts = json.loads(found.stdout)
-    assert 0 < 20 - 60 * facts["minutes"] < 1
+    assert facts["minutes"] == pytest.approx(20 / 60)
     assert facts["time"]["total_s"] == pytest.approx(20, abs=1 + facts["time"]["step_s"])
     page = inside("estimate", "--train-minutes", "3", "--rate", "5000").stdout
     assert "in 3 minutes" in page and "3.00 minutes in total" in page

@@ -25,6 +25,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.data.tokenizers.plain import ByteTokenizer
 from distgpt.errors import DistgptError
+from distgpt.files import bundled
 from distgpt.inference.engine_setup import LoadedModel, ModelSpec
 from distgpt.serving import app, completions, parsing
 from distgpt.serving import server as serving_module
@@ -466,7 +467,8 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path):
     refused(result, 2, "serve needs Starlette", "pip install 'distgpt[serve]'")
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
-        refused(inside("serve", "--port", str(taken.getsockname()[1])), 2, "cannot listen on 127")
+        words = ["--weights", bundled("weights", "sample.safetensors"), "--port", taken.getsockname()[1]]
+        refused(inside("serve", *words), 2, "cannot listen on 127")
     refused(inside("serve", "--max-samples", "0"), 2, "--max-samples is 0: it must be at least 1")
 
 
