@@ -467,7 +467,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path):
     refused(result, 2, "serve needs Starlette", "pip install 'distgpt[serve]'")
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
-        words = ["--weights", bundled("weights", "sample.safetensors"), "--port", taken.getsockname()[1]]
+        words = ["--weights", bundled("weights", "sample.safetensors"), "--port", str(taken.getsockname()[1])]
         refused(inside("serve", *words), 2, "cannot listen on 127")
     refused(inside("serve", "--max-samples", "0"), 2, "--max-samples is 0: it must be at least 1")
 
