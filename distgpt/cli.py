@@ -129,6 +129,8 @@ def _leave(error: BaseException) -> int:
             _show(error)
     else:
         code, text = leave(error, comm), described(error)
-    if comm is None and launched_as() > 1 and not isinstance(error, KeyboardInterrupt):
+    # Of another command nobody is to be met: a shell that srun started may type it alone.
+    expected = launched_as() > 1 and sys.argv[1:2] != [] and sys.argv[1] in TOGETHER
+    if comm is None and expected and not isinstance(error, KeyboardInterrupt):
         return complain(text, code)
     return code

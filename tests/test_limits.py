@@ -96,10 +96,13 @@ def test_quotas_of_cores_are_shared_by_the_ranks_of_a_host(tmp_path):
     groups = written(tmp_path, {**old, "cgroup/cpu/x/cpu.cfs_quota_us": 400000})
     assert granted_cores(16, 1, groups, {}).limit == "cpu.cfs_quota_us of the control group /x"
     assert [granted_cores(16, ranks, groups, {}).number for ranks in (1, 2, 3)] == [8, 4, 8 / 3]
-    asked = granted_cores(16, 1, groups, {"SLURM_CPUS_PER_TASK": "6"})
+    task = {"SLURM_STEP_NUM_TASKS": "1"}
+    asked = granted_cores(16, 1, groups, {"SLURM_CPUS_PER_TASK": "6", **task})
     assert asked == limits.Cores(6.0, "SLURM_CPUS_PER_TASK=6")
+    batch = granted_cores(16, 1, NOWHERE, {"SLURM_CPUS_PER_TASK": "1"})  # a script's own commands are no task
+    assert batch.number == 16
     for nonsense in ("", "0", "many", "-1"):
-        assert granted_cores(16, 1, NOWHERE, {"SLURM_CPUS_PER_TASK": nonsense}).number == 16
+        assert granted_cores(16, 1, NOWHERE, {"SLURM_CPUS_PER_TASK": nonsense, **task}).number == 16
 
 
 def test_what_slurm_was_asked_for_is_a_limit_for_all_ranks_of_a_node():
@@ -201,7 +204,7 @@ def test_more_threads_than_cores_are_noted_before_the_first_step(tmp_path):
     assert noted(inside(*words, tmp_path / "a")) == []
     (line,) = noted(inside(*words, tmp_path / "b", "--threads", str(many)))
     assert line.startswith(f"--threads {many}, but {len(usable_cores())} core")
-    slurm = {"SLURM_CPUS_PER_TASK": "1"}
+    slurm = {"SLURM_CPUS_PER_TASK": "1", "SLURM_STEP_NUM_TASKS": "1"}
     if len(usable_cores()) > 1:
         (line,) = noted(inside(*words, tmp_path / "c", "--threads", "2", env=slurm))
         assert line.startswith("--threads 2, but 1 of") and "SLURM_CPUS_PER_TASK=1" in line

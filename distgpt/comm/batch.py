@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# Of each the variables that hold a job's number and its name, and one that no other system sets.
+# The variables that hold a job's number and its name, and one that no other system sets.
 SYSTEMS = {
     "Slurm": ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_ID"),
     "PBS": ("PBS_JOBID", "PBS_JOBNAME", "PBS_JOBID"),

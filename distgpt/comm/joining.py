@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -20,8 +21,11 @@ from distgpt.comm.launched import is_first_of_host, launched_rank, let_rank_0_sp
 from distgpt.errors import UsageError, error_for, first_line
 from distgpt.version import __version__
 
-# Options that each rank has for itself. All others are rank 0's for all, or decide what is collective.
-MAY_DIFFER = ("threads",)
+# Options that each rank has for itself, and those of the display, which is rank 0's. All others are rank 0's
+# for all ranks, or decide what is collective.
+MAY_DIFFER = ("threads", "progress", "log_lines")
+SECONDS_TO_JOIN = 60  # for the others to come; then nobody else may have started distgpt
+OLDER = {"complaint": "", "code": 0, "version": "an older version", "command": "", "options": {}}
 
 Asked = dict[str, Any]  # of one rank: version, command, the options given, complaint and exit code
 
@@ -76,11 +80,16 @@ def complain(complaint: str, code: int) -> int:
 
     Rank 0 has printed its own complaint before: MPI may end a process that starts it.
     """
-    comm, why = None, ""
+    comm, why, complaint = None, "", complaint or "internal error"
+    former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends MPI's code, too
+    signal.alarm(SECONDS_TO_JOIN)
     try:
         comm = connect(if_sure=True)
     except Exception as error:  # also of MPI itself: the complaint is what counts
         why = str(error)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, former)
     if comm is None or comm.size == 1:  # nobody is to be met here
         if launched_rank():
             let_rank_0_speak()
@@ -98,7 +107,15 @@ def _gather(comm: Comm, complaint: str, code: int) -> list[Asked]:
     mine = {"complaint": complaint, "code": code, "version": __version__, "command": "", "options": {}}
     if context is not None and not complaint:
         mine |= {"command": context.command_path, "options": _given(context)}
-    return [json.loads(text) for text in gather_bytes(comm, json.dumps(mine).encode())]
+    return [_read(text) for text in gather_bytes(comm, json.dumps(mine).encode())]
+
+
+def _read(text: bytes) -> Asked:
+    """Return what a rank has sent. A version without this exchange sends something else first."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return OLDER | found
+    return OLDER
 
 
 def _given(context: click.Context) -> dict[str, str]:
@@ -139,6 +156,6 @@ def _difference(ranks: list[Asked]) -> str:
             if here != there:
                 return (
                     f"{option} is {here:.80} on rank {rank}, but {there:.80} on rank 0: all ranks of a job"
-                    " need the same command line (only --threads may differ)"
+                    " need the same command line (only --threads and --progress may differ)"
                 )
     return ""

@@ -115,7 +115,7 @@ def _of_groups(groups: Groups) -> Iterator[Memory]:
 def _of_slurm(environ: Mapping[str, str], ranks: int) -> Iterator[Memory]:
     """Yield what Slurm was asked for on this node. It may end a job that takes more, without a group, too."""
     for name, times in SLURM_MEMORY.items():
-        given, many = environ.get(name, ""), environ.get(times, "1") or "1"
+        given, many = environ.get(name, ""), environ.get(times, "") if times else "1"
         if given.isdigit() and many.isdigit() and int(given) and int(many):  # 0 is all of a node
             total = int(given) * int(many) * MIB
             by = f"{name}={given}" + (f" × {times}={many}" if times else "")
@@ -136,7 +136,9 @@ def granted_cores(
 ) -> Cores:
     """Return what each of some ranks on this machine can use of its `share` of cores; 0: of all of them."""
     quotas = [Cores(number / ranks, limit) for number, limit in _quotas(groups)]
-    given = environ.get("SLURM_CPUS_PER_TASK", "")
+    # A batch script's own steps have it too, but are no task: what they may run on is their affinity.
+    is_task = "SLURM_STEP_NUM_TASKS" in environ
+    given = environ.get("SLURM_CPUS_PER_TASK", "") if is_task else ""
     asked = [Cores(float(given), f"SLURM_CPUS_PER_TASK={given}")] if given.isdigit() and int(given) else []
     return min([Cores(share or len(usable_cores())), *quotas, *asked], key=lambda cores: cores.number)
 

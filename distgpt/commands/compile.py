@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distgpt.commands.help import command
-from distgpt.errors import print_lines
+from distgpt.errors import StorageError, print_lines
 from distgpt.formatting import clock, count, size
 
 
@@ -24,6 +24,8 @@ def compile() -> None:
     from distgpt.kernels.matmul.processor import processor
 
     disk_cache.site().require_writable()
+    if disk_cache.folder() is None:  # where they are made before they are shared
+        raise StorageError("compiled loops cannot be kept: set XDG_CACHE_HOME to a folder of your own")
     from distgpt.measure.precompile import parts
 
     print_lines(f"compiling for {processor()[0]}, which takes some minutes")

@@ -1,4 +1,4 @@
-"""The bundled sample, which writes where no --weights are given: what says so, and names the newest run."""
+"""The line that says that the bundled sample writes, as no --weights are given, and names the newest run."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ def _not_kept(ranks: list[Facts]) -> Iterable[str]:
 def _unused_loops(ranks: list[Facts]) -> Iterable[str]:
     for path in dict.fromkeys(path for rank in ranks for path in rank["compute"]["unused"]):
         yield (
-            f"{path} is not used: it is of another version, damaged, or not its owner alone may write to it; "
-            "whoever owns this installation makes it anew by distgpt compile"
+            f"{path} is not used: it is of another version, damaged, or others may write to it; "
+            "whoever owns this installation rebuilds it with distgpt compile"
         )
 
 

@@ -1,8 +1,9 @@
-"""What the nodes of a job could not do, found before it waits: files they lack, a tokenizer to be fetched."""
+"""Find before a job waits what its nodes could not do: files that they lack, a tokenizer to be fetched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from distgpt.config import RunConfig
@@ -26,11 +27,17 @@ def refuse_unready(run: RunConfig) -> str:
     is_known = t.tokenizer == "gpt2" and (bool(t.init) or is_shards(resolve_data(t.data)))
     if is_known or not (t.tokenizer == "gpt2" or t.tokenizer.startswith(hub.PREFIX)):
         return ""
-    load_tokenizer(t.tokenizer)
+    _fetch(t.tokenizer)
     return (
         f"--tokenizer {t.tokenizer} lies in {hub.cache()}, which nodes without internet have to see, too:"
         " HF_HOME says where it is"
     )
+
+
+@cache
+def _fetch(tokenizer: str) -> None:
+    """Load a tokenizer, once for all elements of an array."""
+    load_tokenizer(tokenizer)
 
 
 def own_disks(paths: Iterable[Path]) -> Iterator[str]:

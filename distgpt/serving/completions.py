@@ -76,7 +76,7 @@ class Served:
 
 
 class Beginning(NamedTuple):
-    """What all samples of a prompt begin with: the text that they show, and a decoder that knows the rest."""
+    """The beginning of all samples of a prompt: the text that they show, and a decoder that knows it."""
 
     text: str
     streamer: Streamer

@@ -34,6 +34,12 @@ class Parsing:
         if self._waiting[is_large] + len(body) > most:
             raise overloaded(RETRY)
         self._waiting[is_large] += len(body)
+        work = asyncio.ensure_future(self._in_turn(parse, body, is_large))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # A client whose time is over leaves; a thread goes on, and the next body waits for it.
+        return await asyncio.shield(work)
+
+    async def _in_turn(self, parse: Parser[Parsed], body: bytes, is_large: bool) -> Parsed:
         try:
             async with self._turn if is_large else nullcontext():
                 loop = asyncio.get_running_loop()

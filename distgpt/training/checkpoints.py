@@ -41,7 +41,7 @@ Live = dict[str, Mapping[str, Any]]  # the stem of a checkpoint's file → buffe
 
 
 class Disk:
-    """What weights are written to. `guards/full_disk.py` has one that makes room where it is full."""
+    """The disk that weights are written to. `guards/full_disk.py` has one that makes room on a full one."""
 
     def reserved(self, comm: Comm, step: int) -> AbstractContextManager[None]:
         """Hold room for the final weights meanwhile. Collective."""

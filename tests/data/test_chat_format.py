@@ -167,5 +167,5 @@ def test_a_message_full_of_special_tokens_takes_time_in_proportion_to_its_length
         assert len(chat.prompt([{"role": "user", "content": "<|endoftext|>" * count}])) > count
         return time.process_time() - begun
 
-    seconds(100)
+    seconds(80_000)  # compiles the encoder of large texts
     assert seconds(80_000) < 25 * min(seconds(10_000) for _ in range(3))

@@ -23,9 +23,10 @@ def library_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # what is not foreseen there comes as a PanicException
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        is_panic = type(error).__name__ == "PanicException"
+        if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic):
             raise
-        raise DataError(f"{what}: {first_line(error)}") from None
+        raise DataError(f"{what}: {first_line(error) or type(error).__name__}") from None
 
 
 class Encoder:

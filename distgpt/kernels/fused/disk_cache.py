@@ -19,6 +19,7 @@ from typing import Any
 
 import llvmlite
 import numba
+import numpy as np
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
@@ -34,7 +35,7 @@ config: Any = numba.config
 KERNELS = Path(__file__).parent.parent
 # Of loops, and of the constants in them: Numba freezes what it finds under a global name.
 FOLDERS, FILES = ("fused", "matmul", "decoding"), ("api.py", "low_precision.py", "pool.py")
-MADE_BY = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)
+MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
 OURS = re.compile(r"loops-[0-9a-f]{16}(-.*)?")  # NUMBA_CACHE_DIR may hold folders of others
 
@@ -151,10 +152,14 @@ class _Cache(NullCache):
         if content is None:
             first_use.report(is_kept=folder() is not None)
             return None
-        return _compile_result._rebuild(target_context, *pickle.loads(content))
+        with suppress(Exception):  # of code that names what this process lacks: it is compiled anew
+            return _compile_result._rebuild(target_context, *pickle.loads(content))
+        return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        if own := folder():
+        # As Numba does: what holds addresses of this process is not for another one.
+        is_portable = not data.lifted and not data.library.has_dynamic_globals
+        if is_portable and (own := folder()):
             with suppress(StorageError):
                 write_checked(own / self._name(sig, data.codegen), _dumps(data._reduce()))
 

@@ -47,6 +47,8 @@ class Site:
     def require_writable(self) -> None:
         """Make the folder, for all to read. Refuse one that this user may not write to."""
         try:
+            if os.geteuid() not in {0, PACKAGE.stat().st_uid}:  # others would not trust its files
+                raise StorageError(f"cannot write {PLACE}: {PACKAGE} belongs to another user")
             with storage_errors("write", PLACE):
                 PLACE.mkdir(exist_ok=True)
                 PLACE.chmod(0o755)
