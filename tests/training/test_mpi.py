@@ -305,7 +305,6 @@ ONE_RANK_REFUSES = [
     (["train", *SMALL, "--out", "run"], 2, ["rank 1: --stage serial was launched as 2"]),
     ([*TRAIN, "--threads", "0"], 2, ["rank 1: --threads is 0"]),
     (["eval", "--weights", "x"], 2, ["rank 1: nothing to evaluate"]),
-    (["runs"], 2, ["rank 1: distgpt runs is for one process"]),
     # What could be done, but not together.
     (["infer", "--stage", "mpi", "--prompt", "a"], 2, ["rank 0 runs distgpt train, rank 1 distgpt infer"]),
     ([*TRAIN, "--lr", "0.5"], 2, ["--lr is 0.5 on rank 1", "0.01 on rank 0"]),
@@ -326,6 +325,12 @@ def test_a_rank_that_cannot_go_along_ends_the_job_in_one_line(words, code, said,
             refused(result, code, *said)
         else:  # rank 0 speaks for itself, as if it were alone
             assert said[0].removeprefix("rank 1: ") in result.stderr and "rank 1" not in result.stderr
+
+
+def test_a_command_for_one_process_waits_for_no_other_rank(tmp_path):
+    """A shell that srun has started on several nodes may type it, where nobody else starts distgpt."""
+    env = {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2", "PMI_RANK": "0", "PMI_FD": "9"}
+    refused(distgpt("runs", env=env, cwd=tmp_path, cold=True, timeout=30), 2, "runs is for one process")
 
 
 def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
