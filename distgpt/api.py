@@ -161,8 +161,7 @@ def train(
 
 def _finished(plan: Plan, ready: Stage, told: _Told) -> Trained:
     """Return a run that had nothing left to do, as it is. Collective."""
-    if ready.comm.rank == 0:
-        leave_finished(plan, told.noted)
+    leave_finished(ready.comm, plan, told.noted)
     model, description, _, _ = open_model(ready, plan.directory.weights, None, plan.run.train.dtype)
     return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
 

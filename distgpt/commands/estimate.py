@@ -20,7 +20,7 @@ from distgpt.commands.options import (
 )
 from distgpt.config import GpuConfig
 from distgpt.errors import print_lines, refuse_beside
-from distgpt.formatting import parse_count
+from distgpt.formatting import parse_count, parse_duration
 from distgpt.stages import ON_GPU, open_stage
 
 
@@ -78,6 +78,8 @@ def estimate(
         refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
         here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
         here, chosen = with_clock(here, preset, config, chosen, None, None, say)
+    elif WITHIN in chosen:
+        chosen = {**chosen, "train_minutes": parse_duration(str(chosen[WITHIN])) / 60}
     name, run = configure(SerialComm(), preset, config, chosen, ranks, fetches=False)
     if DEPTH in chosen:
         say(Dial(chosen[DEPTH], chosen.get(TOKENS, 0.0), ranks).described(run))

@@ -137,7 +137,7 @@ def train(
         ready, chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
         plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
         if plan.is_finished:
-            leave_finished(plan, shown.noted)
+            leave_finished(ready.comm, plan, shown.noted)
             return
         run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
         session = _profiled(run) if profile else None

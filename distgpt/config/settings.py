@@ -279,6 +279,13 @@ class TrainConfig:
         most=1e7,
         changeable=True,
     )
+    within_minutes: float = of_schedule(
+        0.0,
+        "The minutes that --within asked for. Where a text is too short for them, --train-minutes are fewer.",
+        low=0,
+        most=1e7,
+        changeable=True,
+    )
     batch_size: int = of_optimizer(
         16, "Sequences per optimizer step, on all ranks together.", low=1, most=1 << 32, first=True
     )

@@ -130,7 +130,8 @@ class Lines(Plain):
     def stepped(self, metrics: dict[str, Any]) -> None:
         self._pace.add(metrics)
         step, end = metrics["step"], self._end
-        if not self.is_due() and step != 1 and end.done(step) < end.total:
+        is_last = max(end.done(step), metrics.get("elapsed_s", 0.0)) >= end.total
+        if not self.is_due() and step != 1 and not is_last:
             return
         words = [
             f"step {end.step(step):>{end.width}}",

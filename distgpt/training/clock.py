@@ -13,6 +13,11 @@ from distgpt.training.progress import Pace
 KEPT = 0.985
 
 
+def is_over(seconds: float, t: TrainConfig) -> bool:
+    """Return whether the time of a run that ends by the clock is over after this many seconds of it."""
+    return seconds >= KEPT * 60 * t.train_minutes
+
+
 class Clock:
     """Says which step is the last one, and what fraction of the run's time has elapsed.
 

@@ -96,6 +96,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
     assert set(SETTINGS) - set(OPTIONS) == {
         *("norm_gain", "norm_eps", "embed_norm", "final_norm", "mlp_width", "vocab_multiple", "init_std"),
         *(
+            "within_minutes",
             "rope_context",
             "rope_slow",
             "rope_fast",
@@ -113,6 +114,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("data", "steps", "epochs", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync"),
         *("recompute", "embedding_lr", "value_lr", "head_lr", "vector_lr", "decay_fraction", "train_minutes"),
+        "within_minutes",
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
         *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
@@ -260,12 +262,12 @@ LIMITS = (
     ("lora_rank", "at most 4096", 4096, 4097),
     ("lora_alpha", "at most", 1e6, 1e7),
     (
-        "embedding_lr value_lr head_lr vector_lr decay_fraction train_minutes epochs",
+        "embedding_lr value_lr head_lr vector_lr decay_fraction train_minutes within_minutes epochs",
         "at least 0",
         0.0,
         -0.001,
     ),
-    ("train_minutes", "at most", 1e7, 1e8),
+    ("train_minutes within_minutes", "at most", 1e7, 1e8),
     ("epochs", "at most", 1e6, 1e7),
     ("decay_fraction", "at most 1", 1.0, 1.001),
     ("val_fraction beta1 beta2 momentum outer_momentum", "at least 0", 0.0, -0.001),

@@ -108,6 +108,10 @@ def test_plain_lines_of_a_run_by_the_clock_count_down(capsys):
     shown.stepped({"step": 1, "loss": 2.5, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0, "step_s": 900.0})
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("step   1  loss 2.5000  ") and line.endswith("1:12 of 3:00  left 1:48")
+    more = {"loss": 2.4, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0, "step_s": 1.0}
+    shown.stepped({"step": 2, "elapsed_s": 73.0, **more})  # too soon for a line
+    shown.stepped({"step": 3, "elapsed_s": 180.0, **more})  # the last step
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["3"]
 
 
 def test_a_clock_never_shows_less_than_nothing():

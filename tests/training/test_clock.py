@@ -15,7 +15,7 @@ from distgpt.kernels import first_use
 from distgpt.kernels.fused import site_cache
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
-from distgpt.training.clock import Clock
+from distgpt.training.clock import Clock, is_over
 from distgpt.training.opening.dial import Dial, text_of
 from distgpt.training.progress import Pace, Progress
 
@@ -185,10 +185,17 @@ def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path):
     assert text_of({"data": str(tmp_path)}).tokens == 10_000
 
 
+def test_a_former_run_whose_minutes_were_less_than_asked_for_is_over():
+    t = replace(T, train_minutes=10.0)
+    assert is_over(0.985 * 600, t) and is_over(600.0, t) and not is_over(580.0, t)
+    assert run_of(t, spent=0.985 * 600)[0] == []
+
+
 def test_what_the_dial_refuses(tmp_path):
     for words, hint in (
         (["--depth", "2", "--preset", "gpt2"], "fast"),
         (["--within", "soon"], "no time"),
+        (["--within", "1m", "--train-minutes", "1"], "--train-minutes"),
         (["--depth", "2", "--seq-len", "0"], "seq_len"),
     ):
         refused(inside("train", *words, "--out", tmp_path / "none"), 2, hint)
@@ -212,16 +219,31 @@ def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
     assert t.train_minutes == pytest.approx(8 / 60) and t.optimizer == "muon"
     assert metrics[-1]["lr"] == pytest.approx(t.min_lr) and not t.eval_every
     assert "bits per byte on such text that it has not seen" in notes and "--val-fraction 0.1" in notes
-    assert "this ends after" not in notes
+    assert "the run ends after" not in notes
 
 
 def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
-    assert "this ends after about 0:" in notes and t.train_minutes < 1
+    assert "the run ends after about 0:" in notes and t.train_minutes < 1
     assert "on the text that is held out" in notes and "--val-fraction" not in notes
     read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
     assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
     assert sum("val_loss" in line for line in metrics) > 3 and metrics[0]["step"] == 0
+    # The same command again, as of a job that is queued again, finds it finished.
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    words = [
+        "--data",
+        resolve_data("story"),
+        "--val-fraction",
+        "0.1",
+        "--threads",
+        "1",
+        "--out",
+        tmp_path / "run",
+    ]
+    again = inside("train", *words, "--within", "10m", "--resume", "auto")
+    assert again.returncode == 0 and "is finished, and nothing was changed" in again.stdout, again.stderr
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
 
 
 @needs_mpi

@@ -77,20 +77,36 @@ class Room(Disk):
                 path.unlink(missing_ok=True)
 
     def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
-        """Call write(), and give up old checkpoints while that finds no room.
+        """Call write(), and give up old checkpoints while that finds no room, if all of them would be enough.
 
         One that could not fit is not begun: it would fill the disk, and lines of metrics would find no room.
         """
-        outdated = self._outdated(step)  # looks at the checkpoints only when the first of them has to go
-        while _free(self._directory.path) < n_bytes * (1 + SLACK) and self._give_up(outdated, step):
-            pass
+        needed = n_bytes * (1 + SLACK)
+        is_full, failed = _free(self._directory.path) < needed, None
+        outdated: list[Path] | None = None  # looked for when the first of them has to go
         while True:
-            try:
-                write()
+            if not is_full:
+                try:
+                    write()
+                    return
+                except StorageError as error:
+                    if not _is_full(error):
+                        raise
+                    failed = error
+            if outdated is None:
+                outdated = self._outdated_if_enough(step, needed)
+            if not outdated:
+                if failed:
+                    raise failed
+                write()  # which may fit all the same
                 return
-            except StorageError as error:
-                if not _is_full(error) or not self._give_up(outdated, step):
-                    raise
+            self._give_up(outdated.pop(0), step)
+            is_full = _free(self._directory.path) < needed
+
+    def _outdated_if_enough(self, step: int, needed: float) -> list[Path]:
+        """List what may be given up; nothing if that would not do: a disk that others fill takes no more."""
+        found = list(self._outdated(step))
+        return found if _free(self._directory.path) + sum(map(_size, found)) >= needed else []
 
     def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
         self._release()
@@ -112,15 +128,11 @@ class Room(Disk):
                 self._directory.remember({"step": self._reason, "given_up": self._given_up})
             self._given_up = []
 
-    def _give_up(self, outdated: Iterator[Path], step: int) -> bool:
-        """Remove the next checkpoint; return False if there is none."""
-        path = next(outdated, None)
-        if path is None:
-            return False
+    def _give_up(self, path: Path, step: int) -> None:
         drop(path)
-        self._given_up.append(path.name)
-        self._reason = step
-        return True
+        if not path.exists():
+            self._given_up.append(path.name)
+            self._reason = step
 
     def _outdated(self, step: int) -> Iterator[Path]:
         """Yield what a run at this step can do without: damaged checkpoints, then others from the oldest.
@@ -169,7 +181,14 @@ def _free(path: Path) -> float:
         found = os.statvfs(path)
     except OSError:
         return float("inf")
-    return found.f_bavail * found.f_frsize if found.f_blocks else float("inf")
+    blocks = found.f_bavail if os.geteuid() else found.f_bfree  # root may use what is kept back for it
+    return blocks * found.f_frsize if found.f_blocks else float("inf")
+
+
+def _size(folder: Path) -> int:
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -21,6 +21,7 @@ from distgpt.files import without_locks
 from distgpt.formatting import count, size, size_in_column
 from distgpt.model.model import Model
 from distgpt.stages import Stage
+from distgpt.training.clock import is_over
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.resumption import described
 from distgpt.training.opening.whereabouts import shown_hosts
@@ -82,9 +83,7 @@ def note_surprises(
         say(without_locks(plan.directory.path))
     if plan.changes:
         say(f"changed from step {plan.step} on: {described(plan.changes)}")
-    if plan.resumed and (
-        plan.state.seconds >= 60 * t.train_minutes if t.train_minutes else plan.step == t.steps
-    ):
+    if plan.resumed and (is_over(plan.state.seconds, t) if t.train_minutes else plan.step == t.steps):
         say(f"nothing is left to train: {'--within' if t.train_minutes else '--steps'} asks for more")
     if t.init and not plan.resumed:
         how = f"gets adapters of rank {t.lora_rank}" if t.lora_rank else "is trained further"
@@ -115,10 +114,13 @@ def note_surprises(
         say("nothing is held out, so nothing is evaluated: see --val, --val-fraction and --hellaswag")
 
 
-def note_short_text(plan: Plan, model: Model, batches: Batches, token_bytes: float | None, say: Say) -> None:
+def note_short_text(
+    plan: Plan, t: TrainConfig, model: Model, batches: Batches, token_bytes: float | None, say: Say
+) -> None:
     """Say that a new run will learn its text by heart, and how long a text would make sense. For rank 0."""
-    t, parameters = plan.run.train, model.layout.elements
-    times = t.steps * t.batch_size * batches.seq_len / batches.tokens
+    parameters = model.layout.elements
+    steps = 0 if t.train_minutes else t.steps  # nobody knows those of a run by the clock
+    times = steps * t.batch_size * batches.seq_len / batches.tokens
     enough = parameters / PARAMETERS_PER_TOKEN
     if plan.checkpoint or t.init or not token_bytes or times < BY_HEART or batches.tokens >= enough:
         return

@@ -57,7 +57,8 @@ class Dial:
     def described(self, run: RunConfig) -> str:
         """Return a table of what has followed."""
         model, t = run.model, run.train
-        text = text_of({"data": t.data, "tokenizer": t.tokenizer, "vocab_size": model.vocab_size})
+        given = {"data": t.data, "tokenizer": t.tokenizer, "val_fraction": t.val_fraction}
+        text = text_of({**given, "vocab_size": model.vocab_size})
         size = parameters(self.depth, text.vocab_size)
         per_step = t.batch_size * model.seq_len
         read = per_step * t.steps

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 
-from distgpt.errors import Say
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.errors import DataError, Say
 from distgpt.formatting import count, typed_duration
 from distgpt.saved.checkpoint import load_state
 from distgpt.training.opening.plan import Plan
 
 
-def leave_finished(plan: Plan, say: Say) -> None:
-    """Say that the run stays as it is, and which options ask for more. For rank 0."""
+def leave_finished(comm: Comm, plan: Plan, say: Say) -> None:
+    """Say that the run stays as it is, and which options ask for more. Collective."""
+    on_root(comm, lambda: _leave(plan, say))
+
+
+def _leave(plan: Plan, say: Say) -> None:
     if plan.directory.running.exists():  # the name of a process that was killed after the end
         plan.directory.claim()
         plan.directory.release()
@@ -34,7 +41,8 @@ def _ending(plan: Plan) -> tuple[str, str, list[str]]:
     over, origin, fall = f"all {count(t.steps, 'step')} are done", plan.directory.branched_from(), 0
     if origin and origin.is_dir() and t.schedule == "wsd":
         fall = round(t.decay_fraction * t.steps)
-        if load_state(origin)["step"] == t.steps - fall:  # by --decay-from, which begins anew
-            more = f"a fall over {count(2 * fall, 'step')} instead"
-            return over, more, ["--decay-from", str(origin), "--steps", str(2 * fall)]
+        with suppress(DataError):  # a damaged one is no way to go
+            if load_state(origin)["step"] == t.steps - fall:  # by --decay-from, which begins anew
+                more = f"a fall over {count(2 * fall, 'step')} instead"
+                return over, more, ["--decay-from", str(origin), "--steps", str(2 * fall)]
     return over, f"{count(t.steps, 'step')} more", [*resumed, "--steps", str(2 * t.steps)]

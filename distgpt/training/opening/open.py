@@ -92,7 +92,7 @@ def open_run(
     token_bytes = on_root(comm, lambda: bytes_per_token(batches, corpus.tokenizer))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
-        note_short_text(plan, model, batches, token_bytes, say)
+        note_short_text(plan, config.train, model, batches, token_bytes, say)
         listener.started(facts(plan, stage, where, config, model, batches, validation, progress))
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
@@ -333,6 +333,8 @@ def _write(
 ) -> None:
     """Create the run's directory, and note in its history where it begins, and from what."""
     plan.directory.create(config, tokenizer.to_json(), progress.step, progress.evaluation_pending)
+    if plan.directory.finished_at() not in (None, progress.step):  # a run that goes on from elsewhere is not
+        plan.directory.summary.unlink(missing_ok=True)
     path, directory = plan.checkpoint, plan.directory
     origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
     used = {"stage": stage.name, "ranks": stage.comm.size, **where}

@@ -268,6 +268,9 @@ def _resumed(
     if found.settings is None:
         return _resolved(preset, toml, flags, dial, ranks)[1]
     same = {"n_layer": dial.depth} if dial else {}
+    if (asked := found.settings.train.within_minutes) and flags.get("within_minutes") == asked:
+        # The same command again, as of a job that is queued again: a run that needs less time keeps its own.
+        flags = {name: value for name, value in flags.items() if name != "train_minutes"}
     return _with_weights(resumed(found.settings, preset, toml, {**same, **flags}))
 
 

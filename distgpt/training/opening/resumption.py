@@ -12,6 +12,7 @@ from distgpt.errors import DataError, Say, UsageError, escape
 from distgpt.saved.checkpoint import MANIFEST, STATE, newest_intact, verify
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.rundir import RunDirectory, differing, place_for
+from distgpt.training.clock import is_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,12 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
 def is_finished(found: Resumption, run: RunConfig, state: Mapping[str, Any], changes: Container[str]) -> bool:
     """Return whether a run has nothing left to do: it was finished at this step, and no more is wanted."""
     t, step, directory = run.train, state["step"], found.directory
-    if not found.checkpoint or not directory.owns(found.checkpoint) or state.get("evaluation_pending"):
+    if not found.checkpoint or not directory.owns(found.checkpoint):
         return False
     if t.epochs and ("epochs" in changes or "data" in changes):  # the steps follow from the examples
         return False
-    is_over = state.get("seconds", 0.0) >= 60 * t.train_minutes if t.train_minutes else step == t.steps
-    return bool(is_over) and directory.finished_at() == step
+    is_done = is_over(state.get("seconds", 0.0), t) if t.train_minutes else step == t.steps
+    return is_done and directory.finished_at() == step
 
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:

@@ -20,7 +20,7 @@ from distgpt.data.batches import ArrayTokens
 from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.bpe import LARGE
 from distgpt.data.tokenizers.naming import build_tokenizer, learned_size
-from distgpt.errors import Say
+from distgpt.errors import Say, refuse_beside
 from distgpt.formatting import clock, parse_duration
 from distgpt.kernels import first_use
 from distgpt.stages import Notes, Stage, report_compiling
@@ -53,8 +53,9 @@ def with_clock(
     """
     if WITHIN not in flags:
         return stage, dict(flags)
+    refuse_beside("--within", {"train-minutes": flags.get("train_minutes")}, "each says when a run ends")
     seconds = parse_duration(str(flags[WITHIN]))
-    flags = {"train_minutes": seconds / 60, **flags}
+    flags = {**flags, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
 
     def is_open() -> bool:
         given = merged(toml, flags)
@@ -77,8 +78,8 @@ def with_clock(
         )
         if rest < seconds:
             say(
-                f"--within: this ends after about {clock(rest)}: read more often, a text this short is"
-                " learned by heart. A longer text would use the time"
+                f"--within: the run ends after about {clock(rest)}, as a text this short is learned by heart"
+                " if it is read more often; a longer one would use all of the time"
             )
         if not held_out:
             say("--within: nothing is held out to measure that: --val-fraction 0.1 does so")
@@ -108,8 +109,9 @@ def _compiled(stage: Stage, run: RunConfig, learns_bpe: bool, say: Say) -> Stage
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
         build_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
     stage.comm.barrier()
-    compiling = time.monotonic() - begun if first_use.has_compiled() else 0.0
-    return replace(stage, begun=stage.begun + compiling)
+    # On any rank: the others wait for it.
+    has_compiled = stage.comm.allreduce_max(int(first_use.has_compiled()))
+    return replace(stage, begun=stage.begun + has_compiled * (time.monotonic() - begun))
 
 
 def measured_choice(
