@@ -25,6 +25,13 @@ LONGEST_LINE = 1 << 16  # bytes of a line that we append
 DIRECT = 4 << 20  # bytes that go to the disk at once
 
 
+def system_error(error: BaseException | None) -> OSError | None:
+    """Return the system's error that an error was made of, if it was."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
+
+
 @contextmanager
 def storage_errors(action: str, path: Path) -> Iterator[None]:
     """Turn any OSError inside into one line that says which action failed on which path, and why."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distgpt.comm.agree import gather_bytes, named_ranks, on_every_rank, refuse_anywhere
+from distgpt.comm.agree import gather_bytes, named_ranks, on_every_rank, ranks_by_text, refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import boot_id, usable_cores
 from distgpt.comm.joining import connect, join
@@ -197,8 +197,7 @@ def _note_cores(stage: Stage, threads_given: bool) -> None:
     """Note on rank 0 which ranks have more threads than cores, and limits that leave fewer. Collective."""
     comm = stage.comm
     texts = [text.decode() for text in gather_bytes(comm, _about_cores(stage, threads_given).encode())]
-    for text in filter(None, dict.fromkeys(texts if comm.rank == 0 else ())):
-        ranks = [rank for rank, other in enumerate(texts) if other == text]
+    for text, ranks in ranks_by_text(texts if comm.rank == 0 else ()).items():
         stage.notes.add(f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text)
 
 

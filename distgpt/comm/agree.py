@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 from distgpt.comm.api import Comm
@@ -41,14 +41,20 @@ def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
 
 def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
     """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
-    owners: dict[str, list[int]] = {}
-    for rank, text in enumerate(gather_bytes(comm, complaint.encode())):
-        if text:
-            owners.setdefault(text.decode(), []).append(rank)
+    owners = ranks_by_text(text.decode() for text in gather_bytes(comm, complaint.encode()))
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
         texts = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
         raise shared(kind("; ".join(texts)))
+
+
+def ranks_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
+    """Return the ranks of each text but "". `texts`: of all ranks, in their order."""
+    owners: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            owners.setdefault(text, []).append(rank)
+    return owners
 
 
 def gather_ints(comm: Comm, value: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from distgpt.comm.agree import gather_bytes, named_ranks, shared
+from distgpt.comm.agree import gather_bytes, named_ranks, ranks_by_text, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import is_first_of_host, launched_rank, let_rank_0_speak, say
 from distgpt.errors import UsageError, error_for, first_line
@@ -131,10 +131,7 @@ def _given(context: click.Context) -> dict[str, str]:
 
 def _complaints(ranks: list[Asked]) -> dict[str, str]:
     """Return what some ranks complain of, each text with the ranks named in front of it."""
-    owners: dict[str, list[int]] = {}
-    for rank, asked in enumerate(ranks):
-        if text := asked["complaint"]:
-            owners.setdefault(text, []).append(rank)
+    owners = ranks_by_text(asked["complaint"] for asked in ranks)
     return {text: f"{named_ranks(those)}: {text}" for text, those in owners.items()}
 
 

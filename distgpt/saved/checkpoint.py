@@ -20,7 +20,14 @@ from typing import Annotated, Any, cast
 
 from distgpt.checked import Count, Must, Positive, checked, parse_json, parse_object
 from distgpt.errors import DataError, StorageError
-from distgpt.files import atomic_file, open_regular, read_small, storage_errors, sync_directory
+from distgpt.files import (
+    atomic_file,
+    open_regular,
+    read_small,
+    storage_errors,
+    sync_directory,
+    system_error,
+)
 from distgpt.saved.tensors import (
     Tensors,
     read_header,
@@ -88,9 +95,8 @@ def set_damaged_aside(directory: Path, step: int) -> None:
 
 def _is_unreadable(error: BaseException | None) -> bool:
     """Return if an error comes from a failing disk, not from a file that is not there."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__
-    return error is not None and not isinstance(error, FileNotFoundError)
+    found = system_error(error)
+    return found is not None and not isinstance(found, FileNotFoundError)
 
 
 def drop(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from distgpt.comm.agree import on_every_rank, on_root
@@ -13,7 +13,7 @@ from distgpt.config import RunConfig
 from distgpt.data.loading import DataRequest, load_corpus, refuse_missing
 from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import is_plain
-from distgpt.data.shards import is_shards, read_manifest
+from distgpt.data.shards import is_shards
 from distgpt.errors import DistgptError, Say, UsageError
 from distgpt.formatting import count, long_duration
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
@@ -25,6 +25,7 @@ from distgpt.sweep.grid import BITS, Grid, Run, read_grid
 from distgpt.sweep.ledger import Ledger, begin, read_back
 from distgpt.sweep.work import configured
 from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.dial import holds_out
 
 
 def begin_sweep(comm: Comm, path: Path, out: Path, say: Say) -> Ledger:
@@ -59,7 +60,7 @@ def checked_runs(grid: Grid) -> dict[str, RunConfig]:
         t = run.train
         refuse_unsuited(t, 1, on_gpu=False)
         refuse_missing(filter(None, (t.data, t.val)), t.tokenizer)
-        if grid.metric != "loss" and not _is_evaluated(run):
+        if grid.metric != "loss" and not holds_out(asdict(run.train)):
             raise UsageError(
                 f"{name}: nothing is held out to compare by {grid.metric}: give val_fraction or val, or"
                 ' say metric = "loss" in [sweep]'
@@ -72,13 +73,6 @@ def checked_runs(grid: Grid) -> dict[str, RunConfig]:
         if t.train_minutes and grid.rungs > 1:
             raise UsageError(f"{name}: rungs compare runs at steps, which train_minutes does not know")
     return runs
-
-
-def _is_evaluated(run: RunConfig) -> bool:
-    path = resolve_data(run.train.data)
-    return bool(
-        run.train.val or run.train.val_fraction or (is_shards(path) and read_manifest(path).of("val"))
-    )
 
 
 def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:

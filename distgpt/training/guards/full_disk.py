@@ -17,7 +17,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import DistgptError, Say, StorageError, escape
-from distgpt.files import FULL, allocate, new_file, storage_errors, unfinished
+from distgpt.files import FULL, allocate, new_file, storage_errors, system_error, unfinished
 from distgpt.formatting import size
 from distgpt.model.model import Model
 from distgpt.saved.checkpoint import DAMAGED, drop, newest_intact, saved_checkpoints
@@ -192,6 +192,5 @@ def _size(folder: Path) -> int:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__
-    return error is not None and error.errno in FULL
+    found = system_error(error)
+    return found is not None and found.errno in FULL
