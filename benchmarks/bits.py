@@ -3,7 +3,9 @@
     python benchmarks/bits.py --out before.json          # in the one checkout, with its own environment
     python benchmarks/bits.py --against before.json      # in the other; exits with 1 where a run differs
 
-Of each run: losses and gradient norms, weights, best weights, and every file of the last checkpoint.
+Of each run: losses and gradient norms, weights, best weights, and every file of the last checkpoint. Sums are
+compared on three and four ranks too: on two, a + b is the same in any order. What is chosen by time
+(--matmul auto, --grad-sync auto, --dtype auto) is never taken here.
 """
 
 from __future__ import annotations
@@ -14,38 +16,82 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 BIN = Path(sys.executable).parent
-SMALL = (
-    "--n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --data story --tokenizer word --batch-size 16 --seed 3"
+HOW = "--save-every 5 --val-fraction 0.1 --eval-every 4 --matmul own --seed 3"
+TEXT = f"--data story --warmup 2 --sample-every 6 {HOW}"
+SMALL = f"--n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --tokenizer word --batch-size 16 {TEXT}"
+ADAMW, GPT2 = (
+    f"--preset tiny-adamw {SMALL}",
+    f"{SMALL} --norm layernorm --mlp gelu --positions learned --bias",
 )
-SMALL += (
-    " --steps 12 --save-every 5 --val-fraction 0.1 --eval-every 4 --sample-every 6 --warmup 2 --matmul own"
-)
-GPT2 = "--norm layernorm --mlp gelu --positions learned --bias"
-RUNS = {
-    "serial, 1 thread": (0, "--threads 1"),
-    "serial, 2 threads": (0, "--threads 2"),
-    "as GPT-2": (0, f"--threads 2 {GPT2}"),
-    "float64": (0, "--threads 2 --dtype float64"),
-    "bfloat16": (0, "--threads 2 --dtype bfloat16"),
-    "micro-batches": (0, "--threads 2 --grad-accum 4"),
-    "saved meanwhile": (0, "--threads 2 --save async"),
-    "rechecked": (0, "--threads 1 --recheck-every 3"),
-    "outliers": (0, "--threads 1 --on-bad-step skip --spike-zscore 6"),
-    "deterministic": (0, "--threads 2 --deterministic"),
-    "mpi": (2, ""),
-    "mpi, micro-batches": (2, "--grad-accum 2"),
-    "mpi, chunked": (2, "--grad-sync chunked"),
-    "mpi, overlapped": (2, "--grad-sync overlapped"),
-    "mpi, sharded": (2, "--grad-sync sharded"),
-    "mpi, sharded, bfloat16": (2, "--grad-sync sharded --dtype bfloat16"),
-    "mpi, wire": (2, "--gradient-dtype bfloat16"),
-    "mpi, local steps": (2, "--outer-every 3"),
-    "mpi, deterministic": (2, "--deterministic"),
-    "mpi, rechecked": (2, "--recheck-every 3"),
+THREE = f"{SMALL} --batch-size 12"
+BYTES = f"{SMALL} --tokenizer byte --seq-len 96"
+# What these begin with is made first; the model is that of "bytes".
+ADAPTERS = f"--init WEIGHTS --lora-rank 4 --seq-len 96 --batch-size 16 {TEXT}"
+CHATS = f"tune --weights WEIGHTS --data CHATS --seq-len 96 --batch-size 12 {HOW}"
+# A gradient one deviation off those before it is bad: where the weights hardly move, some are soon.
+SPIKES = f"{ADAMW} --batch-size 4 --lr 1e-5 --spike-zscore 1 --bad-steps-allowed 1000"
+ROLLBACK = "--on-bad-step rollback"
+LONG = 40  # steps: outliers are looked for after 20
+
+# name: ranks, how a run begins, and words that are given again when it resumes
+RUNS: dict[str, tuple[int, str, str]] = {
+    "serial, 1 thread": (0, SMALL, "--threads 1"),
+    "serial, 2 threads": (0, SMALL, "--threads 2"),
+    "AdamW": (0, ADAMW, "--threads 2"),
+    "sprint": (0, f"--preset sprint {SMALL}", "--threads 2"),
+    "as GPT-2": (0, GPT2, "--threads 2"),
+    "bytes": (0, BYTES, "--threads 2"),
+    "windows": (0, f"{SMALL} --window 8", "--threads 2"),
+    "float64": (0, SMALL, "--threads 2 --dtype float64"),
+    "bfloat16": (0, SMALL, "--threads 2 --dtype bfloat16"),
+    "AdamW, bfloat16": (0, ADAMW, "--threads 2 --dtype bfloat16"),
+    "micro-batches": (0, SMALL, "--threads 2 --grad-accum 4"),
+    "recomputed": (0, SMALL, "--threads 2 --recompute block"),
+    "saved meanwhile": (0, SMALL, "--threads 2 --save async"),
+    "rechecked": (0, SMALL, "--threads 1 --recheck-every 3"),
+    "outliers": (0, SMALL, "--threads 1 --on-bad-step skip --spike-zscore 6"),
+    "rolled back": (0, SPIKES, f"--threads 1 {ROLLBACK}"),
+    "deterministic": (0, SMALL, "--threads 2 --deterministic"),
+    "adapters": (0, ADAPTERS, "--threads 2"),
+    "chats": (0, CHATS, "--threads 2"),
+    "chats, adapters": (0, f"{CHATS} --lora-rank 4", "--threads 2"),
+    "mpi": (2, SMALL, ""),
+    "mpi, micro-batches": (2, SMALL, "--grad-accum 2"),
+    "mpi, chunked": (2, SMALL, "--grad-sync chunked"),
+    "mpi, overlapped": (2, SMALL, "--grad-sync overlapped"),
+    "mpi, sharded": (2, SMALL, "--grad-sync sharded"),
+    "mpi, sharded, bfloat16": (2, SMALL, "--grad-sync sharded --dtype bfloat16"),
+    "mpi, wire": (2, SMALL, "--gradient-dtype bfloat16"),
+    "mpi, local steps": (2, SMALL, "--outer-every 3"),
+    "mpi, deterministic": (2, SMALL, "--deterministic"),
+    "mpi, rechecked": (2, SMALL, "--recheck-every 3"),
+    "mpi, rolled back": (2, SPIKES, ROLLBACK),
+    "mpi, adapters": (2, ADAPTERS, ""),
+    "mpi, chats": (2, CHATS, ""),
+    "3 ranks": (3, THREE, ""),
+    "3 ranks, overlapped": (3, THREE, "--grad-sync overlapped"),
+    "3 ranks, sharded, AdamW": (3, f"--preset tiny-adamw {THREE}", "--grad-sync sharded"),
+    "4 ranks": (4, SMALL, ""),
+    "4 ranks, AdamW": (4, ADAMW, ""),
+    "4 ranks, overlapped": (4, SMALL, "--grad-sync overlapped"),
+    "4 ranks, sharded": (4, SMALL, "--grad-sync sharded"),
+    "4 ranks, wire": (4, SMALL, "--gradient-dtype bfloat16"),
+    "4 ranks, deterministic": (4, SMALL, "--deterministic"),
+    "4 ranks, local steps": (4, SMALL, "--outer-every 3"),
 }
+# Of the model of a run: what it writes and scores in each dtype.
+MODELS = {
+    f"{run}, written in {dtype}": (run, dtype)
+    for run in ("serial, 2 threads", "as GPT-2")
+    for dtype in ("float32", "float64", "bfloat16", "int8", "int4")
+}
+SUBJECTS = "boy girl king fox bear bird"
+VERBS = "ran slept sang ate"
 
 
 def main() -> int:
@@ -54,7 +100,10 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="bits of another version")
     parser.add_argument("--only", default="", help="runs whose name has this in it")
     args = parser.parse_args()
-    found = {name: bits(*how) for name, how in RUNS.items() if args.only in name}
+    with tempfile.TemporaryDirectory() as scratch:
+        files = Files(Path(scratch))
+        found = {name: of_run(name, files) for name in RUNS if args.only in name}
+        found |= {name: of_model(*how, files) for name, how in MODELS.items() if args.only in name}
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     if not args.against:
@@ -66,23 +115,81 @@ def main() -> int:
     return int(any(differing.values()))
 
 
-def bits(ranks: int, words: str) -> dict[str, str]:
-    """Train to the end, and again by way of a stop after six steps, and return what is in the files."""
+class Files:
+    """What runs begin with: made when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def weights(self, run: str) -> Path:
+        """Return the weights of a run to its end."""
+        out = self.folder / run.replace(" ", "-")
+        if not out.exists():
+            _train(*_command(run, self), out)
+        return out / "weights.safetensors"
+
+    def chats(self) -> Path:
+        path, said = self.folder / "chats.jsonl", []
+        for who, what in product(SUBJECTS.split(), VERBS.split()):
+            said += [{"prompt": f"What did the {who} do?", "completion": f"The {who} {what}."}]
+        path.write_text("".join(json.dumps(each) + "\n" for each in said))
+        return path
+
+
+def of_run(name: str, files: Files) -> dict[str, str]:
+    """Train to the end, and again by way of a stop half way, and return what is in the files."""
+    ranks, begin = _command(name, files)
+    steps, again = LONG if ROLLBACK in begin else 12, f"train {RUNS[name][2]} --resume auto"
+    constant = "--schedule constant --steps"
     with tempfile.TemporaryDirectory() as scratch:
         whole, halves = Path(scratch, "whole"), Path(scratch, "halves")
-        _train(ranks, f"{SMALL} {words} --out {whole}")
-        _train(ranks, f"{SMALL} {words} --schedule constant --steps 6 --out {halves}")
-        _train(ranks, f"{words} --schedule constant --steps 12 --out {halves} --resume auto")
+        _train(ranks, f"{begin} --steps {steps}", whole)
+        assert ROLLBACK not in begin or "back_to" in (whole / "history.jsonl").read_text()
+        _train(ranks, f"{begin} {constant} {steps // 2}", halves)
+        _train(ranks, f"{again} {constant} {steps}", halves)
         return {**_of(whole, "whole"), **_of(halves, "halves")}
 
 
-def _train(ranks: int, words: str) -> None:
+def of_model(run: str, dtype: str, files: Files) -> dict[str, str]:
+    """Return the text and the log-probabilities that the model of a run writes and scores, in this dtype."""
+    words = f"infer --weights {files.weights(run)} --dtype {dtype} --threads 2 --json --seed 5 --n 3"
+    words += " --max-new-tokens 24 --logprobs 3 --prompt-logprobs --prompt"
+    found = json.loads(
+        _printed([str(BIN / "distgpt"), *words.split(), "There was a small lighthouse by the sea"])
+    )
+    return {"completions": _hash(json.dumps(_lasting(found), sort_keys=True).encode())}
+
+
+def _lasting(found: Any) -> Any:
+    """Return what was printed without what a clock says."""
+    if isinstance(found, dict):
+        return {key: _lasting(value) for key, value in found.items() if "second" not in key}
+    return list(map(_lasting, found)) if isinstance(found, list) else found
+
+
+def _command(name: str, files: Files) -> tuple[int, str]:
+    """Return the ranks of a run and the words that it begins with."""
+    ranks, begin, words = RUNS[name]
+    if "WEIGHTS" in begin:
+        begin = begin.replace("WEIGHTS", str(files.weights("bytes")))
+    begin = begin.replace("CHATS", str(files.chats()))
+    command = "" if begin.startswith("tune") else "train"
+    dtype = "" if "--dtype" in words else "--dtype float32"
+    return ranks, f"{command} {begin} --steps 12 {words} {dtype}"
+
+
+def _train(ranks: int, words: str, out: Path) -> None:
     launcher = [str(BIN / "mpirun"), "-n", str(ranks)] if ranks else []
     stage = ["--stage", "mpi", "--threads", "1"] if ranks else []
-    command = [*launcher, str(BIN / "distgpt"), "train", *words.split(), *stage, "--progress", "plain"]
+    options = [*stage, "--progress", "plain", "--out", str(out)]
+    _printed([*launcher, str(BIN / "distgpt"), *words.split(), *options])
+
+
+def _printed(command: list[str]) -> str:
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise SystemExit(f"{' '.join(command)}\n{ended.stderr}")
+    return ended.stdout
 
 
 def _of(run: Path, name: str) -> dict[str, str]:
