@@ -62,10 +62,12 @@ def estimate(
     import json
 
     from distgpt.comm.serial import SerialComm
+    from distgpt.dtypes import expected
     from distgpt.measure.estimate import Question, render_terminal
     from distgpt.measure.estimate import estimate as estimated
     from distgpt.show.progress import ItemProgress
     from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, Dial
+    from distgpt.training.opening.dtype import DTYPE, is_open
     from distgpt.training.opening.plan import configure
     from distgpt.training.opening.within import with_clock
 
@@ -81,6 +83,8 @@ def estimate(
     elif WITHIN in chosen:
         chosen = {**chosen, "train_minutes": parse_duration(str(chosen[WITHIN])) / 60}
     name, run = configure(SerialComm(), preset, config, chosen, ranks, fetches=False)
+    if is_open(preset, config, chosen):
+        run = run.with_values({DTYPE: expected(stage, run, gpu.tf32).name})
     if DEPTH in chosen:
         say(Dial(chosen[DEPTH], chosen.get(TOKENS, 0.0), ranks).described(run))
     n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
