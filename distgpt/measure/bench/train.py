@@ -14,7 +14,6 @@ from distgpt.comm.agree import gather_ints
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.doctor.speed import measure_peaks
-from distgpt.dtypes import expected
 from distgpt.errors import UsageError
 from distgpt.formatting import duration
 from distgpt.formatting import size as in_bytes
@@ -26,7 +25,7 @@ from distgpt.model.model import Architecture
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.stages import WITH_MPI, open_stage
-from distgpt.training.opening.dtype import DTYPE, is_open
+from distgpt.training.opening.dtype import DTYPE, foreseen
 from distgpt.training.opening.plan import configure
 
 STEPS = 20  # without --steps
@@ -71,11 +70,8 @@ def measure_peak(options: TrainOptions) -> None:
 
 
 def bench(options: TrainOptions) -> None:
-    if is_open(options.preset, None, options.settings):
-        _, run = configure(SerialComm(), options.preset, None, options.settings)
-        chosen = expected(options.stage, run, options.gpu.tf32)
-        say(f"{chosen.name}: {chosen.why} (--dtype)" if chosen.why else chosen.name)
-        options = replace(options, settings={**options.settings, DTYPE: chosen.name})
+    _, run = foreseen(options.stage, options.preset, None, options.settings, options.gpu.tf32, options.ranks)
+    options = replace(options, settings={**options.settings, DTYPE: run.train.dtype})
     found = measure(options)
     options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.comm.agree import on_root
+from distgpt.comm.serial import SerialComm
 from distgpt.config import AUTO_DTYPE, RunConfig
 from distgpt.config.presets import named
-from distgpt.dtypes import for_training
+from distgpt.dtypes import expected, for_training
 from distgpt.errors import Say
 from distgpt.stages import Stage
 from distgpt.training.opening.plan import begins_anew, configure
@@ -50,3 +51,12 @@ def is_open(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> 
 def decided(stage: Stage, run: RunConfig) -> RunConfig:
     """Return a run whose dtype is open with one. Collective."""
     return run.with_values({DTYPE: for_training(stage, run).name})
+
+
+def foreseen(
+    stage: str, preset: str | None, toml: Path | None, flags: Mapping[str, Any], tf32: bool, ranks: int = 1
+) -> tuple[str, RunConfig]:
+    """Return the name and configuration of a run that a stage of this name would begin on this machine."""
+    name, run = configure(SerialComm(), preset, toml, flags, ranks, fetches=False)
+    is_named = not is_open(preset, toml, flags)
+    return name, run if is_named else run.with_values({DTYPE: expected(stage, run, tf32).name})

@@ -40,9 +40,9 @@ SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 class Probes:
     """The depths to measure first; then comes the one that seems best, until that is measured.
 
-    `tokens` of a run, by which the first probe's batch is chosen: the time that is left says those of the
-    others. So many `needed` ones begin as long as less than `most` of the time is over. `warms_up`: the first
-    one compiles and chooses kernels, and the time for measuring begins after that.
+    `tokens` of a run decide the batch of the first probe; those of the others follow from what is measured.
+    As long as fewer than `needed` are measured, another one begins before `most` of the time is over, else
+    before MOST_MEASURING of it. `warms_up`: the first one compiles and chooses kernels, which does not count.
     """
 
     depths: tuple[int, ...]
@@ -77,12 +77,12 @@ def with_clock(
     seconds = parse_duration(str(flags[WITHIN]))
     flags = {**flags, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
 
-    def is_open() -> bool:
+    def chooses() -> bool:
         given = merged(toml, flags)
         stays = preset or given.keys() & {"preset", "init"}
         return not stays and begins_anew(preset, toml, flags, out, resume)
 
-    if not on_root(stage.comm, is_open):
+    if not on_root(stage.comm, chooses):
         return stage, flags
     text, held_out = _text(stage.comm, toml, flags)
     probes = CPU_PROBES if stage.device is None else GPU_PROBES
@@ -94,20 +94,25 @@ def with_clock(
     found, rest = measured_choice(stage, toml, flags, seconds, text, say, probes)
     flags["train_minutes"] = rest / 60
     if stage.comm.rank == 0:
-        whose = "the text that is held out" if held_out else "such text that it has not seen"
-        say(
-            f"--within: depth {found.depth} reads about {found.tokens / 1e6:.2g} M tokens,"
-            f" {found.tokens / text.tokens:.2g} times the text, and should reach"
-            f" {found.bits_range()} bits per byte on {whose}"
-        )
-        if rest < seconds:
-            say(
-                f"--within: the run ends after about {clock(rest)}, as a text this short is learned by heart"
-                " if it is read more often; a longer one would use all of the time"
-            )
-        if not held_out:
-            say("--within: nothing is held out to measure that: --val-fraction 0.1 does so")
+        _report(found, rest, seconds, text, held_out, say)
     return stage, {**flags, DEPTH: found.depth, TOKENS: found.tokens}
+
+
+def _report(found: Choice, rest: float, seconds: float, text: Text, held_out: bool, say: Say) -> None:
+    """Say what was chosen, and what the run does not do."""
+    whose = "the text that is held out" if held_out else "such text that it has not seen"
+    say(
+        f"--within: depth {found.depth} reads about {found.tokens / 1e6:.2g} M tokens,"
+        f" {found.tokens / text.tokens:.2g} times the text, and should reach"
+        f" {found.bits_range()} bits per byte on {whose}"
+    )
+    if rest < seconds:
+        say(
+            f"--within: the run ends after about {clock(rest)}, as a text this short is learned by heart"
+            " if it is read more often; a longer one would use all of the time"
+        )
+    if not held_out:
+        say("--within: nothing is held out to measure that: --val-fraction 0.1 does so")
 
 
 def _text(comm: Comm, toml: Path | None, flags: Mapping[str, Any]) -> tuple[Text, bool]:
