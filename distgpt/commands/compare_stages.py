@@ -19,6 +19,8 @@ from distgpt.stages import ON_GPU, STAGES
 
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
 
+DTYPE_HELP = "Compute in this number format; in float32 if left out, in which losses agree to 6e-5."
+
 
 @command(name="compare-stages", example="distgpt compare-stages --ranks 2")
 @click.option("--stages", metavar="STAGE,…", help="Only these; all that can run here if left out.")
@@ -30,7 +32,7 @@ _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options withou
 )
 @click.option("--config", type=PATH, help="TOML file with settings.")
 @settings_but("--dtype")
-@setting_option("dtype", replace(SETTINGS["dtype"], undecided=""), default=None)  # stages agree in one type
+@setting_option("dtype", replace(SETTINGS["dtype"], undecided="", help=DTYPE_HELP), default=None)
 @click.option("--gpu-dtype", type=click.Choice(DTYPES), help="Number format of the GPU stages; --dtype's.")
 @click.option(
     "--tolerance",
