@@ -40,9 +40,9 @@ SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 class Probes:
     """The depths to measure first; then comes the one that seems best, until that is measured.
 
-    `tokens` of a run decide the batch of the first probe; those of the others follow from what is measured.
     As long as fewer than `needed` are measured, another one begins before `most` of the time is over, else
-    before MOST_MEASURING of it. `warms_up`: the first one compiles and chooses kernels, which does not count.
+    before MOST_MEASURING of it; and `tokens` of a run decide its batch, else what is left of the time by the
+    speeds so far. `warms_up`: the first one compiles and chooses kernels, which does not count.
     """
 
     depths: tuple[int, ...]
@@ -179,7 +179,7 @@ def measured_choice(
     depths = [only] if only else list(probes.depths)
     while depths:
         depth = depths.pop(0)
-        tokens = best(depth)[0].tokens if speeds else probes.tokens
+        tokens = probes.tokens if len(speeds) < probes.needed else best(depth)[0].tokens
         speeds[depth], cold = measured_speed(stage, _run(stage, toml, flags, depth, tokens, text))
         warm = warm or cold * probes.warms_up
         if comm.rank == 0:
