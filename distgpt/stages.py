@@ -54,9 +54,12 @@ class Notes:
     def __init__(self) -> None:
         self._kept: list[str] = []
         self._listener: Callable[[str], None] = self._kept.append
+        self._known: set[str] = set()  # kernels are made again after --within has measured
 
     def add(self, text: str) -> None:
-        self._listener(text)
+        if text not in self._known:
+            self._known.add(text)
+            self._listener(text)
 
     def report_to(self, listener: Callable[[str], None]) -> None:
         self._listener = listener

@@ -187,11 +187,15 @@ def test_a_type_that_is_named_stays_and_auto_may_be_named(tmp_path):
         "--deterministic",
         "--init {base}",
         "--init {base} --lora-rank 2",
+        "--init {rounded} --lora-rank 2",
         "--depth 1 --seq-len 16 --batch-size 8",
     ],
 )
 def test_every_kind_of_run_takes_it(words, tmp_path, trained):
-    words = words.format(base=trained).split()
+    rounded = tmp_path / "int8.safetensors"
+    if "{rounded}" in words:
+        quantize(trained / "weights.safetensors", rounded)
+    words = words.format(base=trained, rounded=rounded).split()
     own = ["--data", "story", "--threads", "1"] if {"--init", "--depth"} & {*words} else SMALL
     result = inside("train", *own, *words, *STEPS, "--out", tmp_path / "run", env=BF16)
     assert result.returncode == 0, result.stderr

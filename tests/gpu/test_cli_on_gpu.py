@@ -153,11 +153,13 @@ def chosen_within(monkeypatch, seconds, cold, probes):
     text, now, measured = text_to_learn_from(34e6), [1000.0], []
 
     def speed(stage, run):
+        assert run.train.dtype == "bfloat16"  # as the run that follows
         depth, first = run.model.n_layer, not measured
         measured.append((depth, run.train.batch_size * run.model.seq_len))
         now[0] += cold * first + 2
         return 1e6 * min(1.0, flops(8, text) / flops(depth, text)), cold * first
 
+    monkeypatch.delenv(dtypes.VARIABLE, raising=False)
     monkeypatch.setattr(within, "measured_speed", speed)
     monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stage = Stage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)

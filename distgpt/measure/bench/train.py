@@ -70,7 +70,7 @@ def measure_peak(options: TrainOptions) -> None:
 
 
 def bench(options: TrainOptions) -> None:
-    _, run = foreseen(options.stage, options.preset, None, options.settings, options.gpu.tf32, options.ranks)
+    _, run = foreseen(options.stage, options.preset, None, options.settings, options.gpu.tf32)
     options = replace(options, settings={**options.settings, DTYPE: run.train.dtype})
     found = measure(options)
     options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
