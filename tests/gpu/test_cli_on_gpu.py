@@ -179,6 +179,20 @@ def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
     assert len(chosen_within(monkeypatch, 5, 1, within.GPU_PROBES)[0]) == 1
 
 
+@pytest.mark.slow
+def test_within_trains_what_it_chose_on_a_gpu(gpu, tmp_path, monkeypatch):
+    """By probes that a stand-in has time for."""
+    monkeypatch.delenv(dtypes.VARIABLE)
+    small = replace(within.GPU_PROBES, depths=(1, 2), tokens=2e4)
+    monkeypatch.setattr(within, "GPU_PROBES", small)
+    words = ("--within", "40s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")
+    result = gpu("train", "--stage", "cuda", *words, "--batch-size", "4")
+    assert result.returncode == 0, result.stderr
+    said = result.stdout
+    assert said.index("this machine trains depth 1") < said.index("this machine trains depth 2")
+    assert RunDirectory(tmp_path / "run").saved().train.dtype == "bfloat16" and "step" in said
+
+
 def test_threads_are_not_for_gpus(gpu, tmp_path):
     result = gpu("train", "--stage", "cuda", "--threads", "2", "--out", tmp_path / "run")
     refused(result, 2, "--threads")
