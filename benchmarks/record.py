@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,10 +15,13 @@ from typing import Any
 from distgpt.comm.cores import usable_cores
 from distgpt.doctor.facts import anonymised, environment
 from distgpt.doctor.speed import measure_peaks
+from distgpt.dtypes import VARIABLE
 from distgpt.errors import DistgptError, print_lines
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
 from distgpt.saved.rundir import RunDirectory
+
+os.environ.setdefault(VARIABLE, "float32")  # results that name no type are of this one, on every processor
 
 
 def arguments(about: str | None, rounds: int = 3, **options: dict[str, Any]) -> argparse.Namespace:

@@ -32,6 +32,7 @@ from distgpt.saved.modelfile import Description, on_host, save_model
 from distgpt.stages import Stage, connected, open_stage
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.decay import with_decay
+from distgpt.training.opening.dtype import with_dtype
 from distgpt.training.opening.finished import leave_finished
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import Plan, make_plan
@@ -82,8 +83,8 @@ def load(
 ) -> GPT:
     """Load a model from a weights file. `context` changes its context length (not with learned positions).
 
-    `dtype` auto is float32, or int8 or int4 for such a file; models in these cannot be trained. An `adapter`
-    is merged into the weights.
+    `dtype` auto is float32, in which parameters, logits and gradients are exact, or int8 or int4 for such a
+    file; models in these cannot be trained. An `adapter` is merged into the weights.
     """
     opened = _open(stage)
     beside = Path(adapter) if adapter else None
@@ -146,6 +147,7 @@ def train(
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     settings, directory, resume = with_decay(ready.comm, settings, directory, resume)
     ready, settings = with_clock(ready, preset, toml, settings, directory, resume, told.noted)
+    settings = with_dtype(ready, preset, toml, settings, directory, resume, told.noted)
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
     if plan.is_finished:
         return _finished(plan, ready, told)

@@ -37,6 +37,9 @@ NOT_KEPT = (
     "compiled loops cannot be kept, so every start compiles them anew, for about a minute: "
     "set XDG_CACHE_HOME to a folder that only you can write to"
 )
+SLOW_FLOAT32 = (
+    "float32 uses no tensor cores here: --dtype bfloat16 is several times as fast, --tf32 about half of that"
+)
 SLOW_BFLOAT16 = (
     "this processor computes bfloat16 with float32 instructions: less memory and faster generation than with "
     "--dtype float32, but no faster training"
@@ -51,9 +54,12 @@ class Notes:
     def __init__(self) -> None:
         self._kept: list[str] = []
         self._listener: Callable[[str], None] = self._kept.append
+        self._known: set[str] = set()  # kernels are made again after --within has measured
 
     def add(self, text: str) -> None:
-        self._listener(text)
+        if text not in self._known:
+            self._known.add(text)
+            self._listener(text)
 
     def report_to(self, listener: Callable[[str], None]) -> None:
         self._listener = listener
@@ -83,7 +89,11 @@ class Stage:
         refuse_anywhere(self.comm, self._trouble_with(dtype))
         if self.device is not None:
             from distgpt.gpu.accelerator import kernels_on
+            from distgpt.gpu.probe import OLDEST_BFLOAT16
 
+            has_tensor_cores = self.device.capability >= OLDEST_BFLOAT16
+            if dtype == "float32" and has_tensor_cores and not self.gpu.tf32:
+                self.notes.add(SLOW_FLOAT32)
             return kernels_on(self.device, dtype, self.gpu, self.notes.add)
         from distgpt.kernels.cpu import CpuKernels
         from distgpt.kernels.fused import disk_cache

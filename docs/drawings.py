@@ -99,7 +99,11 @@ def house() -> Drawing:
 
 
 LOOSE = "errors, files …"
-FILLS = {**dict.fromkeys(("kernels", "comm", "gpu", "stages"), TEAL), "model": SAND, "training": SAND}
+FILLS = {
+    **dict.fromkeys(("kernels", "comm", "gpu", "stages", "dtypes"), TEAL),
+    "model": SAND,
+    "training": SAND,
+}
 
 
 def imports() -> dict[str, set[str]]:
@@ -127,7 +131,7 @@ def _room(parts: Sequence[str]) -> str | None:
     if not parts or parts[0] in ("__init__", "__main__"):
         return None
     single = (ROOT / "distgpt" / parts[0]).with_suffix(".py").exists()
-    return LOOSE if single and parts[0] not in ("stages", "api", "cli") else parts[0]
+    return LOOSE if single and parts[0] not in ("stages", "dtypes", "api", "cli") else parts[0]
 
 
 def _level(name: str, needs: dict[str, set[str]], levels: dict[str, int]) -> int:

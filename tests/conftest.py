@@ -20,6 +20,7 @@ import forkserver
 import pytest
 
 from distgpt.cli import main
+from distgpt.dtypes import VARIABLE as AUTO_DTYPE
 from distgpt.interrupts import ENDING
 from distgpt.kernels.first_use import COMPILING
 
@@ -27,6 +28,9 @@ from distgpt.kernels.first_use import COMPILING
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # in another thread than the main one
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What a run computes in by default must not depend on the processor that the tests run on.
+os.environ.setdefault(AUTO_DTYPE, "float32")
 
 BIN = Path(sys.executable).parent
 SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]

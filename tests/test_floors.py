@@ -22,6 +22,7 @@ ORDER = (
         "comm",
         "gpu",
         "stages",
+        "dtypes",
         "data",
     ),
     *("model", "saved", "jobs", "doctor", "inference", "evaluation", "training", "serving", "api", "show"),

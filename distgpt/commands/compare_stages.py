@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from click.core import ParameterSource
 
 from distgpt.commands.complete import presets
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, launch_options, set_by_user, settings
-from distgpt.config import DTYPES
+from distgpt.commands.options import PATH, launch_options, set_by_user, setting_option, settings_but
+from distgpt.config import DTYPES, SETTINGS
 from distgpt.errors import UsageError
 from distgpt.stages import ON_GPU, STAGES
 
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
+
+DTYPE_HELP = "Compute in this number format; in float32 if left out, in which losses agree to 6e-5."
 
 
 @command(name="compare-stages", example="distgpt compare-stages --ranks 2")
@@ -28,7 +31,8 @@ _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options withou
     "--preset", shell_complete=presets, help="Another workload: a named configuration (tiny, gpt2, …)."
 )
 @click.option("--config", type=PATH, help="TOML file with settings.")
-@settings
+@settings_but("--dtype")
+@setting_option("dtype", replace(SETTINGS["dtype"], undecided="", help=DTYPE_HELP), default=None)
 @click.option("--gpu-dtype", type=click.Choice(DTYPES), help="Number format of the GPU stages; --dtype's.")
 @click.option(
     "--tolerance",

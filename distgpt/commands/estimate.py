@@ -61,12 +61,11 @@ def estimate(
         raise click.UsageError("--tokens and --steps exclude each other")
     import json
 
-    from distgpt.comm.serial import SerialComm
     from distgpt.measure.estimate import Question, render_terminal
     from distgpt.measure.estimate import estimate as estimated
     from distgpt.show.progress import ItemProgress
     from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, Dial
-    from distgpt.training.opening.plan import configure
+    from distgpt.training.opening.dtype import foreseen
     from distgpt.training.opening.within import with_clock
 
     say = partial(print_lines, err=True)
@@ -80,11 +79,11 @@ def estimate(
         here, chosen = with_clock(here, preset, config, chosen, None, None, say)
     elif WITHIN in chosen:
         chosen = {**chosen, "train_minutes": parse_duration(str(chosen[WITHIN])) / 60}
-    name, run = configure(SerialComm(), preset, config, chosen, ranks, fetches=False)
+    name, run = foreseen(stage, preset, config, chosen, gpu.tf32, ranks)
     if DEPTH in chosen:
         say(Dial(chosen[DEPTH], chosen.get(TOKENS, 0.0), ranks).described(run))
-    n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
-    question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)
+    total = parse_count(tokens, "--tokens") if tokens is not None else None
+    question = Question(run, stage, ranks, threads, gpu, total, rate, measured, gpu_memory)
     with closing(ItemProgress("steps", with_tokens=False)) as progress:
         facts = estimated(question, say, progress, here)
     if as_json:

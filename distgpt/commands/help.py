@@ -35,16 +35,23 @@ ELSEWHERE = {
 
 
 class Option(click.Option):
-    """An option and the section of --help-all that lists it. Without one, --help lists it too."""
+    """An option and the section of --help-all that lists it. Without one, --help lists it too.
 
-    def __init__(self, *words: Any, group: str = "", first: bool = False, **how: Any) -> None:
+    `undecided` is what it is by default whatever the preset: a word for what a run decides.
+    """
+
+    def __init__(
+        self, *words: Any, group: str = "", first: bool = False, undecided: str = "", **how: Any
+    ) -> None:
         super().__init__(*words, **how)
-        self.group, self.first = group, first
+        self.group, self.first, self.undecided = group, first, undecided
 
     def record(self, context: click.Context, run: RunConfig | None) -> tuple[str, str] | None:
         """Return the option's spelling and its help, with the value that it has in `run` if left out."""
         record = super().get_help_record(context)
-        value = _default(self.name or "", run) if run and self.default is None else None
+        value = None
+        if run and self.default is None:
+            value = self.undecided or _default(self.name or "", run)
         if record is None or value in (None, ""):
             return record
         if isinstance(value, bool):

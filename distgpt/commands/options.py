@@ -18,6 +18,7 @@ from distgpt.comm.launched import launched_rank
 from distgpt.commands import complete
 from distgpt.commands.help import option
 from distgpt.config import (
+    AUTO_DTYPE,
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
     INFERENCE_DTYPES,
@@ -111,7 +112,7 @@ class Choice(click.Choice):  # type: ignore[type-arg]  # no generic class before
     """Choices of a setting; accepts their former names, which are not shown."""
 
     def __init__(self, about: Setting) -> None:
-        super().__init__(about.choices)
+        super().__init__([*filter(None, [about.undecided]), *about.choices])
         self._former = dict(about.former_choices)
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
@@ -245,16 +246,15 @@ def stage_options(command: F) -> F:
     return stage(threads(_gpu_options(command)))
 
 
-def dtype_option(command: F) -> F:
-    """Add --dtype, for a model that is not trained."""
-    dtype = click.option(
+def dtype_option(auto: str) -> Callable[[F], F]:
+    """Add --dtype, for a model that is not trained; `auto` says what that is for weights that are floats."""
+    return click.option(
         "--dtype",
         type=click.Choice(INFERENCE_DTYPES),
-        default="auto",
+        default=AUTO_DTYPE,
         show_default=True,
-        help="Compute in this number format. auto: float32, or what the weights are rounded to.",
+        help=f"Compute in this number format. auto: what the weights are rounded to; of others {auto}.",
     )
-    return dtype(command)
 
 
 def model_options_but_adapter(command: F) -> F:
@@ -274,7 +274,8 @@ def model_options_but_adapter(command: F) -> F:
         help="The most memory for keys and values of samples side by side. "
         "[default: 4G, or half of a rank's share of what is free]",
     )
-    return weights(dtype_option(context(memory(command))))
+    dtype = dtype_option("bfloat16 where that is faster, else float32")
+    return weights(dtype(context(memory(command))))
 
 
 def model_options(command: F) -> F:
@@ -310,7 +311,7 @@ def request_options(defaults: dict[str, Any], unused: Collection[str] = ()) -> C
 def number_options(command: F) -> F:
     """Add --dtype and --matmul, for a model that is not trained."""
     matmul = setting_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)
-    return dtype_option(matmul(command))
+    return dtype_option("float32")(matmul(command))
 
 
 def launch_options(command: F) -> F:
@@ -345,7 +346,8 @@ def spelled(name: str, about: Setting) -> str:
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
     how = {"type": _kind(name, about), "help": _HELP.get(name, about.help), **more}
     how["shell_complete"] = complete.OF_SETTINGS.get(name)
-    return option(spelled(name, about), name, group=about.group, first=about.first, **how)
+    how |= {"group": about.group, "first": about.first, "undecided": about.undecided}
+    return option(spelled(name, about), name, **how)
 
 
 def _kind(name: str, about: Setting) -> Any:

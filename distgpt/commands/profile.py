@@ -63,11 +63,14 @@ def profile(
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.measure.profile.session import Session, prepare
+    from distgpt.training.opening.dtype import with_dtype
     from distgpt.training.opening.open import open_steps
     from distgpt.training.opening.plan import configure
 
-    _, run = configure(ready.comm, preset, config, {**set_by_user(flags), "steps": warmup_steps + steps})
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
+    chosen = {**set_by_user(flags), "steps": warmup_steps + steps}
+    chosen = with_dtype(ready, preset, config, chosen, None, None, say)
+    _, run = configure(ready.comm, preset, config, chosen)
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
     step, batches = open_steps(run, ready, say)

@@ -67,7 +67,7 @@ def sweep(
     if dry_run:
         on_root(comm, lambda: print_lines(preview(grid, ready, comm.size, say)))
         return
-    ledger = begin_sweep(comm, grid, out or Path("runs") / grid.stem, say)
+    ledger = begin_sweep(comm, ready, grid, out or Path("runs") / grid.stem, say)
     Worker(ledger, ready, Listener(say), end).work()
     if comm.rank == 0:
         print_lines(finish(ledger))

@@ -123,7 +123,9 @@ def train(
     from distgpt.show.display import listeners
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
+    from distgpt.training.opening.announce import note_small_model
     from distgpt.training.opening.decay import with_decay
+    from distgpt.training.opening.dtype import with_dtype
     from distgpt.training.opening.finished import leave_finished
     from distgpt.training.opening.open import open_run
     from distgpt.training.opening.plan import make_plan
@@ -134,7 +136,9 @@ def train(
     plan = run = session = None
     try:
         chosen, out, resume = with_decay(ready.comm, set_by_user(flags), out, resume)
+        note_small_model(ready, preset, config, chosen, resume, shown.noted)
         ready, chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
+        chosen = with_dtype(ready, preset, config, chosen, out, resume, shown.noted)
         plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
         if plan.is_finished:
             leave_finished(ready.comm, plan, shown.noted)

@@ -8,6 +8,7 @@ from distgpt.config.presets import CHANGEABLE, SETTINGS, RunConfig, differences,
 from distgpt.config.setting import Setting, settings_of
 from distgpt.config.settings import (
     ALLREDUCES,
+    AUTO_DTYPE,
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
     DEFAULT_TEMPERATURE,
@@ -31,6 +32,7 @@ from distgpt.errors import nearest
 
 __all__ = [
     "ALLREDUCES",
+    "AUTO_DTYPE",
     "BATCH_IN_TOKENS",
     "BATCH_TOKENS",
     "CHANGEABLE",

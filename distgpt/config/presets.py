@@ -370,11 +370,17 @@ def _layered(base: RunConfig, *layers: Mapping[str, Any]) -> RunConfig:
         values |= layer
     if values.keys() >= BATCH_KEYS:
         raise UsageError("batch_size and batch_tokens say the same thing: give one of them")
+    # What is to be decided still has the base's value: a resumed run's own, else the default.
+    values = {key: value for key, value in values.items() if not _is_undecided(key, value)}
     tokens = values.pop(BATCH_TOKENS, None)
     if tokens is not None:
         length = {key: value for key, value in values.items() if key == "seq_len"}
         values["batch_size"] = _sequences(tokens, base.with_values(length).model.seq_len)
     return base.with_values(values)
+
+
+def _is_undecided(name: str, value: Any) -> bool:
+    return name in SETTINGS and bool(value) and value == SETTINGS[name].undecided
 
 
 def _sequences(tokens: Any, seq_len: int) -> int:
@@ -428,6 +434,13 @@ def _fits(model: ModelConfig, trained: int) -> bool:
 def merged(toml: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return what file and flags say, "preset" included."""
     return {**renamed(_read(toml) if toml else {}), **flags}
+
+
+def named(preset_name: str | None, toml: Path | None, flags: Mapping[str, Any], setting: str) -> Any:
+    """Return what flags, file or preset say of a setting; None where none of them names it."""
+    given = merged(toml, flags)
+    chosen = preset_name or given.get("preset")
+    return given.get(setting, _named(str(chosen)).get(setting) if chosen else None)
 
 
 def run_name(preset_name: str | None, toml: Path | None) -> str:

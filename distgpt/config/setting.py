@@ -34,6 +34,7 @@ class Setting:
     changeable: bool = False  # on resume: what the steps so far computed stays as it is
     formerly: str = ""  # a name that files and scripts may still have
     former_choices: tuple[tuple[str, str], ...] = ()  # such values, and what they are called now
+    undecided: str = ""  # an option's and a file's default: opening a run decides, so no configuration has it
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value of the wrong type or out of range with a UsageError."""

@@ -18,7 +18,8 @@ LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 SCHEDULES = ("linear", "cosine", "wsd", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
 ROUNDED_DTYPES = ("int8", "int4")
-INFERENCE_DTYPES = ("auto", *DTYPES, *ROUNDED_DTYPES)  # auto: float32, or what the file is rounded to
+AUTO_DTYPE = "auto"  # distgpt/dtypes.py says what that is
+INFERENCE_DTYPES = (AUTO_DTYPE, *DTYPES, *ROUNDED_DTYPES)
 MATMULS = ("auto", "own", "blas")
 GRAD_SYNCS = ("allreduce", "auto", "chunked", "hierarchical", "overlapped", "sharded")
 BALANCES = ("even", "auto")
@@ -346,7 +347,12 @@ class TrainConfig:
     eps: float = of_optimizer(1e-8, "Number added to the denominator of AdamW.", above=0)
     seed: int = of_computing(1337, "Seed of the initial weights and of the batches.", low=0, most=2**63 - 1)
     dtype: str = of_computing(
-        "float32", "Compute in this number format.", choices=DTYPES, changeable=True, first=True
+        "float32",
+        "Compute in this number format. auto: bfloat16 where it is faster by a third or more, else float32.",
+        choices=DTYPES,
+        changeable=True,
+        first=True,
+        undecided=AUTO_DTYPE,
     )
     matmul: str = of_computing(
         "auto",

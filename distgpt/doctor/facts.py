@@ -19,6 +19,7 @@ from distgpt.comm.api import Comm
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.limits import granted_cores, granted_memory
 from distgpt.comm.serial import SerialComm
+from distgpt.config import RunConfig
 from distgpt.errors import DistgptError, UsageError, escape, first_line
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
 from distgpt.stages import Stage, device_of, threads_of
@@ -173,6 +174,17 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
     if measure is not None:
         found["gflops"] = attempt(measure)
     return found
+
+
+def auto_dtype() -> str:
+    """Return what --dtype auto is for a small model on this processor, and why; "" where nothing computes."""
+    try:
+        from distgpt.dtypes import expected
+
+        found = expected("serial", RunConfig())
+    except Exception:  # compute() says why
+        return ""
+    return f"{found.name}: {found.why}" if found.why else found.name
 
 
 def _gpu(comm: Comm) -> Facts:

@@ -19,7 +19,7 @@ from distgpt.comm.agree import gather_bytes, named_ranks, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import launched_rank
 from distgpt.comm.serial import SerialComm
-from distgpt.doctor.facts import Facts, matmuls, of_rank
+from distgpt.doctor.facts import Facts, auto_dtype, matmuls, of_rank
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
 from distgpt.errors import UsageError, escape, escape_lines
 from distgpt.formatting import count, size, three_digits
@@ -63,6 +63,7 @@ def examine(measured: bool = False) -> tuple[Facts, Comm]:
     mine = of_rank(comm)
     if measured:
         mine["matmul"] = matmuls(comm, mine["compute"])
+        mine["auto_dtype"] = auto_dtype()
     ranks = [json.loads(facts) for facts in gather_bytes(comm, json.dumps(mine).encode())]
     stages = verdicts(launched, mpi, ranks)
     traps = warnings(launched, mpi, ranks)
@@ -122,6 +123,8 @@ def _processors(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
         for (how, problem), same in grouped(((of["how"], of["problem"]), of) for of in of_dtype).items():
             if how:  # otherwise nothing computes there, which the verdicts say
                 yield dtype, f"{how}: " + (f"not measured ({problem})" if problem else _rates(same))
+    if auto := ranks[0].get("auto_dtype"):
+        yield "--dtype auto", f"on CPUs {auto}"
 
 
 def _rates(found: list[Facts]) -> str:

@@ -16,6 +16,7 @@ from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.limits import granted_memory
 from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.dtypes import for_generation
 from distgpt.errors import DataError, UsageError
 from distgpt.files import bundled
 from distgpt.inference import compiled_lanes, uncompiled_lanes
@@ -28,7 +29,7 @@ from distgpt.kernels.decoding.low_rank import Adapters
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
 from distgpt.saved.adapter import open_model
-from distgpt.saved.modelfile import read_description
+from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.named import weights_of
 from distgpt.saved.tensors import fingerprint
 from distgpt.stages import Stage
@@ -179,7 +180,13 @@ class ModelSpec:
         if self.named and (stage.device is not None or self.dtype == "float64"):
             raise UsageError("adapters by name are for CPUs, not in float64: merge one by --adapter PATH")
         found = read_adapters(path, self.named, comm)
-        model, about, path, dtype = open_model(stage, path, self.adapter, self.dtype, self.context)
+
+        def usual(about: Description) -> str:
+            return for_generation(stage, about.run.model.n_embd, about.layout.elements).name
+
+        model, about, path, dtype = open_model(
+            stage, path, self.adapter, self.dtype, self.context, usual=usual
+        )
         if (tokenizer := about.tokenizer) is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         saved = tokenizer.to_json()

@@ -15,6 +15,7 @@ from distgpt.data.named import resolve_data
 from distgpt.evaluation.assessment import evaluate
 from distgpt.inference.engine_setup import rehearse
 from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.matmul.gain import SAMPLES, gain
 from distgpt.saved.adapter import open_model
 from distgpt.saved.calibration import calibrated
 from distgpt.saved.modelfile import quantize
@@ -57,6 +58,7 @@ def parts(folder: Path) -> Iterator[Part]:
             yield f"training {preset} in {dtype}", partial(_train, folder, preset, dtype)
         yield from _tuning(folder, folder / f"tiny-{dtype}", chats, dtype)
         yield f"exchange in {dtype}", partial(rehearse_exchange, CpuKernels("float32", 1), dtype)
+    yield "comparing bfloat16 with float32", lambda: [gain(width) for width in SAMPLES]
     how = {**SMALL, "data": str(text), "tokenizer": "bpe:300"}
     yield "tokenizing", partial(api.train, "tiny", out=folder / "bpe", **how)
     for dtype in (*WAYS, *ROUNDED_DTYPES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from distgpt.saved.modelfile import (
     Base,
     Description,
     dtype_of,
+    exact,
     load_description,
     load_model,
     read_description,
@@ -103,13 +105,14 @@ def open_model(
     context: int | None = None,
     matmul: str = "auto",
     use: str = "generating text",
+    usual: Callable[[Description], str] = exact,
 ) -> tuple[Model, Description, Path, str]:
-    """Load a model with an adapter merged into it. `use` says what for. Collective.
+    """Load a model with an adapter merged into it. `use` says what for; `usual` what auto is. Collective.
 
     Return also the weights file of the whole model, and the type that it computes in.
     """
     whole, merge = with_adapter(weights, adapter, stage.comm)
-    chosen = dtype_of(whole, dtype, stage.comm, stage.device is not None)
+    chosen = dtype_of(whole, dtype, stage.comm, stage.device is not None, usual)
     model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
     return model, about, whole, chosen
 

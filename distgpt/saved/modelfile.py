@@ -16,7 +16,7 @@ from distgpt.checked import checked, parse_json
 from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.limits import granted_memory
-from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.config import AUTO_DTYPE, ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.data.tokenizers.naming import Tokenizer, tokenizer_from_json
 from distgpt.errors import DataError, UsageError, command_line
 from distgpt.formatting import size
@@ -151,13 +151,22 @@ def load_model(
     return model, description
 
 
-def dtype_of(path: Path, asked: str, comm: Comm, on_gpu: bool = False) -> str:
-    """The dtype to compute in: what was asked for; of `auto` float32, on CPUs that of a rounded file."""
-    if asked != "auto":
+def exact(about: Description) -> str:
+    """Return the dtype in which a model is looked at and judged, unless another one is asked for."""
+    return "float32"
+
+
+def dtype_of(
+    path: Path, asked: str, comm: Comm, on_gpu: bool = False, usual: Callable[[Description], str] = exact
+) -> str:
+    """Return the dtype that was asked for; of auto, on CPUs, that of a rounded file, else `usual`.
+
+    Collective; so may `usual` be.
+    """
+    if asked != AUTO_DTYPE:
         return asked
-    if on_gpu:
-        return "float32"
-    return on_root(comm, lambda: read_description(find_weights(path)).rounded) or "float32"
+    about = load_description(Path(on_root(comm, lambda: str(find_weights(path)))), comm)
+    return (about.rounded if not on_gpu else "") or usual(about)
 
 
 def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any] | None = None) -> str:

@@ -168,6 +168,11 @@ def begin(path: Path, grid: Grid) -> None:
     _write(file, asdict(grid))
 
 
+def has_begun(path: Path) -> bool:
+    """Return whether there is a sweep in this folder."""
+    return (path / "grid.json").exists()
+
+
 def read_back(path: Path) -> Grid:
     """Return the grid of a folder in which a sweep has begun."""
     file = path / "grid.json"

@@ -14,6 +14,7 @@ from distgpt.data.loading import DataRequest, load_corpus, refuse_missing
 from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import is_plain
 from distgpt.data.shards import is_shards
+from distgpt.dtypes import for_training
 from distgpt.errors import DistgptError, Say, UsageError
 from distgpt.formatting import count, long_duration
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
@@ -22,17 +23,21 @@ from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
 from distgpt.stages import Stage
 from distgpt.sweep.grid import BITS, Grid, Run, read_grid
-from distgpt.sweep.ledger import Ledger, begin, read_back
+from distgpt.sweep.ledger import Ledger, begin, has_begun, read_back
 from distgpt.sweep.work import configured
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.dial import holds_out
+from distgpt.training.opening.dtype import DTYPE, is_open
 
 
-def begin_sweep(comm: Comm, path: Path, out: Path, say: Say) -> Ledger:
-    """Return the sweep of a grid file, which begins or resumes in `out`. Collective."""
+def begin_sweep(comm: Comm, ready: Stage, path: Path, out: Path, say: Say) -> Ledger:
+    """Return the sweep of a grid file, which begins or resumes in `out`. Collective.
+
+    `ready` is a stage of this rank alone.
+    """
 
     def prepare() -> None:
-        grid = read_grid(path)
+        grid = _with_dtype(read_grid(path), ready, out)
         runs = checked_runs(grid)
         begin(out, grid)
         for line in rungs_of(grid, runs):
@@ -44,9 +49,25 @@ def begin_sweep(comm: Comm, path: Path, out: Path, say: Say) -> Ledger:
     return Ledger(out, on_every_rank(comm, lambda: read_back(out)))
 
 
+def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
+    """Return a grid that names no dtype with one for all runs, by its first run: they are compared.
+
+    A sweep that has begun keeps its own; one of an earlier version has none, which is float32.
+    """
+    first = next(grid.runs())
+    if not is_open(None, None, first.values):
+        return grid
+    fixed = {name: value for name, value in grid.fixed.items() if name != DTYPE}
+    if out and has_begun(out):
+        known = {name: value for name, value in read_back(out).fixed.items() if name == DTYPE}
+    else:
+        known = {DTYPE: for_training(ready, configured(first)).name}
+    return replace(grid, fixed={**fixed, **known})
+
+
 def preview(path: Path, ready: Stage, ranks: int, say: Say) -> str:
     """Return the runs of a grid file, its rungs, and about how long they take; write nothing."""
-    grid = read_grid(path)
+    grid = _with_dtype(read_grid(path), ready)
     runs = checked_runs(grid)
     time = expected(grid, runs, ready, ranks, say)
     return "\n".join([listed(runs), *rungs_of(grid, runs), time])

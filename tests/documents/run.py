@@ -97,7 +97,8 @@ def prepare(scratch: Path) -> dict[str, str]:
     for number in range(8):
         (scratch / "texts" / f"{number}.txt").write_bytes(corpus[number * 9000 : (number + 1) * 9000])
     path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    return {**os.environ, **own, "DISTGPT_AUTO_DTYPE": "float32"}  # of which are the losses on the pages
 
 
 def run(document: Path, scratch: Path) -> None:

@@ -2,12 +2,21 @@
 
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import distgpt, losses, metrics, needs_mpi, refused, train
 from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 
+from distgpt import dtypes
+from distgpt.comm.serial import SerialComm
+from distgpt.config.dial import flops, text_to_learn_from
+from distgpt.saved.rundir import RunDirectory
+from distgpt.stages import SLOW_FLOAT32, Stage
+from distgpt.training.opening import within
+from distgpt.training.opening.announce import note_small_model
 from distgpt.training.step import Step
 
 STEPS = ("--steps", "4", "--save-every", "2", "--n-layer", "1", "--seq-len", "8")
@@ -112,6 +121,76 @@ def test_inference_writes_what_the_serial_stage_writes(dtype, gpu, serial):
     assert len(tokens[1]) == 24
     if dtype == "float32":
         assert tokens[0] == tokens[1]
+
+
+def test_a_gpu_takes_bfloat16_unless_float32_is_named_which_notes_what_that_costs(gpu, tmp_path, monkeypatch):
+    monkeypatch.delenv(dtypes.VARIABLE)
+    found = gpu_train(gpu, tmp_path / "auto", "--steps", "1")
+    assert RunDirectory(tmp_path / "auto").saved().train.dtype == "bfloat16"
+    assert "bfloat16: this GPU has tensor cores" in found.stdout and SLOW_FLOAT32 not in found.stdout
+    for more, notes in (("--dtype float32", True), ("--tf32", False)):
+        out = tmp_path / more.strip("-")
+        found = gpu_train(gpu, out, "--steps", "1", *more.split())
+        assert RunDirectory(out).saved().train.dtype == "float32"
+        assert (SLOW_FLOAT32 in " ".join(found.stdout.split())) is notes
+
+
+def test_a_larger_model_is_suggested_for_a_gpu_where_none_was_chosen(tmp_path):
+    said, stage = [], Stage("cuda", SerialComm(), 0, device=object())
+    note_small_model(stage, None, None, {"data": "a b.txt", "steps": 3}, None, said.append)
+    assert len(said) == 1 and "train --stage cuda --data 'a b.txt' --within 5m" in said[0]
+    for preset, flags in (("fast", {}), (None, {"depth": 3}), (None, {"n_embd": 64}), (None, {"init": "x"})):
+        note_small_model(stage, preset, None, flags, None, said.append)
+    note_small_model(replace(stage, device=None), None, None, {}, None, said.append)
+    assert len(said) == 1
+
+
+def chosen_within(monkeypatch, seconds, cold, probes):
+    """Choose a depth by the clock on a GPU whose first steps are that cold. Return what was measured, and it.
+
+    The GPU is idle up to depth 8, and from then on bound by arithmetic.
+    """
+    text, now, measured = text_to_learn_from(34e6), [1000.0], []
+
+    def speed(stage, run):
+        assert run.train.dtype == "bfloat16"  # as the run that follows
+        depth, first = run.model.n_layer, not measured
+        measured.append((depth, run.train.batch_size * run.model.seq_len))
+        now[0] += cold * first + 2
+        return 1e6 * min(1.0, flops(8, text) / flops(depth, text)), cold * first
+
+    monkeypatch.delenv(dtypes.VARIABLE, raising=False)
+    monkeypatch.setattr(within, "measured_speed", speed)
+    monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stage = Stage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)
+    choice, _ = within.measured_choice(stage, None, {}, seconds, text, lambda text: None, probes)
+    return measured, choice
+
+
+def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
+    measured, choice = chosen_within(monkeypatch, 300, 25, within.GPU_PROBES)
+    assert [depth for depth, _ in measured[:2]] == [4, 12] and choice.depth > 8
+    assert min(tokens for _, tokens in measured[:2]) >= 1 << 13
+    # By the probes of a CPU the first one's compiling ends the search.
+    measured, other = chosen_within(monkeypatch, 300, 25, within.CPU_PROBES)
+    assert [depth for depth, _ in measured] == [2] and other.bits_per_byte > 1.02 * choice.bits_per_byte
+    # A second probe is left out where the first took most of the time.
+    assert len(chosen_within(monkeypatch, 60, 25, within.GPU_PROBES)[0]) >= 2
+    assert len(chosen_within(monkeypatch, 5, 1, within.GPU_PROBES)[0]) == 1
+
+
+@pytest.mark.slow
+def test_within_trains_what_it_chose_on_a_gpu(gpu, tmp_path, monkeypatch):
+    """By probes that a stand-in has time for."""
+    monkeypatch.delenv(dtypes.VARIABLE)
+    small = replace(within.GPU_PROBES, depths=(1, 2), tokens=2e4)
+    monkeypatch.setattr(within, "GPU_PROBES", small)
+    words = ("--within", "40s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")
+    result = gpu("train", "--stage", "cuda", *words, "--batch-size", "4")
+    assert result.returncode == 0, result.stderr
+    said = result.stdout
+    assert said.index("this machine trains depth 1") < said.index("this machine trains depth 2")
+    assert RunDirectory(tmp_path / "run").saved().train.dtype == "bfloat16" and "step" in said
 
 
 def test_threads_are_not_for_gpus(gpu, tmp_path):

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from distgpt.model.model import Architecture
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.stages import WITH_MPI, open_stage
+from distgpt.training.opening.dtype import DTYPE, foreseen
 from distgpt.training.opening.plan import configure
 
 STEPS = 20  # without --steps
@@ -69,6 +70,8 @@ def measure_peak(options: TrainOptions) -> None:
 
 
 def bench(options: TrainOptions) -> None:
+    _, run = foreseen(options.stage, options.preset, None, options.settings, options.gpu.tf32)
+    options = replace(options, settings={**options.settings, DTYPE: run.train.dtype})
     found = measure(options)
     options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.config.dial import PARAMETERS_PER_TOKEN
+from distgpt.config.presets import DEFAULT_PRESET
 from distgpt.data.batches import Batches
 from distgpt.data.chats.examples import ExampleBatches
 from distgpt.data.loading import Corpus
@@ -15,18 +17,20 @@ from distgpt.data.named import resolve_data
 from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import is_shards
 from distgpt.data.unreadable import MARKUP, advice
-from distgpt.errors import Say, escape
+from distgpt.errors import Say, command_line, escape
 from distgpt.evaluation.assessment import Validation
 from distgpt.files import without_locks
 from distgpt.formatting import count, size, size_in_column
 from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.clock import is_over
+from distgpt.training.opening.dial import DEPTH, WITHIN
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.resumption import described
 from distgpt.training.opening.whereabouts import shown_hosts
 from distgpt.training.progress import Progress
 
+CHOOSES_MODEL = {DEPTH, WITHIN, "init", "chats", "decay_from", "n_layer", "n_embd"}
 BY_HEART = 40  # times that a text is read, from which on a large model knows it
 
 
@@ -72,6 +76,23 @@ def _of_examples(batches: ExampleBatches, t: TrainConfig) -> str:
         f" in {count(rows, 'sequence')}, {full:.0%} full: {t.batch_size * t.steps / rows:.3g} epochs are"
         f" {count(t.steps, 'step')} of {count(t.batch_size, 'sequence')}"
     )
+
+
+def note_small_model(
+    stage: Stage,
+    preset: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    resume: str | None,
+    say: Say,
+) -> None:
+    """Suggest a larger model than the default one for a GPU. For all ranks."""
+    is_chosen = preset or toml or resume or flags.keys() & CHOOSES_MODEL
+    if stage.device is None or stage.comm.rank or is_chosen:
+        return
+    data = ("--data", flags["data"]) if "data" in flags else ()
+    words = command_line("train", "--stage", stage.name, *data, "--within", "5m")
+    say(f"{DEFAULT_PRESET} leaves most of this GPU idle; the best model of 5 minutes: {words}")
 
 
 def note_surprises(

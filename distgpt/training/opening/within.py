@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,34 @@ from distgpt.stages import Notes, Stage, report_compiling
 from distgpt.training.clock import KEPT
 from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, holds_out, text_of
 from distgpt.training.opening.difficulty import difficulty
+from distgpt.training.opening.dtype import decided, is_open
 from distgpt.training.opening.open import compile_once_per_node, make_steps
 from distgpt.training.opening.plan import begins_anew, configure
 
-PROBES = (2, 4)  # depths to measure first; then the one that seems best, until that is measured
-PROBE_TOKENS = 2e6  # of a run, by which the first probe's batch is chosen
 STEP_SECONDS = 1.5  # time steps of a depth for this long
 MOST_MEASURING = 0.04  # of the time
 SHORTER = 0.9  # a run that needs more of its time than this takes all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """The depths to measure first; then comes the one that seems best, until that is measured.
+
+    As long as fewer than `needed` are measured, another one begins before `most` of the time is over, else
+    before MOST_MEASURING of it; and `tokens` of a run decide its batch, else what is left of the time by the
+    speeds so far. `warms_up`: the first one compiles and chooses kernels, which does not count.
+    """
+
+    depths: tuple[int, ...]
+    tokens: float
+    needed: int
+    most: float
+    warms_up: bool
+
+
+# Smaller models leave most of a GPU idle: their tokens/s say nothing of those of larger ones.
+GPU_PROBES = Probes((4, 12), 2e8, needed=2, most=0.3, warms_up=True)
+CPU_PROBES = Probes((2, 4), 2e6, needed=1, most=MOST_MEASURING, warms_up=False)
 
 
 def with_clock(
@@ -57,33 +77,42 @@ def with_clock(
     seconds = parse_duration(str(flags[WITHIN]))
     flags = {**flags, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
 
-    def is_open() -> bool:
+    def chooses() -> bool:
         given = merged(toml, flags)
         stays = preset or given.keys() & {"preset", "init"}
         return not stays and begins_anew(preset, toml, flags, out, resume)
 
-    if not on_root(stage.comm, is_open):
+    if not on_root(stage.comm, chooses):
         return stage, flags
     text, held_out = _text(stage.comm, toml, flags)
-    run = _run(stage, toml, flags, flags.get(DEPTH, 1), PROBE_TOKENS, text)
-    stage = _compiled(stage, run, bool(learned_size(text.tokenizer)), say)
-    found, rest = measured_choice(stage, toml, flags, seconds, text, say)
+    probes = CPU_PROBES if stage.device is None else GPU_PROBES
+
+    def smallest() -> RunConfig:
+        return _run(stage, toml, flags, flags.get(DEPTH, 1), probes.tokens, text)
+
+    stage = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
+    found, rest = measured_choice(stage, toml, flags, seconds, text, say, probes)
     flags["train_minutes"] = rest / 60
     if stage.comm.rank == 0:
-        whose = "the text that is held out" if held_out else "such text that it has not seen"
-        say(
-            f"--within: depth {found.depth} reads about {found.tokens / 1e6:.2g} M tokens,"
-            f" {found.tokens / text.tokens:.2g} times the text, and should reach"
-            f" {found.bits_range()} bits per byte on {whose}"
-        )
-        if rest < seconds:
-            say(
-                f"--within: the run ends after about {clock(rest)}, as a text this short is learned by heart"
-                " if it is read more often; a longer one would use all of the time"
-            )
-        if not held_out:
-            say("--within: nothing is held out to measure that: --val-fraction 0.1 does so")
+        _report(found, rest, seconds, text, held_out, say)
     return stage, {**flags, DEPTH: found.depth, TOKENS: found.tokens}
+
+
+def _report(found: Choice, rest: float, seconds: float, text: Text, held_out: bool, say: Say) -> None:
+    """Say what was chosen, and what the run does not do."""
+    whose = "the text that is held out" if held_out else "such text that it has not seen"
+    say(
+        f"--within: depth {found.depth} reads about {found.tokens / 1e6:.2g} M tokens,"
+        f" {found.tokens / text.tokens:.2g} times the text, and should reach"
+        f" {found.bits_range()} bits per byte on {whose}"
+    )
+    if rest < seconds:
+        say(
+            f"--within: the run ends after about {clock(rest)}, as a text this short is learned by heart"
+            " if it is read more often; a longer one would use all of the time"
+        )
+    if not held_out:
+        say("--within: nothing is held out to measure that: --val-fraction 0.1 does so")
 
 
 def _text(comm: Comm, toml: Path | None, flags: Mapping[str, Any]) -> tuple[Text, bool]:
@@ -99,11 +128,12 @@ def _text(comm: Comm, toml: Path | None, flags: Mapping[str, Any]) -> tuple[Text
     return Text(*found), held_out
 
 
-def _compiled(stage: Stage, run: RunConfig, learns_bpe: bool, say: Say) -> Stage:
+def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: bool, say: Say) -> Stage:
     """Compile what training and a sample need, and begin the stage's time after that. Collective."""
     stage.notes.report_to(say)
     report_compiling(stage.comm, say)
     begun = time.monotonic()
+    run = configured()  # which may compile matmuls to choose a dtype
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
     compile_once_per_node(stage, kernels, run)
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
@@ -115,47 +145,59 @@ def _compiled(stage: Stage, run: RunConfig, learns_bpe: bool, say: Say) -> Stage
 
 
 def measured_choice(
-    stage: Stage, toml: Path | None, flags: Mapping[str, Any], seconds: float, text: Text, say: Say
+    stage: Stage,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    seconds: float,
+    text: Text,
+    say: Say,
+    probes: Probes = CPU_PROBES,
 ) -> tuple[Choice, float]:
     """Measure some depths and choose one. Return it, and the seconds of the run, which may need fewer.
 
     Collective.
     """
     comm, only = stage.comm, flags.get(DEPTH, 0)
-    end, latest = stage.begun + KEPT * seconds, stage.begun + MOST_MEASURING * seconds
+    end, warm = stage.begun + KEPT * seconds, 0.0
     speeds: dict[int, float] = {}
+
+    def is_early(now: float) -> bool:
+        most = probes.most if len(speeds) < probes.needed else MOST_MEASURING
+        return now - stage.begun - warm < most * seconds
 
     def best(only: int) -> tuple[Choice, bool]:
         """Return the best choice by the speeds so far, and whether there is time to measure more."""
 
         def decide() -> list[float]:
             now = time.monotonic()
-            found, is_early = choose(max(1.0, end - now), speeds, text, only), now < latest
-            return [found.depth, found.tokens, found.seconds, found.bits_per_byte, is_early]
+            found = choose(max(1.0, end - now), speeds, text, only)
+            return [found.depth, found.tokens, found.seconds, found.bits_per_byte, is_early(now)]
 
-        *found, is_early = on_root(comm, decide)
-        return Choice(*found), is_early
+        *found, more = on_root(comm, decide)
+        return Choice(*found), more
 
-    probes = [only] if only else list(PROBES)
-    while probes:
-        depth = probes.pop(0)
-        tokens = best(depth)[0].tokens if speeds else PROBE_TOKENS
-        speeds[depth] = measured_speed(stage, _run(stage, toml, flags, depth, tokens, text))
+    depths = [only] if only else list(probes.depths)
+    while depths:
+        depth = depths.pop(0)
+        tokens = probes.tokens if len(speeds) < probes.needed else best(depth)[0].tokens
+        speeds[depth], cold = measured_speed(stage, _run(stage, toml, flags, depth, tokens, text))
+        warm = warm or cold * probes.warms_up
         if comm.rank == 0:
             say(f"--within: this machine trains depth {depth} with {speeds[depth]:,.0f} tokens/s")
         gc.collect()  # frees the model
-        choice, is_early = best(only)
-        if not is_early:
+        choice, more = best(only)
+        if not more:
             break
-        if not probes and choice.depth not in speeds:
-            probes.append(choice.depth)
+        if not depths and choice.depth not in speeds:
+            depths.append(choice.depth)
     used = on_root(comm, lambda: time.monotonic() - stage.begun)
     needed = (used + choice.seconds) / KEPT
     return choice, needed if needed < SHORTER * seconds else seconds
 
 
-def measured_speed(stage: Stage, run: RunConfig) -> float:
-    """Return the tokens/s of a run's steps on random tokens. Collective."""
+def measured_speed(stage: Stage, run: RunConfig) -> tuple[float, float]:
+    """Return the tokens/s of a run's steps on random tokens, and the seconds before. Collective."""
+    opened = time.monotonic()
     per_step = run.train.batch_size * run.model.seq_len
     ids = np.random.default_rng(0).integers(0, run.model.vocab_size, per_step + 1, np.uint32)
     step, batches = make_steps(run, replace(stage, notes=Notes()), ArrayTokens(ids), lambda text: None)
@@ -166,18 +208,23 @@ def measured_speed(stage: Stage, run: RunConfig) -> float:
         for number in range(first, first + steps):
             result = step.launch(number, batches)
         result.read()
+        step.model.kernels.to_host(step.model.weights.flat[:1])  # the last update, too
         return stage.comm.allreduce_max(int(1e6 * (time.perf_counter() - begun))) / 1e6 / steps
 
     seconds(0, 2)  # compiles, tunes
+    cold = time.monotonic() - opened
     once = max(1e-4, seconds(2, 1))
-    return per_step / min(once, seconds(3, min(50, max(1, int(STEP_SECONDS / once)))))
+    return per_step / min(once, seconds(3, min(50, max(1, int(STEP_SECONDS / once))))), cold
 
 
 def _run(
     stage: Stage, toml: Path | None, flags: Mapping[str, Any], depth: int, tokens: float, text: Text
 ) -> RunConfig:
     """Return the run of a depth and these tokens, with what can be measured without a text. Collective."""
-    _, run = configure(stage.comm, None, toml, {**flags, DEPTH: depth, TOKENS: tokens})
+    flags = {**flags, DEPTH: depth, TOKENS: tokens}
+    _, run = configure(stage.comm, None, toml, flags)
+    if on_root(stage.comm, lambda: is_open(None, toml, flags)):
+        run = decided(stage, run)
     t = replace(run.train, grad_sync="allreduce" if run.train.grad_sync == "auto" else run.train.grad_sync)
     t = replace(t, balance="even")
     return RunConfig(replace(run.model, vocab_size=text.vocab_size), t)

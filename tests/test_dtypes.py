@@ -1,0 +1,279 @@
+"""--dtype auto: which number format it is, that a run keeps it, and that one that is named stays."""
+
+import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import SMALL, distgpt, inside, needs_mpi, train
+
+import distgpt as library
+from distgpt import dtypes
+from distgpt.comm.serial import SerialComm
+from distgpt.config import GpuConfig, RunConfig
+from distgpt.errors import UsageError
+from distgpt.evaluation.assessment import evaluate
+from distgpt.inference.engine_setup import ModelSpec
+from distgpt.kernels.low_precision import BITS
+from distgpt.kernels.matmul import gain, processor
+from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16, NEON_BF16
+from distgpt.saved.modelfile import quantize
+from distgpt.saved.rundir import RunDirectory
+from distgpt.stages import Stage, open_stage
+
+STEPS = ("--steps", "4", "--save-every", "2")
+BF16, F32, FREE = ({dtypes.VARIABLE: name} for name in ("bfloat16", "float32", ""))
+
+
+class Ranks(SerialComm):
+    """One rank of several, whose GPUs have other capabilities."""
+
+    others = ()
+
+    def allreduce_max(self, value):
+        return max([value, *self.others])
+
+
+def on_gpus(*capabilities, **options):
+    comm = Ranks()
+    comm.others = [-(10 * major + minor) for major, minor in capabilities[1:]]
+    device = SimpleNamespace(capability=capabilities[0], name="a GPU")
+    return Stage("cuda", comm, 0, device=device, gpu=GpuConfig(**options))
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Without the variable that the tests have."""
+    monkeypatch.delenv(dtypes.VARIABLE)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch, free):
+    """A machine that has measured nothing; the function makes its registers and its speeds."""
+    monkeypatch.setattr(gain.disk_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(gain.disk_cache.site(), "files", {})
+    gain._kept.cache_clear()
+
+    def made(shape, ratio=None):
+        monkeypatch.setattr(gain, "shape", lambda: shape)
+        monkeypatch.setattr(processor, "shape", lambda: shape)
+        if ratio is not None:
+            monkeypatch.setattr(gain, "_measured", lambda *sample: json.dumps(ratio).encode())
+
+    yield made
+    gain._kept.cache_clear()
+
+
+def saved(path):
+    return RunDirectory(path).saved().train.dtype
+
+
+def chosen(width=128, stage="serial", **settings):
+    return dtypes.expected(stage, RunConfig().with_values({"n_embd": width, "n_head": 1, **settings}))
+
+
+def test_gpus_take_bfloat16_from_capability_8_on_and_the_oldest_decides(free):
+    run = RunConfig()
+    assert dtypes.for_training(on_gpus((8, 0)), run).name == "bfloat16"
+    assert dtypes.for_training(on_gpus((9, 0), (8, 6)), run).name == "bfloat16"
+    for stage in (on_gpus((7, 5)), on_gpus((9, 0), (7, 5)), on_gpus((9, 0), tf32=True)):
+        found = dtypes.for_training(stage, run)
+        assert found.name == "float32" and found.why
+        assert dtypes.for_generation(stage, 64, 1 << 40).name == "float32"
+    assert dtypes.for_generation(on_gpus((9, 0)), 64, 1000).name == "bfloat16"
+
+
+def test_processors_that_gain_nothing_are_not_measured(machine, monkeypatch):
+    def never(*sample):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(gain, "_measured", never)
+    for shape in (AVX2, AVX512):
+        machine(shape)
+        assert chosen().name == chosen(768).name == "float32"
+
+
+@pytest.mark.parametrize(
+    "shape, ratio, name",
+    [(AVX512_BF16, 1.34, "bfloat16"), (NEON_BF16, 1.3, "float32"), (AMX, 3.0, "bfloat16")],
+)
+def test_the_others_take_it_where_it_gains_a_third(shape, ratio, name, machine):
+    machine(shape, ratio)
+    found = chosen()
+    assert found.name == name and f"{ratio:.1f}" in found.why
+    assert chosen(matmul="blas").name == "float32"
+
+
+def test_what_was_measured_is_kept_for_each_class_of_width(machine, tmp_path):
+    machine(AVX512_BF16, 2.0)
+    assert gain.gain(64) == gain.gain(128) == 2.0 and len(list(tmp_path.glob("*.json"))) == 1
+    machine(AVX512_BF16, 1.0)
+    gain._kept.cache_clear()  # as of another process
+    assert gain.gain(128) == 2.0 and gain.gain(256) == 1.0
+    for path in tmp_path.glob("*.json"):
+        path.write_bytes(b"damaged")
+    gain._kept.cache_clear()
+    assert gain.gain(128) == 1.0
+
+
+@pytest.mark.timing
+def test_it_is_measured_in_well_below_a_second_once_loops_are_compiled():
+    gain._measured(*gain.SAMPLES[255])
+    begun = time.perf_counter()
+    ratios = [float(gain._measured(*sample)) for sample in gain.SAMPLES.values()]
+    assert time.perf_counter() - begun < 2  # of a busy machine
+    assert all(0.05 < ratio < 20 for ratio in ratios)
+
+
+def test_long_reads_of_weights_decide_for_generation_on_cpus(machine):
+    stage = open_stage("serial", 1)
+    for shape, small, large in ((AVX2, "float32", "bfloat16"), (AVX512_BF16, "bfloat16", "bfloat16")):
+        machine(shape, 2.0)
+        assert dtypes.for_generation(stage, 768, 1 << 20).name == small
+        assert dtypes.for_generation(stage, 768, dtypes.READ_FROM_MEMORY // 4).name == large
+    machine(replace(NEON_BF16, dot=False))
+    assert dtypes.for_generation(stage, 768, dtypes.READ_FROM_MEMORY).name == "float32"
+
+
+def test_the_variable_names_it_and_must_name_one(monkeypatch):
+    assert chosen() == dtypes.Dtype("float32")
+    monkeypatch.setenv(dtypes.VARIABLE, "float16")
+    with pytest.raises(UsageError, match="float16"):
+        chosen()
+
+
+def test_a_run_says_what_it_takes_and_why_and_writes_it(tmp_path):
+    """On this processor, whatever it is."""
+    result = distgpt("train", *SMALL, *STEPS, "--out", tmp_path / "run", env=FREE)
+    assert result.returncode == 0, result.stderr
+    dtype = saved(tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv(dtypes.VARIABLE)
+        expected = chosen(16)
+    assert dtype == expected.name and f"{dtype}: {expected.why}" in result.stdout
+    assert "auto" not in {line.partition("dtype = ")[2].strip('"') for line in toml_lines(tmp_path / "run")}
+
+
+def toml_lines(path):
+    return RunDirectory(path).config.read_text().splitlines()
+
+
+def test_a_resumed_run_keeps_its_own(tmp_path):
+    for first, second, more in ((BF16, F32, ()), (F32, BF16, ("--dtype", "auto"))):
+        out = train(tmp_path / first[dtypes.VARIABLE], *STEPS, env=first)
+        assert saved(out) == first[dtypes.VARIABLE]
+        resumed = train(out, "--steps", "6", "--resume", "auto", *more, env=second)
+        assert saved(resumed) == first[dtypes.VARIABLE]
+        branch = train(tmp_path / f"{out.name}-branch", "--steps", "6", "--resume", out, *more, env=second)
+        assert saved(branch) == first[dtypes.VARIABLE]
+
+
+def test_a_type_that_is_named_stays_and_auto_may_be_named(tmp_path):
+    (tmp_path / "double.toml").write_text('dtype = "float64"\n')
+    (tmp_path / "open.toml").write_text('[train]\ndtype = "auto"\n')
+    assert saved(train(tmp_path / "a", "--config", tmp_path / "double.toml", *STEPS, env=BF16)) == "float64"
+    assert saved(train(tmp_path / "b", "--config", tmp_path / "open.toml", *STEPS, env=BF16)) == "bfloat16"
+    words = ("--config", tmp_path / "double.toml", "--dtype", "auto")
+    assert saved(train(tmp_path / "c", *words, *STEPS, env=BF16)) == "bfloat16"
+    assert saved(train(tmp_path / "d", "--dtype", "float32", *STEPS, env=BF16)) == "float32"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--reproducible-parts 2",
+        "--deterministic",
+        "--init {base}",
+        "--init {base} --lora-rank 2",
+        "--init {rounded} --lora-rank 2",
+        "--depth 1 --seq-len 16 --batch-size 8",
+    ],
+)
+def test_every_kind_of_run_takes_it(words, tmp_path, trained):
+    rounded = tmp_path / "int8.safetensors"
+    if "{rounded}" in words:
+        quantize(trained / "weights.safetensors", rounded)
+    words = words.format(base=trained, rounded=rounded).split()
+    own = ["--data", "story", "--threads", "1"] if {"--init", "--depth"} & {*words} else SMALL
+    result = inside("train", *own, *words, *STEPS, "--out", tmp_path / "run", env=BF16)
+    assert result.returncode == 0, result.stderr
+    assert saved(tmp_path / "run") == "bfloat16"
+
+
+@needs_mpi
+def test_ranks_agree(tmp_path):
+    for number, words in enumerate(("--recheck-every 2", "--grad-sync sharded", "--outer-every 2")):
+        assert saved(train(tmp_path / str(number), *STEPS, *words.split(), ranks=2, env=BF16)) == "bfloat16"
+
+
+def test_within_measures_in_it(tmp_path):
+    words = ("--within", "4s", "--data", "story", "--threads", "1", "--out", tmp_path / "run")
+    result = distgpt("train", *words, env=BF16)
+    assert result.returncode == 0, result.stderr
+    assert saved(tmp_path / "run") == "bfloat16" and "--within: depth" in result.stdout
+
+
+def test_tuning_generation_and_python(tmp_path, trained, monkeypatch):
+    monkeypatch.setenv(dtypes.VARIABLE, "bfloat16")
+    (tmp_path / "chats.jsonl").write_text('{"text": "abc"}\n' * 4)
+    base = train(tmp_path / "base", "--tokenizer", "byte", *STEPS)
+    words = ("--weights", base, "--data", tmp_path / "chats.jsonl", "--out", tmp_path / "tuned")
+    tuned = inside("tune", *words)
+    assert tuned.returncode == 0, tuned.stderr
+    assert saved(tmp_path / "tuned") == "bfloat16"
+    stage, weights = open_stage("serial", 1), trained / "weights.safetensors"
+    found = ModelSpec(weights, "auto").load(stage)
+    assert found.dtype == "bfloat16" and found.model.kernels.dtype == BITS
+    assert ModelSpec(weights, "float32").load(stage).dtype == "float32"
+    quantize(weights, tmp_path / "small.safetensors")
+    assert ModelSpec(tmp_path / "small.safetensors", "auto").load(stage).dtype == "int8"
+    # What looks at a model, and judges it, stays exact.
+    assert evaluate(stage, weights, val="story", val_tokens=64)["dtype"] == "float32"
+    assert library.load(weights).parameters()["wte"].dtype == np.float32
+    run = library.train(
+        preset="tiny-adamw", n_layer=1, n_embd=16, n_head=1, seq_len=16, steps=2, out=tmp_path / "api"
+    )
+    assert saved(run.directory) == "bfloat16"
+
+
+def test_estimate_bench_and_compare_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("--preset", "tiny", "--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--batch-size", "2")
+    found = inside("estimate", *words, "--no-measure", "--json", env=BF16)
+    assert json.loads(found.stdout)["dtype"] == "bfloat16", found.stderr
+    found = inside("estimate", "--preset", "gpt2", "--stage", "cuda", "--no-measure", "--json", env=FREE)
+    assert json.loads(found.stdout)["dtype"] == "bfloat16", found.stderr  # of the GPU that is imagined
+    assert "--dtype [float32|" in inside("compare-stages", "--help-all").stdout
+    assert "default: auto" in " ".join(inside("train", "--help").stdout.split())
+
+
+def test_a_sweep_decides_once(tmp_path):
+    (tmp_path / "grid.toml").write_text(
+        'preset = "tiny-adamw"\nn_layer = 1\nn_embd = 16\nn_head = 1\nseq_len = 16\n'
+        "steps = 2\nbatch_size = 2\n"
+        '[sweep]\nmetric = "loss"\nlr = [0.01]\n'
+    )
+    words = ("sweep", tmp_path / "grid.toml", "--threads", "1", "--out", tmp_path / "sweep")
+    assert inside(*words, env=BF16).returncode == 0
+    grid = (tmp_path / "grid.toml").read_text()
+    (tmp_path / "grid.toml").write_text(grid.replace("[0.01]", "[0.01, 0.02]"))
+    result = inside(*words, env=F32)
+    assert result.returncode == 0, result.stderr
+    runs = sorted((tmp_path / "sweep").glob("lr=*"))
+    assert len(runs) == 2 and {saved(run) for run in runs} == {"bfloat16"}
+    # One of an earlier version, whose grid has no dtype, computed in float32.
+    before = json.loads((tmp_path / "sweep" / "grid.json").read_text())
+    del before["fixed"]["dtype"]
+    (tmp_path / "sweep" / "grid.json").write_text(json.dumps(before))
+    (tmp_path / "grid.toml").write_text(grid.replace("[0.01]", "[0.01, 0.02, 0.03]"))
+    assert inside(*words, env=BF16).returncode == 0
+    assert saved(sorted((tmp_path / "sweep").glob("lr=*"))[-1]) == "float32"
+
+
+def test_no_configuration_holds_it(tmp_path):
+    with pytest.raises(UsageError, match="dtype"):
+        RunConfig().with_values({"dtype": "auto"})
+    result = inside("train", *SMALL, "--dtype", "float16", "--out", tmp_path / "none")
+    assert result.returncode == 2 and "'auto'" in result.stderr
