@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class CudaKernels:
         self._attention: dict[int, Attention] = {}
         self.wire: Wire | None = DeviceWire(self._launcher)
         self.linears = (Float8Linears if float8 else Linears)(self._launcher, matmuls, dtype)
-        self._muon = MuonSteps(self._launcher, self.linears, self.dtype, self.wide)
+        self._muon = MuonSteps(self._launcher, matmuls, self.dtype, self.wide)
 
     # -- arrays and workers
 
@@ -418,18 +418,14 @@ class CudaKernels:
         args = (*state, len(state.stretches), common, state.p.size)
         self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
 
-    def muon_momentum(self, m: Array, g: Array, norm: Array, scalars: Array) -> None:
+    def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
         self._muon.momentum(m, g, norm, scalars)
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
-        squares = self._launcher.scratch("norm of an update", (1,), np.dtype(np.float64))
-        for u in updates:
-            self.sum_squares(squares, u.reshape(-1))
-            self._muon.orthogonalise(u, squares)
+        self._muon.orthogonalise(updates)
 
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        elements = sum(map(prod, {*shapes})) + sum(side**2 for side in {*map(min, shapes)})
-        return int(2 * elements * self.dtype.itemsize)
+        return self._muon.room(shapes) * int(self.dtype.itemsize)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         self._muon.step(matrices, norm, scalars, beta2)

@@ -498,8 +498,10 @@ class Kernels(Protocol):
         norm[0] is Σ g² over all ranks; where it is not finite, nothing happens.
         """
 
-    def muon_momentum(self, m: Wide1d, g: Wide1d, norm: Doubles1d, scalars: Doubles1d) -> None:
-        """m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m, Nesterov's. `scalars`: MuonScalars.
+    def muon_momentum(
+        self, m: Sequence[Wide1d], g: Sequence[Wide1d], norm: Doubles1d, scalars: Doubles1d
+    ) -> None:
+        """Each m ← μ m + (1 - μ) s g; its g ← (1 - μ) s g + μ m, Nesterov's. `scalars`: MuonScalars.
 
         s is as in `adamw`; where norm[0] is not finite, nothing happens.
         """

@@ -333,10 +333,12 @@ class CpuKernels(OnHost):
             step = scale, float(scalars[2])
             self._pool.ranges(len(state.p), 4096, flat.adamw, *state, step, groups, tuple(constants))
 
-    def muon_momentum(self, m: Array, g: Array, norm: Array, scalars: Array) -> None:
+    def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
         scale = clipped(norm, scalars)
-        if scale is not None:
-            self._pool.ranges(len(m), 4096, muon.momentum, m, g, scale, float(scalars[2]))
+        if scale is None:
+            return
+        for mi, gi in zip(m, g, strict=True):
+            self._pool.ranges(len(mi), 4096, muon.momentum, mi, gi, scale, float(scalars[2]))
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
         largest_first = sorted(updates, key=lambda u: muon.order(u.shape))

@@ -426,11 +426,15 @@ class ReferenceKernels(OnHost):
             if low is not None:
                 self.cast_down(low[here], p[here])
 
-    def muon_momentum(self, m: Wide1d, g: Wide1d, norm: Doubles1d, scalars: Doubles1d) -> None:
+    def muon_momentum(
+        self, m: Sequence[Wide1d], g: Sequence[Wide1d], norm: Doubles1d, scalars: Doubles1d
+    ) -> None:
         scale, momentum = clipped(norm, scalars), scalars[2]
-        if scale is not None:
-            m[...] = momentum * m + (1 - momentum) * scale * g
-            g[...] = (1 - momentum) * scale * g + momentum * m
+        if scale is None:
+            return
+        for mi, gi in zip(m, g, strict=True):
+            mi[...] = momentum * mi + (1 - momentum) * scale * gi
+            gi[...] = (1 - momentum) * scale * gi + momentum * mi
 
     def orthogonalise(self, updates: Sequence[Wide2d]) -> None:
         for u in updates:

@@ -395,7 +395,11 @@ def test_muon(both):
         rows, columns = shape
         norm, step = scalars(3.0), scalars(0.5, 0.7, 0.9, 1e-2, 0.3)
         m, g = (Wide(case.random(rows * columns)) for _ in range(2))
-        case.check("muon_momentum", [m, g], norm, step)
+
+        def momentum(k, m, g, norm, step, cut=min(7, rows * columns)):
+            k.muon_momentum([m[:cut], m[cut:]], [g[:cut], g[cut:]], norm, step)
+
+        case.check(momentum, [m, g], norm, step)
         _check_orthogonalise(both, case.random(*shape))
         low = shape if both[1].dtype != both[1].wide else None
         outs = [Wide(case.random(*shape)), low, Wide(case.random(max(shape)) ** 2)]
@@ -409,7 +413,7 @@ def test_muon(both):
         outs[1] = None
         kept = case.check(work, outs, u, broken, step)
         np.testing.assert_allclose(kept[0], outs[0].content, rtol=1e-6)
-        kept = case.check("muon_momentum", [m, g], broken, step)
+        kept = case.check(momentum, [m, g], broken, step)
         np.testing.assert_allclose(kept[0], m.content, rtol=1e-6)
 
 
@@ -434,7 +438,8 @@ def check_memory_to_orthogonalise(k, kept):
     """`kept` returns the sizes of what these kernels have kept."""
     shapes = [*MATRICES, (24, 24), (33, 16), (8, 40)]
     assert not kept()
-    k.orthogonalise([k.wide_zeros(*shape) for shape in shapes])
+    updates = [k.wide_zeros(*shape) for shape in shapes]
+    k.orthogonalise(updates)
     assert k.orthogonalise_bytes(shapes) == sum(kept())
 
 

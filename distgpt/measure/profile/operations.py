@@ -190,7 +190,7 @@ OPERATIONS = {
     "squares": Operation("AdamW and gradient norm"),
     "add_up": Operation("AdamW and gradient norm"),
     "adamw": Operation("AdamW and gradient norm", _adamw),
-    "muon_momentum": Operation("Muon", lambda a: 2 * moved(a.m, a.g)),
+    "muon_momentum": Operation("Muon", lambda a: 2 * moved(*a.m, *a.g)),
     "orthogonalise": Operation("Muon", lambda a: 2 * moved(*a.updates), _orthogonalise),
     "muon": Operation("Muon", lambda a: sum(2 * moved(m.p, m.v) + moved(m.u, m.low) for m in a.matrices)),
     "subtract": Operation("AdamW and gradient norm"),
