@@ -29,6 +29,7 @@ from distgpt.kernels.api import (
     Head,
     MuonMatrix,
     OuterState,
+    SortedTokens,
     Stats,
     StepScalars,
     Wire,
@@ -156,26 +157,29 @@ class CudaKernels:
         of = x, tokens, wte, wpe, start, positions, n, seq_len, c
         self._launcher.each("embedding", "embed", c, n * c, *of)
 
+    def sort_tokens(self, tokens: Array, vocab: int) -> SortedTokens:
+        return SortedTokens(tokens, self._sorted_rows(tokens, vocab, "order of tokens"))
+
     def embed_backward(
         self,
         dwte: Array,
         dwpe: Array | None,
         dx: Array,
-        tokens: Array,
+        tokens: SortedTokens,
         seq_len: int,
         positions: Array | None = None,
     ) -> None:
         n, c = len(dx), dwte.shape[1]
         if dwpe is not None and positions is not None:
-            self._add_to_rows(dwpe, dx, positions)
+            order = self._sorted_rows(positions, len(dwpe), "order of positions")
+            self._add_to_rows(dwpe, dx, positions, order)
         elif dwpe is not None:
             count = seq_len * c
             self._launcher.each("embedding", "position_gradient", c, count, dwpe, dx, n, seq_len, c)
-        self._add_to_rows(dwte, dx, tokens)
+        self._add_to_rows(dwte, dx, *tokens)
 
-    def _add_to_rows(self, dwte: Array, dx: Array, tokens: Array) -> None:
+    def _add_to_rows(self, dwte: Array, dx: Array, tokens: Array, order: Array | None) -> None:
         (n, width), c = dx.shape, dwte.shape[1]
-        order = self._sorted_rows(tokens, len(dwte))
         chunks = -(-n // CHUNK)
         partial = self._launcher.scratch("tokens", (chunks, 2, c), self.wide)
         within, w = self._launcher.variant("token_gradient", gcd(c, width), dwte, partial, dx)
@@ -191,11 +195,14 @@ class CudaKernels:
         of = x, tokens, w, n, width, c
         self._launcher.each("embedding", "add_embedding", gcd(c, width), n * c, *of)
 
-    def _sorted_rows(self, tokens: Array, words: int) -> Array:
-        """Sort the rows by their tokens: a stable radix sort, one byte of the token a pass."""
+    def _sorted_rows(self, tokens: Array, words: int, name: str) -> Array | None:
+        """Sort the rows by their tokens: a stable radix sort, one byte of the token a pass.
+
+        `name`: of the result's memory.
+        """
         n, passes = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
         tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
-        orders, before = launcher.scratch("order", (2, n), int32), launcher.scratch("before", (n,), int32)
+        orders, before = launcher.scratch(name, (2, n), int32), launcher.scratch("before", (n,), int32)
         counts = launcher.scratch("counts", (SORT_TILE * tiles,), int32)
         totals = launcher.scratch("totals", (SORT_TILE,), int32)
         order: Array | None = None

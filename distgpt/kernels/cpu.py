@@ -24,6 +24,7 @@ from distgpt.kernels.api import (
     Head,
     MuonMatrix,
     OuterState,
+    SortedTokens,
     Stats,
     Work,
 )
@@ -90,17 +91,20 @@ class CpuKernels(OnHost):
         added = None if wpe is None else wpe[following(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
+    def sort_tokens(self, tokens: Array, vocab: int) -> SortedTokens:
+        return SortedTokens(tokens, None)
+
     def embed_backward(
         self,
         dwte: Array,
         dwpe: Array | None,
         dx: Array,
-        tokens: Array,
+        tokens: SortedTokens,
         seq_len: int,
         positions: Array | None = None,
     ) -> None:
         columns = dwte.shape[1]
-        of = dwte, dwpe, dx, tokens, seq_len, positions
+        of = dwte, dwpe, dx, tokens.tokens, seq_len, positions
         self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, *of)
 
     def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:

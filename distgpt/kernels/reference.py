@@ -30,6 +30,7 @@ from distgpt.kernels.api import (
     Ints1d,
     MuonMatrix,
     OuterState,
+    SortedTokens,
     Stats,
     Wide1d,
     Wide2d,
@@ -128,16 +129,19 @@ class ReferenceKernels(OnHost):
         elif wpe is not None:
             x.reshape(-1, seq_len, x.shape[1])[...] += wpe[_positions(seq_len, start)]
 
+    def sort_tokens(self, tokens: Ints1d, vocab: int) -> SortedTokens:
+        return SortedTokens(tokens, None)
+
     def embed_backward(
         self,
         dwte: Wide2d,
         dwpe: Wide2d | None,
         dx: Floats2d,
-        tokens: Ints1d,
+        tokens: SortedTokens,
         seq_len: int,
         positions: Ints1d | None = None,
     ) -> None:
-        np.add.at(dwte, tokens, dx[:, -dwte.shape[1] :])
+        np.add.at(dwte, tokens.tokens, dx[:, -dwte.shape[1] :])
         if dwpe is not None and positions is not None:
             np.add.at(dwpe, positions, dx)
         elif dwpe is not None:
