@@ -136,7 +136,7 @@ class LtMatmul:
     ) -> None:
         """Start it. The first call for pointers of an alignment plans it, and keeps out's contents intact.
 
-        `factors`: of a b, and of what is added to it.
+        `factors`: of a b, and of `onto`, 0 where there is none.
         """
         at = (address(out), address(a), address(b), address(out if onto is None else onto))
         extras = tuple(0 if each is None else address(each) for each in (bias, aux))

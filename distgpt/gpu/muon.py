@@ -1,8 +1,9 @@
-"""Muon on a GPU: strided batches of a library's matmuls, and kernels around them for many matrices at once."""
+"""Muon on a GPU: strided batches of a library's matmuls, and kernels for many matrices at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -85,7 +86,7 @@ class MuonSteps:
         (low, high), many = _sides(batch[0].shape), len(batch)
         size = low * high
         ends = [0, *(many * each for each in (_apart(size), 2 * _apart(size), _room((low, high))))]
-        x, y, polynomial = (memory[a:b] for a, b in zip(ends, ends[1:], strict=False))
+        x, y, polynomial = (memory[a:b] for a, b in pairwise(ends))
         table = self._table([(*_places([u], batch[:1]), int(u.shape[0] > low)) for u in batch])
         factor = self._launcher.scratch("shrinking", (many,), self._wide)
         pieces = self._launcher.scratch("squares of updates", (many, _pieces(size)), np.dtype(np.float64))

@@ -198,7 +198,8 @@ class Pass:
                 self._run_together(block.merge)
             self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))
             self._join(under_way, ready)
-            self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, in_order, accumulate))
+            of = layer.all, tmp, tmp.dout, out_sums, in_order, accumulate
+            self._run_together(partial(block.weights, *of))
             under_way.append(block)
             if not self._overlaps:
                 self._join(under_way, ready)

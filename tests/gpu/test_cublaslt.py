@@ -203,10 +203,11 @@ def test_batches_are_as_many_matmuls_multiplied_and_added_to(bench, types, facto
         shapes = {"a": (8, 7) if ta else (7, 8), "b": (16, 8) if tb else (8, 16)}
         a, b = (random((many, *shapes[name]), types[0], i) for i, name in enumerate("ab"))
         out, added = empty((many, 7, 16), types[1]), random((many, 7, 16), types[1], 9)
-        one.matmuls.run(kind, out, a, b, onto=added if onto else None, factors=factors)
+        alpha, beta = factors or (1.0, 1.0)
+        by = factors and (alpha, beta if onto else 0.0)
+        one.matmuls.run(kind, out, a, b, onto=added if onto else None, factors=by)
         left, right = (numbers(x) for x in (a, b))
         left, right = left.swapaxes(1, 2) if ta else left, right.swapaxes(1, 2) if tb else right
-        alpha, beta = factors or (1, 1)
         wanted = alpha * (left @ right) + (beta * numbers(added) if onto else 0)
         relative = {"bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-8}[types[1]]
         np.testing.assert_allclose(numbers(out), wanted, rtol=relative, atol=8 * relative)

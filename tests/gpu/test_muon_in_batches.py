@@ -1,4 +1,4 @@
-"""Muon on a GPU works on all matrices of a shape at once: how often it starts something, and what comes out."""
+"""Muon on a GPU works on all matrices of a shape at once: what it starts, and what comes out."""
 
 from dataclasses import replace
 

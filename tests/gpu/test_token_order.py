@@ -1,4 +1,4 @@
-"""Tokens are sorted once for all gradients by token of a micro-batch, also where it is recorded and repeated."""
+"""Tokens are sorted once a micro-batch, for all gradients by token, also where work is repeated."""
 
 import random
 from dataclasses import replace

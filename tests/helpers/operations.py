@@ -404,7 +404,8 @@ def test_muon(both):
         norm, step = scalars(3.0), scalars(0.5, 0.7, 0.9, 1e-2, 0.3)
         m, g = (Wide(case.random(rows * columns)) for _ in range(2))
 
-        def momentum(k, m, g, norm, step, cut=min(7, rows * columns)):
+        def momentum(k, m, g, norm, step):
+            cut = min(7, m.size)
             k.muon_momentum([m[:cut], m[cut:]], [g[:cut], g[cut:]], norm, step)
 
         case.check(momentum, [m, g], norm, step)
