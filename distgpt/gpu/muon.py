@@ -94,10 +94,10 @@ class MuonSteps:
         self._start("shrinking", many, BLOCK, factor, pieces, _pieces(size))
         tiles = -(-low // WARP) * -(-high // WARP), many
         self._start("normalise", tiles, BLOCK, x, batch[0], table, factor, low, high)
-        kind, onto = self._type, {"onto": True, "batch": many}
-        square = Matmul(low, low, low, False, False, kind, kind, **onto)
-        gram = Matmul(low, low, high, False, True, kind, kind, batch=many)
-        along = Matmul(low, high, low, False, False, kind, kind, **onto)
+        types = self._type, self._type
+        gram = Matmul(low, low, high, False, True, *types, batch=many)
+        square = Matmul(low, low, low, False, False, *types, onto=True, batch=many)
+        along = Matmul(low, high, low, False, False, *types, onto=True, batch=many)
         for a, b, c in POLAR:
             s = y  # which has been read, and is written only when s has been
             self._matmuls.run(gram, s, x, x)
