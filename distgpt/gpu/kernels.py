@@ -111,7 +111,8 @@ class CudaKernels:
         self._device.upload(array, to_bfloat16(host) if is_bits else np.asarray(host, array.dtype))
 
     def cast_down(self, low: Array, wide: Array) -> None:
-        self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, low, wide, wide.size)
+        args = (low, wide, np.int64(wide.size))
+        self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, *args)
 
     def record(self, work: Work) -> Work:
         return self._device.record(work)
@@ -400,7 +401,7 @@ class CudaKernels:
         args = (total, x, x.size, float(scale), int(accumulate))
         self._launcher.start("reduce", "sum_all", 1, LARGEST_BLOCK, *args)
 
-    # -- optimizer
+    # -- optimizer: flat buffers may have more than 2³¹ elements, so their size is no C int
 
     def sum_squares(self, total: Array, g: Array) -> None:
         pieces = self._launcher.scratch("squares", (-(-g.size // PIECE),), np.dtype(np.float64))
@@ -411,7 +412,7 @@ class CudaKernels:
         """Sum in pieces that are the same on every GPU, so that ranks on different ones clip alike."""
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
         if g.size:
-            self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, g.size)
+            self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, np.int64(g.size))
 
     def add_up(self, total: Array, pieces: Array) -> None:
         self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)
@@ -422,7 +423,7 @@ class CudaKernels:
         groups = (scalars.size - len(StepScalars._fields)) // 2
         common = self._launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
         self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
-        args = (*state, len(state.stretches), common, state.p.size)
+        args = (*state, len(state.stretches), common, np.int64(state.p.size))
         self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
 
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
@@ -438,10 +439,10 @@ class CudaKernels:
         self._muon.step(matrices, norm, scalars, beta2)
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, y.size)
+        self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, np.int64(y.size))
 
     def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
-        args = (*state, float(scale), float(lr), float(momentum), state.p.size)
+        args = (*state, float(scale), float(lr), float(momentum), np.int64(state.p.size))
         self._launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
 
     def _fours(self, x: Array) -> int:
