@@ -449,6 +449,7 @@ def check_memory_to_orthogonalise(k, kept):
     assert not kept()
     updates = [k.wide_zeros(*shape) for shape in shapes]
     k.orthogonalise(updates)
+    k.to_host(updates[0])  # they have to live until it is done
     assert k.orthogonalise_bytes(shapes) == sum(kept())
 
 
