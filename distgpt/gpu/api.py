@@ -46,6 +46,8 @@ class Matmul:
     | "gelu"      | aux ← a b (+ bias, if one is given); out ← gelu(aux), tanh    | aux      |
     | "dgelu"     | out ← (a b) · gelu'(aux)                                      | aux      |
     | "column_sums" | out ← aᵀ-product as "none", bias ← Σ over k of a (m,), the type of out | bias |
+
+    `batch`: as many matmuls at once; the matrices of each operand follow each other without gaps.
     """
 
     m: int
@@ -60,6 +62,7 @@ class Matmul:
     has_bias: bool = False  # for "gelu"
     onto: bool = False
     stride: int = 0  # elements between rows of a, where it is columns of a wider array
+    batch: int = 1
 
 
 class Attention(Protocol):

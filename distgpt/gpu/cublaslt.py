@@ -69,6 +69,13 @@ class Desc(IntEnum):
     FAST_ACCUM = 25
 
 
+class Shape(IntEnum):
+    """Attributes of a matrix layout."""
+
+    BATCH_COUNT = 5
+    STRIDED_BATCH_OFFSET = 6  # in elements
+
+
 class Pref(IntEnum):
     """Attributes of a search for algorithms."""
 
@@ -88,6 +95,7 @@ _TYPES: Mapping[tuple[str, int], Any] = {
     ("MatmulDesc", Desc.A_SCALE_POINTER): c_void_p,
     ("MatmulDesc", Desc.B_SCALE_POINTER): c_void_p,
     ("MatmulDesc", Desc.FAST_ACCUM): c_int8,
+    ("MatrixLayout", Shape.STRIDED_BATCH_OFFSET): c_int64,
     ("MatmulPreference", Pref.MAX_WORKSPACE_BYTES): c_uint64,
 }
 
@@ -111,6 +119,7 @@ _ARGUMENTS = {
     "cublasLtMatmulDescCreate": (POINTER(c_void_p), c_int, c_int),
     "cublasLtMatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "cublasLtMatrixLayoutCreate": (POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64),
+    "cublasLtMatrixLayoutSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "cublasLtMatmulPreferenceCreate": (POINTER(c_void_p),),
     "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "cublasLtMatmulPreferenceDestroy": (c_void_p,),
@@ -153,9 +162,16 @@ class CublasLt:
     def set_descriptor(self, descriptor: int, attribute: Desc, value: int) -> None:
         self._set("MatmulDesc", descriptor, attribute, value)
 
-    def layout(self, data_type: DataType, rows: int, columns: int, stride: int = 0) -> int:
-        """Make the layout of a column-major matrix: without gaps, or columns `stride` elements apart."""
-        return self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, stride or rows)
+    def layout(self, data_type: DataType, rows: int, columns: int, stride: int = 0, batch: int = 1) -> int:
+        """Make the layout of a column-major matrix: without gaps, or columns `stride` elements apart.
+
+        Or of a batch of them, each behind the last.
+        """
+        made = self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, stride or rows)
+        if batch > 1:
+            self._set("MatrixLayout", made, Shape.BATCH_COUNT, batch)
+            self._set("MatrixLayout", made, Shape.STRIDED_BATCH_OFFSET, (stride or rows) * columns)
+        return made
 
     def algorithms(
         self, descriptor: int, a: int, b: int, d: int, preferences: Mapping[Pref, int], count: int

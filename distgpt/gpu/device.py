@@ -128,8 +128,8 @@ class CupyDevice:
     ) -> None:
         """Start `kernel` of gpu/cu/`source`.cu, compiled with -D for each of `defines`.
 
-        Arrays become pointers and None the null pointer; an int becomes a C int, a float a double. `shared`:
-        bytes of dynamic shared memory.
+        Arrays become pointers and None the null pointer; an int becomes a C int, NumPy's int64 a long long, a
+        float a double. `shared`: bytes of dynamic shared memory.
         """
         key = (source, kernel, defines)
         function = self._functions.get(key) or self._function(key)

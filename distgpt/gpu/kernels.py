@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from distgpt.kernels.api import (
     Head,
     MuonMatrix,
     OuterState,
+    SortedTokens,
     Stats,
     StepScalars,
     Wire,
@@ -79,7 +80,7 @@ class CudaKernels:
         self._attention: dict[int, Attention] = {}
         self.wire: Wire | None = DeviceWire(self._launcher)
         self.linears = (Float8Linears if float8 else Linears)(self._launcher, matmuls, dtype)
-        self._muon = MuonSteps(self._launcher, self.linears, self.dtype, self.wide)
+        self._muon = MuonSteps(self._launcher, matmuls, self.dtype, self.wide)
 
     # -- arrays and workers
 
@@ -110,7 +111,8 @@ class CudaKernels:
         self._device.upload(array, to_bfloat16(host) if is_bits else np.asarray(host, array.dtype))
 
     def cast_down(self, low: Array, wide: Array) -> None:
-        self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, low, wide, wide.size)
+        args = (low, wide, np.int64(wide.size))
+        self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, *args)
 
     def record(self, work: Work) -> Work:
         return self._device.record(work)
@@ -156,26 +158,29 @@ class CudaKernels:
         of = x, tokens, wte, wpe, start, positions, n, seq_len, c
         self._launcher.each("embedding", "embed", c, n * c, *of)
 
+    def sort_tokens(self, tokens: Array, vocab: int) -> SortedTokens:
+        return SortedTokens(tokens, self._sorted_rows(tokens, vocab, "order of tokens"))
+
     def embed_backward(
         self,
         dwte: Array,
         dwpe: Array | None,
         dx: Array,
-        tokens: Array,
+        tokens: SortedTokens,
         seq_len: int,
         positions: Array | None = None,
     ) -> None:
         n, c = len(dx), dwte.shape[1]
         if dwpe is not None and positions is not None:
-            self._add_to_rows(dwpe, dx, positions)
+            order = self._sorted_rows(positions, len(dwpe), "order of positions")
+            self._add_to_rows(dwpe, dx, positions, order)
         elif dwpe is not None:
             count = seq_len * c
             self._launcher.each("embedding", "position_gradient", c, count, dwpe, dx, n, seq_len, c)
-        self._add_to_rows(dwte, dx, tokens)
+        self._add_to_rows(dwte, dx, *tokens)
 
-    def _add_to_rows(self, dwte: Array, dx: Array, tokens: Array) -> None:
+    def _add_to_rows(self, dwte: Array, dx: Array, tokens: Array, order: Array | None) -> None:
         (n, width), c = dx.shape, dwte.shape[1]
-        order = self._sorted_rows(tokens, len(dwte))
         chunks = -(-n // CHUNK)
         partial = self._launcher.scratch("tokens", (chunks, 2, c), self.wide)
         within, w = self._launcher.variant("token_gradient", gcd(c, width), dwte, partial, dx)
@@ -191,11 +196,14 @@ class CudaKernels:
         of = x, tokens, w, n, width, c
         self._launcher.each("embedding", "add_embedding", gcd(c, width), n * c, *of)
 
-    def _sorted_rows(self, tokens: Array, words: int) -> Array:
-        """Sort the rows by their tokens: a stable radix sort, one byte of the token a pass."""
+    def _sorted_rows(self, tokens: Array, words: int, name: str) -> Array | None:
+        """Sort the rows by their tokens: a stable radix sort, one byte of the token a pass.
+
+        `name`: of the result's memory.
+        """
         n, passes = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
         tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
-        orders, before = launcher.scratch("order", (2, n), int32), launcher.scratch("before", (n,), int32)
+        orders, before = launcher.scratch(name, (2, n), int32), launcher.scratch("before", (n,), int32)
         counts = launcher.scratch("counts", (SORT_TILE * tiles,), int32)
         totals = launcher.scratch("totals", (SORT_TILE,), int32)
         order: Array | None = None
@@ -393,7 +401,7 @@ class CudaKernels:
         args = (total, x, x.size, float(scale), int(accumulate))
         self._launcher.start("reduce", "sum_all", 1, LARGEST_BLOCK, *args)
 
-    # -- optimizer
+    # -- optimizer: flat buffers may have more than 2³¹ elements, so their size is no C int
 
     def sum_squares(self, total: Array, g: Array) -> None:
         pieces = self._launcher.scratch("squares", (-(-g.size // PIECE),), np.dtype(np.float64))
@@ -404,7 +412,7 @@ class CudaKernels:
         """Sum in pieces that are the same on every GPU, so that ranks on different ones clip alike."""
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
         if g.size:
-            self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, g.size)
+            self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, np.int64(g.size))
 
     def add_up(self, total: Array, pieces: Array) -> None:
         self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)
@@ -415,30 +423,26 @@ class CudaKernels:
         groups = (scalars.size - len(StepScalars._fields)) // 2
         common = self._launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
         self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
-        args = (*state, len(state.stretches), common, state.p.size)
+        args = (*state, len(state.stretches), common, np.int64(state.p.size))
         self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
 
-    def muon_momentum(self, m: Array, g: Array, norm: Array, scalars: Array) -> None:
+    def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
         self._muon.momentum(m, g, norm, scalars)
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
-        squares = self._launcher.scratch("norm of an update", (1,), np.dtype(np.float64))
-        for u in updates:
-            self.sum_squares(squares, u.reshape(-1))
-            self._muon.orthogonalise(u, squares)
+        self._muon.orthogonalise(updates)
 
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        elements = sum(map(prod, {*shapes})) + sum(side**2 for side in {*map(min, shapes)})
-        return int(2 * elements * self.dtype.itemsize)
+        return self._muon.room(shapes) * int(self.dtype.itemsize)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         self._muon.step(matrices, norm, scalars, beta2)
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, y.size)
+        self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, np.int64(y.size))
 
     def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
-        args = (*state, float(scale), float(lr), float(momentum), state.p.size)
+        args = (*state, float(scale), float(lr), float(momentum), np.int64(state.p.size))
         self._launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
 
     def _fours(self, x: Array) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from distgpt.errors import UsageError
 from distgpt.gpu.api import STORAGE, address
 from distgpt.gpu.compiling import storage_define
 from distgpt.gpu.device import BLOCK, CupyDevice
@@ -38,7 +39,8 @@ class Launcher:
     def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
         """Start a kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
         if count > LARGEST:
-            raise ValueError(f"{source}.{kernel}: {count} elements are more than kernels count to")
+            many = f"an activation of {count:,} elements is more than a GPU's kernels count to"
+            raise UsageError(f"{many} ({source}.{kernel}): smaller micro-batches make it fit")
         variant, w = self.variant(kernel, width, *args)
         self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
 
@@ -58,7 +60,7 @@ class Launcher:
 
 
 PIECE = 1 << 24  # elements: what a start costs is little beside them, and so is their memory
-MOST_KEY = 1 << 31  # from which on a key is a negative C int
+BEYOND = 1 << 31  # from which on a number of 32 bits is a negative C int
 
 
 class DeviceWire:
@@ -73,7 +75,9 @@ class DeviceWire:
         return self._launcher.device.zeros(shape, dtype)
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
-        self._start("dither", out.size, out, x, index, key - (key >= MOST_KEY) * 2 * MOST_KEY)
+        # Of both the lower 32 bits count.
+        lower = ((number + BEYOND) % (2 * BEYOND) - BEYOND for number in (index, key))
+        self._start("dither", out.size, out, x, *lower)
 
     def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
         if by_twos:

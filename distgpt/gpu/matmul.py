@@ -84,6 +84,10 @@ def _bits(algorithm: int) -> str:
     return ctypes.string_at(algorithm, ctypes.sizeof(Algorithm)).hex()
 
 
+# Of out, a, b, what is added; and, on the host, the numbers that multiply a b and what is added.
+Addresses = tuple[int, int, int, int, int, int]
+
+
 @dataclass(slots=True)
 class _Plan:
     """One kind of matmul for pointers of one alignment. The integers are addresses on the host."""
@@ -111,6 +115,7 @@ class LtMatmul:
         self._workspaces = {False: device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))}
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
         self._adopted: Mapping[str, str] = {}
+        self._factors: dict[tuple[bool, float], Any] = {}  # which live on, since the library reads them
         self.about = (lt.version, tf32)  # what an algorithm of another process must have been made for
 
     def can(self, kind: Matmul) -> bool:
@@ -127,8 +132,12 @@ class LtMatmul:
         aux: Array | None = None,
         onto: Array | None = None,
         scales: Array | None = None,
+        factors: tuple[float, float] | None = None,
     ) -> None:
-        """Start it. The first call for pointers of an alignment plans it, and keeps out's contents intact."""
+        """Start it. The first call for pointers of an alignment plans it, and keeps out's contents intact.
+
+        `factors`: of a b, and of `onto`, 0 where there is none.
+        """
         at = (address(out), address(a), address(b), address(out if onto is None else onto))
         extras = tuple(0 if each is None else address(each) for each in (bias, aux))
         bits = at[0] | at[1] | at[2] | at[3] | extras[0] | extras[1] | WIDEST
@@ -137,9 +146,10 @@ class LtMatmul:
         plan = self._plans.get((kind, bits & -bits)) or self._plan(kind, bits & -bits)
         if plan.extras != extras:
             self._point(plan, kind, extras)
+        of = (plan.alpha, plan.beta) if factors is None else self._boxed(kind, factors)
         if not plan.algorithm:
-            self._choose(plan, kind, out, at)
-        if status := self._start(plan, plan.algorithm, at):
+            self._choose(plan, kind, out, (*at, *of))
+        if status := self._start(plan, plan.algorithm, (*at, *of)):
             self._lt.check(f"cublasLtMatmul of {kind}", status)
 
     def chosen(self) -> dict[str, str]:
@@ -163,15 +173,24 @@ class LtMatmul:
         bits, candidates = self._adopted.get(plan.name), map(ctypes.addressof, plan.candidates)
         return next((each for each in candidates if _bits(each) == bits), 0)
 
-    def _start(self, plan: _Plan, algorithm: int, at: tuple[int, int, int, int]) -> int:
+    def _start(self, plan: _Plan, algorithm: int, at: Addresses) -> int:
         """Start a matmul. The library counts by columns and sees every matrix transposed: outᵀ ← bᵀ aᵀ."""
-        out, a, b, onto = at
-        factors = (plan.alpha, b, plan.b, a, plan.a, plan.beta)
+        out, a, b, onto, alpha, beta = at
+        factors = (alpha, b, plan.b, a, plan.a, beta)
         result = (onto, plan.out, out, plan.out)
         status: int = self._lt.matmul(
             self._lt.handle, plan.descriptor, *factors, *result, algorithm, *self._resources()
         )
         return status
+
+    def _boxed(self, kind: Matmul, factors: tuple[float, float]) -> tuple[int, int]:
+        """Return the addresses of these numbers, in the type that the library reads."""
+        in_double = kind.in_type == "float64"
+        for value in factors:
+            if (in_double, value) not in self._factors:
+                self._factors[in_double, value] = (ctypes.c_double if in_double else ctypes.c_float)(value)
+        alpha, beta = (ctypes.addressof(self._factors[in_double, value]) for value in factors)
+        return alpha, beta
 
     def _resources(self) -> tuple[int, int, int]:
         """Return the workspace's address and bytes, and the stream: work aside has its own."""
@@ -189,7 +208,7 @@ class LtMatmul:
                 self._lt.set_descriptor(plan.descriptor, attribute, extra)
         plan.extras = extras
 
-    def _choose(self, plan: _Plan, kind: Matmul, out: Array, at: tuple[int, int, int, int]) -> None:
+    def _choose(self, plan: _Plan, kind: Matmul, out: Array, at: Addresses) -> None:
         """Choose an algorithm: the first, or the fastest where timing is allowed."""
         if not plan.candidates:
             raise LtError(f"no way to compute {kind}: {plan.refusal}", Status.NOT_SUPPORTED)
@@ -210,7 +229,7 @@ class LtMatmul:
             ] or [fastest]
         plan.algorithm = ctypes.addressof(fastest)
 
-    def _tune(self, plan: _Plan, at: tuple[int, int, int, int]) -> list[float]:
+    def _tune(self, plan: _Plan, at: Addresses) -> list[float]:
         """Seconds per candidate; infinite for one that the library refuses to start."""
         algorithms = [ctypes.addressof(candidate) for candidate in plan.candidates]
         able = [each for each in algorithms if self._start(plan, each, at) == Status.SUCCESS]
@@ -218,7 +237,7 @@ class LtMatmul:
         seconds = dict(zip(able, self._device.times(works), strict=True)) if able else {}
         return [seconds.get(each, math.inf) for each in algorithms]
 
-    def _repeat(self, plan: _Plan, algorithm: int, at: tuple[int, int, int, int]) -> None:
+    def _repeat(self, plan: _Plan, algorithm: int, at: Addresses) -> None:
         self._lt.check("cublasLtMatmul", self._start(plan, algorithm, at))
 
     def _plan(self, kind: Matmul, alignment: int) -> _Plan:
@@ -234,9 +253,9 @@ class LtMatmul:
         in_type, out_type = _TYPES[kind.in_type], _TYPES[kind.out_type]
         b_type = _TYPES["e4m3"] if is_float8 else in_type
         m, n, k = kind.m, kind.n, kind.k
-        a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)), kind.stride)
-        b = self._lt.layout(b_type, *((k, n) if kind.transpose_b else (n, k)))
-        out = self._lt.layout(out_type, n, m)
+        a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)), kind.stride, kind.batch)
+        b = self._lt.layout(b_type, *((k, n) if kind.transpose_b else (n, k)), batch=kind.batch)
+        out = self._lt.layout(out_type, n, m, batch=kind.batch)
         attributes: dict[Desc, int] = {
             Desc.TRANSA: Operation.OP_T if kind.transpose_b else Operation.OP_N,
             Desc.TRANSB: Operation.OP_T if kind.transpose_a else Operation.OP_N,

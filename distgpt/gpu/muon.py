@@ -1,72 +1,151 @@
-"""Muon on a GPU: matmuls of a library, and kernels around them."""
+"""Muon on a GPU: strided batches of a library's matmuls, and kernels for many matrices at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import sqrt
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
+from distgpt.gpu.api import TYPE_OF, Matmul, address
 from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP
 from distgpt.gpu.launcher import Launcher
-from distgpt.gpu.linear import Linears
+from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.api import POLAR, Array, MuonMatrix
 
 STEP = 4  # values of a step that all threads read, as in muon.cu
+PIECE = 4096  # elements that a block has, as there
+MOST_BYTES = 256 << 20  # of scratch memory, unless one matrix needs more: all of GPT-2 in bfloat16
+APART = 128  # elements: every part of the scratch memory begins at a multiple, for the widest loads
 
 
 class MuonSteps:
-    """Momentum, orthogonalised updates, and steps along them, matrix by matrix."""
+    """Momentum, orthogonalised updates, and steps along them: launches do not grow with the layers.
 
-    def __init__(self, launcher: Launcher, linears: Linears, storage: np.dtype, wide: np.dtype) -> None:
-        self._launcher, self._linears = launcher, linears
-        self._storage, self._wide = storage, wide
+    Matrices lie anywhere: a table on the device has their places. Only the matmuls need a constant stride,
+    and their operands are scratch memory, into which `normalise` gathers.
+    """
 
-    def momentum(self, m: Array, g: Array, norm: Array, scalars: Array) -> None:
-        self._each("muon_momentum", m.size, m, g, self._step(norm, scalars))
+    def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: np.dtype, wide: np.dtype) -> None:
+        self._launcher, self._matmuls = launcher, matmuls
+        self._storage, self._wide, self._type = storage, wide, TYPE_OF[storage]
+        self._tables: dict[tuple[tuple[int, ...], ...], Array] = {}
 
-    def orthogonalise(self, u: Array, squares: Array) -> None:
-        """See `Kernels.orthogonalise`; squares[0] is Σ u². Where there are more rows, xᵀ x is the square."""
-        x, y = (self._launcher.scratch(name, u.shape, self._storage) for name in ("ortho", "ortho again"))
-        side, stands = min(u.shape), u.shape[0] > u.shape[1]
-        square, fourth = (
-            self._launcher.scratch(name, (side, side), self._storage) for name in ("square", "fourth")
-        )
-        factor = self._launcher.scratch("shrinking", (1,), self._wide)
-        self._launcher.start("muon", "shrinking", 1, WARP, factor, squares)
-        self._each("normalise", u.size, x, u, factor)
-        for a, b, c in POLAR:
-            self._linears.product(square, x, x, transpose_a=stands, transpose_b=not stands)
-            self._linears.product(fourth, square, square)
-            count = square.size
-            self._launcher.start(
-                "muon", "polynomial", -(-count // BLOCK), BLOCK, square, fourth, a, b, c, side
-            )
-            self._linears.product(y, *((x, square) if stands else (square, x)))
-            x, y = y, x
-        self._each("widen_update", u.size, u, x)
+    def momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
+        pairs = [pair for pair in zip(m, g, strict=True) if pair[0].size]
+        if not pairs:
+            return
+        table = self._table([(*_places(pair, pairs[0]), pair[0].size) for pair in pairs])
+        grid = _pieces(max(each.size for each, _ in pairs)), len(pairs)
+        self._start("muon_momentum", grid, BLOCK, *pairs[0], table, self._step(norm, scalars))
+
+    def orthogonalise(self, updates: Sequence[Array]) -> None:
+        """See `Kernels.orthogonalise`. Matrices with more rows than columns are transposed on the way."""
+        room = self.room([u.shape for u in updates])
+        memory = self._launcher.scratch("orthogonalise", (room,), self._storage)
+        for batch in self._batches(updates):
+            self._orthogonalise(batch, memory)
+
+    def room(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Return the elements of scratch memory: more matrices never need less."""
+        sides = [_sides(shape) for shape in shapes]
+        return max((min(sides.count(each), self._most(each)) * _room(each) for each in sides), default=0)
 
     def step(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
-        step = self._step(norm, scalars)
-        factor = self._launcher.scratch("length factor", (1,), self._wide)
-        for p, low, v, u in matrices:
-            rows, columns = p.shape
-            by_rows = rows >= columns
-            q = self._launcher.scratch("mean squares", v.shape, self._wide)
-            if by_rows:
-                self._launcher.start("muon", "rows_squared", rows, BLOCK, v, q, u, step, beta2, columns)
-            else:
-                blocks, sizes = -(-columns // BLOCK), (rows, columns)
-                self._launcher.start("muon", "columns_squared", blocks, BLOCK, v, q, u, step, beta2, *sizes)
-            self._launcher.start("muon", "length_factor", 1, LARGEST_BLOCK, factor, v, q, v.size)
-            shape = sqrt(max(1, rows / columns))
-            args = (p, low, u, v, factor, step, shape, int(by_rows), columns)
-            self._each("muon_step", p.size, *args)
+        if not matrices:  # a rank whose part has none
+            return
+        first, scratch = matrices[0], self._launcher.scratch
+        longest = max(each.v.size for each in matrices)
+        table = self._table(
+            [(*_places(each, first), i * longest, *each.p.shape) for i, each in enumerate(matrices)]
+        )
+        q = scratch("mean squares", (len(matrices) * longest,), self._wide)
+        factors = scratch("length factors", (len(matrices), 2), self._wide)
+        step, many = self._step(norm, scalars), len(matrices)
+        blocks = -(-longest // WARP)
+        args = (first.v, q, first.u, table, step, beta2)
+        self._start("mean_squares", (blocks, many), WARP * WARP, *args)
+        self._start("length_factor", (1, many), LARGEST_BLOCK, factors, first.v, q, table)
+        grid = _pieces(max(each.p.size for each in matrices)), many
+        self._start("muon_step", grid, BLOCK, first.p, first.low, first.v, first.u, table, factors, step)
+
+    def _batches(self, updates: Sequence[Array]) -> Iterator[list[Array]]:
+        """Cut matrices of equal sides, lying or standing, into batches that have room."""
+        alike: dict[tuple[int, int], list[Array]] = {}
+        for u in updates:
+            alike.setdefault(_sides(u.shape), []).append(u)
+        for sides, some in alike.items():
+            most = self._most(sides)
+            yield from (some[start : start + most] for start in range(0, len(some), most))
+
+    def _most(self, sides: tuple[int, int]) -> int:
+        return max(1, MOST_BYTES // (_room(sides) * self._storage.itemsize))
+
+    def _orthogonalise(self, batch: list[Array], memory: Array) -> None:
+        """x ← a x + (b s + c s s) x, where s = x xᵀ: by three matmuls, which add as they store."""
+        (low, high), many = _sides(batch[0].shape), len(batch)
+        size = low * high
+        ends = [0, *(many * each for each in (_apart(size), 2 * _apart(size), _room((low, high))))]
+        x, y, polynomial = (memory[a:b] for a, b in pairwise(ends))
+        table = self._table([(*_places([u], batch[:1]), int(u.shape[0] > low)) for u in batch])
+        factor = self._launcher.scratch("shrinking", (many,), self._wide)
+        pieces = self._launcher.scratch("squares of updates", (many, _pieces(size)), np.dtype(np.float64))
+        self._start("update_squares", (_pieces(size), many), BLOCK, pieces, batch[0], table, size)
+        self._start("shrinking", many, BLOCK, factor, pieces, _pieces(size))
+        tiles = -(-low // WARP) * -(-high // WARP), many
+        self._start("normalise", tiles, BLOCK, x, batch[0], table, factor, low, high)
+        types = self._type, self._type
+        gram = Matmul(low, low, high, False, True, *types, batch=many)
+        square = Matmul(low, low, low, False, False, *types, onto=True, batch=many)
+        along = Matmul(low, high, low, False, False, *types, onto=True, batch=many)
+        for a, b, c in POLAR:
+            s = y  # which has been read, and is written only when s has been
+            self._matmuls.run(gram, s, x, x)
+            self._matmuls.run(square, polynomial, s, s, onto=s, factors=(c, b))
+            self._matmuls.run(along, y, polynomial, x, onto=x, factors=(1.0, a))
+            x, y = y, x
+        self._start("widen_update", tiles, BLOCK, batch[0], x, table, low, high)
 
     def _step(self, norm: Array, scalars: Array) -> Array:
         step = self._launcher.scratch("muon step", (STEP,), self._wide)
-        self._launcher.start("muon", "muon_scalars", 1, WARP, step, norm, scalars)
+        self._start("muon_scalars", 1, WARP, step, norm, scalars)
         return step
 
-    def _each(self, kernel: str, count: int, *args: object) -> None:
-        self._launcher.start("muon", kernel, -(-count // BLOCK), BLOCK, *args, count)
+    def _table(self, rows: Sequence[tuple[int, ...]]) -> Array:
+        """Return these numbers on the device, made when they are first needed: never while recording."""
+        key = tuple(rows)
+        if key not in self._tables:
+            host = np.array(rows, np.int64)
+            table = self._launcher.device.zeros(host.shape, host.dtype)
+            self._launcher.device.upload(table, host)
+            self._tables[key] = table
+        return self._tables[key]
+
+    def _start(self, kernel: str, grid: int | tuple[int, ...], block: int, *args: object) -> None:
+        self._launcher.start("muon", kernel, grid, block, *args)
+
+
+def _places(arrays: Sequence[Array | None], first: Sequence[Array | None]) -> list[int]:
+    """Count the elements from each of the first arrays to one of the same type."""
+    return [
+        0 if x is None or start is None else (address(x) - address(start)) // x.itemsize
+        for x, start in zip(arrays, first, strict=True)
+    ]
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    return min(shape), max(shape)
+
+
+def _pieces(count: int) -> int:
+    return -(-count // PIECE)
+
+
+def _apart(elements: int) -> int:
+    return -(-elements // APART) * APART
+
+
+def _room(sides: tuple[int, int]) -> int:
+    """Return a matrix's elements of scratch memory: x and y, and one square. The other lies in y."""
+    low, high = sides
+    return 2 * _apart(low * high) + _apart(low * low)

@@ -137,6 +137,13 @@ class AdamState(NamedTuple):
     stretches: Ints2d
 
 
+class SortedTokens(NamedTuple):
+    """Tokens (N,) and their rows in the order of the tokens, where kernels need it to add up gradients."""
+
+    tokens: Ints1d
+    order: Ints1d | None
+
+
 class MuonMatrix(NamedTuple):
     """One matrix, (rows, columns): parameters, their copy of low precision (where there is one), the update.
 
@@ -279,12 +286,15 @@ class Kernels(Protocol):
         With `positions`, which have no `start`, wpe[positions[n]] is added.
         """
 
+    def sort_tokens(self, tokens: Ints1d, vocab: int) -> SortedTokens:
+        """Sort once for every `embed_backward` of these tokens, below `vocab`; valid until the next call."""
+
     def embed_backward(
         self,
         dwte: Wide2d,
         dwpe: Wide2d | None,
         dx: Floats2d,
-        tokens: Ints1d,
+        tokens: SortedTokens,
         seq_len: int,
         positions: Ints1d | None = None,
     ) -> None:
@@ -498,8 +508,10 @@ class Kernels(Protocol):
         norm[0] is Σ g² over all ranks; where it is not finite, nothing happens.
         """
 
-    def muon_momentum(self, m: Wide1d, g: Wide1d, norm: Doubles1d, scalars: Doubles1d) -> None:
-        """m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m, Nesterov's. `scalars`: MuonScalars.
+    def muon_momentum(
+        self, m: Sequence[Wide1d], g: Sequence[Wide1d], norm: Doubles1d, scalars: Doubles1d
+    ) -> None:
+        """Each m ← μ m + (1 - μ) s g; its g ← (1 - μ) s g + μ m, Nesterov's. `scalars`: MuonScalars.
 
         s is as in `adamw`; where norm[0] is not finite, nothing happens.
         """

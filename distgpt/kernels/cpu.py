@@ -24,6 +24,7 @@ from distgpt.kernels.api import (
     Head,
     MuonMatrix,
     OuterState,
+    SortedTokens,
     Stats,
     Work,
 )
@@ -90,17 +91,20 @@ class CpuKernels(OnHost):
         added = None if wpe is None else wpe[following(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
+    def sort_tokens(self, tokens: Array, vocab: int) -> SortedTokens:
+        return SortedTokens(tokens, None)
+
     def embed_backward(
         self,
         dwte: Array,
         dwpe: Array | None,
         dx: Array,
-        tokens: Array,
+        tokens: SortedTokens,
         seq_len: int,
         positions: Array | None = None,
     ) -> None:
         columns = dwte.shape[1]
-        of = dwte, dwpe, dx, tokens, seq_len, positions
+        of = dwte, dwpe, dx, tokens.tokens, seq_len, positions
         self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, *of)
 
     def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
@@ -333,10 +337,12 @@ class CpuKernels(OnHost):
             step = scale, float(scalars[2])
             self._pool.ranges(len(state.p), 4096, flat.adamw, *state, step, groups, tuple(constants))
 
-    def muon_momentum(self, m: Array, g: Array, norm: Array, scalars: Array) -> None:
+    def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
         scale = clipped(norm, scalars)
-        if scale is not None:
-            self._pool.ranges(len(m), 4096, muon.momentum, m, g, scale, float(scalars[2]))
+        if scale is None:
+            return
+        for mi, gi in zip(m, g, strict=True):
+            self._pool.ranges(len(mi), 4096, muon.momentum, mi, gi, scale, float(scalars[2]))
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
         largest_first = sorted(updates, key=lambda u: muon.order(u.shape))

@@ -30,6 +30,7 @@ from distgpt.kernels.api import (
     Ints1d,
     MuonMatrix,
     OuterState,
+    SortedTokens,
     Stats,
     Wide1d,
     Wide2d,
@@ -128,16 +129,19 @@ class ReferenceKernels(OnHost):
         elif wpe is not None:
             x.reshape(-1, seq_len, x.shape[1])[...] += wpe[_positions(seq_len, start)]
 
+    def sort_tokens(self, tokens: Ints1d, vocab: int) -> SortedTokens:
+        return SortedTokens(tokens, None)
+
     def embed_backward(
         self,
         dwte: Wide2d,
         dwpe: Wide2d | None,
         dx: Floats2d,
-        tokens: Ints1d,
+        tokens: SortedTokens,
         seq_len: int,
         positions: Ints1d | None = None,
     ) -> None:
-        np.add.at(dwte, tokens, dx[:, -dwte.shape[1] :])
+        np.add.at(dwte, tokens.tokens, dx[:, -dwte.shape[1] :])
         if dwpe is not None and positions is not None:
             np.add.at(dwpe, positions, dx)
         elif dwpe is not None:
@@ -426,11 +430,15 @@ class ReferenceKernels(OnHost):
             if low is not None:
                 self.cast_down(low[here], p[here])
 
-    def muon_momentum(self, m: Wide1d, g: Wide1d, norm: Doubles1d, scalars: Doubles1d) -> None:
+    def muon_momentum(
+        self, m: Sequence[Wide1d], g: Sequence[Wide1d], norm: Doubles1d, scalars: Doubles1d
+    ) -> None:
         scale, momentum = clipped(norm, scalars), scalars[2]
-        if scale is not None:
-            m[...] = momentum * m + (1 - momentum) * scale * g
-            g[...] = (1 - momentum) * scale * g + momentum * m
+        if scale is None:
+            return
+        for mi, gi in zip(m, g, strict=True):
+            mi[...] = momentum * mi + (1 - momentum) * scale * gi
+            gi[...] = (1 - momentum) * scale * gi + momentum * mi
 
     def orthogonalise(self, updates: Sequence[Wide2d]) -> None:
         for u in updates:

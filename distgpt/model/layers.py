@@ -25,6 +25,7 @@ from distgpt.kernels.api import (
     Floats5d,
     Ints1d,
     Kernels,
+    SortedTokens,
     Stats,
     Wide2d,
 )
@@ -126,7 +127,7 @@ class ValueEmbedding(Part):
         if self.dwb.w is not None:
             self.k.zero(self.dwb.w)
 
-    def weights(self, dqkv: Floats2d, tokens: Ints1d) -> None:
+    def weights(self, dqkv: Floats2d, tokens: SortedTokens) -> None:
         """Add to the gradient. Workers do this together, so none of them may set it to 0 here."""
         if self.dwb.w is not None:
             self.k.embed_backward(self.dwb.w, None, dqkv, tokens, 1)
@@ -443,7 +444,7 @@ class Block:
         tmp: Scratch,
         dout: Floats2d,
         out_sums: Wide2d | None,
-        tokens: Ints1d,
+        tokens: SortedTokens,
         accumulate: bool,
     ) -> None:
         """Compute the gradients of all parameters. out_sums: those of the norm that computed dout."""

@@ -64,8 +64,8 @@ class Muon(AdamW):
     def _launch_updates(self) -> None:
         """Compute all momenta, and the updates of this rank's part of the matrices."""
         k, grads = self.model.kernels, self.model.grads.flat[self.own]
-        for here in self._momenta:
-            k.muon_momentum(self.m.flat[here], grads[here], self.norm, self._muon_scalars)
+        m, g = ([flat[here] for here in self._momenta] for flat in (self.m.flat, grads))
+        k.muon_momentum(m, g, self.norm, self._muon_scalars)
         shared = (
             matrix
             for name, matrices in self._matrices.items()

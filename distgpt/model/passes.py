@@ -26,6 +26,7 @@ from distgpt.kernels.api import (
     Floats2d,
     Head,
     Ints1d,
+    SortedTokens,
     Stats,
     Wide1d,
     Wide2d,
@@ -180,6 +181,8 @@ class Pass:
         dhead = model.head_grad
         dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
         along = scale * model.gradient_scale / self.n_rows
+        # Here, before work begins on a second stream: both read it.
+        in_order = self.k.sort_tokens(tokens, model.config.padded_vocab)
         self._head_loss(tokens, targets, dhidden, dhead, along, accumulate)
         self.k.sum(model.grads.flags[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
@@ -195,13 +198,14 @@ class Pass:
                 self._run_together(block.merge)
             self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))
             self._join(under_way, ready)
-            self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, tokens, accumulate))
+            of = layer.all, tmp, tmp.dout, out_sums, in_order, accumulate
+            self._run_together(partial(block.weights, *of))
             under_way.append(block)
             if not self._overlaps:
                 self._join(under_way, ready)
             self._swap_buffers(1)
             out_sums = tmp.out_sums
-        self._embedding_weights(tokens, accumulate)
+        self._embedding_weights(in_order, accumulate)
         self._join(under_way, ready)
         self._swap_buffers(-model.config.n_layer)  # back to the start: a recorded pass is repeated as it is
         ready(model.layout.size)
@@ -329,7 +333,7 @@ class Pass:
     def _positions_of(self, slab: int) -> Ints1d | None:
         return None if self.positions is None else self.positions[self.slabs[slab]]
 
-    def _embedding_weights(self, tokens: Ints1d, accumulate: bool) -> None:
+    def _embedding_weights(self, tokens: SortedTokens, accumulate: bool) -> None:
         """Compute gradients from that of the first layer's input, which is in tmp.dout."""
         model, ends, tmp = self.model, self.ends.all, self.tmp.all
         dx, dwte, dwpe = tmp.dout, model.grads.get("wte"), model.positions.dwpe

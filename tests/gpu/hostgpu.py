@@ -130,14 +130,17 @@ class HostGpu(FakeCupy):
             if id(owner(arg.memory)) not in self.blocks:
                 raise HostGpuError(f"{name} is no array of this device")
         else:
-            given = {"uint64": "*", "int32": "i", "float64": "d"}.get(type(arg).__name__, type(arg).__name__)
+            name_of = {"uint64": "*", "int32": "i", "int64": "q", "float64": "d"}
+            given = name_of.get(type(arg).__name__, type(arg).__name__)
         if wanted != given and not (
             wanted[0] == "*" and (given == "*" or (wanted == "*?" and given[0] == "*"))
         ):
             raise HostGpuError(f"{name} is {wanted}, was given {given}")
         if given[0] == "*":
             return ctypes.c_void_p(arg.data.ptr if isinstance(arg, ndarray) else None)
-        return ctypes.c_int(int(arg)) if given == "i" else ctypes.c_double(float(arg))
+        if given == "d":
+            return ctypes.c_double(float(arg))
+        return (ctypes.c_int if given == "i" else ctypes.c_longlong)(int(arg))
 
 
 class HostDevice(CupyDevice):

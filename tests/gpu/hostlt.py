@@ -46,6 +46,8 @@ OF_MATMUL = {
     **dict.fromkeys(SCALES_AT, (8, 0)),
     FAST_SUMS: (1, 0),
 }
+BATCH, APART = 5, 6  # of a layout: how many matrices, and the elements from one to the next
+OF_LAYOUT = {BATCH: 4, APART: 8}
 WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of A, B, C, D
 OF_SEARCH = {WORKSPACE: (8, 0), REDUCTIONS: (4, 7), **dict.fromkeys(ALIGNMENTS, (4, 256))}
 MARK = 0x616C676F72697468
@@ -62,6 +64,7 @@ PROTOTYPES = {
     "MatmulDescSetAttribute": f"{_DESC}, cublasLtMatmulDescAttributes_t, {_SET}",
     "MatrixLayoutCreate": f"{_LAYOUT}*, cudaDataType_t, uint64_t, uint64_t, int64_t",
     "MatrixLayoutDestroy": _LAYOUT,
+    "MatrixLayoutSetAttribute": f"{_LAYOUT}, cublasLtMatrixLayoutAttribute_t, {_SET}",
     "MatmulPreferenceCreate": f"{_PREF}*",
     "MatmulPreferenceDestroy": _PREF,
     "MatmulPreferenceSetAttribute": f"{_PREF}, cublasLtMatmulPreferenceAttributes_t, {_SET}",
@@ -75,7 +78,7 @@ _C_TYPES |= {"cudaDataType_t": c_int, "cublasComputeType_t": c_int}
 
 
 def _c_type(name: str) -> Any:
-    return _C_TYPES.get(name) or (c_int if name.endswith("Attributes_t") else c_void_p)
+    return _C_TYPES.get(name) or (c_int if name.endswith(("Attributes_t", "Attribute_t")) else c_void_p)
 
 
 class Algorithm(NamedTuple):
@@ -125,6 +128,8 @@ class Layout(NamedTuple):
     rows: int
     columns: int
     ld: int
+    batch: int = 1
+    apart: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -226,6 +231,12 @@ class HostLt:
 
     _MatmulPreferenceSetAttribute = _MatmulDescSetAttribute
 
+    def _MatrixLayoutSetAttribute(self, address: int, attribute: int, buffer: int, size: int) -> None:
+        _require(size == OF_LAYOUT.get(attribute))
+        value = int.from_bytes(ctypes.string_at(buffer, size), "little")
+        name = {BATCH: "batch", APART: "apart"}[attribute]
+        self.live[address] = self.live[address]._replace(**{name: value})
+
     def _MatmulAlgoGetHeuristic(self, handle: int, desc: int, *others: int) -> None:
         *layouts, preference, wanted, results, found = others
         self.searches += 1
@@ -250,6 +261,9 @@ class HostLt:
         m, k = (a.columns, a.rows) if op[TRANSA] else (a.rows, a.columns)
         k_of_b, n = (b.columns, b.rows) if op[TRANSB] else (b.rows, b.columns)
         _require(k == k_of_b and c[:3] == d[:3] and d[1:3] == (m, n))
+        _require(a.batch == b.batch == c.batch == d.batch > 0)
+        _require(d.batch == 1 or d.apart >= d.ld * d.columns)  # results may not lie in each other
+        _require(d.batch == 1 or op[EPILOGUE] == 1, NOT_SUPPORTED)
         _require(op[BIAS_AT] or not op.has_bias)
         _require(not op.has_aux or (op[AUX_AT] and op[AUX_LD] >= m and op[AUX_LD] % 8 == 0))
         _require((SUMS.get(op.types), a.type, d.type) in TYPES, NOT_SUPPORTED)
@@ -284,9 +298,14 @@ class HostLt:
         def work(operands: Any = tuple(operands)) -> None:
             if one.workspace:
                 ctypes.memset(workspace, 0xFF, one.workspace)
-            _multiply(now, *factors, *operands)
+            for i in range(layouts[3].batch):
+                _multiply(now, *factors, *(_in_batch(at, layout, i) for at, layout in operands))
 
         self._queue(stream, work)
+
+
+def _in_batch(at: int, layout: Layout, i: int) -> tuple[int, Layout]:
+    return at + i * layout.apart * DTYPES[layout.type].itemsize, layout
 
 
 def _view(at: int, layout: Layout) -> Any:

@@ -194,6 +194,26 @@ def test_products_are_those_of_numpy_for_all_transposes_and_odd_shapes(bench, ty
         compute(matmuls, kind)
 
 
+@pytest.mark.parametrize("types", TYPES, ids="→".join)
+@pytest.mark.parametrize("factors", [None, (1.0, 8.25), (-1.5, 0.5)])
+def test_batches_are_as_many_matmuls_multiplied_and_added_to(bench, types, factors):
+    one, many = bench(), 3
+    for ta, tb, onto in itertools.product((False, True), (False, True), (False, True)):
+        kind = Matmul(7, 16, 8, ta, tb, *types, onto=onto, batch=many)
+        shapes = {"a": (8, 7) if ta else (7, 8), "b": (16, 8) if tb else (8, 16)}
+        a, b = (random((many, *shapes[name]), types[0], i) for i, name in enumerate("ab"))
+        out, added = empty((many, 7, 16), types[1]), random((many, 7, 16), types[1], 9)
+        alpha, beta = factors or (1.0, 1.0)
+        by = factors and (alpha, beta if onto else 0.0)
+        one.matmuls.run(kind, out, a, b, onto=added if onto else None, factors=by)
+        left, right = (numbers(x) for x in (a, b))
+        left, right = left.swapaxes(1, 2) if ta else left, right.swapaxes(1, 2) if tb else right
+        wanted = alpha * (left @ right) + (beta * numbers(added) if onto else 0)
+        relative = {"bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-8}[types[1]]
+        np.testing.assert_allclose(numbers(out), wanted, rtol=relative, atol=8 * relative)
+    assert one.timed  # candidates were tried with these factors, too
+
+
 @pytest.mark.parametrize("fastest", [IN_PLACE, WIDEST, IN_PARTS, ANY, ROUNDED_PARTS])
 def test_the_fastest_algorithm_runs_and_is_looked_for_only_once(bench, fastest):
     one = bench(takes={fastest: 0.5, BREAKING: 0.1, UNFIT: 0.1, TOO_MUCH_WORKSPACE: 0.1})

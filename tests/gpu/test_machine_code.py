@@ -20,9 +20,15 @@ KINDS = [
     for kind in (FAST, ("sm_90", "float32"), ("sm_80", "bfloat16"))
 ]
 # Sums of few values in one block, in float64 on purpose.
-IN_DOUBLE = {"sum_all", "add_up"}
+IN_DOUBLE = {"sum_all", "add_up", "shrinking"}
 # A thread that adds up its squares in float32 hands them over in float64; a single one finds the clip factor.
-ENDS_IN_DOUBLE = {"squares", "squares_of_stored", "adamw_common", "muon_scalars", "shrinking"} | IN_DOUBLE
+ENDS_IN_DOUBLE = {
+    "squares",
+    "squares_of_stored",
+    "update_squares",
+    "adamw_common",
+    "muon_scalars",
+} | IN_DOUBLE
 # Packed kernels whose results are single values: a sum for a row, or a column.
 SUMS_OF_TILES = {"attention_backward_queries": 1, "attention_backward_keys": 2}
 NARROW_RESULTS = {"linear_few_rows_packed", "sum_slices_packed"}

@@ -237,6 +237,7 @@ def test_the_real_library_takes_all_attributes_that_are_set(library):
     for compute_type, scale in ((68, 0), (77, 0), (70, 1)):
         destroy(lt, "MatmulDesc", lt.descriptor(compute_type, scale, dict.fromkeys(Desc, 1)))
     layouts = [lt.layout(data_type, 3, 5) for data_type in cublaslt.DataType]
+    layouts.append(lt.layout(cublaslt.DataType.R_16BF, 3, 5, batch=7))
     descriptor = lt.descriptor(68, 0, {})
     with pytest.raises(LtError, match="cublasLtMatmulAlgoGetHeuristic gave CUBLAS_STATUS_"):
         lt.algorithms(descriptor, *layouts[:3], dict.fromkeys(Pref, 2), 8)  # so the attributes were taken

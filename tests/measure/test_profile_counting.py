@@ -8,7 +8,7 @@ import pytest
 from profiling import job, profiled, times
 from threadranks import on_all_ranks
 
-from distgpt.kernels.api import AdamState, Affine, Angles, Head, Kernels, Stats
+from distgpt.kernels.api import AdamState, Affine, Angles, Head, Kernels, SortedTokens, Stats
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken, account
@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_arrays():
         ("linear_act", (480, 4 * (24 + 50 + 2 * 60)), y, y, x, wb, "gelu"),
         ("add_norm", (0, 4 * (24 + 24 + 6)), x, x, stats, x, None, none, 1e-5),
         ("embed", (0, 96 + 24 + 2 * 96), x, ids, w, w, 3, None),
-        ("embed_backward", (0, 96 + 24 + 2 * 96 + 2 * 48), w, w, x, ids, 3),
+        ("embed_backward", (0, 96 + 24 + 2 * 96 + 2 * 48), w, w, x, SortedTokens(ids, None), 3),
         ("attention", (2 * 24 * 4, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), 3, None, 0),
         ("attention", (160, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), 3, None, 2),
         ("linear_cross_entropy", (384, 48 + 4 * 48 + 416), ids, None, None, x, head, ids, 1.0, False),

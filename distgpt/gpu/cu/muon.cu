@@ -1,7 +1,11 @@
-// Muon: momentum, what surrounds the matmuls that orthogonalise, and the step along a matrix's update.
+// Muon: momentum, what surrounds the matmuls that orthogonalise, and the step along the updates.
+//
+// A kernel works on many matrices at once, wherever they lie: blockIdx.y is the matrix, whose places and sizes
+// stand in a row of a table. Places are counted in elements from the first matrix's.
 #include "common.cuh"
 
 constexpr double TINY = 1e-12;  // as in kernels/api.py
+constexpr int PIECE = 4096;     // elements that a block of 256 threads has, as in muon.py
 
 // Constants of a step, computed once for all elements.
 struct Step {
@@ -16,95 +20,185 @@ muon_scalars(real* step, const double* norm, const double* scalars) {
     *reinterpret_cast<Step*>(step) = {real(scale), real(scalars[2]), real(scalars[3]), real(scalars[4])};
 }
 
+struct Stretch {
+    long long m, g, count;
+};
+
+struct Update {
+    long long u, stands;  // 1: it has more rows than columns
+};
+
+struct Matrix {
+    long long p, low, v, u, q, rows, columns;
+};
+
+template <typename Row>
+__device__ __forceinline__ Row row_of(const long long* table) {
+    return reinterpret_cast<const Row*>(table)[blockIdx.y];
+}
+
 // m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m
-extern "C" __global__ void muon_momentum(real* m, real* g, const real* step, int n) {
-    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
+extern "C" __global__ void muon_momentum(real* m, real* g, const long long* table, const real* step) {
     const Step c = *reinterpret_cast<const Step*>(step);
-    if (i >= n || !(c.scale - c.scale == 0)) return;
-    const real fresh = (1 - c.momentum) * c.scale * g[i], moved = c.momentum * m[i] + fresh;
-    m[i] = moved;
-    g[i] = fresh + c.momentum * moved;
-}
-
-// factor[0] ← 1 / (1.02 ‖u‖), squares[0] = ‖u‖²
-extern "C" __global__ void __launch_bounds__(WARP) shrinking(real* factor, const double* squares) {
-    if (threadIdx.x == 0) factor[0] = real(1 / (1.02 * sqrt(squares[0]) + TINY));
-}
-
-// x ← factor · u
-extern "C" __global__ void normalise(stored* x, const real* u, const real* factor, int n) {
-    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < n) x[i] = to_stored(u[i] * factor[0]);
-}
-
-// square (n, n) ← a + b · square + c · fourth
-extern "C" __global__ void
-polynomial(stored* square, const stored* fourth, double a, double b, double c, int n) {
-    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= (long long)(n) * n) return;
-    const real diagonal = i / n == i % n ? real(a) : real(0);
-    square[i] = to_stored(diagonal + real(b) * to_real(square[i]) + real(c) * to_real(fourth[i]));
-}
-
-// u ← x
-extern "C" __global__ void widen_update(real* u, const stored* x, int n) {
-    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < n) u[i] = to_real(x[i]);
-}
-
-// q ← the mean squares of rows of u, a block for each; v ← β v + (1 - β) q
-extern "C" __global__ void
-rows_squared(real* v, real* q, const real* u, const real* step, double beta, int columns) {
-    const real scale = step[0];
-    real sum = 0;
-    for (int j = threadIdx.x; j < columns; j += blockDim.x) {
-        const real x = u[size_t(blockIdx.x) * columns + j];
-        sum += x * x;
+    const Stretch own = row_of<Stretch>(table);
+    const long long first = (long long)(blockIdx.x) * PIECE, last = min(own.count, first + PIECE);
+    if (!(c.scale - c.scale == 0)) return;
+    m += own.m;
+    g += own.g;
+    for (long long i = first + threadIdx.x; i < last; i += blockDim.x) {
+        const real fresh = (1 - c.momentum) * c.scale * g[i], moved = c.momentum * m[i] + fresh;
+        m[i] = moved;
+        g[i] = fresh + c.momentum * moved;
     }
+}
+
+// pieces (matrices, pieces of one) ← Σ u² of each piece, of matrices of n elements
+extern "C" __global__ void update_squares(double* pieces, const real* u, const long long* table, int n) {
+    const long long first = (long long)(blockIdx.x) * PIECE, last = min((long long)(n), first + PIECE);
+    u += row_of<Update>(table).u;
+    real sum = 0;
+    for (long long i = first + threadIdx.x; i < last; i += blockDim.x) sum += u[i] * u[i];
+    const double total = block_sum(double(sum));
+    if (threadIdx.x == 0) pieces[size_t(blockIdx.y) * gridDim.x + blockIdx.x] = total;
+}
+
+// factor[matrix] ← 1 / (1.02 ‖u‖), from the squares of its pieces; a block for each matrix
+extern "C" __global__ void shrinking(real* factor, const double* pieces, int count) {
+    double sum = 0;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) sum += pieces[size_t(blockIdx.x) * count + i];
     sum = block_sum(sum);
-    if (threadIdx.x || !(scale - scale == 0)) return;
-    q[blockIdx.x] = sum / columns;
-    v[blockIdx.x] = real(beta) * v[blockIdx.x] + (1 - real(beta)) * q[blockIdx.x];
+    if (threadIdx.x == 0) factor[blockIdx.x] = real(1 / (1.02 * sqrt(sum) + TINY));
 }
 
-// The same of columns, a thread for each.
-extern "C" __global__ void
-columns_squared(real* v, real* q, const real* u, const real* step, double beta, int rows, int columns) {
-    const int j = blockIdx.x * blockDim.x + threadIdx.x;
-    const real scale = step[0];
-    if (j >= columns || !(scale - scale == 0)) return;
-    real sum = 0;
-    for (int i = 0; i < rows; i++) {
-        const real x = u[size_t(i) * columns + j];
-        sum += x * x;
+template <typename T>
+__device__ __forceinline__ real read(const T* x) {
+    if constexpr (sizeof(T) == sizeof(real)) return *x;
+    else return to_real(*x);
+}
+
+template <typename T>
+__device__ __forceinline__ void write(T* x, real value) {
+    if constexpr (sizeof(T) == sizeof(real)) *x = value;
+    else *x = to_stored(value);
+}
+
+// to ← factor · from (rows, columns), or its transpose, by tiles of WARP x WARP: blockIdx.x is the tile, and
+// warps read and write rows of it.
+template <typename From, typename To>
+__device__ __forceinline__ void lay(To* to, const From* from, int rows, int columns, bool turned, real factor) {
+    __shared__ real tile[WARP][WARP + 1];
+    const int across = (columns + WARP - 1) / WARP, top = blockIdx.x / across * WARP,
+              left = blockIdx.x % across * WARP, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP,
+              warps = blockDim.x / WARP;
+    for (int i = warp; i < WARP; i += warps) {
+        if (top + i >= rows || left + lane >= columns) continue;
+        const size_t at = size_t(top + i) * columns + left + lane;
+        const real value = factor * read(from + at);
+        if (turned) tile[i][lane] = value;
+        else write(to + at, value);
     }
-    q[j] = sum / rows;
-    v[j] = real(beta) * v[j] + (1 - real(beta)) * q[j];
+    if (!turned) return;
+    __syncthreads();
+    for (int i = warp; i < WARP; i += warps)
+        if (left + i < columns && top + lane < rows)
+            write(to + size_t(left + i) * rows + top + lane, tile[lane][i]);
 }
 
-// factor[0] ← by how much rows (or columns) divided by √v are too short, all together; in one block
+// x (matrices, low, high) ← factor · u, lying down: a matrix with more rows than columns is transposed
+extern "C" __global__ void
+normalise(stored* x, const real* u, const long long* table, const real* factor, int low, int high) {
+    const Update own = row_of<Update>(table);
+    stored* to = x + size_t(blockIdx.y) * low * high;
+    lay(to, u + own.u, own.stands ? high : low, own.stands ? low : high, own.stands, factor[blockIdx.y]);
+}
+
+// u ← x, standing up again
+extern "C" __global__ void
+widen_update(real* u, const stored* x, const long long* table, int low, int high) {
+    const Update own = row_of<Update>(table);
+    lay(u + own.u, x + size_t(blockIdx.y) * low * high, low, high, own.stands, real(1));
+}
+
+// q ← the mean squares of the rows of u, or of its columns where these are more; v ← β v + (1 - β) q.
+// A block has WARP of them: a warp reads each row; or all warps read WARP columns, and each adds up one.
+extern "C" __global__ void __launch_bounds__(WARP * WARP)
+mean_squares(real* v, real* q, const real* u, const long long* table, const real* step, double beta) {
+    __shared__ real sums[WARP][WARP + 1];
+    const Matrix own = row_of<Matrix>(table);
+    const int rows = own.rows, columns = own.columns, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP,
+              first = blockIdx.x * WARP, i = first + warp;
+    const real scale = step[0];
+    real sum = 0;
+    u += own.u;
+    if (rows >= columns) {
+        if (i < rows)
+            for (int j = lane; j < columns; j += WARP) {
+                const real x = u[size_t(i) * columns + j];
+                sum += x * x;
+            }
+    } else {
+        if (first + lane < columns)
+            for (int row = warp; row < rows; row += WARP) {
+                const real x = u[size_t(row) * columns + first + lane];
+                sum += x * x;
+            }
+        sums[warp][lane] = sum;
+        __syncthreads();
+        sum = sums[lane][warp];
+    }
+    sum = warp_sum(sum);
+    if (lane || i >= max(rows, columns) || !(scale - scale == 0)) return;
+    const real mean = sum / min(rows, columns);
+    q[own.q + i] = mean;
+    v[own.v + i] = real(beta) * v[own.v + i] + (1 - real(beta)) * mean;
+}
+
+struct Factors {
+    real length, rate;
+};
+
+// factors (matrices, 2): length ← by how much rows (or columns) divided by √v are too short, all together;
+// rate ← √max(1, rows / columns). A block for each matrix, which is blockIdx.y.
 extern "C" __global__ void __launch_bounds__(1024)
-length_factor(real* factor, const real* v, const real* q, int count) {
+length_factor(real* factors, const real* v, const real* q, const long long* table) {
+    const Matrix own = row_of<Matrix>(table);
     real before = 0, after = 0;
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        const real root = sqrt(v[i]) + real(TINY);
-        before += q[i];
-        after += q[i] / (root * root);
+    for (int i = threadIdx.x; i < max(own.rows, own.columns); i += blockDim.x) {
+        const real mean = q[own.q + i], root = sqrt(v[own.v + i]) + real(TINY);
+        before += mean;
+        after += mean / (root * root);
     }
     before = block_sum(before);
     after = block_sum(after);
-    if (threadIdx.x == 0) factor[0] = sqrt(before / (after + real(TINY)));
+    if (threadIdx.x) return;
+    const real shape = real(int(own.rows)) / real(int(own.columns));
+    reinterpret_cast<Factors*>(factors)[blockIdx.y] = {sqrt(before / (after + real(TINY))),
+                                                       sqrt(shape > 1 ? shape : real(1))};
 }
 
 // p ← p - rate · (u + decay · p where u · p ≥ 0), with u scaled; low ← p, rounded
-extern "C" __global__ void muon_step(real* p, stored* low, const real* u, const real* v, const real* factor,
-                                     const real* step, double shape, int by_rows, int columns, int n) {
-    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
+extern "C" __global__ void muon_step(real* p, stored* low, const real* v, const real* u, const long long* table,
+                                     const real* factors, const real* step) {
     const Step c = *reinterpret_cast<const Step*>(step);
-    if (i >= n || !(c.scale - c.scale == 0)) return;
-    const real second = v[by_rows ? i / columns : i % columns], rate = c.rate * real(shape);
-    const real move = u[i] * (factor[0] / (sqrt(second) + real(TINY))), kept = move * p[i] >= 0 ? p[i] : real(0);
-    const real next = p[i] - rate * (move + c.decay * kept);
-    p[i] = next;
-    if (low) low[i] = to_stored(next);
+    const Matrix own = row_of<Matrix>(table);
+    const Factors by = reinterpret_cast<const Factors*>(factors)[blockIdx.y];
+    const long long n = own.rows * own.columns, first = (long long)(blockIdx.x) * PIECE;
+    if (first >= n || !(c.scale - c.scale == 0)) return;
+    const int columns = own.columns, row = int(first / columns), within = int(first % columns);
+    const bool by_rows = own.rows >= own.columns;
+    const int most = int(min(n - first, (long long)(PIECE)));
+    const real rate = c.rate * by.rate;
+    p += own.p + first;
+    u += own.u + first;
+    v += own.v;
+    if (low) low += own.low + first;
+    for (int i = threadIdx.x; i < most; i += blockDim.x) {
+        const int at = within + i;  // counted from the start of a row: 32 bits do
+        const real second = v[by_rows ? row + at / columns : at % columns];
+        const real move = u[i] * (by.length / (sqrt(second) + real(TINY)));
+        const real kept = move * p[i] >= 0 ? p[i] : real(0);
+        const real next = p[i] - rate * (move + c.decay * kept);
+        p[i] = next;
+        if (low) low[i] = to_stored(next);
+    }
 }

@@ -10,7 +10,8 @@ __device__ __forceinline__ long long own_place() {
 // Elements i … i + W of each array, as far as they exist; the others are 0. One branch for all of them, so that
 // all loads are under way at a time.
 template <int N>
-__device__ __forceinline__ void load_all(Elements<W> (&x)[N], const real* const (&from)[N], long long i, int n) {
+__device__ __forceinline__ void load_all(Elements<W> (&x)[N], const real* const (&from)[N], long long i,
+                                         long long n) {
     if (i + W <= n) {
 #pragma unroll
         for (int a = 0; a < N; a++) x[a] = load_real<W>(from[a] + i);
@@ -24,7 +25,8 @@ __device__ __forceinline__ void load_all(Elements<W> (&x)[N], const real* const 
 
 // The first KEPT arrays stay in the cache if they fit; the others are not read before the next step.
 template <int KEPT, int N>
-__device__ __forceinline__ void store_all(real* const (&to)[N], const Elements<W> (&x)[N], long long i, int n) {
+__device__ __forceinline__ void store_all(real* const (&to)[N], const Elements<W> (&x)[N], long long i,
+                                          long long n) {
     if (i + W <= n) {
 #pragma unroll
         for (int a = 0; a < N; a++) store_real<W>(to[a] + i, x[a], a >= KEPT);
@@ -49,7 +51,7 @@ __device__ __forceinline__ int run_of(const long long* runs, int count, long lon
 }
 
 // Rounded elements i … i + W, as far as they exist, in one piece where they do.
-__device__ __forceinline__ void round_to(stored* low, const Elements<W>& x, long long i, int n) {
+__device__ __forceinline__ void round_to(stored* low, const Elements<W>& x, long long i, long long n) {
     struct alignas(W * sizeof(stored)) Four {
         stored at[W];
     } four;
@@ -84,7 +86,7 @@ adamw_common(real* common, const double* norm, const double* scalars, int groups
 }
 
 extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const real* g,
-                                 const long long* runs, int run_count, const real* common, int n) {
+                                 const long long* runs, int run_count, const real* common, long long n) {
     const long long i = own_place(), first = (long long)(blockIdx.x) * blockDim.x * W;
     if (i >= n) return;
     int run = run_of(runs, run_count, first);  // the block's: all its threads read the same
@@ -109,7 +111,7 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
 }
 
 // low ← wide, rounded
-extern "C" __global__ void round_to_stored(stored* low, const real* wide, int n) {
+extern "C" __global__ void round_to_stored(stored* low, const real* wide, long long n) {
     const long long i = own_place();
     if (i >= n) return;
     Elements<W> x[1];
@@ -118,7 +120,7 @@ extern "C" __global__ void round_to_stored(stored* low, const real* wide, int n)
 }
 
 // y ← a - b
-extern "C" __global__ void subtract(real* y, const real* a, const real* b, int n) {
+extern "C" __global__ void subtract(real* y, const real* a, const real* b, long long n) {
     const long long i = own_place();
     if (i >= n) return;
     Elements<W> x[2];
@@ -130,7 +132,7 @@ extern "C" __global__ void subtract(real* y, const real* a, const real* b, int n
 
 // See `Kernels.nesterov` for the formula.
 extern "C" __global__ void nesterov(real* p, stored* low, real* round_start, real* velocity, const real* change,
-                                    double scale, double lr, double momentum, int n) {
+                                    double scale, double lr, double momentum, long long n) {
     const long long i = own_place();
     if (i >= n) return;
     const real share = real(scale), rate = real(lr), mu = real(momentum);

@@ -53,7 +53,7 @@ constexpr int PIECE = 4096;  // elements, as in kernels/api.py
 
 // pieces (blocks,) ← Σ x² of each block's piece: the same for any GPU, and for any rank that has the piece
 template <typename T>
-__device__ __forceinline__ void add_squares(double* pieces, const T* x, int n) {
+__device__ __forceinline__ void add_squares(double* pieces, const T* x, long long n) {
     constexpr int W = 16 / sizeof(T);
     real sum = 0;
     const long long begin = (long long)(blockIdx.x) * PIECE, end = begin + PIECE;
@@ -74,9 +74,11 @@ __device__ __forceinline__ void add_squares(double* pieces, const T* x, int n) {
     if (threadIdx.x == 0) pieces[blockIdx.x] = total;
 }
 
-extern "C" __global__ void squares(double* pieces, const real* x, int n) { add_squares(pieces, x, n); }
+extern "C" __global__ void squares(double* pieces, const real* x, long long n) {
+    add_squares(pieces, x, n);
+}
 
-extern "C" __global__ void squares_of_stored(double* pieces, const stored* x, int n) {
+extern "C" __global__ void squares_of_stored(double* pieces, const stored* x, long long n) {
     add_squares(pieces, x, n);
 }
 

@@ -85,7 +85,7 @@ def _embed(a: Any) -> float:
 
 def _embed_backward(a: Any) -> float:
     elements = a.dx.size + (0 if a.dwpe is None else a.seq_len * a.dx.shape[1])
-    return moved(a.dx, a.tokens) + 2 * float(elements * a.dwte.itemsize)
+    return moved(a.dx, a.tokens.tokens) + 2 * float(elements * a.dwte.itemsize)
 
 
 def _cross_entropy(a: Any) -> float:
@@ -139,6 +139,7 @@ OPERATIONS = {
     "add": Operation("Norms forward"),
     "embed": Operation("Embedding forward", _embed),
     "add_embedding": Operation("Embedding forward", lambda a: moved(a.tokens) + 3 * len(a.x) * moved(a.w[0])),
+    "sort_tokens": Operation("Embedding backward", lambda a: moved(a.tokens)),
     "embed_backward": Operation("Embedding backward", _embed_backward),
     "add_norm": Operation(
         "Norms forward", lambda a: moved(a.y, a.stats, a.x, a.r, a.wb) + (0 if a.r is None else moved(a.s))
@@ -190,7 +191,7 @@ OPERATIONS = {
     "squares": Operation("AdamW and gradient norm"),
     "add_up": Operation("AdamW and gradient norm"),
     "adamw": Operation("AdamW and gradient norm", _adamw),
-    "muon_momentum": Operation("Muon", lambda a: 2 * moved(a.m, a.g)),
+    "muon_momentum": Operation("Muon", lambda a: 2 * moved(*a.m, *a.g)),
     "orthogonalise": Operation("Muon", lambda a: 2 * moved(*a.updates), _orthogonalise),
     "muon": Operation("Muon", lambda a: sum(2 * moved(m.p, m.v) + moved(m.u, m.low) for m in a.matrices)),
     "subtract": Operation("AdamW and gradient norm"),

@@ -117,12 +117,13 @@ class Recorder:
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         now, place = self._clock.now, self._place
 
-        def measured(*args: Any, **named: Any) -> None:
+        def measured(*args: Any, **named: Any) -> Any:
             events = place.events
             before = len(events)
             begin = now()
-            call(*args, **named)
+            found = call(*args, **named)
             events.append((name, before, begin, now(), args, named))
+            return found
 
         return measured
 

@@ -1,0 +1,134 @@
+"""Muon on a GPU works on all matrices of a shape at once: what it starts, and what comes out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from devices import ON_GPU, cuda_kernels, needs_the_processor  # noqa: F401
+from hostgpu import BACKWARDS, FORWARDS, HostDevice, host_lt
+from models import batch
+from operations import Scalars, tolerance
+
+from distgpt.config import TrainConfig
+from distgpt.config.presets import preset
+from distgpt.gpu import muon
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.gpu.matmul import LtMatmul
+from distgpt.kernels.api import MuonMatrix
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model.model import Model
+from distgpt.model.muon import Muon
+from distgpt.model.passes import Pass
+
+# Odd, of several tiles and pieces, equal sides both lying and standing, one alone.
+SHAPES = [(70, 40), (40, 70), (24, 24), (50, 33), (40, 70), (24, 24), (70, 130), (24, 24), (70, 40)]
+
+
+def host_kernels(dtype="float32", **how):
+    on = HostDevice(**how)
+    return CudaKernels(on, LtMatmul(host_lt(on.xp), on), dtype)
+
+
+def launches(layers, **how):
+    """What is started for Muon's part of a step of gpt2-fast, which does not depend on its width."""
+    config = replace(
+        preset("gpt2-fast").model, n_layer=layers, n_embd=24, n_head=3, vocab_size=13, seq_len=8, **how
+    )
+    k = host_kernels("bfloat16", graphs=False)
+    model = Model(config, k)
+    model.train()
+    model.initialise(1)
+    optimizer = Muon(model, TrainConfig(optimizer="muon", lr=0.02))
+    tokens, targets = map(k.integers, batch(config, 2, 8))
+    Pass(model, 2, 8, training=True).loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    optimizer.compute_norm()
+    k._device.synchronize()
+    lt = k.linears.matmuls._lt._library
+    k._device.xp.launches.clear()
+    before = lt.started
+    optimizer.prepare(0, 0.02, 1.0, 1.0)
+    optimizer.apply()
+    k._device.synchronize()
+    own = [each for each in k._device.xp.launches if each.source != "optimizer"]  # AdamW's
+    return len(own) + lt.started - before
+
+
+@needs_the_processor
+@pytest.mark.parametrize("how", [{}, {"norm_gain": True}], ids=["gpt2-fast", "gains between the matrices"])
+def test_launches_are_few_and_do_not_grow_with_the_layers(how):
+    assert launches(12, **how) == launches(3, **how) <= 60
+
+
+def test_what_has_no_room_is_done_in_further_batches_of_which_more_never_need_less(monkeypatch, cuda_kernels):
+    k = cuda_kernels("float32")
+    shapes = [(24, 40)] * 7
+    whole = k.orthogonalise_bytes(shapes)
+    monkeypatch.setattr(muon, "MOST_BYTES", whole // 2)
+    rooms = [k.orthogonalise_bytes(shapes[:n]) for n in range(1, 8)]
+    assert rooms == sorted(rooms) and rooms[-1] == rooms[2] <= whole // 2
+    monkeypatch.setattr(muon, "MOST_BYTES", 1)
+    assert k.orthogonalise_bytes(shapes) == rooms[0]
+
+
+def updates_of(k, seed=0):
+    rng, made = np.random.default_rng(seed), []
+    for shape in SHAPES:
+        made.append(k.wide_zeros(*shape))
+        k.put(made[-1], rng.standard_normal(shape))
+    return made
+
+
+@pytest.mark.parametrize("most", [muon.MOST_BYTES, 40_000])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_many_matrices_at_once_are_those_of_the_reference_and_each_alone(
+    dtype, most, monkeypatch, cuda_kernels
+):
+    monkeypatch.setattr(muon, "MOST_BYTES", most)
+    k, plain = cuda_kernels(dtype), ReferenceKernels("float64")
+    together, alone, expected = updates_of(k), updates_of(k), updates_of(plain)
+    plain.orthogonalise(expected)
+    k.orthogonalise(together)
+    for u in alone:
+        k.orthogonalise([u])
+    for shape, some, one, right in zip(SHAPES, together, alone, expected, strict=True):
+        some, one = (np.array(k.to_host(x), np.float64) for x in (some, one))
+        assert np.linalg.norm(some - right) < 3 * tolerance(k) * np.linalg.norm(right), shape
+        if not ON_GPU:  # where the library may take another algorithm for another batch
+            np.testing.assert_array_equal(some, one, err_msg=f"{shape}")
+
+
+def stepped(k, low, seed=0):
+    """p, its copy and v after a step along many updates, which lie in one buffer but v."""
+    rng, matrices = np.random.default_rng(seed), []
+    for shape in SHAPES:
+        p, u, v = k.wide_zeros(*shape), k.wide_zeros(*shape), k.wide_zeros(max(shape))
+        for array in (p, u):
+            k.put(array, rng.standard_normal(shape))
+        k.put(v, rng.standard_normal(max(shape)) ** 2)
+        matrices.append(MuonMatrix(p, k.zeros(*shape) if low else None, v, u))
+    norm, scalars = k.scalars(1), k.scalars(5)
+    k.put(norm, np.array([3.0]).view(Scalars))
+    k.put(scalars, np.array([0.5, 0.7, 0.9, 1e-2, 0.3]).view(Scalars))
+    k.muon(matrices, norm, scalars, 0.95)
+    kept = [x for each in matrices for x in (each.p, each.v, each.low) if x is not None]
+    return [np.array(k.to_host(x), np.float64) for x in kept]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_step_of_many_matrices_is_that_of_the_reference(dtype, cuda_kernels):
+    k, low = cuda_kernels(dtype), dtype == "bfloat16"
+    for found, right in zip(stepped(k, low), stepped(ReferenceKernels("float64"), low), strict=True):
+        np.testing.assert_allclose(found, right, rtol=0, atol=tolerance(k) * np.abs(right).max())
+
+
+@needs_the_processor
+def test_no_order_of_blocks_and_warps_changes_a_bit():
+    found = []
+    for order in (FORWARDS, BACKWARDS, 2):
+        k = host_kernels(order=order)
+        updates = updates_of(k)
+        k.orthogonalise(updates)
+        found.append([k.to_host(u) for u in updates] + stepped(k, False))
+    for other in found[1:]:
+        for some, first in zip(other, found[0], strict=True):
+            np.testing.assert_array_equal(some, first)
