@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.compiling import cubin
+from distgpt.gpu.compiling import Ahead, Kind, cubin
 from distgpt.gpu.copies import Mirror, UnderWay
 from distgpt.kernels.api import Array, Work
 
@@ -51,7 +51,8 @@ class CupyDevice:
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
         self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
-        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._ahead = Ahead(self._compiled)
+        self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
         self._recordings = 1  # by this number; what was recorded under another one is outdated
@@ -139,10 +140,17 @@ class CupyDevice:
         source, kernel, defines = key
         if (source, defines) not in self._modules:
             module = self._cuda.function.Module()
-            module.load(cubin(source, defines, "sm_{}{}".format(*self.capability)))
+            module.load(self._ahead.code((source, defines)))
             self._modules[source, defines] = module
         self._functions[key] = self._modules[source, defines].get_function(kernel)
         return self._functions[key]
+
+    def compile_ahead(self, kinds: Iterable[Kind], threads: int, first: int = 0) -> None:
+        """Let threads compile sources with their macros, beginning at one of them, while this goes on."""
+        self._ahead.start(kinds, threads, first)
+
+    def _compiled(self, kind: Kind) -> bytes:
+        return cubin(*kind, "sm_{}{}".format(*self.capability))
 
     def record(self, work: Work) -> Work:
         """Return a function that repeats the launches of `work` on the same arrays without its Python code.
