@@ -24,7 +24,7 @@ from distgpt.formatting import size
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a quota that is used up counts as a full disk
 LONGEST_LINE = 1 << 16  # bytes of a line that we append
 DIRECT = 4 << 20  # bytes that go to the disk at once
-PATIENCE, POLL = 120.0, 0.02  # seconds that a process waits for another one's result, and between two looks
+PATIENCE, POLL = 120.0, 0.005  # seconds that a process waits for another one's result, and between two looks
 
 
 def system_error(error: BaseException | None) -> OSError | None:
@@ -203,21 +203,29 @@ def made_once(path: Path | None, make: Callable[[], bytes]) -> bytes:
     """
     if path and (kept := read_checked(path)) is not None:
         return kept
-    made = make()
+    return _kept(path, make())
+
+
+def _kept(path: Path | None, made: bytes) -> bytes:
+    """Keep what was made, if possible."""
     with suppress(StorageError):
         if path:
             write_checked(path, made)
     return made
 
 
-def made_by_one(path: Path | None, make: Callable[[], bytes]) -> bytes:
-    """As `made_once`; of processes and threads that lack the file, one makes it, and the others wait."""
+def made_by_one(
+    path: Path | None, make: Callable[[], bytes], accepts: Callable[[bytes], bool] = lambda kept: True
+) -> bytes:
+    """As `made_once`, if what is kept `accepts`; of processes that lack it one makes it, others wait."""
     if path is None:
         return make()
-    if (kept := read_checked(path)) is not None:
+    if (kept := read_checked(path)) is not None and accepts(kept):
         return kept
     with _alone(path):
-        return made_once(path, make)
+        if (kept := read_checked(path)) is not None and accepts(kept):
+            return kept
+        return _kept(path, make())
 
 
 @contextmanager

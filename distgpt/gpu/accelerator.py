@@ -28,7 +28,7 @@ def gpu_count() -> int:
 
 def open_device(index: int, options: GpuConfig) -> CupyDevice:
     """Open the GPU of this number and make it current."""
-    return CupyDevice(index, options.deterministic, options.graphs)
+    return CupyDevice(index, options.deterministic, options.graphs, versions=[cublaslt.version()])
 
 
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
@@ -57,7 +57,7 @@ def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:
     lt = cublaslt.load()
     if lt is None:
         raise UsageError("cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)")
-    return LtMatmul(lt, device, options.tf32)
+    return LtMatmul(lt, device, options.tf32, device.kept)
 
 
 def _attention_for(device: CupyDevice, say: Say, head: int, own: Attention) -> Attention:

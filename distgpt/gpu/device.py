@@ -15,6 +15,7 @@ import numpy as np
 
 from distgpt.gpu.compiling import Ahead, Kind, cubin
 from distgpt.gpu.copies import Mirror, UnderWay
+from distgpt.gpu.kept import Kept
 from distgpt.kernels.api import Array, Work
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
@@ -31,10 +32,18 @@ class CupyDevice:
 
     All work but what is done `on` another stream goes to one, in the order of the calls; it is also CuPy's
     current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
-    which candidate `fastest` chose, by key.
+    which candidate `fastest` chose, by key; they are kept for later starts with the same `versions` of
+    libraries, unless that is None.
     """
 
-    def __init__(self, index: int, deterministic: bool = False, graphs: bool = True, xp: Any = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        deterministic: bool = False,
+        graphs: bool = True,
+        xp: Any = None,
+        versions: Sequence[int] | None = None,
+    ) -> None:
         self.xp: Any = import_module("cupy") if xp is None else xp
         self._cuda = self.xp.cuda
         self._cuda.Device(index).use()
@@ -55,6 +64,8 @@ class CupyDevice:
         self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
+        about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
+        self.kept = Kept(None if versions is None else [*versions, *about])
         self._recordings = 1  # by this number; what was recorded under another one is outdated
 
     # -- memory
@@ -228,12 +239,17 @@ class CupyDevice:
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
         """Run one of these candidates, which all do the same and are repeatable.
 
-        The first where `deterministic`, else the fastest, timed when a key is new. While recording nothing
-        can be timed: the first unless the key is known.
+        The first where `deterministic`, else the fastest, timed when a key is new and no earlier start has
+        left it. While recording nothing can be timed: the first unless the key is known.
         """
-        if key not in self.choices and not (self.deterministic or self.recording):
+
+        def timed() -> bytes:
             seconds = self.times(candidates)
-            self.choices[key] = seconds.index(min(seconds))
+            return bytes([seconds.index(min(seconds))])
+
+        if key not in self.choices and not (self.deterministic or self.recording):
+            one_of = [bytes([i]) for i in range(len(candidates))]
+            (self.choices[key],) = self.kept.choice(f"way of {key}", one_of.__contains__, timed)
         candidates[self.choices.get(key, 0)]()
 
     def times(self, works: Sequence[Work]) -> list[float]:
