@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -23,6 +24,7 @@ TIMED_CALLS, TURNS = 5, 5
 HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
+MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
 SECOND_STREAM = "DISTGPT_SECOND_STREAM"  # 1: gradients of weights have a stream of their own
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -94,8 +96,23 @@ class CupyDevice:
             self._uploads.hold(sent, memory)
 
     def download(self, array: Array) -> Any:
-        """Return the array as a new NumPy array. Waits for all work so far."""
-        return self.later(array)().copy()
+        """Return the array as a new NumPy array. Waits for all work so far.
+
+        In pieces: while one is copied out of page-locked memory, the next is on its way.
+        """
+        self._refuse_while_recording("a download was started")
+        _require_contiguous(array)
+        host, flat = np.empty(array.shape, array.dtype), array.reshape(-1)
+        out, step = host.reshape(-1), max(1, MOST_BYTES_DOWN // array.itemsize)
+        under_way: deque[tuple[int, Mirror]] = deque()
+        for start in (*range(0, flat.size, step), None, None):
+            if start is not None:
+                under_way.append((start, self.mirror(flat[start : start + step])))
+                under_way[-1][1].fetch()
+            if under_way and (start is None or len(under_way) > 1):
+                first, mirror = under_way.popleft()
+                out[first : first + step] = mirror.ready()
+        return host
 
     def later(self, array: Array) -> Callable[[], Any]:
         """Start a download of the array at this point of the stream; calling the result waits for it."""
