@@ -26,6 +26,7 @@ UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
 MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
 SECOND_STREAM = "DISTGPT_SECOND_STREAM"  # 1: gradients of weights have a stream of their own
+FIRST_STREAM = "DISTGPT_FIRST_STREAM"  # 1: what layers wait for goes before gradients of weights
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -45,19 +46,21 @@ class CupyDevice:
         graphs: bool = True,
         xp: Any = None,
         versions: Sequence[int] | None = None,
+        uuid: str = "",
     ) -> None:
         self.xp: Any = import_module("cupy") if xp is None else xp
         self._cuda = self.xp.cuda
         self._cuda.Device(index).use()
-        self.stream = self._cuda.Stream(non_blocking=True)
+        self.stream = self._cuda.Stream(non_blocking=True, **_priority())
         self.stream.use()
         facts = self._cuda.runtime.getDeviceProperties(index)
         self.index, self.deterministic = index, deterministic
         self.name = facts["name"].decode() if isinstance(facts["name"], bytes) else facts["name"]
         self.capability = (int(facts["major"]), int(facts["minor"]))
         self.multiprocessors = int(facts["multiProcessorCount"])
-        # The same GPU has the same place in all processes, whatever index they know it by.
-        self.place = f"{_machine()} {self._cuda.runtime.deviceGetPCIBusId(index)}"
+        # The same GPU has the same place in all processes, whatever index they know it by. The parts of a
+        # divided one (MIG) share an address on the bus, and each has a `uuid`.
+        self.place = f"{_machine()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = self.is_aside = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
@@ -366,6 +369,14 @@ class Graphs:
 def second_stream_enabled() -> bool:
     """Return whether the variable turns it on. Nobody has measured yet whether it is faster."""
     return os.environ.get(SECOND_STREAM) == "1"
+
+
+def _priority() -> dict[str, int]:
+    """Return the option that lets the main stream go before the second, where the variable asks for it.
+
+    Kernels of a graph keep the priority of their stream. Nobody has measured it: else all are equal.
+    """
+    return {"priority": -1} if os.environ.get(FIRST_STREAM) == "1" else {}
 
 
 class SecondStream:
