@@ -19,7 +19,7 @@ from distgpt.config.presets import preset
 from distgpt.errors import DistgptError
 from distgpt.gpu import compiling
 from distgpt.gpu.api import STORAGE, WIDE
-from distgpt.gpu.attention import attention_shape, mma_defines
+from distgpt.gpu.attention import attention_shape, delta_defines, mma_defines
 from distgpt.gpu.kernels import norm_shape
 
 # Sizes to print: GPT-2's first, and larger ones.
@@ -59,6 +59,8 @@ def variants(
     storage = compiling.storage_define(type)
     if source == "attention":
         yield from ((storage, *attention_shape(head, WIDE[type].itemsize, 1).defines) for head in heads)
+    elif source == "attention_delta":
+        yield from ((storage, *delta_defines(head)) for head in heads)
     elif source in FOR_BFLOAT16 and type != "bfloat16":
         return
     elif source == "attention_mma":

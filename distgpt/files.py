@@ -10,6 +10,7 @@ import re
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -23,6 +24,7 @@ from distgpt.formatting import size
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a quota that is used up counts as a full disk
 LONGEST_LINE = 1 << 16  # bytes of a line that we append
 DIRECT = 4 << 20  # bytes that go to the disk at once
+PATIENCE, POLL = 120.0, 0.005  # seconds that a process waits for another one's result, and between two looks
 
 
 def system_error(error: BaseException | None) -> OSError | None:
@@ -201,11 +203,55 @@ def made_once(path: Path | None, make: Callable[[], bytes]) -> bytes:
     """
     if path and (kept := read_checked(path)) is not None:
         return kept
-    made = make()
+    return _kept(path, make())
+
+
+def _kept(path: Path | None, made: bytes) -> bytes:
+    """Keep what was made, if possible."""
     with suppress(StorageError):
         if path:
             write_checked(path, made)
     return made
+
+
+def made_by_one(
+    path: Path | None, make: Callable[[], bytes], accepts: Callable[[bytes], bool] = lambda kept: True
+) -> bytes:
+    """As `made_once`, if what is kept `accepts`; of processes that lack it one makes it, others wait."""
+    if path is None:
+        return make()
+    if (kept := read_checked(path)) is not None and accepts(kept):
+        return kept
+    with _alone(path):
+        if (kept := read_checked(path)) is not None and accepts(kept):
+            return kept
+        return _kept(path, make())
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one in after the other, by a lock beside the file that dies with its process.
+
+    Where there can be no lock, or whoever has it is stuck, all go in: they only do the same work twice.
+    """
+    beside = path.with_name(f".{path.name}.lock")
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if descriptor is None:
+        yield
+        return
+    try:
+        end = time.monotonic() + PATIENCE
+        while (got := lock(descriptor, fcntl.LOCK_EX)) is False and time.monotonic() < end:
+            time.sleep(POLL)
+        yield
+        if got is not False:
+            # Whoever waits at the name that is gone gets its lock next, and finds the file.
+            with suppress(OSError):
+                beside.unlink()
+    finally:
+        os.close(descriptor)
 
 
 def read_checked(path: Path) -> bytes | None:

@@ -94,7 +94,8 @@ class Stage:
             has_tensor_cores = self.device.capability >= OLDEST_BFLOAT16
             if dtype == "float32" and has_tensor_cores and not self.gpu.tf32:
                 self.notes.add(SLOW_FLOAT32)
-            return kernels_on(self.device, dtype, self.gpu, self.notes.add)
+            # A GPU may be full: then no rank goes on.
+            return on_every_rank(self.comm, lambda: kernels_on(self.device, dtype, self.gpu, self.notes.add))
         from distgpt.kernels.cpu import CpuKernels
         from distgpt.kernels.fused import disk_cache
 
@@ -243,7 +244,7 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     from distgpt.gpu.accelerator import gpu_count, open_device
     from distgpt.gpu.transport import DeviceComm, choose_transport, sharing
 
-    device = open_device(device_of(comm.local_rank, gpu_count()), gpu)
+    device = on_every_rank(comm, lambda: open_device(device_of(comm.local_rank, gpu_count()), gpu))
     ranks = sharing(comm, device)
     if comm.size == 1:
         comm = SerialComm()

@@ -29,6 +29,8 @@ LAUNCHERS = {
 RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 RANKS_OF_HOST = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
+NCCL_STATUS = {6: "remote error", 7: "in progress"}  # newer than the first five
+
 # Errors that one line explains. Other errors print a traceback; in a job of several ranks only the clear ones
 # do not.
 _CLEAR = (DistgptError, MemoryError)
@@ -102,17 +104,26 @@ def _library(error: BaseException) -> str:
     if type(error).__module__.startswith("mpi4py"):
         return "MPI"
     is_nccl = type(error).__name__ == "NcclError" and "nccl" in type(error).__module__  # CuPy's
-    return "NCCL" if is_nccl else ""
+    return "NCCL" if is_nccl or _unknown_status(error) else ""
+
+
+def _unknown_status(error: BaseException) -> str:
+    """Describe a status of NCCL that CuPy's NcclError may not know, and then is a KeyError; "" for others."""
+    where = list(traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, KeyError) or not where or "nccl" not in where[-1][0].f_code.co_filename:
+        return ""
+    return NCCL_STATUS.get(error.args[0], f"status {error.args[0]}")
 
 
 def _report_library(rank: int, library: str, error: BaseException) -> None:
     if rank and library == "NCCL":  # which fails on all ranks
         time.sleep(SECONDS_FOR_RANK_0)
-    text = str(error).lower()
+    what = _unknown_status(error) or str(error)
+    text = what.lower()
     if library == "MPI" or "remote" in text:
-        say(has_failed(rank, library, str(error)))
+        say(has_failed(rank, library, what))
         return
-    say(f"rank {rank}: {library}: {error}; with NCCL_DEBUG=INFO in the environment it says why")
+    say(f"rank {rank}: {library}: {what}; with NCCL_DEBUG=INFO in the environment it says why")
     if "invalid" in text:  # an argument, or a usage: our mistake
         traceback.print_exception(error)
 

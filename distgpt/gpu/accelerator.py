@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
 
 from distgpt.config import GpuConfig
-from distgpt.errors import Say, UsageError
-from distgpt.gpu import cublaslt, cudnn_attention
+from distgpt.errors import Say, UsageError, first_line
+from distgpt.gpu import cublaslt, cudnn_attention, probe
 from distgpt.gpu.api import Attention
 from distgpt.gpu.cudnn_attention import SLOWER, CheckedAttention, CudnnAttention
 from distgpt.gpu.device import CupyDevice, second_stream_enabled
@@ -28,14 +30,35 @@ def gpu_count() -> int:
 
 def open_device(index: int, options: GpuConfig) -> CupyDevice:
     """Open the GPU of this number and make it current."""
-    return CupyDevice(index, options.deterministic, options.graphs)
+    known = probe.driver()
+    uuid = known.gpus[index].uuid if known and index < len(known.gpus) else ""
+    with _one_line(index):
+        return CupyDevice(
+            index, options.deterministic, options.graphs, versions=[cublaslt.version()], uuid=uuid
+        )
+
+
+@contextmanager
+def _one_line(index: int) -> Iterator[None]:
+    """Turn what CUDA says of a GPU that cannot be used into one line."""
+    try:
+        yield
+    except Exception as error:  # of CuPy's types, which need CuPy to be named
+        if not type(error).__module__.startswith("cupy"):
+            raise
+        raise UsageError(
+            f"GPU {index} cannot be used: {first_line(error)}; nvidia-smi shows whether another process has"
+            " it or its memory, and CUDA_VISIBLE_DEVICES chooses another GPU"
+        ) from error
 
 
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """Make the kernels on this device; `say` reports what is slower than it could be."""
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
     second_stream = options.graphs and second_stream_enabled()
-    return CudaKernels(device, _matmuls(device, options), dtype, attention, second_stream, options.float8)
+    with _one_line(device.index):
+        matmuls = _matmuls(device, options)
+    return CudaKernels(device, matmuls, dtype, attention, second_stream, options.float8)
 
 
 def kernels_for_estimate(dtype: str, memory: int | None, float8: bool = False) -> CudaKernels:
@@ -57,7 +80,7 @@ def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:
     lt = cublaslt.load()
     if lt is None:
         raise UsageError("cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)")
-    return LtMatmul(lt, device, options.tf32)
+    return LtMatmul(lt, device, options.tf32, device.kept)
 
 
 def _attention_for(device: CupyDevice, say: Say, head: int, own: Attention) -> Attention:

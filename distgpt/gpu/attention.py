@@ -40,6 +40,11 @@ def mma_defines(head: int, group: int) -> tuple[str, ...]:
     return f"HEAD={head}", f"GROUP={group}", f"ROWS={ROWS}"
 
 
+def delta_defines(head: int) -> tuple[str, ...]:
+    """The macros to compile attention_delta.cu with."""
+    return f"HEAD={head}", f"DELTA_LANES={DELTA_LANES}"
+
+
 class OwnAttention:
     """Implements `distgpt.gpu.api.Attention`, and attention to a cache beside it."""
 
@@ -82,12 +87,12 @@ class OwnAttention:
                 parts = self._launcher.scratch("parts of dqkv", shape, lse.dtype)
         delta = self._launcher.scratch("delta", (lse.size,), lse.dtype)
         self._launcher.start(
-            "attention",
+            "attention_delta",
             "attention_delta",
             -(-len(y) * n_head * DELTA_LANES // DELTA_BLOCK),
             DELTA_BLOCK,
             *(delta, dy, y, len(y) * n_head, *sizes),
-            defines=_shape(y, qkv, n_head).defines,
+            defines=delta_defines(y.shape[1] // n_head),
         )
         args, blocks, group = (
             (dqkv, parts, dy, lse, delta, qkv, positions, *sizes),
@@ -208,7 +213,7 @@ def attention_shape(head: int, real_bytes: int, group: int) -> AttentionShape:
     forward = _first_that_fits(head, real_bytes, backward=False)
     backward = _first_that_fits(head, real_bytes, backward=True)
     macros = (*_macros("FORWARD", *forward), *_macros("BACKWARD", *backward))
-    sizes = f"HEAD={head}", f"GROUP={group}", f"DELTA_LANES={DELTA_LANES}"
+    sizes = f"HEAD={head}", f"GROUP={group}"
     return AttentionShape(forward, backward, (*sizes, *macros))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from distgpt.errors import UsageError
-from distgpt.files import cache_folder, made_once
+from distgpt.files import cache_folder, made_by_one
 from distgpt.gpu import probe
 from distgpt.gpu.probe import library_path
 
@@ -20,6 +22,9 @@ FOLDER = Path(__file__).resolve().parent / "cu"
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
+Kind = tuple[str, tuple[str, ...]]  # a source, and the macros it is compiled with
+MOST_THREADS = 8
+LONGEST = ("norm", "attention", "elementwise", "attention_mma")  # to compile: they are begun first
 
 
 class CompileError(RuntimeError):
@@ -134,13 +139,56 @@ def _check(status: int, what: str) -> None:
 
 
 def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
-    """Return the machine code of gpu/cu/`source`.cu for "sm_90" or the like, from the cache if there."""
+    """Return the machine code of gpu/cu/`source`.cu for "sm_90" or the like, from the cache if there.
+
+    Of all ranks of a node one compiles it.
+    """
     folder = cache_folder("kernels")
     path = folder and folder / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
-    return made_once(path, lambda: compile_source(source, defines, arch).cubin)
+    return made_by_one(path, lambda: compile_source(source, defines, arch).cubin)
 
 
 def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:
     """Hash everything that decides the result, the compiler's version included."""
     parts = (source_text(source), *options(defines), arch, nvrtc_version())
     return sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+class Ahead:
+    """Machine code that threads make before it is asked for: NVRTC works without Python's lock.
+
+    `make` gives the code of a kind. Of the ranks of a node, each begins at another kind.
+    """
+
+    def __init__(self, make: Callable[[Kind], bytes]) -> None:
+        self._make = make
+        self._made: dict[Kind, Future[bytes]] = {}
+
+    def start(self, kinds: Iterable[Kind], threads: int, first: int = 0) -> None:
+        new = sorted(set(kinds) - self._made.keys(), key=_longest_first)
+        turned = [*new[first % len(new) :], *new[: first % len(new)]] if new else []
+        queue = [(kind, Future[bytes]()) for kind in turned]
+        self._made.update(queue)
+        todo = iter(queue)
+        for _ in range(min(len(queue), threads, MOST_THREADS)):
+            threading.Thread(target=self._work, args=(todo,)).start()
+
+    def code(self, kind: Kind) -> bytes:
+        """Return the code of a kind; wait for a thread that is making it, make it here if none is."""
+        future = self._made.pop(kind, None)
+        return self._make(kind) if future is None or future.cancel() else future.result()
+
+    def _work(self, todo: Iterator[tuple[Kind, Future[bytes]]]) -> None:
+        # Python waits for its threads at the end, and NVRTC must not be left in the middle of its work: but
+        # what has not begun by then is not begun.
+        while threading.main_thread().is_alive() and (next_one := next(todo, None)):
+            kind, future = next_one
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._make(kind))
+                except BaseException as error:  # whoever asks for it gets it
+                    future.set_exception(error)
+
+
+def _longest_first(kind: Kind) -> tuple[int, Kind]:
+    return (LONGEST.index(kind[0]) if kind[0] in LONGEST else len(LONGEST)), kind

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.compiling import cubin
+from distgpt.gpu.compiling import Ahead, Kind, cubin
 from distgpt.gpu.copies import Mirror, UnderWay
+from distgpt.gpu.kept import Kept
 from distgpt.kernels.api import Array, Work
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
@@ -22,7 +24,9 @@ TIMED_CALLS, TURNS = 5, 5
 HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
+MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
 SECOND_STREAM = "DISTGPT_SECOND_STREAM"  # 1: gradients of weights have a stream of their own
+FIRST_STREAM = "DISTGPT_FIRST_STREAM"  # 1: what layers wait for goes before gradients of weights
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -31,29 +35,42 @@ class CupyDevice:
 
     All work but what is done `on` another stream goes to one, in the order of the calls; it is also CuPy's
     current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
-    which candidate `fastest` chose, by key.
+    which candidate `fastest` chose, by key; they are kept for later starts with the same `versions` of
+    libraries, unless that is None.
     """
 
-    def __init__(self, index: int, deterministic: bool = False, graphs: bool = True, xp: Any = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        deterministic: bool = False,
+        graphs: bool = True,
+        xp: Any = None,
+        versions: Sequence[int] | None = None,
+        uuid: str = "",
+    ) -> None:
         self.xp: Any = import_module("cupy") if xp is None else xp
         self._cuda = self.xp.cuda
         self._cuda.Device(index).use()
-        self.stream = self._cuda.Stream(non_blocking=True)
+        self.stream = self._cuda.Stream(non_blocking=True, **_priority())
         self.stream.use()
         facts = self._cuda.runtime.getDeviceProperties(index)
         self.index, self.deterministic = index, deterministic
         self.name = facts["name"].decode() if isinstance(facts["name"], bytes) else facts["name"]
         self.capability = (int(facts["major"]), int(facts["minor"]))
         self.multiprocessors = int(facts["multiProcessorCount"])
-        # The same GPU has the same place in all processes, whatever index they know it by.
-        self.place = f"{_machine()} {self._cuda.runtime.deviceGetPCIBusId(index)}"
+        # The same GPU has the same place in all processes, whatever index they know it by. The parts of a
+        # divided one (MIG) share an address on the bus, and each has a `uuid`.
+        self.place = f"{_machine()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = self.is_aside = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
         self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
-        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._ahead = Ahead(self._compiled)
+        self._modules: dict[Kind, Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
+        about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
+        self.kept = Kept(None if versions is None else [*versions, *about])
         self._recordings = 1  # by this number; what was recorded under another one is outdated
 
     # -- memory
@@ -82,8 +99,23 @@ class CupyDevice:
             self._uploads.hold(sent, memory)
 
     def download(self, array: Array) -> Any:
-        """Return the array as a new NumPy array. Waits for all work so far."""
-        return self.later(array)().copy()
+        """Return the array as a new NumPy array. Waits for all work so far.
+
+        In pieces: while one is copied out of page-locked memory, the next is on its way.
+        """
+        self._refuse_while_recording("a download was started")
+        _require_contiguous(array)
+        host, flat = np.empty(array.shape, array.dtype), array.reshape(-1)
+        out, step = host.reshape(-1), max(1, MOST_BYTES_DOWN // array.itemsize)
+        under_way: deque[tuple[int, Mirror]] = deque()
+        for start in (*range(0, flat.size, step), None, None):
+            if start is not None:
+                under_way.append((start, self.mirror(flat[start : start + step])))
+                under_way[-1][1].fetch()
+            if under_way and (start is None or len(under_way) > 1):
+                first, mirror = under_way.popleft()
+                out[first : first + step] = mirror.ready()
+        return host
 
     def later(self, array: Array) -> Callable[[], Any]:
         """Start a download of the array at this point of the stream; calling the result waits for it."""
@@ -139,10 +171,17 @@ class CupyDevice:
         source, kernel, defines = key
         if (source, defines) not in self._modules:
             module = self._cuda.function.Module()
-            module.load(cubin(source, defines, "sm_{}{}".format(*self.capability)))
+            module.load(self._ahead.code((source, defines)))
             self._modules[source, defines] = module
         self._functions[key] = self._modules[source, defines].get_function(kernel)
         return self._functions[key]
+
+    def compile_ahead(self, kinds: Iterable[Kind], threads: int, first: int = 0) -> None:
+        """Let threads compile sources with their macros, beginning at one of them, while this goes on."""
+        self._ahead.start(kinds, threads, first)
+
+    def _compiled(self, kind: Kind) -> bytes:
+        return cubin(*kind, "sm_{}{}".format(*self.capability))
 
     def record(self, work: Work) -> Work:
         """Return a function that repeats the launches of `work` on the same arrays without its Python code.
@@ -220,12 +259,17 @@ class CupyDevice:
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
         """Run one of these candidates, which all do the same and are repeatable.
 
-        The first where `deterministic`, else the fastest, timed when a key is new. While recording nothing
-        can be timed: the first unless the key is known.
+        The first where `deterministic`, else the fastest, timed when a key is new and no earlier start has
+        left it. While recording nothing can be timed: the first unless the key is known.
         """
-        if key not in self.choices and not (self.deterministic or self.recording):
+
+        def timed() -> bytes:
             seconds = self.times(candidates)
-            self.choices[key] = seconds.index(min(seconds))
+            return bytes([seconds.index(min(seconds))])
+
+        if key not in self.choices and not (self.deterministic or self.recording):
+            one_of = [bytes([i]) for i in range(len(candidates))]
+            (self.choices[key],) = self.kept.choice(f"way of {key}", one_of.__contains__, timed)
         candidates[self.choices.get(key, 0)]()
 
     def times(self, works: Sequence[Work]) -> list[float]:
@@ -325,6 +369,14 @@ class Graphs:
 def second_stream_enabled() -> bool:
     """Return whether the variable turns it on. Nobody has measured yet whether it is faster."""
     return os.environ.get(SECOND_STREAM) == "1"
+
+
+def _priority() -> dict[str, int]:
+    """Return the option that lets the main stream go before the second, where the variable asks for it.
+
+    Kernels of a graph keep the priority of their stream. Nobody has measured it: else all are equal.
+    """
+    return {"priority": -1} if os.environ.get(FIRST_STREAM) == "1" else {}
 
 
 class SecondStream:

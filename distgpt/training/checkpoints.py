@@ -21,14 +21,13 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
 from distgpt.errors import DistgptError, StorageError
 from distgpt.interrupts import Interrupted
-from distgpt.kernels.api import Array
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import Best, State, newest_step, save_checkpoint
-from distgpt.saved.modelfile import Description, on_host
+from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.tensors import data_bytes, write_tensors
+from distgpt.saved.tensors import LazyTensors, data_bytes, write_tensors
 from distgpt.training.exchange.checkpointing import OPTIMIZER, WEIGHTS, Gathering, Groups, Replicas, Shards
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
@@ -264,7 +263,16 @@ class Checkpoints:
     def _on_host(self, live: Live) -> Groups:
         gathered = self._gathering.groups(OPTIMIZER not in live) if self._gathering else {}
         own = {stem: buffers for stem, buffers in live.items() if stem not in gathered}
-        return {**_grouped(own, lambda prefix, buffer: on_host(self._model, buffer)), **gathered}
+        return {**{stem: self._read_twice(buffers) for stem, buffers in own.items()}, **gathered}
+
+    def _read_twice(self, buffers: Mapping[str, FlatBuffer]) -> LazyTensors:
+        """Return a file's tensors, which come from a GPU one by one: there may be no room for them all."""
+        to_host, found, kinds = self._model.kernels.to_host, {}, {}
+        for prefix, buffer in buffers.items():
+            dtype = to_host(buffer.flat[:1]).dtype
+            for name, array in buffer.items():
+                found[prefix + name], kinds[prefix + name] = array, (dtype, array.shape)
+        return LazyTensors(kinds, lambda name: to_host(found[name]))
 
     def _save(self, groups: Groups, state: State, best: Best | None) -> None:
         begun, metadata = time.perf_counter(), self.description.to_metadata()
@@ -298,25 +306,22 @@ class Copy:
 
     def taken(self, live: Live) -> Groups:
         """Return the tensors by the files they go to, in the same memory every time."""
-        return _grouped(live, self._copied)
+        return {
+            stem: {
+                prefix + name: array
+                for prefix, buffer in buffers.items()
+                for name, array in self._copied(prefix, buffer).items()
+            }
+            for stem, buffers in live.items()
+        }
 
     def _copied(self, prefix: str, buffer: FlatBuffer) -> FlatBuffer:
-        flat = self._kernels.to_host(buffer.flat)
+        to_host = self._kernels.to_host
         if prefix not in self._buffers:
-            self._buffers[prefix] = FlatBuffer(buffer.layout, partial(np.empty, dtype=flat.dtype))
-        own = self._buffers[prefix].flat
+            dtype = to_host(buffer.flat[:1]).dtype
+            self._buffers[prefix] = FlatBuffer(buffer.layout, partial(np.empty, dtype=dtype))
+        own, flat = self._buffers[prefix].flat, buffer.flat
+        # A GPU's array is never on the host as a whole beside the copy: `copy_bytes` counts one.
         pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
-        self._kernels.each(lambda i: np.copyto(own[pieces[i]], flat[pieces[i]]), len(pieces))
+        self._kernels.each(lambda i: np.copyto(own[pieces[i]], to_host(flat[pieces[i]])), len(pieces))
         return self._buffers[prefix]
-
-
-def _grouped(live: Live, on_host: Callable[[str, FlatBuffer], Mapping[str, Array]]) -> Groups:
-    """Return the tensors of each file, by their names in it."""
-    return {
-        stem: {
-            prefix + name: array
-            for prefix, buffer in buffers.items()
-            for name, array in on_host(prefix, buffer).items()
-        }
-        for stem, buffers in live.items()
-    }

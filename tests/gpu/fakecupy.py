@@ -215,9 +215,9 @@ class Device:
 
 
 class Stream:
-    def __init__(self, xp: FakeCupy, non_blocking: bool = False) -> None:
+    def __init__(self, xp: FakeCupy, non_blocking: bool = False, priority: int | None = None) -> None:
         self._xp, self.ptr = xp, 0x5000 + len(xp.streams)
-        self.non_blocking = non_blocking
+        self.non_blocking, self.priority = non_blocking, priority
         self.captured: Capture | None = None
         self.behind: frozenset[int] = frozenset()  # works of the capture that the next one waits for
         self.waiting: list[Any] = []

@@ -1,16 +1,29 @@
 """The device behind the GPU stages, on a GPU that is not there: copies, recorded work, measured time."""
 
 import gc
+import tracemalloc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from devices import needs_the_processor
 from fakecupy import CudaError, FakeCupy
-from hostgpu import HostDevice
+from hostgpu import HostDevice, host_lt
 
+from distgpt.config import RunConfig, TrainConfig
+from distgpt.config.presets import preset
 from distgpt.gpu import device as module
 from distgpt.gpu.device import TIMED_CALLS, CupyDevice
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.gpu.matmul import LtMatmul
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import State, verify
+from distgpt.saved.modelfile import Description
+from distgpt.saved.rundir import RunDirectory
+from distgpt.training import checkpoints as saving
+from distgpt.training.opening.memory import copy_bytes
 
 pytestmark = needs_the_processor
 
@@ -338,3 +351,65 @@ def test_the_stand_in_notices_a_wait_that_was_forgotten(device):
     assert mirror.host.tolist() != [1, 1]
     with pytest.raises(CudaError, match="measured nothing"):
         device.xp.cuda.get_elapsed_time(device.xp.cuda.Event(), device.xp.cuda.Event())
+
+
+# Large downloads
+
+
+def test_a_download_takes_two_small_pieces_of_page_locked_memory(device, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 10)
+    sizes, alloc = [], device.xp.cuda.alloc_pinned_memory
+    monkeypatch.setattr(device.xp.cuda, "alloc_pinned_memory", lambda size: sizes.append(size) or alloc(size))
+    array, host = device.zeros((3, 1001), FLOAT), np.arange(3003, dtype=FLOAT).reshape(3, 1001)
+    device.upload(array, host)
+    sizes.clear()
+    for _ in range(3):
+        np.testing.assert_array_equal(device.download(array), host)
+    assert max(sizes) == 1 << 10 and len(sizes) == 3 * 12
+    assert len({id(block) for block in device.xp.free_pinned[1 << 10]}) <= 4  # lent out again and again
+    assert device.download(device.zeros((0, 4), FLOAT)).shape == (0, 4)
+
+
+def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
+    """Of the host: what `copy_bytes` counts, and some pieces."""
+    monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 12)
+    monkeypatch.setattr(saving, "PIECE", 1 << 10)
+    run = RunConfig(preset("microgpt").model, TrainConfig(save="async"))
+    run = replace(run, model=replace(run.model, n_layer=8))
+    on = HostDevice()
+    k = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "float32")
+    model = Model(run.model, k)
+    model.train()
+    optimizer = AdamW(model, run.train)
+    live = {"a": {"": model.weights}, "b": {"m/": optimizer.m, "v/": optimizer.v}}
+    k.put(model.weights.flat, np.arange(model.layout.size))
+    copy, counted = saving.Copy(model), copy_bytes(run, k, 1)
+    assert counted > 40 * (1 << 12)
+    tracemalloc.start()
+    groups = copy.taken(live)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert counted <= peak < counted + 16 * (1 << 12) + 40_000  # and Python's own objects
+    names = [spec.name for spec in model.layout.specs]
+    found = np.concatenate([groups["a"][name].reshape(-1) for name in names])
+    np.testing.assert_array_equal(np.sort(found), np.arange(model.layout.size))
+
+
+def test_saving_while_training_waits_takes_the_memory_of_a_tensor(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 12)
+    on = HostDevice()
+    kernels = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "float32")
+    model = Model(replace(preset("microgpt").model, n_layer=8, n_embd=128), kernels)
+    model.train()
+    model.initialise(1)
+    settings, directory = TrainConfig(save="sync"), RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    about = Description(RunConfig(model=model.config), None)
+    saver = saving.Checkpoints(model, AdamW(model, settings), directory, about, settings, print)
+    saver.write_now(State(1))  # whatever else is made once
+    tracemalloc.start()
+    saver.write_now(State(2))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    verify(directory.checkpoints / "step-00000002")
+    assert peak < 2 * model.layout.size  # bytes, of 12 that weights and moments take

@@ -18,7 +18,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.gpu import accelerator
-from distgpt.gpu.device import SECOND_STREAM, SecondStream
+from distgpt.gpu.device import FIRST_STREAM, SECOND_STREAM, SecondStream
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.model import passes
@@ -174,3 +174,10 @@ def test_it_is_off_unless_turned_on_and_needs_graphs(monkeypatch):
         assert accelerator.kernels_for_estimate("float32", None).capabilities.has_second_stream == (
             value == "1"
         )
+
+
+def test_the_first_stream_goes_before_the_second_where_that_is_asked_for(monkeypatch):
+    for value, priority in (("", None), ("0", None), ("1", -1)):
+        monkeypatch.setenv(FIRST_STREAM, value)
+        device = HostDevice()
+        assert (device.stream.priority, device.second_stream().priority) == (priority, None)

@@ -7,6 +7,7 @@ import pytest
 from conftest import distgpt, needs_mpi, refused
 from fakecupy import FakeCupy
 from hostbuild import COMPILER
+from threadranks import on_all_ranks
 
 from distgpt import stages
 from distgpt.comm import launched
@@ -15,7 +16,7 @@ from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
 from distgpt.gpu import accelerator, probe, transport
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.transport import DeviceComm, HostStaged
+from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
 from distgpt.stages import device_of, open_stage
 
 
@@ -129,6 +130,81 @@ def test_a_gpu_that_is_missing_is_refused_before_anything_is_opened(node, monkey
     monkeypatch.setattr(accelerator, "open_device", None)
     with pytest.raises(UsageError, match="'mpi-cuda' cannot run here"):
         open_stage("mpi-cuda")
+
+
+class Taken(Exception):
+    """As CuPy's of a GPU in exclusive mode that another process has, or whose memory is full."""
+
+
+Taken.__module__ = "cupy_backends.cuda.api.runtime"
+SAYS = "cudaErrorDevicesUnavailable: all CUDA-capable devices are busy or unavailable"
+
+
+def on_two_gpus(monkeypatch, open_gpu, make=lambda device, options: None):
+    """What each of two ranks gets or raises that opens its GPU, and kernels on it."""
+    monkeypatch.setattr(accelerator, "gpu_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "CupyDevice", open_gpu)
+    monkeypatch.setattr(accelerator, "_matmuls", make)
+
+    def act(comm):
+        try:
+            return stages._bound("mpi-cuda", comm, GpuConfig(allreduce="host")).kernels("float32")
+        except UsageError as error:
+            assert error.shared
+            return str(error)
+
+    return on_all_ranks(2, act)
+
+
+def device(index, *rest, **how):
+    return CupyDevice(index, *rest, xp=FakeCupy(2, total=8 << 30), **how)
+
+
+def test_a_gpu_that_another_process_has_is_refused_in_one_line_on_all_ranks(monkeypatch):
+    def open_gpu(index, *rest, **how):
+        if index == 1:
+            raise Taken(SAYS)
+        return device(index, *rest, **how)
+
+    first, second = on_two_gpus(monkeypatch, open_gpu)
+    assert first == second and first.startswith(f"rank 1: GPU 1 cannot be used: {SAYS}; nvidia-smi")
+
+
+def test_so_is_one_whose_memory_is_full(monkeypatch):
+    def make(on, options):
+        if on.index == 0:
+            raise Taken("Out of memory allocating 67,108,864 bytes")
+
+    first, second = on_two_gpus(monkeypatch, device, make)
+    assert first == second and first.startswith("rank 0: GPU 0 cannot be used: Out of memory")
+
+
+def test_an_error_of_ours_while_a_gpu_is_opened_stays_what_it_is(monkeypatch):
+    def open_gpu(*args, **how):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(accelerator, "CupyDevice", open_gpu)
+    with pytest.raises(ZeroDivisionError):
+        accelerator.open_device(0, GpuConfig())
+
+
+def test_ranks_on_parts_of_a_divided_gpu_do_not_share_it(monkeypatch):
+    parts = tuple(probe.Gpu("H100 MIG 3g.40gb", uuid, (9, 0), 40 << 30) for uuid in ("aa", "bb"))
+    monkeypatch.setattr(probe, "driver", lambda: probe.Driver((13, 0), "580", parts))
+
+    def open_gpu(index, *rest, **how):  # whose address on the bus is the same
+        return CupyDevice(0, *rest, xp=FakeCupy(2, total=8 << 30), **how)
+
+    monkeypatch.setattr(accelerator, "CupyDevice", open_gpu)
+
+    def shared_by(uses):
+        return on_all_ranks(
+            2, lambda comm: sharing(comm, accelerator.open_device(uses[comm.rank], GpuConfig()))
+        )
+
+    assert shared_by([0, 1]) == [1, 1] and shared_by([1, 1]) == [2, 2]
+    monkeypatch.setattr(probe, "driver", lambda: None)
+    assert shared_by([0, 1]) == [2, 2]
 
 
 # A rank that fails while its stage is opened

@@ -6,7 +6,6 @@
 // share a head of k and v, as macros. Grids:
 //   attention_forward, attention_backward_queries   (sequences · heads, tiles)
 //   attention_backward_keys                         (sequences · heads / GROUP, tiles)
-//   attention_delta                                 DELTA_LANES for each row and head
 // qkv is (rows, (heads + 2 heads / GROUP) · HEAD); lse, delta are (sequences, heads, T) of real.
 #include "common.cuh"
 #include "seen.cuh"
@@ -257,25 +256,6 @@ attention_forward(stored* y, real* lse, const stored* qkv, const int* positions,
 }
 
 // ---- backward, with p = exp(q kᵀ / √HEAD - lse) and ds = p · (dy vᵀ - delta)
-
-// delta ← Σ dy · y over a head, which is Σ p · (dy vᵀ) over its keys; `count` is rows · heads
-extern "C" __global__ void attention_delta(real* delta, const stored* dy, const stored* y, int count,
-                                           int seq_len, int n_head) {
-    const long long index = (long long)blockIdx.x * (blockDim.x / DELTA_LANES) + threadIdx.x / DELTA_LANES;
-    const int lane = threadIdx.x % DELTA_LANES, head = int(index % n_head);
-    const long long row = index / n_head;
-    real sum = 0;
-    if (index < count) {
-        for (int d = lane * W; d < HEAD; d += DELTA_LANES * W) {
-            const Elements<W> a = load<W>(dy + index * HEAD + d), b = load<W>(y + index * HEAD + d);
-#pragma unroll
-            for (int i = 0; i < W; i++) sum += a.at[i] * b.at[i];
-        }
-    }
-#pragma unroll
-    for (int step = DELTA_LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
-    if (lane == 0 && index < count) delta[(row / seq_len * n_head + head) * seq_len + row % seq_len] = sum;
-}
 
 // dq ← Σ over keys of ds · k / √HEAD
 extern "C" __global__ void __launch_bounds__(Backward::THREADS)

@@ -81,6 +81,7 @@ def open_run(
     validation = _validation(comm, config, corpus)
     is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
+    compile_ahead_on_gpu(stage, config)
 
     described = _described(comm, config, corpus.tokenizer)
     model, progress = _model(config, kernels, comm), Progress()
@@ -150,6 +151,7 @@ def make_steps(
     comm, t = stage.comm, run.train
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
+    compile_ahead_on_gpu(stage, run)
     model, batches = _model(run, kernels, comm), _batches(comm, run, tokens, separator)
     optimizer = optimizer_for(model, t, comm)
     begin_anew(comm, model, optimizer, t, None)
@@ -298,22 +300,33 @@ def _has_best(plan: Plan, path: Path, tokens: int, say: Say) -> bool:
 def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> None:
     """Let the first rank of each node fill the cache of compiled loops, and the others load them. Collective.
 
-    A GPU's kernels are compiled for the sizes they meet, which a rehearsal with a small model does not show.
+    The ranks of GPUs share that work (`compile_ahead_on_gpu`).
     """
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            _rehearse(kernels, run)
+            _rehearse(kernels, replace(run, model=small(run.model)))
             if stage.comm.size > 1 or run.train.reproducible_parts:
                 rehearse_exchange(kernels, run.train.gradient_dtype)
         stage.comm.barrier()
 
 
+def compile_ahead_on_gpu(stage: Stage, run: RunConfig) -> None:
+    """Begin to compile what a GPU's kernels need for the sizes of this run. They need no weights for it."""
+    if stage.device is None:
+        return
+    from distgpt.gpu.listing import compile_ahead
+
+    work = partial(_rehearse, run=run)
+    compile_ahead(stage.device, run.train.dtype, work, stage.gpu.float8, stage.comm.local_rank)
+
+
 def _rehearse(kernels: Kernels, run: RunConfig) -> None:
-    """Take one training step of a very small model of the same kind, which compiles every loop it needs."""
-    model = model_for(replace(run, model=small(run.model)), kernels)
+    """Take one training step of such a model, which compiles every loop it needs."""
+    model = model_for(run, kernels)
     model.train()
-    tokens = kernels.integers(np.zeros(8))
-    work = Pass(model, 1, 8, training=True, positions=tokens if run.train.chats else None)
+    tokens = kernels.integers(np.zeros(run.model.seq_len))
+    packed = run.train.chats or run.train.pack
+    work = Pass(model, 1, run.model.seq_len, training=True, positions=tokens if packed else None)
     work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     OPTIMIZERS[run.train.optimizer](model, TrainConfig()).step(0, 1.0)
     outer = Outer(model, TrainConfig())
