@@ -153,7 +153,7 @@ class CudaKernels:
         positions: Array | None = None,
     ) -> None:
         n, c = x.shape
-        of = x, tokens, wte, wpe, start, positions, n, seq_len, c
+        of = x, tokens, wte, wpe, *_starts(start), positions, n, seq_len, c
         self._launcher.each("embedding", "embed", c, n * c, *of)
 
     def embed_backward(
@@ -285,7 +285,7 @@ class CudaKernels:
         self, qkv: Array, angles: Angles, heads: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
         (n, row), half = qkv.shape, angles.cos.shape[1]
-        args = (qkv, *angles, start, n, seq_len, heads, row, half, int(inverse))
+        args = (qkv, *angles, *_starts(start), n, seq_len, heads, row, half, int(inverse))
         self._launcher.each("elementwise", "rope", half, n * heads * half, *args)
 
     def qk_norm(self, qkv: Array, rstd: Array, head: int, eps: float) -> None:
@@ -356,8 +356,16 @@ class CudaKernels:
             self._attention[head] = self._choose_attention(head, self._own_attention)
         return self._attention[head]
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0) -> None:
-        self._own_attention.cached(y, cache, qkv, start, window)
+    def attention_cached(
+        self,
+        y: Array,
+        cache: Array,
+        qkv: Array,
+        start: Array,
+        window: int = 0,
+        lanes: Array | None = None,
+    ) -> None:
+        self._own_attention.cached(y, cache, qkv, start, window, lanes)
 
     # -- head and loss
 
@@ -460,6 +468,11 @@ def _head_sizes(qkv: Array, rstd: Array, gain: Array) -> tuple[int, ...]:
     """Return the heads of q and k, those of q, the elements of a head, and those of a row of qkv."""
     heads, head, row = rstd.shape[1], len(gain) // 2, qkv.shape[1]
     return heads, 2 * heads - row // head, head, row
+
+
+def _starts(start: Array | None) -> tuple[Array | None, int]:
+    """Return the kernels' arguments: where sequences begin, and how many numbers these are."""
+    return start, 1 if start is None else int(start.size)
 
 
 def _floats(host: Any) -> Any:

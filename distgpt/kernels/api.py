@@ -5,7 +5,8 @@ allocates and nothing waits for results, so that a backend can record a sequence
 
 B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
 None stands for a part that the architecture does not have.
-`start` (1,) int32 is the position in their context of the first token of a pass; None means 0.
+`start` int32 is the position in their context of the first token of a pass: (1,) of all sequences, (B,) of
+each; None means 0.
 `positions` (N,) int32 is the place of each row in its document, where documents lie side by side in a
 sequence and do not see each other; None means one document, n mod T.
 """
@@ -445,13 +446,21 @@ class Kernels(Protocol):
         """
 
     def attention_cached(
-        self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d, window: int = 0
+        self,
+        y: Floats2d,
+        cache: Floats5d,
+        qkv: Floats2d,
+        start: Ints1d,
+        window: int = 0,
+        lanes: Ints1d | None = None,
     ) -> None:
         """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
 
         With a `window` a row attends to the last so many of them, itself included.
 
-        cache (2, B, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head).
+        cache (2, L, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head). `lanes` (B,) int32: where
+        in the cache each sequence is, two never in one; -1: it is none, nothing is stored of it, and y ← 0.
+        None: L is B, and each is in its own.
         """
 
     # -- head and loss

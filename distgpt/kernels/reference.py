@@ -255,7 +255,7 @@ class ReferenceKernels(OnHost):
     ) -> None:
         half = angles.cos.shape[1]
         pairs = qkv.reshape(-1, seq_len, qkv.shape[1] // (2 * half), 2, half)[:, :, :heads]
-        c, s = (table[_positions(seq_len, start)][:, None] for table in angles)
+        c, s = (table[_positions(seq_len, start)][..., None, :] for table in angles)
         s = -s if inverse else s
         left, right = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
         pairs[..., 0, :] = left * c - right * s
@@ -334,17 +334,27 @@ class ReferenceKernels(OnHost):
             _put(db.db, dqkv.sum(0), db.accumulate)
 
     def attention_cached(
-        self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d, window: int = 0
+        self,
+        y: Floats2d,
+        cache: Floats5d,
+        qkv: Floats2d,
+        start: Ints1d,
+        window: int = 0,
+        lanes: Ints1d | None = None,
     ) -> None:
-        _, n_seq, _, _, size = cache.shape
-        new, first = qkv.shape[0] // n_seq, int(start[0])
-        out = _heads_of(y, new, y.shape[1] // size)
-        q, k, v = _heads(qkv, out)
-        cache[0, :, :, first : first + new] = k
-        cache[1, :, :, first : first + new] = v
-        keys, values = cache[:, :, :, : first + new]
-        scores = self._causal_scores(q, _for_each(q, keys), first, window)
-        out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
+        where = range(cache.shape[1]) if lanes is None else lanes.tolist()
+        new, size = len(qkv) // len(where), cache.shape[4]
+        for i, (lane, first) in enumerate(zip(where, np.broadcast_to(start, len(where)), strict=True)):
+            rows = slice(i * new, (i + 1) * new)
+            if lane < 0:
+                y[rows] = 0
+                continue
+            out = _heads_of(y[rows], new, y.shape[1] // size)
+            q, k, v = _heads(qkv[rows], out)
+            cache[:, lane, :, first : first + new] = np.concatenate((k, v))
+            keys, values = cache[:, lane : lane + 1, :, : first + new]
+            scores = self._causal_scores(q, _for_each(q, keys), first, window)
+            out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
 
     def _causal_scores(
         self, q: Array, k: Array, start: int, window: int, positions: Ints1d | None = None
@@ -479,9 +489,12 @@ def clipped(norm: Doubles1d, scalars: Doubles1d) -> float | None:
     return scale * (clip / length) if clip and length > clip else scale
 
 
-def _positions(seq_len: int, start: Array | None) -> slice:
-    first = 0 if start is None else int(start[0])
-    return slice(first, first + seq_len)
+def _positions(seq_len: int, start: Array | None) -> Array:
+    """Return those of the tokens of each sequence, (T,) where they begin alike, else (B, T)."""
+    places = np.arange(seq_len)
+    if start is None:
+        return places
+    return places + (start if len(start) == 1 else start[:, None])
 
 
 def _normalised(s: Array, stats: Stats) -> Array:

@@ -159,7 +159,7 @@ def test_embed(both):
     for case, positions in cases(both, BOTH):
         wpe = case.random(case.t + 3, case.c) if positions else None
         inputs = [case.ints(case.v, case.n), case.random(case.v, case.c), wpe, case.t]
-        for start in (None, np.array([3], np.int32)):
+        for start in starts(case, 3):
             case.check("embed", [(case.n, case.c)], *inputs, start)
         case.check("embed", [(case.n, case.c)], *inputs, None, side_by_side(case))
 
@@ -288,7 +288,7 @@ def test_rope(both):
         angle = case.random(case.t + 2, half)
         angles = Angles(Wide(np.cos(angle)), Wide(np.sin(angle)))
         qkv = case.random(case.n, wide)
-        for start in (None, np.array([2], np.int32)):
+        for start in starts(case, 2):
             case.check("rope", [qkv], angles, case.h + kv, case.t, start, inverse)
 
 
@@ -328,6 +328,27 @@ def test_sum_rows(both):
     for case, accumulate in cases(both, BOTH):
         total = Wide(case.random(case.c) if accumulate else (case.c,))
         case.check("sum_rows", [total], Wide(case.random(case.n, case.c)), accumulate, strict=4.0)
+
+
+def starts(case, most):
+    """Positions of the first tokens: 0, the same for all sequences, one for each."""
+    return None, np.array([most], np.int32), np.arange(most, most - case.b, -1, np.int32).clip(0)
+
+
+def test_attention_cached_in_lanes(both):
+    """Each sequence at its own place, in a lane that is not its number; and one that is none."""
+    for case, kv, wide, new, window in grouped(both, [1, 5], [0, 3]):
+        start = np.array([(7 * i + 2) % 6 for i in range(case.b)], np.int32)
+        lanes = np.arange(case.b, 0, -1, np.int32)
+        if case.b > 1:
+            lanes[1], start[1] = -1, 0
+        cache = case.random(2, case.b + 2, kv, 5 + new + 3, case.c // case.h)
+        outs, qkv = [(case.b * new, case.c), cache], case.random(case.b * new, wide)
+        y, after = case.check("attention_cached", outs, qkv, start, window, lanes)
+        if case.b > 1:
+            assert not y[new : 2 * new].any()
+        kept = np.delete(np.arange(case.b + 2), lanes[lanes >= 0])
+        np.testing.assert_allclose(after[:, kept], cache[:, kept], atol=4 * tolerance(case.kernels))
 
 
 def test_attention_cached(both):
