@@ -40,6 +40,7 @@ BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its regist
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
 COMMON = 7  # values that all threads of adamw read, before two for each group, as in optimizer.cu
+MOVED = 32  # positions that a thread of move_cached copies from another lane
 ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
@@ -111,6 +112,9 @@ class CudaKernels:
 
     def cast_down(self, low: Array, wide: Array) -> None:
         self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, low, wide, wide.size)
+
+    def free_memory(self) -> int | None:
+        return self._device.memory()[0]
 
     def record(self, work: Work) -> Work:
         return self._device.record(work)
@@ -366,6 +370,24 @@ class CudaKernels:
         lanes: Array | None = None,
     ) -> None:
         self._own_attention.cached(y, cache, qkv, start, window, lanes)
+
+    # -- decoding beside the passes
+
+    def move_cached(
+        self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
+    ) -> None:
+        layers, both, n_lanes, kv_heads, t_max, head = caches.shape
+        units = layers * both * kv_heads * -(-head // 2)
+        part = MOVED if source != target else max(1, kept)
+        cos, sin = angles or (None, None)
+        sizes = layers * both, n_lanes, kv_heads, t_max, head, target, source, count, kept, part
+        grid = -(-units // BLOCK), max(1, -(-kept // part))
+        self._launcher.start("decoding", "move_cached", grid, BLOCK, caches, cos, sin, *sizes)
+
+    def likeliest(self, tokens: Array, found: Array, scores: Array, vocab: int) -> None:
+        (n, k), width = tokens.shape, scores.shape[1]
+        block = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP)
+        self._launcher.start("decoding", "likeliest", n, block, tokens, found, scores, vocab, width, k)
 
     # -- head and loss
 

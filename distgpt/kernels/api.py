@@ -236,6 +236,9 @@ class Kernels(Protocol):
     def cast_down(self, low: Floats1d, wide: Wide1d) -> None:
         """low ← wide, rounded from `wide` to `dtype`"""
 
+    def free_memory(self) -> int | None:
+        """Return the bytes that are free on the device; None where arrays are the host's."""
+
     def record(self, work: Work) -> Work:
         """Return a faster `work`, for work that is called often and always with the same arrays."""
 
@@ -461,6 +464,23 @@ class Kernels(Protocol):
         cache (2, L, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head). `lanes` (B,) int32: where
         in the cache each sequence is, two never in one; -1: it is none, nothing is stored of it, and y ← 0.
         None: L is B, and each is in its own.
+        """
+
+    # -- decoding beside the passes
+
+    def move_cached(
+        self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
+    ) -> None:
+        """Lane `target`, positions 0 … kept ← lane `source`, those from `count` on, in all layers.
+
+        caches (layers, 2, L, K, T_max, head). With `angles` keys are rotated back by `count` positions. The
+        two lanes may be one.
+        """
+
+    def likeliest(self, tokens: Ints2d, found: Wide2d, scores: Floats2d, vocab: int) -> None:
+        """tokens (N, k) ← the k likeliest by scores (N, padded V), in order, equal scores by token.
+
+        found (N, k + 1) ← their scores, and log Σ exp(scores), which is NaN where one is not finite.
         """
 
     # -- head and loss

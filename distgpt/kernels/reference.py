@@ -77,6 +77,9 @@ class OnHost:
     def add(self, y: Array, a: Array, b: Array) -> None:
         np.add(a, b, out=y)
 
+    def free_memory(self) -> int | None:
+        return None
+
     def record(self, work: Work) -> Work:
         return work
 
@@ -88,6 +91,24 @@ class OnHost:
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
         pass
+
+    def move_cached(
+        self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
+    ) -> None:
+        found = np.array(self.to_host(caches[:, :, source, :, count : count + kept]))
+        if angles is not None:
+            (left, right), (c, s) = np.split(found[:, 0], 2, axis=-1), (table[count] for table in angles)
+            found[:, 0] = np.concatenate((left * c + right * s, right * c - left * s), axis=-1)
+        self.put(caches[:, :, target, :, :kept], found)
+
+    def likeliest(self, tokens: Ints2d, found: Wide2d, scores: Floats2d, vocab: int) -> None:
+        rows, k = self.to_host(scores)[:, :vocab], tokens.shape[1]
+        tokens[...] = np.argsort(-rows, axis=1, kind="stable")[:, :k]
+        found[:, :k] = np.take_along_axis(rows, tokens, axis=1)
+        top = found[:, 0]
+        with np.errstate(invalid="ignore"):  # of rows that are not finite
+            found[:, k] = top + np.log(np.exp(rows - top[:, None]).sum(1))
+        found[~np.isfinite(rows).all(1), k] = np.nan
 
 
 class ReferenceKernels(OnHost):

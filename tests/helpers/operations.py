@@ -351,6 +351,49 @@ def test_attention_cached_in_lanes(both):
         np.testing.assert_allclose(after[:, kept], cache[:, kept], atol=4 * tolerance(case.kernels))
 
 
+def test_move_cached(both):
+    """To another lane and within one, by less than is kept, with keys turned back and without."""
+    for case, kv, _ in grouped(both):
+        size, length = case.c // case.h, 40
+        angles = Angles(*(Wide(case.random(length, size // 2)) for _ in range(2)))
+        for target, source, count, kept in ((2, 0, 0, 35), (1, 1, 3, 35), (0, 2, 5, 1)):
+            cache = case.random(3, 2, 3, kv, length, size)
+            for turn in (angles, None) if size % 2 == 0 else (None,):
+                case.check("move_cached", [cache], target, source, count, kept, turn)
+
+
+def test_likeliest(both):
+    """Scores that are often equal, of which the last are no tokens'."""
+    for case, k in cases(both, [1, 5]):
+        for vocab in (case.v, 2500):
+            scores = np.round(4 * case.random(case.n, vocab + 3)) / 4
+            scores[:, vocab:] = 1000
+
+            def ask(kernels, tokens_and_found, scores, vocab=vocab, k=k):
+                """Tokens come first, as numbers that are exact in every type."""
+                tokens = kernels.integers(np.full((len(scores), k), -1))
+                found = kernels.wide_zeros(len(scores), k + 1)
+                kernels.likeliest(tokens, found, scores, vocab)
+                both = np.concatenate((kernels.to_host(tokens), kernels.to_host(found)), axis=1)
+                kernels.put(tokens_and_found, both)
+
+            case.check(ask, [Wide((case.n, 2 * k + 1))], scores)
+
+
+def test_what_is_not_finite_is_known_of_each_row(both):
+    case = Case(both)
+    for bad in (np.nan, np.inf, -np.inf):
+        for kernels in both:
+            scores, found = kernels.zeros(3, 40), kernels.wide_zeros(3, 3)
+            host = case.random(3, 40)
+            host[1, 37] = bad
+            kernels.put(scores, host)
+            kernels.likeliest(kernels.integers(np.zeros((3, 2))), found, scores, 38)
+            np.testing.assert_array_equal(
+                np.isfinite(kernels.to_host(found)[:, 2]), [True, False, True], err_msg=str(bad)
+            )
+
+
 def test_attention_cached(both):
     for case, kv, wide, new, window in grouped(both, [1, 4, 5], [0, 1, 3]):
         start = np.array([5], np.int32)

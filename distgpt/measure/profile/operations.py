@@ -184,6 +184,8 @@ OPERATIONS = {
         lambda a: moved(a.y, a.qkv) + _lanes(a) * moved(a.cache[:, :1]) * _seen(a) // a.cache.shape[3],
         lambda a: matmul_flops(len(a.y), 2 * _seen(a) * a.y.shape[1]),
     ),
+    "move_cached": Operation(DATA, lambda a: 2 * moved(a.caches[:, :, :1]) * a.kept // a.caches.shape[4]),
+    "likeliest": Operation(DATA),
     "linear_cross_entropy": Operation(
         "Head and cross-entropy",
         _head,
