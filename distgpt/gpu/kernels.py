@@ -41,6 +41,7 @@ BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its regist
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
 COMMON = 7  # values that all threads of adamw read, before two for each group, as in optimizer.cu
+MOVED = 32  # positions that a thread of move_cached copies from another lane
 ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
@@ -114,6 +115,9 @@ class CudaKernels:
         args = (low, wide, np.int64(wide.size))
         self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, *args)
 
+    def free_memory(self) -> int | None:
+        return self._device.memory()[0]
+
     def record(self, work: Work) -> Work:
         return self._device.record(work)
 
@@ -155,7 +159,7 @@ class CudaKernels:
         positions: Array | None = None,
     ) -> None:
         n, c = x.shape
-        of = x, tokens, wte, wpe, start, positions, n, seq_len, c
+        of = x, tokens, wte, wpe, *_starts(start), positions, n, seq_len, c
         self._launcher.each("embedding", "embed", c, n * c, *of)
 
     def sort_tokens(self, tokens: Array, vocab: int) -> SortedTokens:
@@ -293,7 +297,7 @@ class CudaKernels:
         self, qkv: Array, angles: Angles, heads: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
         (n, row), half = qkv.shape, angles.cos.shape[1]
-        args = (qkv, *angles, start, n, seq_len, heads, row, half, int(inverse))
+        args = (qkv, *angles, *_starts(start), n, seq_len, heads, row, half, int(inverse))
         self._launcher.each("elementwise", "rope", half, n * heads * half, *args)
 
     def qk_norm(self, qkv: Array, rstd: Array, head: int, eps: float) -> None:
@@ -364,8 +368,34 @@ class CudaKernels:
             self._attention[head] = self._choose_attention(head, self._own_attention)
         return self._attention[head]
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0) -> None:
-        self._own_attention.cached(y, cache, qkv, start, window)
+    def attention_cached(
+        self,
+        y: Array,
+        cache: Array,
+        qkv: Array,
+        start: Array,
+        window: int = 0,
+        lanes: Array | None = None,
+    ) -> None:
+        self._own_attention.cached(y, cache, qkv, start, window, lanes)
+
+    # -- decoding beside the passes
+
+    def move_cached(
+        self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
+    ) -> None:
+        layers, both, n_lanes, kv_heads, t_max, head = caches.shape
+        units = layers * both * kv_heads * -(-head // 2)
+        part = MOVED if source != target else max(1, kept)
+        cos, sin = angles or (None, None)
+        sizes = layers * both, n_lanes, kv_heads, t_max, head, target, source, count, kept, part
+        grid = -(-units // BLOCK), max(1, -(-kept // part))
+        self._launcher.start("decoding", "move_cached", grid, BLOCK, caches, cos, sin, *sizes)
+
+    def likeliest(self, tokens: Array, found: Array, scores: Array, vocab: int) -> None:
+        (n, k), width = tokens.shape, scores.shape[1]
+        block = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP)
+        self._launcher.start("decoding", "likeliest", n, block, tokens, found, scores, vocab, width, k)
 
     # -- head and loss
 
@@ -464,6 +494,11 @@ def _head_sizes(qkv: Array, rstd: Array, gain: Array) -> tuple[int, ...]:
     """Return the heads of q and k, those of q, the elements of a head, and those of a row of qkv."""
     heads, head, row = rstd.shape[1], len(gain) // 2, qkv.shape[1]
     return heads, 2 * heads - row // head, head, row
+
+
+def _starts(start: Array | None) -> tuple[Array | None, int]:
+    """Return the kernels' arguments: where sequences begin, and how many numbers these are."""
+    return start, 1 if start is None else int(start.size)
 
 
 def _floats(host: Any) -> Any:

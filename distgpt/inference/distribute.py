@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from distgpt.comm.agree import gather_bytes, shared
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError
@@ -137,7 +139,7 @@ def _follow(lanes: Lanes, comm: Comm) -> None:
 
 
 def _mean(lanes: Lanes, work: Sequence[Feed], comm: Comm) -> Array:
-    scores = lanes.feed(work)
+    scores = np.asarray(lanes.feed([each._replace(likeliest=0) for each in work]))  # a mean needs all
     comm.sum(scores)
     scores /= comm.size
     return scores

@@ -20,11 +20,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-import numpy as np
-
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import NonFiniteError, UsageError
-from distgpt.inference.lanes import Array, Feed, Lanes
+from distgpt.inference.lanes import Array, Feed, Lanes, Likeliest, are_finite
 from distgpt.inference.request import Completion, Event, Request
 from distgpt.inference.sample import MOST_SCORED, Sample, SharedPrompt
 
@@ -118,7 +116,7 @@ class Engine:
         work = self._work()
         if work:
             scores = self._lanes.feed([feed for _, feed in work])
-            if not np.isfinite(scores).all():
+            if not are_finite(scores):
                 raise NonFiniteError("the model's scores are not finite: its weights are damaged or diverged")
             end = 0
             for sample, feed in work:
@@ -226,11 +224,12 @@ class Engine:
             self._running = [each for each in self._running if each not in through] + through
         return work
 
-    def _reuse_prompt(self, sample: Sample, scores: Array) -> None:
+    def _reuse_prompt(self, sample: Sample, scores: Array | Likeliest) -> None:
         """The prompt is in its lane: other samples may have it."""
         shared = sample.shared
         shared.under_way = False
         if shared.to_come and shared.request.max_new_tokens:
+            assert not isinstance(scores, Likeliest), "prompts ask for all scores"
             shared.scores = scores.copy()
             self._prompts[sample.lane] = shared
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.dtypes import for_generation
 from distgpt.errors import DataError, UsageError
 from distgpt.files import bundled
-from distgpt.inference import compiled_lanes, uncompiled_lanes
+from distgpt.inference import batched_lanes, compiled_lanes, uncompiled_lanes
 from distgpt.inference.adapters import adapters_of, read_adapters
 from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Feed, Lanes
@@ -37,14 +38,13 @@ from distgpt.stages import Stage
 SAMPLE = "sample.safetensors"
 
 MOST_LANES = 32  # samples side by side, unless asked for otherwise
-CACHE_BYTES = 4 << 30  # the most memory for keys and values, unless asked for otherwise
+CACHE_BYTES = 4 << 30  # the most memory for keys and values on a CPU, unless asked for otherwise
 CHUNK_QUEUED = 2048  # tokens of prompts at once on a GPU, which fewer would not fill
 
 
 def lane_bytes(model: Model, lookup: int = 0) -> int:
     """Return the memory of one lane of `lanes_for`, with the scores of `lookup` guesses."""
-    own = compiled_lanes.lane_bytes if is_compiled(model) else uncompiled_lanes.lane_bytes
-    return own(model) + 4 * lookup * model.config.padded_vocab
+    return _kind(model).lane_bytes(model) + 4 * lookup * model.config.padded_vocab
 
 
 def lanes_that_fit(
@@ -52,14 +52,12 @@ def lanes_that_fit(
 ) -> int:
     """Return how many of the wanted lanes fit `memory` bytes, but one at least.
 
-    Without `memory`: CACHE_BYTES, on a CPU half of what is available for each of its `ranks` if that is less.
+    Without `memory`: half of what is free on a GPU, beside which prompts need some; on a CPU CACHE_BYTES, or
+    half of what is available for each of its `ranks` if that is less.
     """
     if memory is None:
-        memory = (
-            CACHE_BYTES
-            if model.kernels.capabilities.is_async
-            else min(CACHE_BYTES, granted_memory(ranks).free // 2)
-        )
+        free = model.kernels.free_memory()
+        memory = free // 2 if free is not None else min(CACHE_BYTES, granted_memory(ranks).free // 2)
     return max(1, min(wanted, memory // lane_bytes(model, lookup)))
 
 
@@ -78,9 +76,25 @@ def agreed_lanes(
 
 def lanes_for(model: Model, count: int, adapters: Adapters | None = None) -> Lanes:
     """The fastest lanes there are for this model, as it is now."""
+    return _kind(model).make(model, count, adapters)
+
+
+class _Kind(NamedTuple):
+    make: Callable[[Model, int, Adapters | None], Lanes]
+    lane_bytes: Callable[[Model], int]
+
+
+COMPILED = _Kind(compiled_lanes.compiled_lanes, compiled_lanes.lane_bytes)
+BATCHED = _Kind(lambda model, count, _: batched_lanes.BatchedLanes(model, count), batched_lanes.lane_bytes)
+UNCOMPILED = _Kind(
+    lambda model, count, _: uncompiled_lanes.UncompiledLanes(model, count), uncompiled_lanes.lane_bytes
+)
+
+
+def _kind(model: Model) -> _Kind:
     if is_compiled(model):
-        return compiled_lanes.compiled_lanes(model, count, adapters)
-    return uncompiled_lanes.UncompiledLanes(model, count)
+        return COMPILED
+    return BATCHED if model.kernels.capabilities.is_async else UNCOMPILED
 
 
 def is_compiled(model: Model) -> bool:
@@ -112,7 +126,10 @@ def rehearse(model: Model) -> None:
     if isinstance(model.kernels, Int8Kernels):
         small = int8_of(small, model.kernels)
     lanes, first = lanes_for(small, 1), min(7, small.config.seq_len - 1)
-    for feed in (Feed(0, 0, [0] * first, 1), *(Feed(0, min(i, first), [0], 1) for i in range(3))):
+    for feed in (
+        Feed(0, 0, [0] * first, 1),
+        *(Feed(0, min(i, first), [0], 1, likeliest=1) for i in range(3)),
+    ):
         lanes.feed([feed])
     if lanes.can_drop and small.config.seq_len > 1:
         lanes.drop(0, 1, 1)

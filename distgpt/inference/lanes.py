@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 Array = Any  # a numpy.ndarray
 
 
@@ -16,6 +18,19 @@ class Feed(NamedTuple):
     tokens: Sequence[int]  # that follow: one when decoding, a chunk in prefill, a draft with prompt lookup
     scored: int  # scores are wanted after this many of the last tokens (0: none, 1: usual, all: verification)
     adapter: int = 0  # beside the weights, where lanes have some: they count from 1
+    likeliest: int = 0  # so many of the likeliest tokens are enough to choose one; 0: all scores are wanted
+
+
+class Likeliest(NamedTuple):
+    """The likeliest of all tokens in order, equal scores by token, and what their probabilities need."""
+
+    tokens: Array  # (k,)
+    scores: Array  # (k,)
+    log_sum: float  # log Σ exp(scores) over all tokens; NaN where one is not finite
+
+
+MOST_LIKELIEST = 64  # that a feed may ask for
+Rows = Sequence[Array | Likeliest] | Array  # a row of scores (V,), or the likeliest, for each token scored
 
 
 class Lanes(Protocol):
@@ -29,8 +44,11 @@ class Lanes(Protocol):
     can_drop: bool  # whether positions may move: not where the model has learned a vector for each
     is_exact: bool  # whether the same bits come out however a sequence is cut into feeds
 
-    def feed(self, work: Sequence[Feed]) -> Array:
-        """float32 (Σ scored, V) on the host, in the order of `work`; V without padding."""
+    def feed(self, work: Sequence[Feed]) -> Rows:
+        """float32 (Σ scored, V) on the host, in the order of `work`; V without padding.
+
+        Where feeds ask for the likeliest, a list of rows, some of which may be `Likeliest`.
+        """
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` keys and values: several samples share a prefill."""
@@ -41,6 +59,13 @@ class Lanes(Protocol):
         Their keys are rotated back by `count` positions, as attention sees distances alone. They still carry
         what they saw of those that went.
         """
+
+
+def are_finite(rows: Rows) -> bool:
+    """Tell whether all scores are, also those that stayed on the device."""
+    if isinstance(rows, np.ndarray):
+        return bool(np.isfinite(rows).all())
+    return all(np.isfinite(row.log_sum if isinstance(row, Likeliest) else row).all() for row in rows)
 
 
 def check_drop(lanes: Lanes, lane: int, count: int, kept: int) -> None:

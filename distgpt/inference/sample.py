@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import Streamer
 from distgpt.errors import DistgptError
-from distgpt.inference.lanes import Array, Feed
+from distgpt.inference.lanes import Array, Feed, Likeliest, Rows
 from distgpt.inference.request import Event, Likelihood, PromptLikelihoods, Request
-from distgpt.inference.sampling import choose, likelihood, uniform
+from distgpt.inference.sampling import choose, enough, likelihood, uniform
 
 MOST_SCORED = 256  # tokens of a prompt at once whose scores are wanted: each has one for the whole vocabulary
 LONGEST, SHORTEST = 3, 2  # equal tokens by which prompt lookup finds its guesses
@@ -67,6 +67,7 @@ class Sample:
         self.begin, self.cached, self.new = max(0, len(self.tokens) - length), 0, 0
         self.ended = False
         self.guessed, self.chooses = 0, False  # of what is fed now: guesses in it; whether it gives a token
+        self._enough = enough(self.request, self.request.logprobs or 0)
         self._length, self._trust = length, self.request.lookup
         self._lookup = Lookup() if self.request.lookup else None
         self._transcript = None
@@ -92,9 +93,10 @@ class Sample:
         self.guessed = len(guesses)
         tokens = [*pending[:most], *guesses]
         scored = len(tokens) if self._scores_prompt else self._scored
-        return Feed(self.lane, self.cached, tokens, scored, self.request.adapter)
+        likeliest = 0 if self.is_at_prompt else self._enough
+        return Feed(self.lane, self.cached, tokens, scored, self.request.adapter, likeliest)
 
-    def take(self, fed: Feed, scores: Array) -> list[Event]:
+    def take(self, fed: Feed, scores: Rows) -> list[Event]:
         """Note that `fed` is in the lane; choose by the scores, as far as guesses turn out right."""
         self.cached += len(fed.tokens) - self.guessed
         guesses = list(fed.tokens[len(fed.tokens) - self.guessed :])
@@ -125,14 +127,14 @@ class Sample:
         """True also if another sample has scored it: with fewer rows some lanes round otherwise."""
         return self.is_at_prompt and self.request.prompt_logprobs
 
-    def _score_prompt(self, scores: Array) -> None:
+    def _score_prompt(self, scores: Rows) -> None:
         """Note how likely the prompt's next tokens are; the last of its scores belong to what follows it."""
         known, prompt, count = self.shared.likelihoods, self.request.prompt, self.request.logprobs
         assert count is not None
         for row in scores[: len(prompt) - len(known)]:
             known.append(likelihood(row, prompt[len(known)], count))
 
-    def choose(self, scores: Array) -> Event:
+    def choose(self, scores: Array | Likeliest) -> Event:
         """Append the token that these scores (V,) give."""
         how, count = self.request, self.request.logprobs
         draw = 0.0 if how.is_greedy else uniform(how.seed, self.choice, self.new)

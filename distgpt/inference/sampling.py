@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.inference.lanes import Array
+from distgpt.inference.lanes import MOST_LIKELIEST, Array, Likeliest
 from distgpt.inference.request import Likelihood, Sampling
 
 FIRST_FEW = 256  # of the likeliest tokens among which top-p looks first
@@ -17,12 +17,16 @@ ROWS = 64  # tokens of which only the likeliest is looked at first
 BLOCK = 256  # probabilities that are added up on their own
 
 
-def choose(scores: Array, sampling: Sampling, draw: float, seen: Sequence[int] | Array = ()) -> int:
+def choose(
+    scores: Array | Likeliest, sampling: Sampling, draw: float, seen: Sequence[int] | Array = ()
+) -> int:
     """Choose a token by its scores (V,) and a uniform number `draw` of [0, 1).
 
     `seen`: the tokens so far, whose scores the repetition penalty divides where they are above 0, and
-    multiplies where they are below.
+    multiplies where they are below. Of the likeliest tokens, `enough` of them, the same one is chosen.
     """
+    if isinstance(scores, Likeliest):
+        return int(scores.tokens[choose(scores.scores, sampling, draw)])
     if sampling.repetition_penalty != 1 and len(seen):
         scores = _penalised(scores, np.asarray(seen), sampling.repetition_penalty)
     if sampling.is_greedy:
@@ -30,6 +34,14 @@ def choose(scores: Array, sampling: Sampling, draw: float, seen: Sequence[int] |
     tokens, p = candidates(scores, sampling)
     place = _place_of(draw, p)
     return place if tokens is None else int(tokens[place])
+
+
+def enough(sampling: Sampling, alternatives: int) -> int:
+    """Return how many of the likeliest tokens suffice to choose one, and to give alternatives; 0: all are
+    needed, as a penalty may lower any, and top-p and the drawing need the sum over those it is drawn from."""
+    chosen = 1 if sampling.is_greedy else sampling.top_k
+    most = max(chosen, alternatives)
+    return most if chosen and sampling.repetition_penalty == 1 and most <= MOST_LIKELIEST else 0
 
 
 def _place_of(draw: float, p: Array) -> int:
@@ -115,8 +127,11 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def likelihood(scores: Array, token: int, alternatives: int) -> Likelihood:
+def likelihood(scores: Array | Likeliest, token: int, alternatives: int) -> Likelihood:
     """Return a token's log-probability by softmax(scores), and those of the likeliest, highest first."""
+    if isinstance(scores, Likeliest):
+        pairs = [(int(i), float(x) - scores.log_sum) for i, x in zip(*scores[:2], strict=True)]
+        return Likelihood(dict(pairs)[token], pairs[:alternatives])
     top = scores.max()
     log_sum = float(top) + math.log(np.exp(scores - top).sum(dtype=np.float64))
     found = likeliest(scores, alternatives).tolist() if alternatives else ()

@@ -5,7 +5,8 @@ allocates and nothing waits for results, so that a backend can record a sequence
 
 B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
 None stands for a part that the architecture does not have.
-`start` (1,) int32 is the position in their context of the first token of a pass; None means 0.
+`start` int32 is the position in their context of the first token of a pass: (1,) of all sequences, (B,) of
+each; None means 0.
 `positions` (N,) int32 is the place of each row in its document, where documents lie side by side in a
 sequence and do not see each other; None means one document, n mod T.
 """
@@ -242,6 +243,9 @@ class Kernels(Protocol):
     def cast_down(self, low: Floats1d, wide: Wide1d) -> None:
         """low ← wide, rounded from `wide` to `dtype`"""
 
+    def free_memory(self) -> int | None:
+        """Return the bytes that are free on the device; None where arrays are the host's."""
+
     def record(self, work: Work) -> Work:
         """Return a faster `work`, for work that is called often and always with the same arrays."""
 
@@ -455,13 +459,38 @@ class Kernels(Protocol):
         """
 
     def attention_cached(
-        self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d, window: int = 0
+        self,
+        y: Floats2d,
+        cache: Floats5d,
+        qkv: Floats2d,
+        start: Ints1d,
+        window: int = 0,
+        lanes: Ints1d | None = None,
     ) -> None:
         """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
 
         With a `window` a row attends to the last so many of them, itself included.
 
-        cache (2, B, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head).
+        cache (2, L, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head). `lanes` (B,) int32: where
+        in the cache each sequence is, two never in one; -1: it is none, nothing is stored of it, and y ← 0.
+        None: L is B, and each is in its own.
+        """
+
+    # -- decoding beside the passes
+
+    def move_cached(
+        self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
+    ) -> None:
+        """Lane `target`, positions 0 … kept ← lane `source`, those from `count` on, in all layers.
+
+        caches (layers, 2, L, K, T_max, head). With `angles` keys are rotated back by `count` positions. The
+        two lanes may be one.
+        """
+
+    def likeliest(self, tokens: Ints2d, found: Wide2d, scores: Floats2d, vocab: int) -> None:
+        """tokens (N, k) ← the k likeliest by scores (N, padded V), in order, equal scores by token.
+
+        found (N, k + 1) ← their scores, and log Σ exp(scores), which is NaN where one is not finite.
         """
 
     # -- head and loss

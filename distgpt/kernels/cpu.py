@@ -256,18 +256,28 @@ class CpuKernels(OnHost):
 
         self._pool.ranges(len(y) // seq_len * kv_heads, 1, some)
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0) -> None:
-        first = int(start[0])
-        _, n_seq, kv_heads, length, size = cache.shape
+    def attention_cached(
+        self,
+        y: Array,
+        cache: Array,
+        qkv: Array,
+        start: Array,
+        window: int = 0,
+        lanes: Array | None = None,
+    ) -> None:
+        _, count, kv_heads, length, size = cache.shape
+        n_seq = count if lanes is None else len(lanes)
+        places = np.empty((2, n_seq), np.int64)
+        places[0], places[1] = start, np.arange(n_seq) if lanes is None else lanes
         seen = window or length
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(
                 attention.forward_scratch, length, size, self.dtype.name, self.wide.name
             )
-            attention.attention_cached(i, j, y, cache, qkv, first, scratch, seen)
+            attention.attention_cached(i, j, y, cache, qkv, places, scratch, seen)
 
-        read = 2 * (first + len(y) // n_seq) * size
+        read = 2 * (int(places[0].max()) + len(y) // n_seq) * size
         self._pool.ranges(n_seq * kv_heads, max(1, WORTHWHILE // read), some)
 
     # -- head and loss
@@ -378,8 +388,10 @@ class CpuKernels(OnHost):
         self._pool.ranges(len(state.p), 4096, flat.nesterov, *state, (scale, lr, momentum))
 
 
-def following(seq_len: int, start: Array | None) -> slice:
-    """Return the rows of a table of positions for the tokens of a pass."""
+def following(seq_len: int, start: Array | None) -> slice | Array:
+    """Return the rows of a table of positions for the tokens of a sequence, or of all where they differ."""
+    if start is not None and len(start) > 1:
+        return (start[:, None] + np.arange(seq_len)).ravel()
     first = 0 if start is None else int(start[0])
     return slice(first, first + seq_len)
 

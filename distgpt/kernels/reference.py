@@ -78,6 +78,9 @@ class OnHost:
     def add(self, y: Array, a: Array, b: Array) -> None:
         np.add(a, b, out=y)
 
+    def free_memory(self) -> int | None:
+        return None
+
     def record(self, work: Work) -> Work:
         return work
 
@@ -89,6 +92,24 @@ class OnHost:
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
         pass
+
+    def move_cached(
+        self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
+    ) -> None:
+        found = np.array(self.to_host(caches[:, :, source, :, count : count + kept]))
+        if angles is not None:
+            (left, right), (c, s) = np.split(found[:, 0], 2, axis=-1), (table[count] for table in angles)
+            found[:, 0] = np.concatenate((left * c + right * s, right * c - left * s), axis=-1)
+        self.put(caches[:, :, target, :, :kept], found)
+
+    def likeliest(self, tokens: Ints2d, found: Wide2d, scores: Floats2d, vocab: int) -> None:
+        rows, k = self.to_host(scores)[:, :vocab], tokens.shape[1]
+        tokens[...] = np.argsort(-rows, axis=1, kind="stable")[:, :k]
+        found[:, :k] = np.take_along_axis(rows, tokens, axis=1)
+        top = found[:, 0]
+        with np.errstate(invalid="ignore"):  # of rows that are not finite
+            found[:, k] = top + np.log(np.exp(rows - top[:, None]).sum(1))
+        found[~np.isfinite(rows).all(1), k] = np.nan
 
 
 class ReferenceKernels(OnHost):
@@ -259,7 +280,7 @@ class ReferenceKernels(OnHost):
     ) -> None:
         half = angles.cos.shape[1]
         pairs = qkv.reshape(-1, seq_len, qkv.shape[1] // (2 * half), 2, half)[:, :, :heads]
-        c, s = (table[_positions(seq_len, start)][:, None] for table in angles)
+        c, s = (table[_positions(seq_len, start)][..., None, :] for table in angles)
         s = -s if inverse else s
         left, right = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
         pairs[..., 0, :] = left * c - right * s
@@ -338,17 +359,27 @@ class ReferenceKernels(OnHost):
             _put(db.db, dqkv.sum(0), db.accumulate)
 
     def attention_cached(
-        self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d, window: int = 0
+        self,
+        y: Floats2d,
+        cache: Floats5d,
+        qkv: Floats2d,
+        start: Ints1d,
+        window: int = 0,
+        lanes: Ints1d | None = None,
     ) -> None:
-        _, n_seq, _, _, size = cache.shape
-        new, first = qkv.shape[0] // n_seq, int(start[0])
-        out = _heads_of(y, new, y.shape[1] // size)
-        q, k, v = _heads(qkv, out)
-        cache[0, :, :, first : first + new] = k
-        cache[1, :, :, first : first + new] = v
-        keys, values = cache[:, :, :, : first + new]
-        scores = self._causal_scores(q, _for_each(q, keys), first, window)
-        out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
+        where = range(cache.shape[1]) if lanes is None else lanes.tolist()
+        new, size = len(qkv) // len(where), cache.shape[4]
+        for i, (lane, first) in enumerate(zip(where, np.broadcast_to(start, len(where)), strict=True)):
+            rows = slice(i * new, (i + 1) * new)
+            if lane < 0:
+                y[rows] = 0
+                continue
+            out = _heads_of(y[rows], new, y.shape[1] // size)
+            q, k, v = _heads(qkv[rows], out)
+            cache[:, lane, :, first : first + new] = np.concatenate((k, v))
+            keys, values = cache[:, lane : lane + 1, :, : first + new]
+            scores = self._causal_scores(q, _for_each(q, keys), first, window)
+            out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
 
     def _causal_scores(
         self, q: Array, k: Array, start: int, window: int, positions: Ints1d | None = None
@@ -487,9 +518,12 @@ def clipped(norm: Doubles1d, scalars: Doubles1d) -> float | None:
     return scale * (clip / length) if clip and length > clip else scale
 
 
-def _positions(seq_len: int, start: Array | None) -> slice:
-    first = 0 if start is None else int(start[0])
-    return slice(first, first + seq_len)
+def _positions(seq_len: int, start: Array | None) -> Array:
+    """Return those of the tokens of each sequence, (T,) where they begin alike, else (B, T)."""
+    places = np.arange(seq_len)
+    if start is None:
+        return places
+    return places + (start if len(start) == 1 else start[:, None])
 
 
 def _normalised(s: Array, stats: Stats) -> Array:

@@ -361,9 +361,11 @@ class Block:
         self._prepare(acts, seq_len, None)
         self.k.attention(acts.att, acts.lse, acts.qkv, seq_len, positions, self.window)
 
-    def attend_cached(self, acts: LayerActivations, cache: Floats5d, start: Ints1d) -> None:
-        self._prepare(acts, len(acts.qkv) // cache.shape[1], start)
-        self.k.attention_cached(acts.att, cache, acts.qkv, start, self.window)
+    def attend_cached(
+        self, acts: LayerActivations, cache: Floats5d, seq_len: int, start: Ints1d, lanes: Ints1d | None
+    ) -> None:
+        self._prepare(acts, seq_len, start)
+        self.k.attention_cached(acts.att, cache, acts.qkv, start, self.window, lanes)
 
     def _prepare(self, acts: LayerActivations, seq_len: int, start: Ints1d | None) -> None:
         """Rotate and normalise queries and keys. Without gains the order does not matter: a rotation keeps

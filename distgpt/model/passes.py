@@ -134,12 +134,19 @@ class Pass:
         other.tmp, other.ends = self.tmp.cut(other.slabs), self.ends.cut(other.slabs)
         return other
 
-    def hidden(self, tokens: Ints1d, caches: Array | None = None, start: Ints1d | None = None) -> Floats2d:
+    def hidden(
+        self,
+        tokens: Ints1d,
+        caches: Array | None = None,
+        start: Ints1d | None = None,
+        lanes: Ints1d | None = None,
+    ) -> Floats2d:
         """Compute the last hidden states (N, C) of tokens (N,): everything before the output layer.
 
-        With `caches` (layers, 2, B, K, T_max, head) the tokens follow `start` others whose k and v are there.
+        With `caches` (layers, 2, L, K, T_max, head) the tokens follow `start` others whose k and v are there,
+        in `lanes`, as `attention_cached` says. Several sequences then take one slab.
         """
-        slabs = [self._forward_slab(i, tokens, caches, start) for i in range(len(self.slabs))]
+        slabs = [self._forward_slab(i, tokens, caches, start, lanes) for i in range(len(self.slabs))]
         for block in self.model.blocks:
             if block.adapters:  # its matrices are made where those of the layer before were
                 self._run_together(block.merge)
@@ -278,7 +285,12 @@ class Pass:
         return Rows(self.slabs, Scratch(**arrays), uncut=sums)
 
     def _forward_slab(
-        self, slab: int, tokens: Ints1d, caches: Array | None, start: Ints1d | None
+        self,
+        slab: int,
+        tokens: Ints1d,
+        caches: Array | None,
+        start: Ints1d | None,
+        lanes: Ints1d | None,
     ) -> Iterator[None]:
         """Take a slab through all layers, with a pause after each."""
         model, ends, tmp = self.model, self.ends.slabs[slab], self.tmp.slabs[slab]
@@ -296,7 +308,7 @@ class Pass:
             if caches is None:
                 block.attend(acts, self.seq_len, self._positions_of(slab))
             else:
-                block.attend_cached(acts, caches[i], start)
+                block.attend_cached(acts, caches[i], self.seq_len, start, lanes)
             block.after_attention(acts, tmp)
             x, r = block.project(acts, tmp, inputs[i + 1])
             yield

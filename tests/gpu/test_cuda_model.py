@@ -20,6 +20,7 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.data.tokenizers.plain import CharTokenizer
 from distgpt.evaluation import scoring
 from distgpt.evaluation.scoring import Scorer, Span
+from distgpt.inference.batched_lanes import BatchedLanes
 from distgpt.inference.engine import complete
 from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.lanes import Feed
@@ -216,11 +217,12 @@ def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
     np.testing.assert_array_equal(k.to_host(model.weights.flat), before)
 
 
+@pytest.mark.parametrize("made", [UncompiledLanes, BatchedLanes])
 @pytest.mark.parametrize("kind, dtype", [*EACH_ONCE, ("modern", "bfloat16")])
-def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cuda_kernels):
+def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, made, cuda_kernels):
     """Prompts and single tokens (recorded from the second on), a copy, a draft, windows new and moved."""
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
-    lanes, plain = UncompiledLanes(model, 3), UncompiledLanes(twin, 3)
+    lanes, plain = made(model, 3), UncompiledLanes(twin, 3)
     t = np.random.default_rng(3).integers(0, 13, 14).tolist()
     feeds = [[Feed(1, 0, t[:3], 1)], [Feed(1, 3, t[3:4], 1), Feed(0, 0, t[:4], 0)]]
     feeds += [[Feed(0, n, t[n : n + 1], 1), Feed(1, n, t[n : n + 1], 1)] for n in (4, 5)]

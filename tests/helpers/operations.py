@@ -159,7 +159,7 @@ def test_embed(both):
     for case, positions in cases(both, BOTH):
         wpe = case.random(case.t + 3, case.c) if positions else None
         inputs = [case.ints(case.v, case.n), case.random(case.v, case.c), wpe, case.t]
-        for start in (None, np.array([3], np.int32)):
+        for start in starts(case, 3):
             case.check("embed", [(case.n, case.c)], *inputs, start)
         case.check("embed", [(case.n, case.c)], *inputs, None, side_by_side(case))
 
@@ -296,7 +296,7 @@ def test_rope(both):
         angle = case.random(case.t + 2, half)
         angles = Angles(Wide(np.cos(angle)), Wide(np.sin(angle)))
         qkv = case.random(case.n, wide)
-        for start in (None, np.array([2], np.int32)):
+        for start in starts(case, 2):
             case.check("rope", [qkv], angles, case.h + kv, case.t, start, inverse)
 
 
@@ -336,6 +336,70 @@ def test_sum_rows(both):
     for case, accumulate in cases(both, BOTH):
         total = Wide(case.random(case.c) if accumulate else (case.c,))
         case.check("sum_rows", [total], Wide(case.random(case.n, case.c)), accumulate, strict=4.0)
+
+
+def starts(case, most):
+    """Positions of the first tokens: 0, the same for all sequences, one for each."""
+    return None, np.array([most], np.int32), np.arange(most, most - case.b, -1, np.int32).clip(0)
+
+
+def test_attention_cached_in_lanes(both):
+    """Each sequence at its own place, in a lane that is not its number; and one that is none."""
+    for case, kv, wide, new, window in grouped(both, [1, 5], [0, 3]):
+        start = np.array([(7 * i + 2) % 6 for i in range(case.b)], np.int32)
+        lanes = np.arange(case.b, 0, -1, np.int32)
+        if case.b > 1:
+            lanes[1], start[1] = -1, 0
+        cache = case.random(2, case.b + 2, kv, 5 + new + 3, case.c // case.h)
+        outs, qkv = [(case.b * new, case.c), cache], case.random(case.b * new, wide)
+        y, after = case.check("attention_cached", outs, qkv, start, window, lanes)
+        if case.b > 1:
+            assert not y[new : 2 * new].any()
+        kept = np.delete(np.arange(case.b + 2), lanes[lanes >= 0])
+        np.testing.assert_allclose(after[:, kept], cache[:, kept], atol=4 * tolerance(case.kernels))
+
+
+def test_move_cached(both):
+    """To another lane and within one, by less than is kept, with keys turned back and without."""
+    for case, kv, _ in grouped(both):
+        size, length = case.c // case.h, 40
+        angles = Angles(*(Wide(case.random(length, size // 2)) for _ in range(2)))
+        for target, source, count, kept in ((2, 0, 0, 35), (1, 1, 3, 35), (0, 2, 5, 1)):
+            cache = case.random(3, 2, 3, kv, length, size)
+            for turn in (angles, None) if size % 2 == 0 else (None,):
+                case.check("move_cached", [cache], target, source, count, kept, turn)
+
+
+def test_likeliest(both):
+    """Scores that are often equal, of which the last are no tokens'."""
+    for case, k in cases(both, [1, 5]):
+        for vocab in (case.v, 2500):
+            scores = np.round(4 * case.random(case.n, vocab + 3)) / 4
+            scores[:, vocab:] = 1000
+
+            def ask(kernels, tokens_and_found, scores, vocab=vocab, k=k):
+                """Tokens come first, as numbers that are exact in every type."""
+                tokens = kernels.integers(np.full((len(scores), k), -1))
+                found = kernels.wide_zeros(len(scores), k + 1)
+                kernels.likeliest(tokens, found, scores, vocab)
+                both = np.concatenate((kernels.to_host(tokens), kernels.to_host(found)), axis=1)
+                kernels.put(tokens_and_found, both)
+
+            case.check(ask, [Wide((case.n, 2 * k + 1))], scores)
+
+
+def test_what_is_not_finite_is_known_of_each_row(both):
+    case = Case(both)
+    for bad in (np.nan, np.inf, -np.inf):
+        for kernels in both:
+            scores, found = kernels.zeros(3, 40), kernels.wide_zeros(3, 3)
+            host = case.random(3, 40)
+            host[1, 37] = bad
+            kernels.put(scores, host)
+            kernels.likeliest(kernels.integers(np.zeros((3, 2))), found, scores, 38)
+            np.testing.assert_array_equal(
+                np.isfinite(kernels.to_host(found)[:, 2]), [True, False, True], err_msg=str(bad)
+            )
 
 
 def test_attention_cached(both):

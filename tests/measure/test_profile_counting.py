@@ -23,6 +23,7 @@ NO_OPERATIONS = {
     "integers",
     "to_host",
     "later",
+    "free_memory",
     "record",
     "between",
     "agree",

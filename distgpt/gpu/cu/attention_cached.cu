@@ -50,23 +50,27 @@ __device__ __forceinline__ void load_pieces(Elements<W> (&x)[EACH], const stored
     }
 }
 
-// y ← softmax(q kᵀ / √HEAD, causal) v for new rows at *start, *start + 1, …; cache ← their keys and values.
-// y (sequences · rows, heads · HEAD), cache (2, sequences, heads / GROUP, t_max, HEAD),
+// y ← softmax(q kᵀ / √HEAD, causal) v for new rows at start, start + 1, …; cache ← their keys and values.
+// start (starts,), of all sequences or each; lanes (sequences,): where in the cache each is, or null; -1: it
+// sees nothing, y is 0, and nothing is stored.
+// y (sequences · rows, heads · HEAD), cache (2, n_lanes, heads / GROUP, t_max, HEAD),
 // qkv (sequences · rows, (heads + 2 heads / GROUP) · HEAD).
 // With several parts y stays as it is, and parts (sequences · heads, rows, parts, HEAD + 2) is filled.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
-attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const int* start, int n_head,
-                 int t_max) {
+attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const int* start, int starts,
+                 const int* lanes, int n_lanes, int n_head, int t_max) {
     const int row = blockIdx.y, new_rows = gridDim.y, part = blockIdx.z, n_parts = gridDim.z;
-    const int seq = blockIdx.x / n_head, head = blockIdx.x % n_head, begin = *start, last = begin + row;
+    const int seq = blockIdx.x / n_head, head = blockIdx.x % n_head, lane = lanes ? lanes[seq] : seq;
+    const int begin = start[seq % starts], last = begin + row;
     const long long channels = (long long)n_head * HEAD, kv_channels = channels / GROUP;
     const stored* new_q = qkv + (long long)seq * new_rows * TOGETHER * kv_channels + head * HEAD;
     const long long aside = channels + (head / GROUP - head) * HEAD;  // of k, from q
-    stored* keys = cache + (long long)(blockIdx.x / GROUP) * t_max * HEAD;
-    stored* values = keys + (long long)(gridDim.x / GROUP) * t_max * HEAD;
+    const int kv_heads = n_head / GROUP, from_lane = lane < 0 ? 0 : lane;
+    stored* keys = cache + ((long long)from_lane * kv_heads + head / GROUP) * t_max * HEAD;
+    stored* values = keys + (long long)n_lanes * kv_heads * t_max * HEAD;
     const int lowest = window_begin(last);
     const int per_part = (last - lowest + n_parts) / n_parts;  // last + 1 - lowest keys, rounded up
-    const int from = lowest + part * per_part, to = min(from + per_part, last + 1);
+    const int from = lowest + part * per_part, to = lane < 0 ? from : min(from + per_part, last + 1);
     const real scale = 1 / sqrt(real(HEAD));
 
     Elements<W> q[EACH];
@@ -130,13 +134,13 @@ attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const
         real sum = 0;
         for (int w = 0; w < WARPS; w++) sum += sums[w][d] * exp(tops[w] - highest);
         if (n_parts == 1) {
-            y[((long long)seq * new_rows + row) * channels + head * HEAD + d] = to_stored(sum / total);
+            y[((long long)seq * new_rows + row) * channels + head * HEAD + d] = to_stored(lane < 0 ? 0 : sum / total);
         } else {
             out[d] = sum;
         }
     }
     if (n_parts > 1 && threadIdx.x == 0) out[HEAD] = highest, out[HEAD + 1] = total;
-    if (part == 0 && head % GROUP == 0 && threadIdx.x < PIECES) {
+    if (lane >= 0 && part == 0 && head % GROUP == 0 && threadIdx.x < PIECES) {
         const stored* new_k = new_q + row * TOGETHER * kv_channels + aside + threadIdx.x * W;
         const long long at = (long long)last * HEAD + threadIdx.x * W;
         store<W>(keys + at, load<W>(new_k));
@@ -161,6 +165,6 @@ attention_cached_join(stored* y, const real* parts, int n_head, int n_parts) {
         real sum = 0;
         for (int p = 0; p < n_parts; p++)
             sum += in[p * (HEAD + 2) + d] * exp(in[p * (HEAD + 2) + HEAD] - highest);
-        out[d] = to_stored(sum / total);
+        out[d] = to_stored(total > 0 ? sum / total : 0);  // 0: of no sequence
     }
 }

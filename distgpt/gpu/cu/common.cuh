@@ -176,6 +176,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
+// The position of the first token of a row's sequence: one for all, one each, or 0.
+__device__ __forceinline__ int first_of(int row, const int* start, int starts, int seq_len) {
+    return start ? start[row / seq_len % starts] : 0;
+}
+
 // The sum over the lanes of a warp: every lane gets it.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T x) {

@@ -193,14 +193,14 @@ KERNEL(add_bias, (stored * y, const stored* b, int count, int c), (y, b, count, 
 // A thread turns W pairs of q and k, `heads` heads of 2 half elements at the start of each row of qkv
 // (n, row_size). cos and sin (≥ start + seq_len, half)
 template <int W>
-__device__ void rope(stored* qkv, const real* cos, const real* sin, const int* start, int n, int seq_len,
-                     int heads, int row_size, int half, int inverse) {
+__device__ void rope(stored* qkv, const real* cos, const real* sin, const int* start, int starts, int n,
+                     int seq_len, int heads, int row_size, int half, int inverse) {
     const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
     const int pieces = half / W, per_row = heads * pieces;
     if (index >= unsigned(n) * per_row) return;
     const int row = int(index / per_row), rest = int(index % per_row);
     const int head = rest / pieces, j = rest % pieces * W;
-    const int position = (start ? *start : 0) + row % seq_len;
+    const int position = first_of(row, start, starts, seq_len) + row % seq_len;
     stored* left = qkv + size_t(row) * row_size + size_t(head) * 2 * half + j;
     stored* right = left + half;
     const Elements<W> c = load_real<W>(cos + size_t(position) * half + j);
@@ -218,9 +218,9 @@ __device__ void rope(stored* qkv, const real* cos, const real* sin, const int* s
 }
 
 KERNEL(rope,
-       (stored * qkv, const real* cos, const real* sin, const int* start, int n, int seq_len, int heads,
-        int row_size, int half, int inverse),
-       (qkv, cos, sin, start, n, seq_len, heads, row_size, half, inverse))
+       (stored * qkv, const real* cos, const real* sin, const int* start, int starts, int n, int seq_len,
+        int heads, int row_size, int half, int inverse),
+       (qkv, cos, sin, start, starts, n, seq_len, heads, row_size, half, inverse))
 
 // ---- norms of the heads of q and k, in place; a warp for each of `count` heads, `heads` of them in a row of qkv
 

@@ -1,16 +1,17 @@
 // Token and position embedding, and their gradients, which are summed in an order that tokens alone decide.
 #include "common.cuh"
 
-// x[row] ← wte[tokens[row]] + wpe[start + row mod seq_len], or wpe[positions[row]]
+// x[row] ← wte[tokens[row]] + wpe[start + row mod seq_len], or wpe[positions[row]]. start (starts,): of all
+// sequences or each, or null
 template <int W>
 __device__ void embed(stored* x, const int* tokens, const stored* wte, const stored* wpe, const int* start,
-                      const int* positions, int n, int seq_len, int c) {
+                      int starts, const int* positions, int n, int seq_len, int c) {
     const unsigned pieces = c / W, index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= n * pieces) return;
     const int row = int(index / pieces), j = int(index % pieces) * W;
     Elements<W> sum = load<W>(wte + size_t(tokens[row]) * c + j);
     if (wpe) {
-        const int position = positions ? positions[row] : (start ? *start : 0) + row % seq_len;
+        const int position = positions ? positions[row] : first_of(row, start, starts, seq_len) + row % seq_len;
         const Elements<W> place = load<W>(wpe + size_t(position) * c + j);
         sum += place;
     }
@@ -191,8 +192,8 @@ __device__ void token_gradient_across(real* dwte, const real* partial, const int
 
 KERNEL(embed,
        (stored * x, const int* tokens, const stored* wte, const stored* wpe, const int* start,
-        const int* positions, int n, int seq_len, int c),
-       (x, tokens, wte, wpe, start, positions, n, seq_len, c))
+        int starts, const int* positions, int n, int seq_len, int c),
+       (x, tokens, wte, wpe, start, starts, positions, n, seq_len, c))
 KERNEL(add_embedding, (stored * x, const int* tokens, const stored* w, int n, int width, int c),
        (x, tokens, w, n, width, c))
 KERNEL(position_gradient, (real * dwpe, const stored* dx, int n, int seq_len, int c),

@@ -271,13 +271,17 @@ def _write(out, row, seq_len, column, size, x):
 
 
 @jit
-def attention_cached(first, last, y, cache, qkv, start, s, window):
-    """New rows of each sequence, from position `start` on, against the last keys up to their own."""
-    width, n_seq, kv_heads, size = y.shape[1], cache.shape[1], cache.shape[2], cache.shape[4]
+def attention_cached(first, last, y, cache, qkv, places, s, window):
+    """New rows of each sequence against the last keys up to their own. places: its start, and its lane."""
+    width, n_seq, kv_heads, size = y.shape[1], places.shape[1], cache.shape[2], cache.shape[4]
     new, kv_width = y.shape[0] // n_seq, kv_heads * size
     for unit in range(first, last):
         seq, kv_head = unit // kv_heads, unit % kv_heads
-        keys, values, span = cache[0, seq, kv_head], cache[1, seq, kv_head], width // kv_heads
+        start, lane, span = places[0, seq], places[1, seq], width // kv_heads
+        if lane < 0:
+            y[seq * new : (seq + 1) * new, kv_head * span : (kv_head + 1) * span] = 0
+            continue
+        keys, values = cache[0, lane, kv_head], cache[1, lane, kv_head]
         for i in range(new):
             row, key, value = qkv[seq * new + i, width + kv_head * size :], keys[start + i], values[start + i]
             for j in range(size):

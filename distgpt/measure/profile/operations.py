@@ -102,6 +102,10 @@ def _seen(a: Any) -> int:
     return int(a.window or a.cache.shape[3])
 
 
+def _lanes(a: Any) -> int:
+    return int(a.cache.shape[1]) if a.lanes is None else len(a.lanes)
+
+
 def _head(a: Any) -> float:
     (n, width), vocab = a.x.shape, a.head.vocab
     matmul = moved(a.x) + float((n + width) * vocab * a.x.itemsize)
@@ -178,9 +182,11 @@ OPERATIONS = {
     # Of the whole cache, or a window of it: only the device knows how much of it is filled.
     "attention_cached": Operation(
         "Attention forward",
-        lambda a: moved(a.y, a.qkv) + moved(a.cache) * _seen(a) // a.cache.shape[3],
+        lambda a: moved(a.y, a.qkv) + _lanes(a) * moved(a.cache[:, :1]) * _seen(a) // a.cache.shape[3],
         lambda a: matmul_flops(len(a.y), 2 * _seen(a) * a.y.shape[1]),
     ),
+    "move_cached": Operation(DATA, lambda a: 2 * moved(a.caches[:, :, :1]) * a.kept // a.caches.shape[4]),
+    "likeliest": Operation(DATA),
     "linear_cross_entropy": Operation(
         "Head and cross-entropy",
         _head,

@@ -1,0 +1,124 @@
+"""One pass for all sequences on a GPU: launches, plans, copies, and the answers to requests."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from devices import ON_GPU, cuda_kernels, device  # noqa: F401
+from models import VARIANTS
+from test_cuda_model import alike
+
+from distgpt.inference.batched_lanes import BatchedLanes
+from distgpt.inference.engine import Engine, complete
+from distgpt.inference.engine_setup import lanes_for, lanes_that_fit
+from distgpt.inference.lanes import Feed
+from distgpt.inference.request import Request
+from distgpt.inference.uncompiled_lanes import UncompiledLanes
+
+needs_counts = pytest.mark.skipif(ON_GPU, reason="the stand-in counts launches")
+
+
+def launches(on, work):
+    """Of our kernels, and matmuls of the library."""
+    on.synchronize()
+    before = len(on.xp.launches)
+    work()
+    on.synchronize()
+    return Counter(f"{each.source}.{each.kernel}" for each in on.xp.launches[before:])
+
+
+@needs_counts
+@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, monkeypatch):
+    model, _ = alike(VARIANTS[kind], cuda_kernels("float32"))
+    lanes, found = BatchedLanes(model, 16), {}
+    matmuls = model.kernels.linears.matmuls
+    run, calls = type(matmuls).run, []
+    monkeypatch.setattr(
+        type(matmuls), "run", lambda *args, **named: (calls.append(1), run(*args, **named))[1]
+    )
+    for count in (1, 2, 3, 5, 9):  # each the first of its size: 1, 2, 4, 8, 16
+        work = [Feed(15 - i, 0, [i % 13], 1, likeliest=1) for i in range(count)]
+        calls.clear()
+        found[count] = sum(launches(device(), lambda work=work: lanes.feed(work)).values()) + len(calls)
+        replayed = sum(launches(device(), lambda work=work: lanes.feed(work)).values())
+        assert replayed <= found[count]  # matmuls are in the graph
+    assert found[1] == found[2] == found[3]
+    assert found[5] == found[9] <= found[1]
+
+
+def test_prompts_of_many_lengths_share_their_plans(cuda_kernels):
+    config = replace(VARIANTS["gpt2"], seq_len=96)
+    model, _ = alike(config, cuda_kernels.__wrapped__("float32"))
+    lanes, plans, counts = BatchedLanes(model, 2), model.kernels.linears.matmuls._plans, []
+    for length in range(33, 53):
+        lanes.feed([Feed(0, 0, [1] * length, 1)])
+        counts.append(len(plans))
+    assert counts[0] > 0 and len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("kind, dtype", [("modern", "float64"), ("gpt2", "float32")])
+def test_requests_are_answered_as_by_the_reference(kind, dtype, cuda_kernels):
+    model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
+    how = [
+        {},
+        {"temperature": 0.9, "top_k": 5, "logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"lookup": 3},
+    ]
+    requests = [
+        Request(
+            prompt=[1 + i, 2, 3], max_new_tokens=12, n=2, seed=i, overflow=("slide", "shift")[i % 2], **each
+        )
+        for i, each in enumerate(how)
+    ]
+    lanes = lanes_for(model, 5)
+    assert isinstance(lanes, BatchedLanes)
+    found, expected = (
+        complete(Engine(each, chunk=4), requests) for each in (lanes, UncompiledLanes(twin, 5))
+    )
+    assert [[each.tokens for each in some] for some in found] == [
+        [each.tokens for each in some] for some in expected
+    ]
+
+
+@needs_counts
+def test_a_shared_prompt_never_leaves_the_device(cuda_kernels, monkeypatch):
+    model, _ = alike(VARIANTS["modern"], cuda_kernels("float32"))
+    lanes = BatchedLanes(model, 3)
+    lanes.feed([Feed(0, 0, [1, 2, 3, 4], 0)])
+    for name in ("to_host", "put", "integers"):
+        monkeypatch.setattr(type(model.kernels), name, None)
+    assert launches(device(), lambda: (lanes.copy(0, 2, 4), lanes.drop(2, 1, 3))) == {
+        "decoding.move_cached": 2
+    }
+
+
+@needs_counts
+def test_few_bytes_travel_where_the_likeliest_are_enough(cuda_kernels, monkeypatch):
+    model, _ = alike(replace(VARIANTS["gpt2"], vocab_size=5000), cuda_kernels("float32"))
+    lanes, sizes, kernels = BatchedLanes(model, 4), [], type(model.kernels)
+    download = kernels.to_host
+    monkeypatch.setattr(kernels, "to_host", lambda self, x: (sizes.append(x.nbytes), download(self, x))[1])
+    lanes.feed([Feed(i, 0, [i], 1, likeliest=50) for i in range(4)])
+    assert sum(sizes) == 4 * 4 * (64 + 65)
+
+
+@needs_counts
+def test_lanes_take_half_of_what_is_free(cuda_kernels, monkeypatch):
+    model, _ = alike(VARIANTS["gpt2"], cuda_kernels("float32"))
+    one = lanes_that_fit(model, 1 << 40, memory=1 << 30)
+    monkeypatch.setattr(type(model.kernels), "free_memory", lambda self: 2 << 30)
+    assert lanes_that_fit(model, 1 << 40) == one
+    assert lanes_that_fit(model, 128) == 128
+
+
+def test_scores_that_are_not_finite_are_known_on_the_device(cuda_kernels):
+    model, _ = alike(VARIANTS["modern"], cuda_kernels("float32"))
+    lanes = BatchedLanes(model, 2)
+    head = np.array(model.kernels.to_host(model.head))
+    head[4] = np.nan
+    model.kernels.put(model.head, head)
+    (row,) = lanes.feed([Feed(1, 0, [3], 1, likeliest=2)])
+    assert np.isnan(row.log_sum)

@@ -1,0 +1,155 @@
+"""Lanes that decode all sequences in one pass, on the reference's operations, beside a pass for each."""
+
+import numpy as np
+import pytest
+from models import VARIANTS, build
+
+from distgpt.errors import NonFiniteError
+from distgpt.inference.batched_lanes import BatchedLanes, _rounded
+from distgpt.inference.engine import Engine, complete
+from distgpt.inference.lanes import Feed, Likeliest
+from distgpt.inference.request import Request
+from distgpt.inference.uncompiled_lanes import UncompiledLanes
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.reference import ReferenceKernels
+
+KERNELS = [lambda: ReferenceKernels(), lambda: CpuKernels("float64", 2)]
+
+
+def same(config, kernels=None):
+    """Both kinds of lanes of one model."""
+    model = build(config, kernels or ReferenceKernels())
+    return BatchedLanes(model, 5), UncompiledLanes(model, 5)
+
+
+def poison(lanes):
+    """What was never written is never read."""
+    lanes._cache[...] = np.nan
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_scores_are_those_of_a_pass_for_each(kind, kernels):
+    """Prompts, tokens of one to four sequences in any order of lanes, a draft taken back, a lane begun anew."""
+    config = VARIANTS[kind]
+    batched, plain = same(config, kernels())
+    poison(batched)
+    t = np.random.default_rng(3).integers(0, config.vocab_size, 40).tolist()
+    feeds = [
+        [Feed(3, 0, t[:5], 1), Feed(1, 0, t[5:6], 1)],
+        [Feed(3, 5, t[6:7], 1), Feed(1, 1, t[7:8], 1), Feed(0, 0, t[8:14], 0)],
+        [Feed(0, 6, t[14:15], 1), Feed(4, 0, t[15:22], 7), Feed(3, 6, t[22:23], 1), Feed(1, 2, t[23:24], 1)],
+        [Feed(4, 4, t[24:25], 1), Feed(1, 3, t[25:26], 1), Feed(0, 7, t[26:27], 1), Feed(3, 7, t[27:28], 1)],
+        [Feed(3, 0, t[28:33], 2), Feed(4, 5, t[33:34], 1)],
+    ]
+    for work in feeds:
+        found, expected = batched.feed(work), plain.feed(work)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["modern", "gpt2"])
+def test_a_copy_and_a_shift_go_on_like_those_of_the_reference(kind):
+    batched, plain = same(VARIANTS[kind])
+    poison(batched)
+    t = np.random.default_rng(4).integers(0, 13, 14).tolist()
+    for lanes in (batched, plain):
+        lanes.feed([Feed(2, 0, t[:7], 0)])
+        lanes.copy(2, 0, 6)
+        if lanes.can_drop:
+            lanes.drop(2, 3, 4)
+    start = 4 if plain.can_drop else 7
+    work = [Feed(2, start, t[7:8], 1), Feed(0, 6, t[8:9], 1)]
+    np.testing.assert_allclose(batched.feed(work), plain.feed(work), rtol=0, atol=1e-11)
+
+
+def test_the_last_positions_of_the_context_are_filled():
+    """Rows that a prompt is rounded up by have no room there."""
+    config = VARIANTS["modern"]
+    batched, plain = same(config)
+    t = np.random.default_rng(5).integers(0, 13, config.seq_len).tolist()
+    for cut in (config.seq_len, config.seq_len - 1, 6):
+        for work in ([Feed(1, 0, t[:cut], 1)], [Feed(1, cut, t[cut:], len(t) - cut)] if cut < len(t) else []):
+            np.testing.assert_allclose(batched.feed(work), plain.feed(work), rtol=0, atol=1e-11)
+
+
+def test_what_does_not_fit_is_refused():
+    batched, _ = same(VARIANTS["modern"])
+    for wrong in ([Feed(5, 0, [1], 1)], [Feed(0, batched.length, [1], 1)], [Feed(0, 0, [1], 2)]):
+        with pytest.raises(ValueError, match="does not fit"):
+            batched.feed(wrong)
+    with pytest.raises(ValueError, match="twice"):
+        batched.feed([Feed(0, 0, [1], 1), Feed(0, 1, [2], 1)])
+
+
+def test_rows_have_few_sizes():
+    assert [_rounded(n) for n in (1, 4, 5, 9, 33, 52, 63, 64, 65, 200)] == [
+        1,
+        4,
+        8,
+        16,
+        64,
+        64,
+        64,
+        64,
+        128,
+        256,
+    ]
+    assert len({_rounded(n) for n in range(33, 53)}) == 1
+
+
+HOW = [
+    {},
+    {"logprobs": 3},
+    {"temperature": 0.9, "top_k": 5},
+    {"temperature": 1.3, "top_k": 8, "top_p": 0.7, "logprobs": 9},
+    {"temperature": 1.1, "top_k": 6, "min_p": 0.2},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 4, "repetition_penalty": 1.5},
+    {"lookup": 4},
+    {"logprobs": 2, "prompt_logprobs": True},
+]
+
+
+@pytest.mark.parametrize("kind", ["modern", "gpt2"])
+def test_requests_are_answered_as_by_a_pass_for_each(kind):
+    """All kinds of choice side by side, more samples than lanes, windows that slide and shift."""
+    random = np.random.default_rng(7)
+    requests = []
+    for i, how in enumerate(HOW):
+        prompt = random.integers(0, 13, 1 + i % 6).tolist()
+        overflow = "shift" if i % 3 == 1 else "slide"
+        requests.append(
+            Request(prompt=prompt, max_new_tokens=14, n=1 + i % 3, seed=i, overflow=overflow, **how)
+        )
+    batched, plain = (complete(Engine(lanes, chunk=4), requests) for lanes in same(VARIANTS[kind]))
+    for how, found, expected in zip(HOW, batched, plain, strict=True):
+        for mine, other in zip(found, expected, strict=True):
+            assert mine.tokens == other.tokens, how
+            for a, b in zip(mine.likelihoods or (), other.likelihoods or (), strict=True):
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-9), how
+                assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives], how
+
+
+def test_only_what_is_asked_for_leaves_the_device():
+    """The likeliest where they are enough, beside all scores where they are not."""
+    batched, plain = same(VARIANTS["modern"])
+    work = [Feed(0, 0, [1], 1, likeliest=3), Feed(1, 0, [2], 1), Feed(2, 0, [3], 1, likeliest=1)]
+    first, whole, last = batched.feed(work)
+    expected = plain.feed([each._replace(likeliest=0) for each in work])
+    np.testing.assert_allclose(whole, expected[1], atol=1e-11)
+    for row, scores in ((first, expected[0]), (last, expected[2])):
+        assert isinstance(row, Likeliest) and len(row.tokens) == 8
+        assert row.tokens.tolist() == np.argsort(-scores, kind="stable")[:8].tolist()
+        assert row.log_sum == pytest.approx(np.log(np.exp(scores).sum()), abs=1e-11)
+
+
+def test_a_broken_model_is_found_where_only_the_likeliest_are_looked_at():
+    model = build(VARIANTS["modern"], ReferenceKernels())
+    lanes = BatchedLanes(model, 2)
+    engine = Engine(lanes)
+    engine.submit(Request(prompt=[1, 2], max_new_tokens=5))
+    engine.step()
+    model.head[-model.config.padded_vocab + 3] = np.inf
+    with pytest.raises(NonFiniteError):
+        engine.step()
