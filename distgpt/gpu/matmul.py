@@ -225,7 +225,7 @@ class LtMatmul:
         else:
             self._choose_fastest(plan, at)
 
-    def _choose_fastest(self, plan: _Plan, at: tuple[int, int, int, int]) -> None:
+    def _choose_fastest(self, plan: _Plan, at: Addresses) -> None:
         """Choose what an earlier process has found the fastest, or what is now."""
 
         def accepts(kept: bytes) -> bool:
