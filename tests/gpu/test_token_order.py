@@ -76,7 +76,7 @@ def test_what_is_repeated_sorts_the_tokens_of_its_own_micro_batch(aside):
         device, gradients = recorded(3, aside=aside, when=when)
         for seed, (bits, values) in enumerate(expected):  # run, recorded, repeated
             found = gradients(seed)
-            # The stand-in's blocks take turns, so that in a wrong order they would not be in each other's way.
+            # The stand-in's blocks take turns: sums would be right in a wrong order, too.
             tokens, order = gradients.k.sorted
             own = gradients.k.to_host(tokens)
             np.testing.assert_array_equal(gradients.k.to_host(order), np.argsort(own, kind="stable"))
