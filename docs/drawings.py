@@ -240,7 +240,7 @@ def passes() -> tuple[list[Call], list[Call | None], list[Call | None]]:
     calls = [
         (name, " × ".join(names[n] for n in shape))
         for name, shape in kernels.calls
-        if name not in ("sum", "zero")
+        if name not in ("sum", "zero", "sort_tokens")
     ]
     forward = [call for call in calls if "backward" not in call[0]]
     summed = [call for call in calls if call[0].endswith("_weights")]
