@@ -150,10 +150,9 @@ class Measurements:
         for graphs in ("--cuda-graph", "--no-cuda-graph"):
             self._add(f"decoding/ours, {graphs[2:]}", 40, [*words, graphs])
         many = self._decoding("decoding many", new)
-        for count in (32, 128):
-            self._add(
-                f"decoding many/ours, {count} at once", 60, [*many, "--n", 3 if self._args.quick else count]
-            )
+        for count in (1, 32, 128):
+            at_once = min(count, 3) if self._args.quick else count
+            self._add(f"decoding many/ours, {count} at once", 60, [*many, "--n", at_once])
         self._ask("decoding/Hugging Face", 60, do="decode", shape=for_torch(self._shape("gpt2")), new=new)
 
 

@@ -1,4 +1,4 @@
-"""Lanes on GPUs: one pass for all sequences that decode a token, in one cache, recorded by how many they are."""
+"""Lanes on GPUs: one cache, and one recorded pass for all sequences that decode a token."""
 
 from __future__ import annotations
 

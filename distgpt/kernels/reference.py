@@ -28,6 +28,7 @@ from distgpt.kernels.api import (
     Floats5d,
     Head,
     Ints1d,
+    Ints2d,
     MuonMatrix,
     OuterState,
     SortedTokens,

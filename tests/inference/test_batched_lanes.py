@@ -30,7 +30,7 @@ def poison(lanes):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_scores_are_those_of_a_pass_for_each(kind, kernels):
-    """Prompts, tokens of one to four sequences in any order of lanes, a draft taken back, a lane begun anew."""
+    """Prompts, tokens of one to four sequences in any order, a draft taken back, a lane begun anew."""
     config = VARIANTS[kind]
     batched, plain = same(config, kernels())
     poison(batched)
