@@ -73,7 +73,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @needs_mpi
 @pytest.mark.parametrize(("version", "ranks"), [("1", 2), ("23007", 2), ("1", 3)])
 def test_ranks_that_share_a_gpu_get_the_sums_that_are_known(version, ranks):
-    """The stand-in refuses what NCCL refuses: by 2.28 one host's ranks on one GPU, by 2.30 unless requested."""
+    """The stand-in refuses what NCCL refuses: ranks of one host on one GPU, by 2.30 unless requested."""
     program = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))]
     words = (BENCHMARKS / "nccl_on_one_gpu.py", "--quick")
     result = distgpt(*words, ranks=ranks, program=program, env={"WHOLE_GPU": "1", "WHOLE_NCCL": version})
