@@ -26,7 +26,7 @@ from distgpt.gpu.kernels import norm_shape
 
 
 class Attended(NamedTuple):
-    """What attention is compiled for: elements of a head, heads of q for one of k and v, and which keys count."""
+    """What attention is compiled for: elements of a head, heads of q for one of k, and which keys count."""
 
     head: int
     group: int = 1
@@ -107,7 +107,7 @@ def of_presets() -> tuple[list[int], list[Attended]]:
 
 
 def of_users() -> set[tuple[str, tuple[str, ...]]]:
-    """Return what training, tuning, decoding and evaluating all presets is compiled from: sources and macros."""
+    """Return sources and macros of what training, tuning, decoding and evaluating all presets uses."""
     sizes = of_presets()
     every = ((source, type) for source in compiling.source_names() for type in USERS_TYPES)
     return {(source, defines) for source, type in every for defines in variants(source, type, *sizes)}

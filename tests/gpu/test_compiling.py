@@ -248,7 +248,7 @@ def test_the_cache_is_filled_for_all_presets_and_depths(cache):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
-    """One layer of each takes a step, packed or not, an update, and generates, on a GPU that computes nothing."""
+    """One layer of each takes a step, packed or not, an update, and generates; nothing is computed."""
     requests = set()
     monkeypatch.setattr(hostlt, "_multiply", lambda *about: None)
     monkeypatch.setattr(device, "cubin", lambda source, defines, arch: requests.add((source, defines)) or b"")
