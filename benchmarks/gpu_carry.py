@@ -50,7 +50,7 @@ def main() -> int:
         return 0
     too_large = []
     for block in args.block:
-        folder = args.into / block
+        folder = args.into.resolve() / block
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         fill(block, folder, args)
@@ -92,7 +92,7 @@ def fill(block: str, folder: Path, args: argparse.Namespace) -> None:
     wanted = set(args.only or ("cache", "wheels", "losses", "texts"))
     (folder / "commit.txt").write_text(printed("git", "log", "-1", "--format=%h %cs %s"))
     if "cache" in wanted and block in COMPILED:
-        cubins(folder / "cache", args.into, block in TESTED and not args.quick)
+        cubins(folder / "cache", folder.parent, block in TESTED and not args.quick)
         with tarfile.open(folder / "cache.tar.xz", "w:xz") as tar:
             tar.add(folder / "cache", "cache")
         shutil.rmtree(folder / "cache")

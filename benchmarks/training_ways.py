@@ -3,8 +3,8 @@
     python benchmarks/training_ways.py gpu|node [--only NAME …] [--turns 2] [--out FILE]
     mpirun -n 4 python benchmarks/training_ways.py node --stage mpi --threads 4 --only 'GPT-2 bfloat16'
 
-`distgpt bench train` took 25 s for GPT-2 on an H100, of which its 20 steps were 2 s. Each row is printed as it is
-found. `--quick`: toy sizes.
+`distgpt bench train` took 25 s for GPT-2 on an H100, of which its 20 steps were 2 s. Each row is printed as it
+is found. `--quick`: toy sizes.
 """
 
 from __future__ import annotations
