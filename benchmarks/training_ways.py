@@ -3,7 +3,7 @@
     python benchmarks/training_ways.py gpu|node [--only NAME …] [--turns 2] [--out FILE]
     mpirun -n 4 python benchmarks/training_ways.py node --stage mpi --threads 4 --only 'GPT-2 bfloat16'
 
-`distgpt bench train` took 25 s for GPT-2 on an H100, of which its 20 steps were 2 s. Each row is printed as it
+`distgpt bench train` took 25 s for GPT-2 on an H100, of which its 20 steps were 2 s. A row is printed as it
 is found. `--quick`: toy sizes.
 """
 
@@ -78,10 +78,7 @@ def measured(stage: Stage, way: Way, args: Any) -> dict[str, Any]:
     os.environ[SECOND_STREAM] = str(int(way.two_streams))  # read when kernels are made
     on = replace(stage, gpu=replace(stage.gpu, float8=way.float8)) if stage.name in ON_GPU else stage
     cores = stage.threads * stage.comm.size
-    speed = measured_speed(on, run_of(way, args, cores))
-    if stage.device is not None:
-        stage.device.synchronize()  # the last update, before its memory is given back
-    return {"tokens_per_s": round(speed, 1)}
+    return {"tokens_per_s": round(measured_speed(on, run_of(way, args, cores)), 1)}
 
 
 def main() -> int:

@@ -100,7 +100,6 @@ def test_what_has_no_time_left_is_said_and_what_was_found_stays(tmp_path):
 @pytest.mark.slow
 def test_what_is_carried_is_installed_into_a_folder_of_its_own_unless_it_is_there(tmp_path):
     """A wheel that no machine has, and one that every machine has, packed and found lacking or not."""
-    about = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     for name in ("nobody_has_this", "pytest"):
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
             wheel.writestr(f"{name}.py", "FOUND = 5\n")
