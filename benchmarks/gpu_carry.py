@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import io
+import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -194,6 +196,18 @@ def texts(folder: Path, args: argparse.Namespace) -> None:
         unneeded = shutil.ignore_patterns(".git", "*.jsonl", "dev")
         shutil.copytree(args.nanochat, folder / "nanochat", ignore=unneeded)
         shutil.copytree(args.nanochat_base, folder / "nanochat-base")
+        for shard in (folder / "nanochat-base").rglob("*.parquet"):
+            rewrite(shard)
+
+
+def rewrite(shard: Path) -> None:
+    """Put a Parquet shard's texts into what peers/for_nanochat reads: pyarrow's wheel takes most of 64 MiB."""
+    from pyarrow.parquet import ParquetFile
+
+    file = ParquetFile(shard)
+    groups = [file.read_row_group(i).column("text").to_pylist() for i in range(file.num_row_groups)]
+    with lzma.open(shard, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(group) + "\n" for group in groups)
 
 
 if __name__ == "__main__":

@@ -64,12 +64,13 @@ prepare() {
         tar -xf "$carry/cache.tar.xz" -C "$work" && export XDG_CACHE_HOME=$work/cache
     fi
     host=("$py")
-    small=() quick=() time=2m minutes=1.6
+    small=() narrow=() quick=() time=2m minutes=1.6
     dist=("$py" -m distgpt)
     if [ -n "${REHEARSAL:-}" ]; then
         host=("$py" tests/gpu/hostgpu.py)
         dist=("${host[@]}")
         small=(--n-layer 1 --n-head 2 --n-embd 16 --seq-len 8 --batch-size 4 --steps 3)
+        narrow=("${small[@]}" --vocab-size 300)  # of a preset with GPT-2's vocabulary
         quick=(--quick) time=6s minutes=0.05
         export WHOLE_GPU=1 WHOLE_NCCL=1
     else
@@ -356,11 +357,14 @@ torch() {
         measured torch 130 'GPT-2 bfloat16'
     fi
 }
-autotune() { has torch && measured autotune 170 autotune; }
+autotune() {
+    has torch || return 0
+    measured autotune 170 autotune
+}
 decode() {
     local run=$work/gpt2 code=0 n new=${REHEARSAL:+4}
     into decode 40 "${dist[@]}" train --stage cuda --preset gpt2 --dtype bfloat16 "${corpus[@]}" --batch-size 4 --steps 1 \
-        --out "$run" "${small[@]}"
+        --out "$run" "${narrow[@]}"
     for n in 1 32 128; do
         if [ -n "${REHEARSAL:-}" ]; then n=$((n > 1 ? 3 : 1)); fi
         into decode 30 "${dist[@]}" infer --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 --json \
@@ -371,9 +375,9 @@ decode() {
 }
 profile() {
     local shape=(--stage cuda --preset gpt2 --dtype bfloat16 "${corpus[@]:0:8}" --batch-size 64 --recompute none --steps 5)
-    into profile 40 "${dist[@]}" profile "${shape[@]}" --out "$out/profile" "${small[@]}"
+    into profile 40 "${dist[@]}" profile "${shape[@]}" --out "$out/profile" "${narrow[@]}"
     local code=$?
-    into profile 40 "${dist[@]}" profile "${shape[@]}" --float8 --out "$out/profile-float8" "${small[@]}"
+    into profile 40 "${dist[@]}" profile "${shape[@]}" --float8 --out "$out/profile-float8" "${narrow[@]}"
     worst $code $?
 }
 kernels() { measured kernels 60 kernels; }
@@ -398,7 +402,7 @@ counters() {
     has ncu || return 0
     into counters 90 ncu --set basic --launch-count 4 -k 'regex:attention_backward|norm_backward|polynomial' \
         "${dist[@]}" profile --stage cuda --preset gpt2-fast --dtype bfloat16 "${corpus[@]:0:8}" --batch-size 16 --steps 1 \
-        --out "$work/ncu" "${small[@]}"
+        --out "$work/ncu" "${narrow[@]}"
 }
 
 # -- C. Both read the same texts, and are judged by bits per byte on the same held-out documents.
@@ -425,7 +429,7 @@ nanochat() {
     fi
     local steps=(--depth=8 --max-seq-len=1024 --window-pattern=L --core-metric-every=-1 --sample-every=-1)
     NANOCHAT_BASE_DIR=$carry/nanochat-base PYTHONPATH=$carry/nanochat:$PWD/benchmarks/peers/for_nanochat \
-        into nanochat 250 "$py" -m scripts.base_train "${steps[@]}" --eval-every=100
+        into nanochat 250 "$py" -m scripts.base_train "${steps[@]}" --run=dummy --eval-every=100
     local code=$?
     grep -E 'Validation bpb' "$out/nanochat.txt" | tail -3
     return $code

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -125,3 +126,25 @@ def test_what_is_carried_is_installed_into_a_folder_of_its_own_unless_it_is_ther
     program = "import nobody_has_this as n; print(n.FOUND)"
     shown = subprocess.run([python, "-c", program], capture_output=True, text=True)
     assert shown.stdout == "5\n", shown.stderr
+
+
+def test_shards_are_carried_as_what_is_read_without_pyarrow(tmp_path):
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    shard, groups = tmp_path / "shard_00000.parquet", [["a text", "naïve\ncafé"], ["the last"]]
+    parquet.write_table(pyarrow.table({"text": sum(groups, [])}), shard, row_group_size=2)
+    gpu_carry.rewrite(shard)
+    path = ROOT / "benchmarks" / "peers" / "for_nanochat" / "pyarrow" / "parquet.py"
+    own = runpy.run_path(str(path))["ParquetFile"](shard)
+    found = [own.read_row_group(i).column("text").to_pylist() for i in range(own.num_row_groups)]
+    assert found == groups
+
+
+def test_the_table_of_answers_names_the_commit_of_each_block_s_last_result():
+    page = (ROOT / "docs" / "explanation" / "gpu-runs.md").read_text()
+    files = sorted((ROOT / "benchmarks" / "results").glob("gpu-*-block-?.json"))
+    results = [json.loads(file.read_text()) for file in files]
+    last = {found["block"]: found["commit"].split()[0] for found in results}
+    rows = {line[2]: line for line in page.splitlines() if line[:2] == "| " and line[3:5] == " |"}
+    assert rows.keys() == set("ANBC")
+    for block, line in rows.items():
+        assert f"| {last.get(block, 'not yet')} |" in line, line
