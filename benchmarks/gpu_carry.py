@@ -71,7 +71,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make what a session on a GPU needs and its machine lacks.")
-    parser.add_argument("block", nargs="*", choices=[*WHEELS, []], default=list(WHEELS))
+    parser.add_argument("block", nargs="*", help="A, N, B or C; all if none is named")
     parser.add_argument("--into", type=Path, default=HERE.parent / "build" / "carry")
     parser.add_argument(
         "--only", nargs="+", choices=("cache", "wheels", "losses", "texts"), help="for a rehearsal"
@@ -87,7 +87,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--lacking", type=Path, help="print the wheels of a folder that this Python lacks; no more"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.block = args.block or list(WHEELS)
+    if unknown := [block for block in args.block if block not in WHEELS]:
+        parser.error(f"there is no block {unknown[0]}; there are {', '.join(WHEELS)}")
+    return args
 
 
 def fill(block: str, folder: Path, args: argparse.Namespace) -> None:
@@ -201,7 +205,7 @@ def texts(folder: Path, args: argparse.Namespace) -> None:
 
 
 def rewrite(shard: Path) -> None:
-    """Put a Parquet shard's texts into what peers/for_nanochat reads: pyarrow's wheel takes most of 64 MiB."""
+    """Put a shard's texts into what peers/for_nanochat reads: pyarrow's wheel takes most of 64 MiB."""
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(shard)

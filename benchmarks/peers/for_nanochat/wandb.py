@@ -1,1 +1,1 @@
-"""An empty module in place of Weights & Biases, which nanochat imports and with `--run dummy` does not use."""
+"""An empty module in place of Weights & Biases, imported by nanochat, not used with `--run dummy`."""
