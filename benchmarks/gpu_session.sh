@@ -221,7 +221,8 @@ commands() {
     into commands 20 "${dist[@]}" infer --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 \
         --prompt "The " "${new[@]}"
     codes+=($?)
-    into commands 20 "${dist[@]}" eval --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 --val story
+    into commands 20 "${dist[@]}" eval --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 --val story \
+        ${REHEARSAL:+--val-tokens 64}
     codes+=($?)
     into commands 30 "${dist[@]}" profile --stage cuda --preset tiny --dtype bfloat16 --steps 5 --out "$out/profile-tiny" \
         "${small[@]}"
