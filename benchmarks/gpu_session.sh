@@ -1,159 +1,473 @@
 #!/usr/bin/env bash
-# A short session on a GPU: its parts one after the other, what matters most first, a table at the end.
+# One block of a session on a machine with a GPU that is lent for minutes, in one call.
 #
-#     CACHE=FOLDER benchmarks/gpu_session.sh fill          before it, without a GPU: compile the kernels
-#     CACHE=FOLDER benchmarks/gpu_session.sh OUT [SECONDS]  on the GPU
+#     python benchmarks/gpu_carry.py A            before, without a GPU: makes build/carry/A, which travels with the tree
+#     benchmarks/gpu_session.sh A OUT [SECONDS]   there; 590 if left out
 #
-# Everything is written into OUT as it is found. Nothing is installed, no part's failure stops the others, and
-# the whole is over after SECONDS (590 if left out). PARTS names parts to do, all in this order if left out:
+#     A  is everything right?   tests, presets against losses of a CPU, commands, NCCL, sanitizers, speed at a glance
+#     N  the node's cores       AMX, threads and ranks, PyTorch beside it, text, sums over ranks; uses no GPU
+#     B  how fast is it?        ways to train, PyTorch in its best mode, text, profile, kernels
+#     C  what does it learn?    the same texts beside nanochat, by the clock
 #
-#     facts kernels new agreement pytorch faster memcheck racecheck synccheck table tests rest
+# Whoever gets a machine runs A first. Each part has a limit of its own, writes into OUT as it finds, and stops no
+# other. OUT/block.json has what became of each, at which commit. PARTS names parts to do in place of all, for what a
+# first call had no time for. The machine needs Python 3.12, CuPy, NumPy, pytest and pytest-xdist, for B, N and C
+# PyTorch, and no network. What it lacks is installed from the carried wheels into a folder of its own.
 #
-# so that a second call does what the first had no time for. PY is the Python to use, with CuPy, NumPy and pytest;
-# PEER one with PyTorch, if that is another. CACHE holds for one version of NVRTC and one kind of GPU (ARCH, sm_90
-# if left out); without it about 60 kernels are compiled in the session.
+# PY: a Python to use as it is, with nothing installed. REHEARSAL=1: toy sizes on the tests' stand-in for a GPU, so
+# that each command has run once before it costs a device (tests/gpu/test_session.py).
 set -u
-out=${1:?"usage: $0 FOLDER [SECONDS]"}
-total=${2:-590}
-py=${PY:-python3}
-parts=${PARTS:-facts kernels new agreement pytorch faster memcheck racecheck synccheck table tests rest}
+block=${1:-} out=${2:-} total=${3:-590}
 SECONDS=0
-
-absolute() { mkdir -p "$1" && (cd "$1" && pwd); }
-if [ -n "${CACHE:-}" ]; then CACHE=$(absolute "$CACHE") || exit 1; fi
-filling=
-if [ "$out" = fill ]; then filling=yes; else out=$(absolute "$out") || exit 1; fi
-cd "$(dirname "$0")/.." || exit 1
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
-if [ -n "${CACHE:-}" ]; then export XDG_CACHE_HOME=$CACHE; fi
-
-# The tests of what runs on a GPU, but for the kernels'.
-others=$(grep -lE 'devices import' tests/gpu/test_*.py | grep -vE 'test_cuda_(kernels|model)|test_bench_gpu')
-others="tests/gpu/test_cuda_model.py $others"
-
-if [ -n "$filling" ]; then
-    : "${CACHE:?"name a folder: CACHE=FOLDER $0 fill"}"
-    "$py" benchmarks/kernel_resources.py --fill-cache --arch "${ARCH:-sm_90}" || exit 1
-    # On the processor the tests run the same kernels: each is compiled for the GPU too.
-    # shellcheck disable=SC2086
-    DISTGPT_FILL_CACHE=${ARCH:-sm_90} exec "$py" -m pytest tests/gpu/test_cuda_kernels.py $others -q \
-        -p no:cacheprovider
+declare -A every
+# In the order of what matters most.
+every[A]="facts tests sanitize agreement commands nccl modes four collect speed"
+every[N]="facts amx amx_losses threads ranks torch text sums small"
+every[B]="facts ways torch decode autotune profile kernels large startup counters"
+every[C]="facts within nanochat depth float8"
+if [ -z "$out" ] || [ -z "${every[$block]:-}" ]; then
+    echo "usage: $0 A|N|B|C FOLDER [SECONDS]" >&2
+    exit 2
 fi
-
-left() { echo $((total - SECONDS)); }
-# limited SECONDS COMMAND …: with its output and exit code; not longer than there is time
-limited() {
-    local limit=$1
-    shift
-    if [ "$limit" -gt $(($(left) - 10)) ]; then limit=$(($(left) - 10)); fi
-    if [ "$limit" -lt 5 ]; then
-        echo "[no time left for $*]"
-        return
-    fi
-    echo "\$ $*"
-    timeout --signal=INT --kill-after=8 "$limit" "$@" </dev/null
-    echo "[exit code $?]"
-}
-
-# tested SECONDS NAME ARGUMENT …: pytest with these arguments into OUT/NAME, and a line about it
-tested() {
-    local limit=$1 name=$2
-    shift 2
-    DISTGPT_TEST_GPU=1 limited "$limit" "$py" -m pytest "$@" --tb=short --maxfail=25 -p no:cacheprovider \
-        --junitxml="$out/$name.xml" >"$out/$name.txt" 2>&1
-    echo "$name: $(grep -E '(passed|failed|errors?|skipped).* in [0-9]' "$out/$name.txt" | tail -1)" \
-        "$(tail -1 "$out/$name.txt")"
-    grep -E '^(FAILED|ERROR) ' "$out/$name.txt" | cut -c1-180 | head -4
-}
-
-# measured SECONDS NAME GROUP …: groups of the benchmark into OUT/NAME.json
-measured() {
-    local limit=$1 name=$2
-    shift 2
-    if [ "$limit" -gt $(($(left) - 25)) ]; then limit=$(($(left) - 25)); fi
-    limited $((limit + 10)) "$py" benchmarks/gpu.py --only "$@" --seconds "$limit" --out "$out/$name.json" \
-        ${PEER:+--peer "$PEER"} >"$out/$name.txt" 2>"$out/$name.log"
-}
-
-# sanitized SECONDS TOOL NAME FILE WORDS: tests of kernels under one of the sanitizer's tools
-sanitized() {
-    local tool=$2 name=$2-$3
-    command -v compute-sanitizer >/dev/null || return
-    DISTGPT_TEST_GPU=1 limited "$1" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-        "$py" -m pytest "tests/gpu/$4" -k "$5" -x -p no:cacheprovider >"$out/$name.txt" 2>&1
-    echo "$name: $(grep -E 'SUMMARY|exit code' "$out/$name.txt" | tail -2 | tr '\n' ' ')"
-}
-
-facts() {
-    {
-        date -u
-        limited 20 nvidia-smi
-        limited 20 nvidia-smi -q -d CLOCK,POWER,PERFORMANCE
-        limited 10 git log -1 --oneline
-        limited 30 "$py" -m pip list --disable-pip-version-check
-        limited 30 "$py" -c 'from distgpt.cli import main; main()' doctor
-    } >"$out/facts.txt" 2>&1
-}
-
-kernels() { tested 90 kernels tests/gpu/test_cuda_kernels.py; }
-
-# What no GPU has run yet, and what has a file of its own.
-new() { tested 90 new tests/gpu/test_float8.py tests/gpu/test_second_stream_on_gpu.py; }
-
-# 50 steps of a preset in its full size, on the GPU and on the processor, whose loops a new machine compiles first.
-agreement() { tested 120 agreement tests/gpu/test_cuda_model.py -k full_size; }
-
-pytorch() { measured 150 pytorch machine 'GPT-2 bfloat16'; }
-
-# What is built and waits for a figure.
-faster() { measured 120 faster 'GPT-2 second stream' 'GPT-2 float8'; }
-
-# Memory errors took 45 s on an H100. Races take longer, so they are looked for in one kind of kernel after the
-# other: what has no time left costs only itself.
-memcheck() {
-    sanitized 75 memcheck kernels test_cuda_kernels.py bfloat16
-    sanitized 45 memcheck attention test_attention.py attention
-}
-races() {
-    sanitized 30 "$1" norms test_cuda_kernels.py 'norms and bfloat16'
-    sanitized 30 "$1" loss test_cuda_kernels.py 'cross_entropy and bfloat16'
-    sanitized 30 "$1" sums test_cuda_kernels.py '(sums or sorted or embed) and not float64'
-    sanitized 30 "$1" activations test_cuda_kernels.py 'linear_act and bfloat16'
-    sanitized 45 "$1" attention test_attention.py 'tensor_cores_is or with_a_cache'
-}
-racecheck() { races racecheck; }
-synccheck() { races synccheck; }
-
-table() { measured 120 table profile kernels; }
-
-# A process for each file, so that a kernel that breaks the device breaks no other file's tests.
-tests() { for file in $others; do tested 90 "$(basename "$file" .py)" "$file"; done; }
-
-rest() {
-    measured 400 rest 'gpt-mini float32' 'gpt-mini bfloat16' 'forward XL' 'forward S' decoding 'decoding many' \
-        'GPT-2 TF32' ablation
-}
-
+parts=${PARTS:-${every[$block]}}
 for part in $parts; do
-    case $part in
-    facts | kernels | new | agreement | pytorch | faster | memcheck | racecheck | synccheck | table | tests | rest) ;;
-    *)
-        echo "there is no part $part" >&2
+    case " ${every[$block]} " in *" $part "*) ;; *)
+        echo "block $block has no part $part: ${every[$block]}" >&2
         exit 2
         ;;
     esac
 done
+mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$(dirname "$0")/.." || exit 1
+carry=${CARRY:-$PWD/build/carry/$block}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 COLUMNS=120
+unset OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
+
+# -- what is carried
+
+# A folder of its own, in which what the machine has is seen too. Only what it lacks is installed.
+prepare() {
+    py=${PY:-}
+    if [ -z "$py" ]; then
+        py=python3
+        if [ -e "$carry/wheels.tar.xz" ]; then
+            python3 -m venv --system-site-packages --without-pip "$work/venv" && py=$work/venv/bin/python
+            mkdir "$work/wheels" && tar -xf "$carry/wheels.tar.xz" -C "$work/wheels"
+            "$py" benchmarks/gpu_carry.py --lacking "$work/wheels" >"$work/lacking"
+            xargs -r python3 -m pip --python "$py" install --quiet --no-index --no-deps --no-compile \
+                --disable-pip-version-check <"$work/lacking"
+            PATH=$work/venv/bin:$PATH
+        fi
+    fi
+    if [ -e "$carry/cache.tar.xz" ] && [ -z "${REHEARSAL:-}" ]; then
+        tar -xf "$carry/cache.tar.xz" -C "$work" && export XDG_CACHE_HOME=$work/cache
+    fi
+    host=("$py")
+    small=() narrow=() quick=() time=2m minutes=1.6
+    dist=("$py" -m distgpt)
+    if [ -n "${REHEARSAL:-}" ]; then
+        host=("$py" tests/gpu/hostgpu.py)
+        dist=("${host[@]}")
+        small=(--n-layer 1 --n-head 2 --n-embd 16 --seq-len 8 --batch-size 4 --steps 3)
+        narrow=("${small[@]}" --vocab-size 300)  # of a preset with GPT-2's vocabulary
+        quick=(--quick) time=6s minutes=0.05
+        export WHOLE_GPU=1 WHOLE_NCCL=1
+    else
+        export DISTGPT_TEST_GPU=1
+    fi
+} >"$out/prepare.txt" 2>&1
+
+# -- how a part is done
+
+left() { echo $((total - SECONDS)); }
+# limited SECONDS COMMAND …: with its output and exit code; not longer than there is time
+limited() {
+    local limit=$1 code
+    shift
+    if [ "$limit" -gt $(($(left) - 6)) ]; then limit=$(($(left) - 6)); fi
+    if [ "$limit" -lt 4 ]; then
+        echo "[no time left for $*]"
+        return 75
+    fi
+    echo "\$ $*"
+    timeout --signal=INT --kill-after=5 "$limit" "$@" </dev/null
+    code=$?
+    echo "[exit code $code after second $SECONDS]"
+    return $code
+}
+# into NAME SECONDS COMMAND …: the same into OUT/NAME.txt
+into() {
+    local name=$1
+    shift
+    limited "$@" >>"$out/$name.txt" 2>&1
+}
+# has NAME …: whether there are these programs or modules; else a line says what is skipped
+has() {
+    local name
+    for name; do
+        if ! type -P "$name" >/dev/null && ! "$py" -c "import $name" 2>/dev/null; then
+            echo "skipped: there is no $name"
+            return 1
+        fi
+    done
+}
+# worst CODE …: the first that is not 0
+worst() {
+    local code
+    for code; do if [ "$code" -ne 0 ]; then return "$code"; fi; done
+}
+# tested NAME SECONDS ARGUMENT …: pytest with these arguments
+tested() {
+    local name=$1 seconds=$2
+    shift 2
+    into "$name" "$seconds" "$py" -m pytest "$@" -q --tb=short --maxfail=25 -p no:cacheprovider \
+        --junitxml="$out/$name.xml"
+    local code=$?
+    grep -E '(passed|failed|errors?|skipped).*' "$out/$name.txt" | tail -1
+    grep -E '^(FAILED|ERROR) ' "$out/$name.txt" | cut -c1-180 | head -6
+    return $code
+}
+# measured NAME SECONDS GROUP …: groups of benchmarks/gpu.py, ours and PyTorch's
+measured() {
+    local name=$1 seconds=$2
+    shift 2
+    into "$name" "$seconds" "$py" benchmarks/gpu.py --only "$@" --seconds $((seconds - 8)) --out "$out/$name.json" \
+        ${REHEARSAL:+--quick --host}
+}
+corpus=(--data corpus --tokenizer byte --val-fraction 0 --grad-accum 1 --sample-every 0)
+
+# -- for all blocks
+
+facts() {
+    into facts 10 date -u
+    into facts 10 cat "$carry/commit.txt"
+    into facts 15 nvidia-smi
+    into facts 15 nvidia-smi -q -d CLOCK,POWER,PERFORMANCE
+    into facts 10 lscpu
+    into facts 30 "$py" -c 'from importlib.metadata import distributions as all
+for each in sorted({f"{d.name} {d.version}" for d in all()}): print(each)'
+    into facts 40 "${dist[@]}" doctor
+}
+
+# -- A. Of a device 590 s: about 15 for facts, 110 tests, 100 agreement and sanitizers beside it, 50 commands, 25 + 120
+# NCCL on two ranks, 60 on four, 90 speed. Time-sliced NCCL is guessed at 5 to 20 ms a call.
+
+# One process for all files: CUDA's start and imports once for each of eight workers. What only runs on the stand-in
+# skips itself.
+tests() {
+    local files=(tests/gpu)
+    if [ -n "${REHEARSAL:-}" ]; then files=(tests/gpu/test_cuda_kernels.py -k "embed and bfloat16"); fi
+    tested tests 150 "${files[@]}" -n "${WORKERS:-8}" --dist loadgroup
+}
+# Memory errors took 45 s on an H100, alone. They are looked for beside what is not timed.
+sanitize() {
+    has compute-sanitizer || return 0
+    : >"$work/running"
+    sanitized memcheck kernels test_cuda_kernels.py 'bfloat16 and not muon'
+    sanitized memcheck attention test_attention.py attention
+    sanitized memcheck newer test_float8.py ''
+    sanitized racecheck attention test_attention.py 'tensor_cores_is or with_a_cache'
+    sanitized racecheck rows test_cuda_kernels.py '(norms or cross_entropy or sums or embed) and bfloat16'
+    sanitized synccheck rows test_cuda_kernels.py '(norms or cross_entropy or sums or embed) and bfloat16'
+}
+sanitized() {
+    local words=(-k "$4")
+    if [ -n "${REHEARSAL:-}" ]; then words+=(--collect-only -q); fi  # fails where nothing is chosen
+    into "$1-$2" 220 compute-sanitizer --tool "$1" --error-exitcode 9 "$py" -m pytest "tests/gpu/$3" "${words[@]}" -x \
+        -p no:cacheprovider &
+    echo $! >>"$work/running"
+}
+# Their end, and a line about each.
+collect() {
+    local code=0 file process
+    if [ ! -e "$work/running" ]; then return; fi
+    while read -r process; do wait "$process" 2>/dev/null || code=$?; done <"$work/running"
+    for file in "$out"/{mem,race,sync}check-*.txt; do
+        echo "$(basename "$file" .txt): $(grep -E 'SUMMARY|exit code|no time' "$file" | tail -2 | tr '\n' ' ')"
+    done
+    return $code
+}
+agreement() {
+    into agreement 130 "${host[@]}" benchmarks/gpu_agreement.py check "$carry/losses.json" --out "$out/agreement.json" \
+        "${quick[@]}"
+    local code=$?
+    grep '"right": false' "$out/agreement.txt" | cut -c1-200
+    return $code
+}
+# Starts a server, makes one request, and stops it.
+served=$(cat <<'END'
+import json, signal, subprocess, sys, time, urllib.request
+server = subprocess.Popen(sys.argv[1:])
+about = json.dumps({"prompt": "The ", "max_tokens": 8}).encode(), {"Content-Type": "application/json"}
+answer = ""
+for _ in range(100):
+    try:
+        request = urllib.request.Request("http://127.0.0.1:8765/v1/completions", *about)
+        answer = urllib.request.urlopen(request, timeout=15).read().decode()
+        break
+    except OSError:
+        time.sleep(0.25)
+print(answer)
+server.send_signal(signal.SIGINT)
+sys.exit(server.wait(10) if answer else 1)
+END
+)
+commands() {
+    local run=$work/run codes=() new=(--max-new-tokens 40 --n 32)
+    if [ -n "${REHEARSAL:-}" ]; then new=(--max-new-tokens 4 --n 2); fi
+    into commands 40 "${dist[@]}" train --stage cuda --dtype bfloat16 --steps 200 --out "$run" "${small[@]}"
+    codes+=($?)
+    into commands 20 "${dist[@]}" infer --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 \
+        --prompt "The " "${new[@]}"
+    codes+=($?)
+    into commands 20 "${dist[@]}" eval --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 --val story \
+        ${REHEARSAL:+--val-tokens 64}
+    codes+=($?)
+    into commands 30 "${dist[@]}" profile --stage cuda --preset tiny --dtype bfloat16 --steps 5 --out "$out/profile-tiny" \
+        "${small[@]}"
+    codes+=($?)
+    into commands 30 mpirun -n 2 "${dist[@]}" train --stage mpi-cuda --allreduce host --dtype bfloat16 --steps 20 \
+        --out "$work/two" "${small[@]}"
+    codes+=($?)
+    if has starlette uvicorn; then
+        into commands 40 "$py" -c "$served" "${dist[@]}" serve --weights "$run/weights.safetensors" --stage cuda \
+            --dtype bfloat16 --port 8765
+        codes+=($?)
+    fi
+    grep -E '^\[exit code [^0]' "$out/commands.txt"
+    worst "${codes[@]}"
+}
+nccl() {
+    has mpirun mpi4py || return 0
+    into nccl 40 mpirun -n 2 "${host[@]}" benchmarks/nccl_on_one_gpu.py "${quick[@]}"
+    local code=$?
+    tail -3 "$out/nccl.txt"
+    return $code
+}
+modes() {
+    has mpirun mpi4py || return 0
+    mkdir -p "$out/modes"
+    into modes 150 mpirun -n 2 "${host[@]}" benchmarks/nccl_modes.py "$out/modes" "${quick[@]}"
+    local code=$?
+    grep -E 'same bits|DIFFERS|failed|away at most' "$out/modes.txt" | sort -u
+    rm -f "$out"/modes/*/*.safetensors && rm -rf "$out"/modes/*/checkpoints
+    return $code
+}
+four() {
+    has mpirun mpi4py || return 0
+    mkdir -p "$out/four"
+    into four 40 mpirun -n 4 "${host[@]}" benchmarks/nccl_on_one_gpu.py "${quick[@]}"
+    local code=$?
+    into four 60 mpirun -n 4 "${host[@]}" benchmarks/nccl_modes.py "$out/four" --only allreduce overlapped sharded "${quick[@]}"
+    worst $code $?
+    code=$?
+    grep -E 'all right|WRONG|DIFFERS|failed|away at most|same bits' "$out/four.txt" | sort -u
+    rm -f "$out"/four/*/*.safetensors && rm -rf "$out"/four/*/checkpoints
+    return $code
+}
+speed() {
+    into speed 110 "${host[@]}" benchmarks/training_ways.py gpu --only bfloat16 float8 "two streams" \
+        "fast, 8k tokens" "fast by AdamW, 8k tokens" --turns 2 --out "$out/speed.json" "${quick[@]}"
+    local code=$?
+    grep '^{' "$out/speed.txt"
+    return $code
+}
+
+# -- N. `gpt-mini` ran 3.8 times as fast by AMX on 8 cores of a Sapphire Rapids; nothing was seen on more than 8.
+
+on_cores() { "$py" "$@"; }
+amx() {
+    local files=(tests/kernels/test_amx.py tests/kernels/test_matmul.py tests/kernels/test_cpu_attention.py)
+    if [ -n "${REHEARSAL:-}" ]; then files=(tests/kernels/test_amx.py); fi
+    DISTGPT_AMX=1 tested amx 150 "${files[@]}" -n "${WORKERS:-8}" --dist loadgroup
+}
+amx_losses() {
+    DISTGPT_AMX=1 into amx_losses 90 "$py" benchmarks/gpu_agreement.py check "$carry/losses.json" --stage serial \
+        --only gpt-mini fast --out "$out/amx_losses.json" "${quick[@]}"
+    local code=$?
+    grep '^{' "$out/amx_losses.txt"
+    return $code
+}
+cores=$(nproc)
+powers() { local n=1; while [ $n -le "$1" ]; do echo $n && n=$((n * 2)); done; }
+threads() {
+    local amx code=0
+    for amx in 1 0; do
+        # shellcheck disable=SC2046
+        DISTGPT_AMX=$amx into threads 70 "$py" benchmarks/training_ways.py node --only "GPT-2 bfloat16" \
+            --threads $(powers "$cores" | sort -rn) --out "$out/threads-amx$amx.json" "${quick[@]}" || code=$?
+    done
+    grep '^{' "$out/threads.txt"
+    return $code
+}
+ranks() {
+    local n code=0
+    has mpirun mpi4py || return 0
+    for n in $(powers "$cores" | tail -n +2); do
+        DISTGPT_AMX=1 into ranks 40 mpirun -n "$n" "$py" benchmarks/training_ways.py node --stage mpi \
+            --threads $((cores / n)) --only "GPT-2 bfloat16" --out "$out/ranks-$n.json" "${quick[@]}" || code=$?
+    done
+    grep '^{' "$out/ranks.txt"
+    return $code
+}
+text() {
+    local size=(--preset gpt2 --prompt 256 --new 64) dtype code=0
+    if [ -n "${REHEARSAL:-}" ]; then size=(--preset S --prompt 4 --new 4); fi
+    for dtype in bfloat16 int8; do
+        DISTGPT_AMX=1 into text 50 "$py" -m distgpt bench infer --dtype $dtype --requests 1 --requests 32 \
+            --out "$out/text" "${size[@]}" || code=$?
+    done
+    return $code
+}
+sums() {
+    local n code=0 most=512M
+    if [ -n "${REHEARSAL:-}" ]; then most=64K; fi
+    has mpirun mpi4py || return 0
+    for n in $(powers "$cores" | tail -n +2); do
+        into sums 20 "$py" -m distgpt bench allreduce --ranks "$n" --seconds 8 --max-bytes $most --out "$out/sums" || code=$?
+    done
+    return $code
+}
+small() {
+    # shellcheck disable=SC2046
+    DISTGPT_AMX=1 into small 60 "$py" benchmarks/training_ways.py node --only "fast bfloat16" "fast float32" \
+        "tiny bfloat16" "tiny float32" --threads $(powers "$cores") --out "$out/small.json" "${quick[@]}"
+    local code=$?
+    grep '^{' "$out/small.txt"
+    return $code
+}
+
+# -- B. GPT-2 124M: 598,000 tokens/s, PyTorch compiled 492,000, one sequence 1,208 tokens/s [2026-11-22].
+
+ways() {
+    into ways 150 "${host[@]}" benchmarks/training_ways.py gpu --turns 2 --out "$out/ways.json" --only bfloat16 float8 \
+        "two streams" "heads of 128" "fast, 8k tokens" smollm2 "${quick[@]}"
+    local code=$?
+    grep '^{' "$out/ways.txt"
+    return $code
+}
+torch() {
+    has torch || return 0
+    if [ "$block" = N ]; then
+        local size=(--preset gpt2 --seq-len 512 --batch-size "$cores" --steps 4)
+        if [ -n "${REHEARSAL:-}" ]; then size=(--preset S --steps 2); fi
+        DISTGPT_AMX=1 into torch 160 "$py" benchmarks/train_beside_torch.py --tokenizer byte --dtype bfloat16 --rounds 1 \
+            --peer-mode best --out "$out/torch" "${size[@]}"
+    else
+        measured torch 130 'GPT-2 bfloat16'
+    fi
+}
+autotune() {
+    has torch || return 0
+    measured autotune 170 autotune
+}
+decode() {
+    local run=$work/gpt2 code=0 n new=${REHEARSAL:+4}
+    into decode 40 "${dist[@]}" train --stage cuda --preset gpt2 --dtype bfloat16 "${corpus[@]}" --batch-size 4 --steps 1 \
+        --out "$run" "${narrow[@]}"
+    for n in 1 32 128; do
+        if [ -n "${REHEARSAL:-}" ]; then n=$((n > 1 ? 3 : 1)); fi
+        into decode 30 "${dist[@]}" infer --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 --json \
+            --temperature 0 --n "$n" --prompt "Once upon a time" --max-new-tokens "${new:-128}" || code=$?
+    done
+    measured hugging-face 50 decoding || code=$?
+    return $code
+}
+profile() {
+    local shape=(--stage cuda --preset gpt2 --dtype bfloat16 "${corpus[@]:0:8}" --batch-size 64 --recompute none --steps 5)
+    into profile 40 "${dist[@]}" profile "${shape[@]}" --out "$out/profile" "${narrow[@]}"
+    local code=$?
+    into profile 40 "${dist[@]}" profile "${shape[@]}" --float8 --out "$out/profile-float8" "${narrow[@]}"
+    worst $code $?
+}
+kernels() { measured kernels 60 kernels; }
+large() {
+    into large 90 "${host[@]}" benchmarks/training_ways.py gpu --only gpt2-xl "gpt2-xl, float8" qwen3 \
+        --out "$out/large.json" "${quick[@]}"
+    local code=$?
+    grep '^{' "$out/large.txt"
+    return $code
+}
+# From the command to the end of three steps: with cubins and choices from before, and with nothing.
+startup() {
+    local how
+    for how in warm warm cold; do
+        if [ $how = cold ]; then export XDG_CACHE_HOME=$work/empty; fi
+        into startup 45 bash -c 'time "$@"' - "${dist[@]}" train --stage cuda --preset gpt-mini --dtype bfloat16 --steps 3 \
+            --out "$work/start-$how-$SECONDS" "${small[@]}"
+    done
+    grep -E '^(real|\[exit)' "$out/startup.txt"
+}
+counters() {
+    has ncu || return 0
+    into counters 90 ncu --set basic --launch-count 4 -k 'regex:attention_backward|norm_backward|polynomial' \
+        "${dist[@]}" profile --stage cuda --preset gpt2-fast --dtype bfloat16 "${corpus[@]:0:8}" --batch-size 16 --steps 1 \
+        --out "$work/ncu" "${narrow[@]}"
+}
+
+# -- C. Both read the same texts, and are judged by bits per byte on the same held-out documents.
+
+texts=(--data "$carry/texts/train.jsonl" --val "$carry/texts/val.jsonl")
+learn() { # learn NAME SECONDS OPTION …
+    local name=$1 seconds=$2
+    shift 2
+    into "$name" "$seconds" "${dist[@]}" train --stage cuda --dtype bfloat16 "${texts[@]}" --out "$work/$name" "$@"
+    local code=$?
+    cp "$work/$name/metrics.jsonl" "$out/$name.jsonl"
+    cp "$work/$name/summary.json" "$out/$name.json"
+    grep -E '^losses' "$out/$name.txt"
+    return $code
+}
+within() { learn within 170 --within $time ${REHEARSAL:+--depth 1}; }
+depth() { learn depth 140 --depth ${REHEARSAL:-8} --train-minutes "$minutes"; }
+float8() { learn float8 140 --depth ${REHEARSAL:-8} --train-minutes "$minutes" --float8; }
+# `benchmarks/gpu_carry.py C --nanochat CHECKOUT --nanochat-base FOLDER` brings it. FA3 cannot be had without a network.
+nanochat() {
+    if [ ! -d "$carry/nanochat" ]; then
+        echo "skipped: no nanochat is carried"
+        return
+    fi
+    local steps=(--depth=8 --max-seq-len=1024 --window-pattern=L --core-metric-every=-1 --sample-every=-1)
+    NANOCHAT_BASE_DIR=$carry/nanochat-base PYTHONPATH=$carry/nanochat:$PWD/benchmarks/peers/for_nanochat \
+        into nanochat 250 "$py" -m scripts.base_train "${steps[@]}" --run=dummy --eval-every=100
+    local code=$?
+    grep -E 'Validation bpb' "$out/nanochat.txt" | tail -3
+    return $code
+}
+
+# -- all parts
+
+# Written anew after each part, so that a call that is cut leaves what was answered.
+report() {
+    "$py" - "$out/block.json" "$block" "$carry/commit.txt" "${REHEARSAL:-}" "$@" <<'END'
+import datetime, json, sys
+from pathlib import Path
+path, block, commit, rehearsal, *ended = sys.argv[1:]
+parts = {name: {"exit_code": int(code), "seconds": int(seconds)} for name, code, seconds in (e.split(":") for e in ended)}
+known = Path(commit)
+found = {"block": block, "commit": known.read_text().strip() if known.exists() else "", "parts": parts}
+found |= {"date": datetime.date.today().isoformat(), "rehearsal": bool(rehearsal)}
+Path(path).write_text(json.dumps(found, indent=1) + "\n")
+END
+}
+
+prepare
+ended=()
 for part in $parts; do
-    if [ "$(left)" -lt 20 ]; then
+    if [ "$(left)" -lt 12 ]; then
         echo "$part: no time left"
+        ended+=("$part:75:0")
+        report "${ended[@]}"
         continue
     fi
-    $part
-    echo "$part took until second $SECONDS"
-done
-
-for name in pytorch faster table rest; do
-    if [ -e "$out/$name.txt" ]; then echo && cat "$out/$name.txt"; fi
+    began=$SECONDS
+    $part >"$work/said" 2>&1
+    code=$?
+    sed 's/^/    /' "$work/said"
+    echo "$part: exit code $code, $((SECONDS - began)) s, until second $SECONDS"
+    ended+=("$part:$code:$((SECONDS - began))")
+    report "${ended[@]}"
 done
 echo "second $SECONDS of $total"
 exit 0

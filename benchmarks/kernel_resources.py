@@ -1,9 +1,10 @@
 """Compile the CUDA kernels without a GPU: print what each takes, or fill the cache for a session on one.
 
-    python benchmarks/kernel_resources.py [--arch sm_90] [--type bfloat16] [source …]
+    python benchmarks/kernel_resources.py [--arch sm_90] [--type bfloat16] [--presets] [source …]
     XDG_CACHE_HOME=FOLDER python benchmarks/kernel_resources.py --fill-cache [--arch sm_90]
 
-Needs NVRTC. The cache holds for the same version of NVRTC only; `benchmarks/gpu_session.sh` uses it as CACHE.
+With `--presets` the table has every variant that a preset or a depth uses. Needs NVRTC. The cache holds for
+the same version of NVRTC only; `benchmarks/gpu_carry.py` fills it with the device's.
 """
 
 from __future__ import annotations
@@ -11,22 +12,40 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
-from distgpt.config.presets import preset
+from distgpt.config.dial import HEAD, width
+from distgpt.config.presets import PRESETS, preset
 from distgpt.errors import DistgptError
 from distgpt.gpu import compiling
 from distgpt.gpu.api import STORAGE, WIDE
-from distgpt.gpu.attention import attention_shape, delta_defines, mma_defines
+from distgpt.gpu.attention import LARGEST_HEAD, SIDE, attention_shape, delta_defines, mma_defines
 from distgpt.gpu.kernels import norm_shape
+
+
+class Attended(NamedTuple):
+    """What attention is compiled for: elements of a head, heads of q for one of k, and which keys count."""
+
+    head: int
+    group: int = 1
+    window: int = 0
+    packed: bool = False
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        return ("PACKED=1",) * self.packed + (f"WINDOW={self.window}",) * bool(self.window)
+
 
 # Sizes to print: GPT-2's first, and larger ones.
 CHANNELS = (768, 1600, 5120)
-HEADS = (64, 128)
+ATTENDED = (Attended(64), Attended(128))
 FOR_BFLOAT16 = ("attention_mma", "float8")  # sources for this type alone
-BENCHMARKED = ("gpt2", "gpt-mini", "S", "M", "L", "VL", "XL")
+USERS_TYPES = ("bfloat16", "float32")  # that runs on GPUs are in
+DEPTHS = (2, 3, 4, 5, 6, 8, 12)  # of --depth and --within
+WINDOWS = (64, 128, 256)  # of these, a quarter of their contexts
+NAMED = ("HEAD", "GROUP", "WINDOW", "PACKED", "CHANNELS")  # macros that the table names
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 
 
@@ -53,33 +72,51 @@ def resources(report: str) -> dict[str, Resources]:
 
 
 def variants(
-    source: str, type: str, channels: tuple[int, ...] = CHANNELS, heads: tuple[int, ...] = HEADS
+    source: str, type: str, channels: Iterable[int] = CHANNELS, attended: Iterable[Attended] = ATTENDED
 ) -> Iterator[tuple[str, ...]]:
     """The macros of each way to compile a source for a storage type."""
     storage = compiling.storage_define(type)
-    if source == "attention":
-        yield from ((storage, *attention_shape(head, WIDE[type].itemsize, 1).defines) for head in heads)
-    elif source == "attention_delta":
-        yield from ((storage, *delta_defines(head)) for head in heads)
-    elif source in FOR_BFLOAT16 and type != "bfloat16":
+    on_tensor_cores = [each for each in attended if each.head % SIDE == 0 and each.head <= LARGEST_HEAD]
+    if source in FOR_BFLOAT16 and type != "bfloat16":
         return
+    if source == "attention":
+        for each in attended:
+            shape = attention_shape(each.head, WIDE[type].itemsize, each.group)
+            yield (storage, *shape.defines, *each.seen)
+    elif source == "attention_delta":
+        yield from dict.fromkeys((storage, *delta_defines(each.head)) for each in attended)
     elif source == "attention_mma":
-        yield from ((storage, *mma_defines(head, 1)) for head in heads)
-    elif source == "attention_cached":
-        yield from ((storage, f"HEAD={head}", "GROUP=1") for head in heads)
+        yield from ((storage, *mma_defines(each.head, each.group), *each.seen) for each in on_tensor_cores)
+    elif source == "attention_cached":  # a cache holds one sequence
+        for each in attended:
+            if not each.packed:
+                yield (storage, f"HEAD={each.head}", f"GROUP={each.group}", *each.seen)
     elif source == "norm":
         yield from ((storage, *norm_shape(width, WIDE[type].itemsize)[2]) for width in channels)
     else:
         yield (storage,)
 
 
+def of_presets() -> tuple[list[int], list[Attended]]:
+    """Return the widths of all presets and depths, and what their attention is compiled for."""
+    shapes = [preset(name).model for name in PRESETS]
+    channels = {shape.n_embd for shape in shapes} | {width(depth) for depth in DEPTHS}
+    whole = {Attended(shape.head_size, shape.n_head // shape.kv_heads, shape.window) for shape in shapes}
+    whole |= {Attended(HEAD, window=window) for window in WINDOWS}
+    return sorted(channels), sorted(whole | {each._replace(packed=True) for each in whole})
+
+
+def of_users() -> set[tuple[str, tuple[str, ...]]]:
+    """Return sources and macros of what training, tuning, decoding and evaluating all presets uses."""
+    sizes = of_presets()
+    every = ((source, type) for source in compiling.source_names() for type in USERS_TYPES)
+    return {(source, defines) for source, type in every for defines in variants(source, type, *sizes)}
+
+
 def fill_cache(arch: str) -> int:
-    """Compile what training, decoding and evaluating the benchmarked presets uses; return how many cubins."""
-    shapes = [preset(name).model for name in BENCHMARKED]
-    sizes = [tuple({getattr(shape, key) for shape in shapes}) for key in ("n_embd", "head_size")]
-    every = ((source, type) for source in compiling.source_names() for type in STORAGE)
-    wanted = {(source, defines) for source, type in every for defines in variants(source, type, *sizes)}
-    for source, defines in sorted(wanted):
+    """Compile all of that; return how many cubins there are."""
+    wanted = sorted(of_users())
+    for source, defines in wanted:
         compiling.cubin(source, defines, arch)
     return len(wanted)
 
@@ -89,7 +126,8 @@ def main() -> int:
     parser.add_argument("source", nargs="*", help="all, if none is named")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--type", choices=STORAGE, action="append", help="all, if none is named")
-    parser.add_argument("--fill-cache", action="store_true", help="compile for the benchmark; print no table")
+    parser.add_argument("--presets", action="store_true", help="every variant that a preset or a depth uses")
+    parser.add_argument("--fill-cache", action="store_true", help="compile all of these; print no table")
     args = parser.parse_args()
     names = compiling.source_names()
     if unknown := sorted(set(args.source) - set(names)):
@@ -98,15 +136,16 @@ def main() -> int:
         if args.fill_cache:
             print(f"{fill_cache(args.arch)} kernels for {args.arch} are in the cache")
             return 0
-        line = "{:<34} {:<9} {:<13} {:>9} {:>6} {:>7} {:>7}"
+        sizes = of_presets() if args.presets else (CHANNELS, ATTENDED)
+        line = "{:<34} {:<9} {:<35} {:>9} {:>6} {:>7} {:>7}"
         print(f"cu/*.cu for {args.arch}; bytes of stack, spills, fixed shared memory\n")
         print(line.format("kernel", "type", "for", "registers", "stack", "spills", "shared"))
         for source, type in product(args.source or names, args.type or STORAGE):
-            for defines in variants(source, type):
+            for defines in variants(source, type, *sizes):
                 report = compiling.compile_source(source, defines, args.arch).report
                 for kernel, used in sorted(resources(report).items()):
                     spills = used.spill_stores + used.spill_loads
-                    size = "".join(defines[1:2])
+                    size = " ".join(each for each in defines[1:] if each.startswith(NAMED))
                     print(line.format(kernel, type, size, used.registers, used.stack, spills, used.shared))
     except DistgptError as error:
         print(f"kernel_resources: {error}", file=sys.stderr)

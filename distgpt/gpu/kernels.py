@@ -43,7 +43,7 @@ SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as t
 COMMON = 7  # values that all threads of adamw read, before two for each group, as in optimizer.cu
 MOVED = 32  # positions that a thread of move_cached copies from another lane
 ROWS_APART = 64  # the most sums of rows that are added up side by side
-HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
+HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 the backward norm spills
 
 
 class CudaKernels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -23,6 +24,9 @@ PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is be
 # Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
 MOST_KEPT = 6
 LACKS_ALLTOALL = "what needs parts of arrays is refused before (`Comm.lacks_alltoall`)"
+
+SHARED_GPU = "DISTGPT_NCCL_SHARED"  # 1: NCCL also where ranks share a GPU, which is slow: for tests
+MULTI_RANK_NCCL = 23000  # the first version that lets ranks share a GPU when it is requested
 
 
 class Transport(Protocol):
@@ -327,7 +331,7 @@ def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> 
 
     `how`: auto, nccl, host or cuda-aware; `sharing`: ranks on this rank's GPU.
     """
-    crowded = _anywhere(comm, sharing > 1)
+    crowded = _anywhere(comm, sharing > 1 and os.environ.get(SHARED_GPU) != "1")
     nccl = nccl_module()
     without = _anywhere(comm, nccl is None)
     if how == "nccl" and crowded:
@@ -335,10 +339,29 @@ def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> 
     if how == "nccl" and without:
         raise shared(UsageError("--allreduce nccl needs NCCL: pip install nvidia-nccl-cu13 (or -cu12)"))
     if how == "nccl" or (how == "auto" and not crowded and not without):
+        if _anywhere(comm, sharing > 1):
+            _let_ranks_share(nccl, comm.rank)
         return Nccl(comm, device, nccl)
     if how == "cuda-aware":
         return _probed(comm, device)
     return HostStaged(comm, device)
+
+
+def _let_ranks_share(nccl: Any, rank: int) -> None:
+    """Set what lets ranks share a GPU. NCCL reads each variable once, at its first use: call this before.
+
+    Older versions refuse two ranks with one host and one GPU. So each rank names a host of its own, and they
+    meet by sockets on this machine.
+    """
+    found = {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
+    if nccl.get_version() >= MULTI_RANK_NCCL:
+        found |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC"}
+    else:
+        found |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_MNNVL_ENABLE": "0", "NCCL_IB_DISABLE": "1"}
+        found |= {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"}
+        found |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
+    for name, value in found.items():
+        os.environ.setdefault(name, value)
 
 
 def nccl_module() -> Any:

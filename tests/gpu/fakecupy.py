@@ -45,6 +45,7 @@ class FakeCupy:
         self.free_pinned: dict[int, list[Any]] = defaultdict(list)
         self.streams: list[Stream] = []
         self.current: Any = None
+        self.device = 0  # in use
         self.hasty = False
         self.drawn: random.Random | None = None
         self.pool_bytes = 0
@@ -211,6 +212,7 @@ class Device:
         self._xp, self._index = xp, index
 
     def use(self) -> Device:
+        self._xp.device = self._index
         return self
 
 

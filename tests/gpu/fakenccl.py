@@ -3,18 +3,20 @@
 Alone it computes nothing: the other ranks are others' business. In a `Job` the ranks are threads, each with a
 FakeCupy of its own. A call is done when its stream comes to it and the other ranks have made it too; one that
 differs from theirs, as when ranks call in another order, fails on all of them. In a `ProcessJob` ranks are
-processes, which go to MPI for each call at once.
+processes, which go to MPI for each call at once; and like NCCL it refuses two ranks on one GPU of one host.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from fakecupy import PATIENCE, WORLD, FakeCupy, Stream
 
+VERSION = 22809  # before ranks may share a GPU
 KINDS = {1: np.uint8, 7: np.float32, 8: np.float64, 9: np.uint16}
 
 
@@ -43,12 +45,16 @@ class FakeNccl:
         identity: bytes = bytes(range(256))[64:192],
         job: Job | ProcessJob | None = None,
         xp: FakeCupy | None = None,
+        version: int = VERSION,
     ) -> None:
-        self.identity, self.job, self.xp = identity, job, xp
+        self.identity, self.job, self.xp, self.version = identity, job, xp, version
         self.trouble = ""  # what check_async_error raises
         self.NcclCommunicator = partial(NcclCommunicator, self)
         self._communicator: NcclCommunicator | None = None
         self._together: list[tuple[Call, int]] | None = None
+
+    def get_version(self) -> int:
+        return self.version
 
     def get_unique_id(self) -> bytes:
         return self.identity
@@ -86,6 +92,8 @@ class NcclCommunicator:
         assert commId == nccl.identity
         self._nccl, self.rank = nccl, rank
         nccl._communicator = self
+        if isinstance(nccl.job, ProcessJob):
+            nccl.job.meet(nccl)
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         self._nccl.called(Call("allReduce", (count, datatype, op), sendbuf, recvbuf), stream)
@@ -267,6 +275,16 @@ class ProcessJob:
 
     def __init__(self) -> None:
         self._ranks: Any = None  # of MPI, which may not have started yet
+
+    def meet(self, nccl: FakeNccl) -> None:
+        """Refuse what NCCL refuses when a communicator is made; the environment is that of this moment."""
+        from mpi4py import MPI
+
+        may_share = nccl.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        assert nccl.xp is not None
+        ranks = MPI.COMM_WORLD.allgather((os.environ.get("NCCL_HOSTID", "this host"), nccl.xp.device))
+        if len(set(ranks)) < len(ranks) and not may_share:
+            raise NcclError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
 
     def begin(self, rank: int, xp: FakeCupy, stream: Stream, calls: list[Call]) -> None:
         """Wait for the stream, and for the same call of all others."""

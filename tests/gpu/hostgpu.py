@@ -3,7 +3,8 @@
 It sees what a GPU would not tell: writes beside an array, arguments of the wrong type, shared memory that
 nobody has written, threads that wait for each other in vain. Blocks, warps and lanes run in an order drawn
 from the seed DISTGPT_WARP_ORDER, 1 if it is not set. Run as a program it is the command line with
-such GPUs; the environment variable WHOLE_GPU holds their number. With WHOLE_NCCL=1 they have an NCCL.
+such GPUs; the environment variable WHOLE_GPU holds their number. With WHOLE_NCCL=1 they have an NCCL, with
+a number like 23007 the one of that version.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from unittest import mock
 
 import numpy as np
 from fakecupy import ALIGNMENT, GUARD, POISON, WORLD, FakeCupy, first_byte, ndarray, owner
-from fakenccl import FakeNccl, ProcessJob
+from fakenccl import VERSION, FakeNccl, ProcessJob
 from hostbuild import Program, build
 from hostlt import HostLt
 
@@ -184,7 +185,9 @@ def install(gpus: int = 1) -> ExitStack:
     xp = HostGpu(gpus=gpus, multiprocessors=MULTIPROCESSORS)
     xp.cuda.runtime.runtimeGetVersion = lambda: 13000
     xp.cuda.get_elapsed_time = lambda start, end: 1.0
-    nccl = FakeNccl(job=ProcessJob(), xp=xp) if os.environ.get("WHOLE_NCCL") else None
+    version = int(os.environ.get("WHOLE_NCCL", 0))
+    version = VERSION if version == 1 else version
+    nccl = FakeNccl(job=ProcessJob(), xp=xp, version=version) if version else None
     undo = ExitStack()
     for module, name, value in (
         (device, "cubin", xp.cubin),

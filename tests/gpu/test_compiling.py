@@ -8,16 +8,27 @@ import threading
 import time
 from pathlib import Path
 
+import hostlt
+import numpy as np
 import pytest
 from disks import without_locks
+from fakecupy import FakeCupy
+from hostgpu import host_lt
 
 from distgpt import files
+from distgpt.config.presets import preset
 from distgpt.errors import UsageError
-from distgpt.gpu import compiling, probe
+from distgpt.gpu import compiling, device, probe
 from distgpt.gpu.api import WIDE
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
 from distgpt.gpu.device import LARGEST_BLOCK
-from distgpt.gpu.kernels import norm_shape
+from distgpt.gpu.kernels import CudaKernels, norm_shape
+from distgpt.gpu.matmul import LtMatmul
+from distgpt.inference.lanes import Feed
+from distgpt.inference.uncompiled_lanes import UncompiledLanes
+from distgpt.model.model import Model
+from distgpt.model.muon import OPTIMIZERS
+from distgpt.model.passes import Pass
 
 needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
 
@@ -34,6 +45,10 @@ CASES += [
 MAY_SPILL = {
     ("attention_backward_keys", "bfloat16", "sm_75"): 32,  # a register or two too many on older GPUs only
     ("attention_backward_keys", "bfloat16", "sm_80"): 32,
+    # By NVRTC 13.0, which a device had: written once a block, read once a tile or less. 3 blocks a
+    # multiprocessor instead of 4, or 2 instead of 1, would cost more.
+    ("attention_forward", "bfloat16", "sm_90"): 8,  # packed, heads of 64
+    ("attention_backward_keys", "bfloat16", "sm_90"): 16,  # heads of 128
     ("cross_entropy_single", "float64", "sm_90"): 40,  # in a type for checks
     ("norm_backward_packed", "float64", "sm_90"): 256,  # rows of 5120, likewise
     ("norm_backward_single", "float64", "sm_90"): 256,
@@ -54,16 +69,34 @@ def resources(source, defines, arch="sm_90"):
 @pytest.mark.parametrize("source", compiling.source_names())
 def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, arch, type, count):
     for defines in list(kernel_resources.variants(source, type))[:count]:
-        result = compiling.compile_source(source, defines, arch)
-        assert result.cubin[:4] == b"\x7fELF"
-        assert "warning" not in result.report, result.report
-        used = kernel_resources.resources(result.report)
-        assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", result.cubin)}
-        for kernel, takes in used.items():
-            most = MAY_SPILL.get((kernel, type, arch), 0)
-            assert takes.stack <= most, (kernel, defines, takes)
-            assert takes.spill_stores + takes.spill_loads <= 4 * most, (kernel, defines, takes)
-            assert 0 < takes.registers <= 255 and takes.shared <= 48 << 10, (kernel, defines, takes)
+        check(source, defines, type, arch)
+
+
+def check(source, defines, type, arch):
+    result = compiling.compile_source(source, defines, arch)
+    assert result.cubin[:4] == b"\x7fELF"
+    assert "warning" not in result.report, result.report
+    used = kernel_resources.resources(result.report)
+    assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", result.cubin)}
+    for kernel, takes in used.items():
+        most = MAY_SPILL.get((kernel, type, arch), 0)
+        assert takes.stack <= most, (kernel, defines, takes)
+        assert takes.spill_stores + takes.spill_loads <= 4 * most, (kernel, defines, takes)
+        assert 0 < takes.registers <= 255 and takes.shared <= 48 << 10, (kernel, defines, takes)
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "type"),
+    [*((each, "bfloat16") for each in ("attention_mma", "attention_cached", "norm")), ("norm", "float32")],
+)
+def test_so_do_all_variants_that_presets_and_depths_use(source, type):
+    """Groups, windows, documents side by side, and every width."""
+    found = list(kernel_resources.variants(source, type, *kernel_resources.of_presets()))
+    assert len(found) >= 10
+    for defines in found:
+        check(source, defines, type, "sm_90")
 
 
 @needs_nvrtc
@@ -95,7 +128,8 @@ def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multip
         assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
         for kernel, takes in used.items():
             where = (arch, head, window, kernel, takes)
-            assert (takes.stack, takes.spill_stores, takes.spill_loads) == (0, 0, 0), where
+            most = MAY_SPILL.get((kernel, "bfloat16", arch), 0) if head in (64, 128) else 0
+            assert takes.stack <= most and takes.spill_stores + takes.spill_loads <= 2 * most, where
             least = {"attention_forward": 4 if head <= 64 else 3}.get(kernel, 3 if head <= 64 else 2)
             assert takes.registers * 128 * least <= REGISTERS and takes.shared * least <= 164 << 10, where
 
@@ -198,12 +232,45 @@ def test_compiled_code_is_read_the_next_time_unless_anything_that_decides_it_cha
         assert compiling.cubin(*NORM) == f"code {before + 1}".encode(), name
 
 
-def test_the_cache_is_filled_for_all_that_is_benchmarked(cache):
+def test_the_cache_is_filled_for_all_presets_and_depths(cache):
     folder, requests = cache
     count = kernel_resources.fill_cache("sm_90")
-    assert count == len(requests) == len(list(folder.iterdir())) > 50
-    assert ("norm", ("STORAGE_BFLOAT16", *norm_shape(768, 4)[2]), "sm_90") in requests
-    assert ("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(64, 1)), "sm_90") in requests
+    assert count == len(requests) == len(list(folder.iterdir())) > 100
+    for width in (128, 256, 384, 576, 768, 1024):  # tiny, fast, gpt-mini, smollm2, gpt2, qwen3
+        assert ("norm", ("STORAGE_BFLOAT16", *norm_shape(width, 4)[2]), "sm_90") in requests
+    for head, group, seen in (
+        (32, 1, ()),  # tiny
+        (64, 1, ("WINDOW=128",)),  # fast
+        (64, 1, ("PACKED=1", "WINDOW=256")),  # gpt2-fast on documents side by side
+        (64, 3, ("PACKED=1",)),  # smollm2, tuned
+        (128, 2, ()),  # qwen3
+    ):
+        assert ("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head, group), *seen), "sm_90") in requests
+        packed = "PACKED=1" in seen
+        defines = ("STORAGE_FLOAT32", f"HEAD={head}", f"GROUP={group}", *seen)
+        assert packed or ("attention_cached", defines, "sm_90") in requests
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
+    """One layer of each takes a step, packed or not, an update, and generates; nothing is computed."""
+    requests = set()
+    monkeypatch.setattr(hostlt, "_multiply", lambda *about: None)
+    monkeypatch.setattr(device, "cubin", lambda source, defines, arch: requests.add((source, defines)) or b"")
+    for name in ("tiny", "fast", "gpt-mini", "gpt2", "gpt2-fast", "smollm2-135m", "qwen3-0.6b", "S"):
+        run = preset(name, {"n_layer": 1, "vocab_size": 40, "seq_len": 512})
+        on = device.CupyDevice(0, xp=FakeCupy())
+        k = CudaKernels(on, LtMatmul(host_lt(on.xp), on, False), dtype)
+        model = Model(run.model, k)
+        model.train()
+        ids = k.integers(np.zeros(8, np.int64))
+        for positions in (None, k.integers(np.arange(8))):
+            work = Pass(model, 1, 8, training=True, recompute="none", positions=positions)
+            work.loss_and_gradients(ids, ids, 1.0, accumulate=False)
+        OPTIMIZERS[run.train.optimizer](model, run.train).step(0, 1.0)
+        UncompiledLanes(model, 1).feed([Feed(0, 0, [1, 2, 3], 1)])
+    assert {"muon", "norm", "attention_cached"} < {source for source, _ in requests}
+    assert requests <= kernel_resources.of_users(), requests - kernel_resources.of_users()
 
 
 # -- the ranks of a node

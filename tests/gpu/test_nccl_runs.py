@@ -67,6 +67,33 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
     ).read_bytes()[-2000:]
 
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@needs_mpi
+@pytest.mark.parametrize(("version", "ranks"), [("1", 2), ("23007", 2), ("1", 3)])
+def test_ranks_that_share_a_gpu_get_the_sums_that_are_known(version, ranks):
+    """The stand-in refuses what NCCL refuses: ranks of one host on one GPU, by 2.30 unless requested."""
+    program = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))]
+    words = (BENCHMARKS / "nccl_on_one_gpu.py", "--quick")
+    result = distgpt(*words, ranks=ranks, program=program, env={"WHOLE_GPU": "1", "WHOLE_NCCL": version})
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "all right" in result.stdout and "trouble: none" in result.stdout
+
+
+@needs_mpi
+def test_each_way_to_exchange_gradients_has_the_bits_of_the_host_s(tmp_path):
+    program = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))]
+    words = (BENCHMARKS / "nccl_modes.py", tmp_path, "--quick")
+    result = distgpt(*words, ranks=2, program=program, env={"WHOLE_GPU": "1", "WHOLE_NCCL": "1"})
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = {row["mode"]: row for row in json.loads((tmp_path / "modes.json").read_text())}
+    by_nccl = {name: row for name, row in rows.items() if not name.startswith("host")}
+    assert len(by_nccl) == 10 and {row["verdict"] for row in by_nccl.values()} == {"same bits"}
+    assert len({row["losses"][-1] for row in by_nccl.values()}) > 3, "the modes are not one and the same"
+    assert "by way of nccl" in result.stdout
+
+
 @needs_mpi
 def test_what_is_refused_leaves_no_directory_behind(tmp_path):
     driver, folder = tmp_path / "driver.py", Path(__file__).parent

@@ -1,6 +1,7 @@
 """The ways that arrays on GPUs take between ranks, alone and under a real mpirun."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from fakenccl import FakeNccl, NcclError
 
 from distgpt.comm.launched import leave
 from distgpt.comm.serial import SerialComm
+from distgpt.errors import UsageError
 from distgpt.gpu import transport
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.transport import HostStaged, Nccl
@@ -169,6 +171,31 @@ def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(device, monkeypa
         )
         ranks = transport.sharing(comm, device)
         assert transport.choose_transport("auto", comm, device, ranks).name == name
+
+
+@pytest.mark.parametrize(
+    ("version", "variable"), [(22809, "NCCL_HOSTID"), (23007, "NCCL_MULTI_RANK_GPU_ENABLE")]
+)
+def test_nccl_between_ranks_on_one_gpu_is_asked_for_and_told_so_before_its_first_call(
+    version, variable, device, monkeypatch
+):
+    seen = {}
+
+    class Watching(FakeNccl):
+        def get_unique_id(self):  # where NCCL reads the environment
+            seen.update(os.environ)
+            return super().get_unique_id()
+
+    monkeypatch.setattr(transport, "nccl_module", lambda: Watching(version=version))
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"NCCL_MAX_CTAS": "2"})
+    assert transport.choose_transport("auto", Twice(), device, sharing=2).name == "host"
+    with pytest.raises(UsageError, match="a GPU for every rank"):
+        transport.choose_transport("nccl", Twice(), device, sharing=2)
+    os.environ[transport.SHARED_GPU] = "1"
+    assert transport.choose_transport("auto", Twice(), device, sharing=1).name == "nccl"
+    assert variable not in seen, "ranks with a GPU each need nothing"
+    assert transport.choose_transport("nccl", Twice(), device, sharing=2).name == "nccl"
+    assert seen[variable] and seen["NCCL_MAX_CTAS"] == "2", "what a user has set stays"
 
 
 DRIVER = """

@@ -1,0 +1,1 @@
+"""What nanochat takes from pyarrow, whose wheel is too large to carry: see parquet.py."""

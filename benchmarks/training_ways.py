@@ -1,0 +1,118 @@
+"""Time ways to train, one after the other in one process, on random tokens: no data, no files, tokens/s.
+
+    python benchmarks/training_ways.py gpu|node [--only NAME …] [--turns 2] [--out FILE]
+    mpirun -n 4 python benchmarks/training_ways.py node --stage mpi --threads 4 --only 'GPT-2 bfloat16'
+
+`distgpt bench train` took 25 s for GPT-2 on an H100, of which its 20 steps were 2 s. A row is printed as it
+is found. `--quick`: toy sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distgpt.config import GpuConfig, RunConfig
+from distgpt.config.presets import preset
+from distgpt.gpu.device import SECOND_STREAM
+from distgpt.stages import ON_GPU, STAGES, Stage, open_stage
+from distgpt.training.opening.within import measured_speed
+
+
+class Way(NamedTuple):
+    preset: str
+    changes: dict[str, Any]
+    float8: bool = False
+    two_streams: bool = False
+
+
+GPT2 = {"vocab_size": 50257, "batch_size": 64, "grad_accum": 1, "recompute": "none", "dtype": "bfloat16"}
+ON_NODE = {"vocab_size": 50257, "grad_accum": 1, "seq_len": 512}
+BYTES = {"vocab_size": 256, "grad_accum": 1}
+GPU = {
+    "bfloat16": Way("gpt2", GPT2),
+    "float8": Way("gpt2", GPT2, float8=True),
+    "two streams": Way("gpt2", GPT2, two_streams=True),
+    "float8, two streams": Way("gpt2", GPT2, float8=True, two_streams=True),
+    "heads of 128": Way("gpt2", GPT2 | {"n_head": 6}),
+    "fast, 8k tokens": Way("gpt2-fast", GPT2 | {"batch_size": 8}),
+    "fast by AdamW, 8k tokens": Way("gpt2-fast", GPT2 | {"batch_size": 8, "optimizer": "adamw"}),
+    "fast, 64k tokens": Way("gpt2-fast", GPT2),
+    "smollm2": Way("smollm2-135m", {"batch_size": 16, "grad_accum": 1, "dtype": "bfloat16"}),
+    "qwen3": Way("qwen3-0.6b", {"batch_size": 4, "grad_accum": 1, "dtype": "bfloat16"}),
+    "gpt2-xl, float8": Way("gpt2-xl", GPT2 | {"batch_size": 8, "recompute": "auto"}, float8=True),
+    "gpt2-xl": Way("gpt2-xl", GPT2 | {"batch_size": 8, "recompute": "auto"}),
+    "tiny": Way("tiny", BYTES | {"dtype": "bfloat16"}),
+    "tiny, float32": Way("tiny", BYTES | {"dtype": "float32"}),
+}
+NODE = {
+    "GPT-2 bfloat16": Way("gpt2", ON_NODE | {"dtype": "bfloat16"}),
+    "GPT-2 float32": Way("gpt2", ON_NODE | {"dtype": "float32"}),
+    "fast bfloat16": Way("fast", BYTES | {"dtype": "bfloat16"}),
+    "fast float32": Way("fast", BYTES | {"dtype": "float32"}),
+    "tiny bfloat16": Way("tiny", BYTES | {"dtype": "bfloat16"}),
+    "tiny float32": Way("tiny", BYTES | {"dtype": "float32"}),
+}
+WAYS = {"gpu": GPU, "node": NODE}
+# Wide enough that nothing is refused, and the same for all: heads of k and v of 0 mean those of q.
+TOY = {"n_layer": 1, "n_head": 2, "n_kv_head": 0, "head_dim": 0, "n_embd": 32, "mlp_width": 0}
+TOY |= {"seq_len": 16, "batch_size": 2, "vocab_size": 64}
+
+
+def run_of(way: Way, args: Any, cores: int) -> RunConfig:
+    """On a node a sequence for each core: one step takes about as long on 1 as on 16."""
+    changes = dict(way.changes)
+    if way.preset == "gpt2" and "batch_size" not in changes:
+        changes["batch_size"] = max(cores, 2)
+    return preset(way.preset, changes | (TOY if args.quick else {}))
+
+
+def measured(stage: Stage, way: Way, args: Any) -> dict[str, Any]:
+    os.environ[SECOND_STREAM] = str(int(way.two_streams))  # read when kernels are made
+    on = replace(stage, gpu=replace(stage.gpu, float8=way.float8)) if stage.name in ON_GPU else stage
+    cores = stage.threads * stage.comm.size
+    return {"tokens_per_s": round(measured_speed(on, run_of(way, args, cores)), 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time ways to train in one process.")
+    parser.add_argument("what", choices=WAYS)
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--stage", choices=STAGES)
+    parser.add_argument("--threads", nargs="+", type=int, default=[0], help="of a rank; each in turn")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="JSON of all rows")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    every, rows = WAYS[args.what], []
+    if unknown := [name for name in args.only or () if name not in every]:
+        parser.error(f"there is no way {unknown[0]!r}; there are {', '.join(every)}")
+    for threads in args.threads:
+        name = args.stage or {"gpu": "cuda", "node": "serial"}[args.what]
+        stage = open_stage(name, threads or None, GpuConfig() if name in ON_GPU else None)
+        for turn in range(args.turns):
+            for way in args.only or every:
+                began = time.monotonic()
+                row = {"row": way, "turn": turn, "threads": stage.threads, "ranks": stage.comm.size}
+                try:
+                    row |= measured(stage, every[way], args)
+                except Exception as error:
+                    row |= {"error": f"{type(error).__name__}: {error}"}
+                gc.collect()  # frees the model
+                if stage.comm.rank == 0:
+                    rows.append(row | {"seconds": round(time.monotonic() - began, 1)})
+                    print(json.dumps(rows[-1]), flush=True)
+                    if args.out:
+                        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
