@@ -530,7 +530,8 @@ class GpuConfig:
     )
     float8: bool = of_computing(
         False,
-        "Multiply bfloat16 matrices in float8 where that is faster (Ada, Hopper and newer).",
+        "Multiply bfloat16 matrices in float8 where that is faster (Ada, Hopper and newer). A run's"
+        " evaluations and samples stay in bfloat16.",
     )
 
     def __post_init__(self) -> None:

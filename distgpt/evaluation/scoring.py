@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,7 @@ class Scorer:
         k, count = self.model.kernels, len(states)
         assert self._pass is not None
         k.put(self._hidden[:count], states)
-        self._pass.scores(self._scores[:count], self._hidden[:count])
+        k.precisely(partial(self._pass.scores, self._scores[:count], self._hidden[:count]))
         scores = k.to_host(self._scores[:count])[:, : self.model.config.vocab_size]
         top = scores.max(1)
         hit = scores[np.arange(count), targets]
@@ -191,7 +192,7 @@ class Scorer:
         assert work is not None
         if name not in self._recorded:
             self._recorded[name] = self.model.kernels.record(lambda: what(work))
-        self._recorded[name]()
+        self.model.kernels.precisely(self._recorded[name])
         return work.ends.all
 
     def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:

@@ -7,6 +7,8 @@ of weights, the gradient of the logits and everything between layers stay in bfl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +32,17 @@ def room_for(elements: int) -> int:
 
 class Float8Linears(Linears):
     """Linear layers in bfloat16, with float8 where that is faster: rounding a tensor takes time, too."""
+
+    _is_precise = False
+
+    @contextmanager
+    def precise(self) -> Iterator[None]:
+        """Without float8: a loss by which runs are compared shall not depend on --float8."""
+        self._is_precise = True
+        try:
+            yield
+        finally:
+            self._is_precise = False
 
     def matmul(
         self,
@@ -56,7 +69,8 @@ class Float8Linears(Linears):
             )
             self.matmuls.run(kind, out, *factors, bias=bias, onto=onto, scales=scales)
 
-        if not self._fits(kind, *(each for each in (out, a, b, bias, onto) if each is not None)):
+        arrays = (each for each in (out, a, b, bias, onto) if each is not None)
+        if self._is_precise or not self._fits(kind, *arrays):
             wide()
             return
         try:

@@ -137,6 +137,10 @@ class CudaKernels:
         else:
             work()
 
+    def precisely(self, work: Work) -> None:
+        with self.linears.precise():
+            work()
+
     def join(self) -> None:
         self._second_stream.join()
 

@@ -5,6 +5,7 @@ Where there are two ways, one that the library fuses and one in several steps, `
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,10 @@ class Linears:
         self._device, self._wide = launcher.device, WIDE[storage]
         self._gelu_fuses = storage != "float64"  # cuBLASLt's has constants of ten digits
         self._possible: dict[Matmul, bool] = {}
+
+    def precise(self) -> AbstractContextManager[None]:
+        """Round no more than the storage type does, in this context."""
+        return nullcontext()
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
         (n, c), (w, b) = x.shape, wb

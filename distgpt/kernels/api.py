@@ -264,6 +264,9 @@ class Kernels(Protocol):
     def run_together(self, work: Work) -> None:
         """Call work(), whose operations are independent of each other."""
 
+    def precisely(self, work: Work) -> None:
+        """Call work(), whose results are judged or read: without roundings that only training tolerates."""
+
     def join(self) -> None:
         """Let further operations wait for `run_together`, where the backend has a second stream for it."""
 

@@ -73,6 +73,9 @@ class CpuKernels(OnHost):
     def run_together(self, work: Work) -> None:
         self._pool.run_together(work)
 
+    def precisely(self, work: Work) -> None:
+        work()
+
     # -- embedding
 
     def embed(

@@ -133,6 +133,9 @@ class ReferenceKernels(OnHost):
     def run_together(self, work: Work) -> None:
         work()
 
+    def precisely(self, work: Work) -> None:
+        work()
+
     # -- embedding
 
     def embed(

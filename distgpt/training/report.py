@@ -124,10 +124,15 @@ def sample(
     model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
 ) -> str:
     """Write a short text from a line break, or the first token there is; shorter when a signal comes."""
-    engine, text = engine_for(model, tokenizer, 1), ""
+    engine = engine_for(model, tokenizer, 1)
     engine.submit(
         Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
     )
-    while not engine.is_idle and not (signals and signals.came):
-        text += "".join(event.text for event in engine.step())
-    return text
+    pieces: list[str] = []
+
+    def write() -> None:
+        while not engine.is_idle and not (signals and signals.came):
+            pieces.extend(event.text for event in engine.step())
+
+    model.kernels.precisely(write)
+    return "".join(pieces)

@@ -9,7 +9,9 @@ from devices import ON_GPU, cuda_kernels, device, gpu, gpu_train, needs_device, 
 from float8 import E4M3, E5M2, from_float8, power_for, rounded, through_float8
 from hostgpu import host_lt
 
-from distgpt.config import GpuConfig
+from distgpt.comm.serial import SerialComm
+from distgpt.config import GpuConfig, ModelConfig
+from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.gpu import accelerator
 from distgpt.gpu.api import Matmul
 from distgpt.gpu.cublaslt import LtError
@@ -17,6 +19,8 @@ from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.api import Affine
 from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
 from distgpt.stages import Stage
 
 KINDS = {"e4m3": E4M3, "e5m2": E5M2, "turned": E4M3}
@@ -204,6 +208,27 @@ def test_training_in_float8_stays_near_bfloat16_and_is_not_the_same(mlp, gpu, tm
     found, plain = losses(tmp_path / "float8"), losses(tmp_path / "plain")
     assert found != plain
     np.testing.assert_allclose(found, plain, rtol=1e-2)
+
+
+def test_an_evaluation_stays_in_bfloat16(kernels):
+    """Its losses have the same bits with --float8, which the passes of training do not take for it."""
+    found = {}
+    plain = type(kernels)(kernels._device, kernels.linears.matmuls, "bfloat16")
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=64)
+    ids = np.random.default_rng(7).integers(0, 64, 32)
+    for name, k in (("plain", plain), ("float8", kernels)):
+        model = Model(config, k)
+        model.initialise(3)
+        scorer = Scorer(model, SerialComm())
+        found[name] = [scorer.sums([Span(ids)]), scorer.likelihoods([Span(ids, 20)])]
+        # The same pass without the scorer: what training would compute.
+        work, end = Pass(model, 1, 32, training=False), k.zeros(32, 64)
+        work.scores(end, work.hidden(k.integers(ids)))
+        found[f"{name}, as training"] = [k.to_host(end)]
+    assert not kernels.linears._is_precise
+    for a, b in zip(found["plain"], found["float8"], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (found["plain, as training"][0] != found["float8, as training"][0]).any()
 
 
 def test_float8_needs_bfloat16_and_a_gpu_that_has_it(kernels):
