@@ -234,7 +234,7 @@ class GPT:
         ids, shape = self._checked(tokens)
         work, k = self._pass(ids, training=False), self._model.kernels
         out = k.zeros(ids.size, self.config.padded_vocab)
-        work.scores(out, work.hidden(self._flat(ids)))
+        k.precisely(lambda: work.scores(out, work.hidden(self._flat(ids))))
         return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
 
     def trace(self, tokens: ArrayLike) -> Trace:
@@ -248,7 +248,8 @@ class GPT:
         ids, wanted = self._pair(tokens, targets)
         k = self._model.kernels
         total = k.wide_zeros(1)
-        self._pass(ids, training=False).loss(total, self._flat(ids), self._flat(wanted))
+        work = self._pass(ids, training=False)
+        k.precisely(lambda: work.loss(total, self._flat(ids), self._flat(wanted)))
         return float(k.to_host(total)[0])
 
     def gradients(self, tokens: ArrayLike, targets: ArrayLike) -> dict[str, NDArray[Any]]:

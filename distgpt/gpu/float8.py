@@ -7,7 +7,7 @@ of weights, the gradient of the logits and everything between layers stay in bfl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -38,11 +38,15 @@ class Float8Linears(Linears):
     @contextmanager
     def precise(self) -> Iterator[None]:
         """Without float8: a loss by which runs are compared shall not depend on --float8."""
-        self._is_precise = True
+        before, self._is_precise = self._is_precise, True
         try:
             yield
         finally:
-            self._is_precise = False
+            self._is_precise = before
+
+    def _way(self, fused: Matmul) -> Hashable:
+        # Steps in float8 may win where those in bfloat16 do not: each has a choice of its own, also on disk.
+        return fused if self._is_precise else (fused, "float8")
 
     def matmul(
         self,

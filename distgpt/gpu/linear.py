@@ -5,6 +5,7 @@ Where there are two ways, one that the library fuses and one in several steps, `
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -188,7 +189,11 @@ class Linears:
             self.matmuls.run(kind, out, a, b, bias=bias, aux=aux)
             behind()
 
-        self._device.fastest(kind, (together, apart))
+        self._device.fastest(self._way(kind), (together, apart))
+
+    def _way(self, fused: Matmul) -> Hashable:
+        """Return the key of the choice between this matmul and several steps."""
+        return fused
 
     def _can(self, kind: Matmul) -> bool:
         if kind not in self._possible:

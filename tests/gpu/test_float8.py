@@ -231,6 +231,23 @@ def test_an_evaluation_stays_in_bfloat16(kernels):
     assert (found["plain, as training"][0] != found["float8, as training"][0]).any()
 
 
+def test_an_evaluation_and_training_choose_between_fused_and_apart_each_for_itself(kernels, monkeypatch):
+    """In training the steps apart are in float8; an evaluation has the choice of a run without it."""
+    monkeypatch.setattr(kernels._device, "deterministic", False)
+    keys, plain = [], type(kernels)(kernels._device, kernels.linears.matmuls, "bfloat16")
+    monkeypatch.setattr(type(kernels._device), "fastest", lambda device, key, ways: keys.append(key))
+    x, w, y = (plain.zeros(16, 32), plain.zeros(16, 32), plain.zeros(16, 16))
+
+    def activated(k):
+        k.linears.activated(y, plain.zeros(16, 16), x, Affine(w, None), "gelu")
+
+    activated(plain)
+    activated(kernels)
+    kernels.precisely(lambda: kernels.precisely(lambda: None) or activated(kernels))
+    without, training, evaluating = keys
+    assert without == evaluating != training and str(without) != str(training)
+
+
 def test_float8_needs_bfloat16_and_a_gpu_that_has_it(kernels):
     one = kernels._device
     stage = Stage("cuda", None, 1, device=one, gpu=GpuConfig(float8=True))
