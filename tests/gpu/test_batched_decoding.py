@@ -114,8 +114,9 @@ def test_few_bytes_travel_where_tokens_are_drawn_from_all(how, cuda_kernels, mon
     """A step of 8 sequences; with top-p 64 tokens are enough, as it is cold."""
     model, _ = alike(replace(VARIANTS["gpt2"], vocab_size=5000), cuda_kernels("float32"))
     engine, sizes, kernels = Engine(BatchedLanes(model, 8)), [], type(model.kernels)
-    engine.submit(Request(prompt=[1, 2], max_new_tokens=3, n=8, **how))
-    engine.step()
+    engine.submit(Request(prompt=[1, 2], max_new_tokens=5, n=8, **how))
+    for _ in range(2):  # the prompt; what all have of it
+        engine.step()
     download = kernels.to_host
     monkeypatch.setattr(kernels, "to_host", lambda self, x: (sizes.append(x.nbytes), download(self, x))[1])
     assert len(engine.step()) == 8
