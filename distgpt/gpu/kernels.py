@@ -399,7 +399,9 @@ class CudaKernels:
 
     def drawn(self, tokens: Array, found: Array, scores: Array, vocab: int, how: Array) -> None:
         block, width = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP), scores.shape[1]
-        self._launcher.start("decoding", "drawn", len(tokens), block, tokens, found, scores, how, vocab, width)
+        self._launcher.start(
+            "decoding", "drawn", len(tokens), block, tokens, found, scores, how, vocab, width
+        )
 
     # -- head and loss
 

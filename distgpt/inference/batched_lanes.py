@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ class BatchedLanes:
         of_lane = dict(zip([each.lane for each in decoding], self._chosen(decoding), strict=True))
         k, vocab, end = self.model.kernels, self.model.config.vocab_size, 0
         prompts = np.asarray(k.to_host(self._scores[:rows]))[:, :vocab] if rows else None
-        found: list[Array | Likeliest] = []
+        found: list[Any] = []  # of Array | Likeliest
         for each in work:
             if each.lane in of_lane:
                 found.append(of_lane[each.lane])

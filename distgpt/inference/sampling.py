@@ -38,13 +38,10 @@ def choose(
 
 
 def enough(sampling: Sampling, alternatives: int) -> int:
-    """Return how many of the likeliest tokens suffice to choose one, with what `drawing` asks for, and to give
-    alternatives; 0: all are needed, as a penalty may lower any."""
-    if sampling.is_greedy or _is_plain(sampling):
-        chosen = 1
-    else:
-        chosen = sampling.top_k or MOST_LIKELIEST  # for top-p and min-p these are nearly always enough
-    most = max(chosen, alternatives)
+    """Return how many of the likeliest tokens suffice to choose one, with what `drawing` asks for, and to
+    give alternatives; 0: all are needed, as a penalty may lower any."""
+    some = sampling.top_k or MOST_LIKELIEST  # these mostly hold all that top-p and min-p leave
+    most = max(1 if sampling.is_greedy or _is_plain(sampling) else some, alternatives)
     return most if sampling.repetition_penalty == 1 and most <= MOST_LIKELIEST else 0
 
 
@@ -95,9 +92,7 @@ def _place_of(draw: float, p: Array) -> int:
     return block * BLOCK + min(int(sums.searchsorted(left, side="right")), len(part) - 1)
 
 
-def candidates(
-    scores: Array, sampling: Sampling, total: float | None = None
-) -> tuple[Array | None, Array]:
+def candidates(scores: Array, sampling: Sampling, total: float | None = None) -> tuple[Array | None, Array]:
     """The tokens that may come next (None: all), and what is proportional to their probabilities.
 
     p = softmax(scores / temperature) over the top_k likeliest; of these as many of the likeliest as reach
