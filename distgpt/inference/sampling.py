@@ -57,8 +57,9 @@ def _is_plain(sampling: Sampling) -> bool:
 
 def _choose_of_few(found: Likeliest, sampling: Sampling, draw: float) -> int:
     """Choose by what lanes found; by all scores, which are fetched, where that does not reach."""
-    if found.drawn is None:
+    if drawing(sampling, draw) is None:
         return int(found.tokens[choose(found.scores, sampling, draw)])
+    assert found.drawn is not None, "lanes draw where a feed says how"
     if _is_plain(sampling):
         return found.drawn.token
     if found.whole is not None and not _reaches(found, sampling, found.drawn.total):
