@@ -401,6 +401,12 @@ class CudaKernels:
         block = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP)
         self._launcher.start("decoding", "likeliest", n, block, tokens, found, scores, vocab, width, k)
 
+    def drawn(self, tokens: Array, found: Array, scores: Array, vocab: int, how: Array) -> None:
+        block, width = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP), scores.shape[1]
+        self._launcher.start(
+            "decoding", "drawn", len(tokens), block, tokens, found, scores, how, vocab, width
+        )
+
     # -- head and loss
 
     def linear_cross_entropy(

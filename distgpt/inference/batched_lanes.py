@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from distgpt.config import ModelConfig
-from distgpt.inference.lanes import Array, Feed, Likeliest, Rows, check_drop
+from distgpt.inference.lanes import Array, Draw, Drawn, Feed, Likeliest, Rows, check_drop
 from distgpt.kernels.api import Work
 from distgpt.model.model import Model
 from distgpt.model.packed import angles_of
@@ -56,7 +57,7 @@ class BatchedLanes:
         of_lane = dict(zip([each.lane for each in decoding], self._chosen(decoding), strict=True))
         k, vocab, end = self.model.kernels, self.model.config.vocab_size, 0
         prompts = np.asarray(k.to_host(self._scores[:rows]))[:, :vocab] if rows else None
-        found: list[Array | Likeliest] = []
+        found: list[Any] = []  # of Array | Likeliest
         for each in work:
             if each.lane in of_lane:
                 found.append(of_lane[each.lane])
@@ -96,6 +97,8 @@ class BatchedLanes:
         batch.run()
         if some[-1].likeliest:
             batch.choose(_choice(some))
+        if any(_draws(each) for each in some):
+            batch.draw([each.draw for each in some])
 
     def _batch_for(self, count: int) -> _Batch:
         rows = min(1 << (count - 1).bit_length(), self.count)
@@ -119,7 +122,17 @@ class BatchedLanes:
             # of arrays that the next step overwrites where they are the host's
             pairs = zip(tokens[rows].copy(), scores[rows].copy(), strict=True)
             found.extend(Likeliest(ids, row[:-1], float(row[-1])) for ids, row in pairs)
+        if any(_draws(each) for each in some):
+            tokens, results = map(k.to_host, self._batch_for(len(some)).drawn)
+            for i, row in enumerate(found):
+                if isinstance(row, Likeliest) and some[i].draw:
+                    drawn = Drawn(int(tokens[i]), *results[i].tolist())
+                    found[i] = row._replace(drawn=drawn, whole=partial(self._whole, i))
         return found
+
+    def _whole(self, i: int) -> Array:
+        """Copy a row of scores to the host."""
+        return np.asarray(self.model.kernels.to_host(self._decoded[i]))[: self.model.config.vocab_size]
 
     # -- prompts
 
@@ -170,6 +183,10 @@ class _Batch:
         self.inputs = model.kernels.integers(np.zeros((3, self.rows)))  # tokens, starts, lanes
         self.choices: dict[int, tuple[Array, Array]] = {}  # tokens and scores, by how many
         self._choose: dict[int, Work] = {}
+        self._how = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)  # temperatures, numbers
+        found = model.kernels.scalars(2 * self.rows).reshape(self.rows, 2)
+        self.drawn = model.kernels.integers(np.zeros(self.rows)), found
+        self._draw: Work | None = None
         self.run: Work = model.kernels.record(partial(self._run, work, cache))
 
     def _run(self, work: Pass, cache: Array) -> None:
@@ -186,6 +203,17 @@ class _Batch:
             self.choices[count] = tokens, found
             self._choose[count] = k.record(partial(k.likeliest, tokens, found, self._scores, vocab))
         self._choose[count]()
+
+    def draw(self, draws: Sequence[Draw | None]) -> None:
+        """Draw a token of each; nobody looks at those of rows without a `Draw`."""
+        k, vocab = self._model.kernels, self._model.config.vocab_size
+        how = np.full((self.rows, 2), (1.0, 0.0))
+        for i, each in enumerate(draws):
+            how[i] = each or how[i]
+        k.put(self._how, how)
+        if self._draw is None:
+            self._draw = k.record(partial(k.drawn, *self.drawn, self._scores, vocab, self._how))
+        self._draw()
 
 
 def lane_bytes(model: Model) -> int:
@@ -209,6 +237,10 @@ def _choice(some: Sequence[Feed]) -> int:
     """How many of the likeliest to find: as many as the most that one wants, or a few more."""
     most = max(each.likeliest for each in some)
     return next(count for count in CHOICES if count >= most)
+
+
+def _draws(each: Feed) -> bool:
+    return each.likeliest > 0 and each.draw is not None
 
 
 def _decodes(each: Feed) -> bool:

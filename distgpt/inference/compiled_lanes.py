@@ -148,7 +148,7 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
         return [work] if total else []
     parts: list[list[Feed]] = [[]]
     room = most
-    for lane, start, tokens, scored, adapter, _ in work:
+    for lane, start, tokens, scored, adapter, *_ in work:
         done = 0
         while done < len(tokens):
             if not room:

@@ -23,7 +23,7 @@ from distgpt.files import bundled
 from distgpt.inference import batched_lanes, compiled_lanes, uncompiled_lanes
 from distgpt.inference.adapters import adapters_of, read_adapters
 from distgpt.inference.engine import CHUNK, Engine
-from distgpt.inference.lanes import Feed, Lanes
+from distgpt.inference.lanes import Draw, Feed, Lanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.decoding.low_rank import Adapters
@@ -128,7 +128,7 @@ def rehearse(model: Model) -> None:
     lanes, first = lanes_for(small, 1), min(7, small.config.seq_len - 1)
     for feed in (
         Feed(0, 0, [0] * first, 1),
-        *(Feed(0, min(i, first), [0], 1, likeliest=1) for i in range(3)),
+        *(Feed(0, min(i, first), [0], 1, likeliest=1, draw=Draw(1.0, 0.5)) for i in range(3)),
     ):
         lanes.feed([feed])
     if lanes.can_drop and small.config.seq_len > 1:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 Array = Any  # a numpy.ndarray
+
+
+class Draw(NamedTuple):
+    """How to draw a token from all."""
+
+    temperature: float
+    uniform: float  # a number of [0, 1)
+
+
+class Drawn(NamedTuple):
+    """What came of it."""
+
+    token: int
+    score: float
+    total: float  # Σ exp((score - highest) / temperature) over all tokens
 
 
 class Feed(NamedTuple):
@@ -19,6 +34,7 @@ class Feed(NamedTuple):
     scored: int  # scores are wanted after this many of the last tokens (0: none, 1: usual, all: verification)
     adapter: int = 0  # beside the weights, where lanes have some: they count from 1
     likeliest: int = 0  # so many of the likeliest tokens are enough to choose one; 0: all scores are wanted
+    draw: Draw | None = None  # beside the likeliest, what is needed to choose from all tokens
 
 
 class Likeliest(NamedTuple):
@@ -27,6 +43,8 @@ class Likeliest(NamedTuple):
     tokens: Array  # (k,)
     scores: Array  # (k,)
     log_sum: float  # log Σ exp(scores) over all tokens; NaN where one is not finite
+    drawn: Drawn | None = None  # where a feed asks for it
+    whole: Callable[[], Array] | None = None  # all scores (V,), fetched until the next feed
 
 
 MOST_LIKELIEST = 64  # that a feed may ask for

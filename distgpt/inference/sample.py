@@ -9,7 +9,7 @@ from distgpt.data.tokenizers.plain import Streamer
 from distgpt.errors import DistgptError
 from distgpt.inference.lanes import Array, Feed, Likeliest, Rows
 from distgpt.inference.request import Event, Likelihood, PromptLikelihoods, Request
-from distgpt.inference.sampling import choose, enough, likelihood, uniform
+from distgpt.inference.sampling import choose, drawing, enough, likelihood, uniform
 
 MOST_SCORED = 256  # tokens of a prompt at once whose scores are wanted: each has one for the whole vocabulary
 LONGEST, SHORTEST = 3, 2  # equal tokens by which prompt lookup finds its guesses
@@ -94,7 +94,8 @@ class Sample:
         tokens = [*pending[:most], *guesses]
         scored = len(tokens) if self._scores_prompt else self._scored
         likeliest = 0 if self.is_at_prompt else self._enough
-        return Feed(self.lane, self.cached, tokens, scored, self.request.adapter, likeliest)
+        draw = drawing(self.request, self._uniform)
+        return Feed(self.lane, self.cached, tokens, scored, self.request.adapter, likeliest, draw)
 
     def take(self, fed: Feed, scores: Rows) -> list[Event]:
         """Note that `fed` is in the lane; choose by the scores, as far as guesses turn out right."""
@@ -118,6 +119,12 @@ class Sample:
         return events
 
     @property
+    def _uniform(self) -> float:
+        """The number that draws the next token."""
+        how = self.request
+        return 0.0 if how.is_greedy else uniform(how.seed, self.choice, self.new)
+
+    @property
     def _scored(self) -> int:
         """Rows of scores that choose tokens."""
         return self.guessed + self.chooses
@@ -137,8 +144,7 @@ class Sample:
     def choose(self, scores: Array | Likeliest) -> Event:
         """Append the token that these scores (V,) give."""
         how, count = self.request, self.request.logprobs
-        draw = 0.0 if how.is_greedy else uniform(how.seed, self.choice, self.new)
-        token = choose(scores, how, draw, self.tokens)
+        token = choose(scores, how, self._uniform, self.tokens)
         found = None if count is None else likelihood(scores, token, count)
         self.tokens.append(token)
         self.new += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.inference.lanes import MOST_LIKELIEST, Array, Likeliest
+from distgpt.inference.lanes import MOST_LIKELIEST, Array, Draw, Likeliest
 from distgpt.inference.request import Likelihood, Sampling
 
 FIRST_FEW = 256  # of the likeliest tokens among which top-p looks first
@@ -23,10 +23,11 @@ def choose(
     """Choose a token by its scores (V,) and a uniform number `draw` of [0, 1).
 
     `seen`: the tokens so far, whose scores the repetition penalty divides where they are above 0, and
-    multiplies where they are below. Of the likeliest tokens, `enough` of them, the same one is chosen.
+    multiplies where they are below. Of the likeliest tokens, `enough` of them, the same one is chosen; where
+    the lanes drew, or summed, the same but for what rounding decides.
     """
     if isinstance(scores, Likeliest):
-        return int(scores.tokens[choose(scores.scores, sampling, draw)])
+        return _choose_of_few(scores, sampling, draw)
     if sampling.repetition_penalty != 1 and len(seen):
         scores = _penalised(scores, np.asarray(seen), sampling.repetition_penalty)
     if sampling.is_greedy:
@@ -37,11 +38,45 @@ def choose(
 
 
 def enough(sampling: Sampling, alternatives: int) -> int:
-    """Return how many of the likeliest tokens suffice to choose one, and to give alternatives; 0: all are
-    needed, as a penalty may lower any, and top-p and the drawing need the sum over those it is drawn from."""
-    chosen = 1 if sampling.is_greedy else sampling.top_k
-    most = max(chosen, alternatives)
-    return most if chosen and sampling.repetition_penalty == 1 and most <= MOST_LIKELIEST else 0
+    """Return how many of the likeliest tokens suffice to choose one, with what `drawing` asks for, and to
+    give alternatives; 0: all are needed, as a penalty may lower any."""
+    some = sampling.top_k or MOST_LIKELIEST  # these mostly hold all that top-p and min-p leave
+    most = max(1 if sampling.is_greedy or _is_plain(sampling) else some, alternatives)
+    return most if sampling.repetition_penalty == 1 and most <= MOST_LIKELIEST else 0
+
+
+def drawing(sampling: Sampling, draw: float) -> Draw | None:
+    """Return what lanes have to draw where a token is chosen by more than the likeliest tokens."""
+    return None if sampling.is_greedy or sampling.top_k else Draw(sampling.temperature, draw)
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    """Tell whether any token may be drawn."""
+    return not sampling.top_k and sampling.top_p == 1 and sampling.min_p == 0
+
+
+def _choose_of_few(found: Likeliest, sampling: Sampling, draw: float) -> int:
+    """Choose by what lanes found; by all scores, which are fetched, where that does not reach."""
+    if drawing(sampling, draw) is None:
+        return int(found.tokens[choose(found.scores, sampling, draw)])
+    assert found.drawn is not None, "lanes draw where a feed says how"
+    if _is_plain(sampling):
+        return found.drawn.token
+    if found.whole is not None and not _reaches(found, sampling, found.drawn.total):
+        return choose(found.whole(), sampling, draw)
+    by_token = np.argsort(found.tokens)  # as in all scores, so that sums have the same order
+    places, p = candidates(found.scores[by_token], sampling, found.drawn.total)
+    place = _place_of(draw, p)
+    return int(found.tokens[by_token[place if places is None else places[place]]])
+
+
+def _reaches(found: Likeliest, sampling: Sampling, total: float) -> bool:
+    """Tell whether all that top-p and min-p leave is among the likeliest."""
+    scores, how = found.scores, sampling
+    if how.min_p > 0 and scores[-1] < scores[0] + how.temperature * math.log(how.min_p):
+        return True
+    p = np.exp((scores - scores[0]) / how.temperature)
+    return how.top_p < 1 and bool(p.sum(dtype=np.float64) >= how.top_p * total)
 
 
 def _place_of(draw: float, p: Array) -> int:
@@ -58,11 +93,12 @@ def _place_of(draw: float, p: Array) -> int:
     return block * BLOCK + min(int(sums.searchsorted(left, side="right")), len(part) - 1)
 
 
-def candidates(scores: Array, sampling: Sampling) -> tuple[Array | None, Array]:
+def candidates(scores: Array, sampling: Sampling, total: float | None = None) -> tuple[Array | None, Array]:
     """The tokens that may come next (None: all), and what is proportional to their probabilities.
 
     p = softmax(scores / temperature) over the top_k likeliest; of these as many of the likeliest as reach
     top_p together, and at least min_p times as likely as the likeliest. Equal scores count by their token.
+    `total`: Σ exp((scores - highest) / temperature) of all tokens, where these are only the likeliest.
     """
     how, top = sampling, scores.max()
     tokens = likeliest(scores, how.top_k) if 0 < how.top_k < len(scores) else None
@@ -72,7 +108,7 @@ def candidates(scores: Array, sampling: Sampling) -> tuple[Array | None, Array]:
         tokens = often if tokens is None else tokens[often]
     p = np.exp(((scores if tokens is None else scores[tokens]) - top) / how.temperature)
     if how.top_p < 1:
-        first = _nucleus(p, how.top_p)
+        first = _nucleus(p, how.top_p * (p.sum(dtype=np.float64) if total is None else total))
         first = first[p[first] >= how.min_p]
         tokens, p = first if tokens is None else tokens[first], p[first]
     return tokens, p
@@ -93,9 +129,9 @@ def _exceeded(scores: Array, k: int) -> Any:
     return np.partition(scores, len(scores) - k)[len(scores) - k]
 
 
-def _nucleus(p: Array, top_p: float) -> Array:
-    """Places of the fewest of the largest p that reach top_p of the sum."""
-    enough, few = top_p * p.sum(dtype=np.float64), FIRST_FEW
+def _nucleus(p: Array, enough: float) -> Array:
+    """Places of the fewest of the largest p that reach `enough` together."""
+    few = FIRST_FEW
     while True:
         first = likeliest(p, few)
         sums = np.cumsum(p[first], dtype=np.float64)
@@ -131,8 +167,17 @@ def likelihood(scores: Array | Likeliest, token: int, alternatives: int) -> Like
     """Return a token's log-probability by softmax(scores), and those of the likeliest, highest first."""
     if isinstance(scores, Likeliest):
         pairs = [(int(i), float(x) - scores.log_sum) for i, x in zip(*scores[:2], strict=True)]
-        return Likelihood(dict(pairs)[token], pairs[:alternatives])
+        return Likelihood(_score_of(token, scores) - scores.log_sum, pairs[:alternatives])
     top = scores.max()
     log_sum = float(top) + math.log(np.exp(scores - top).sum(dtype=np.float64))
     found = likeliest(scores, alternatives).tolist() if alternatives else ()
     return Likelihood(float(scores[token]) - log_sum, [(i, float(scores[i]) - log_sum) for i in found])
+
+
+def _score_of(token: int, found: Likeliest) -> float:
+    if found.drawn is not None and found.drawn.token == token:
+        return found.drawn.score
+    (places,) = np.nonzero(found.tokens == token)
+    if len(places) or found.whole is None:
+        return float(found.scores[places[0]])
+    return float(found.whole()[token])  # chosen by all scores

@@ -28,6 +28,7 @@ Floats5d = Any
 Wide1d = Any
 Wide2d = Any
 Doubles1d = Any  # float64 on every backend
+Doubles2d = Any
 Ints1d = Any
 Ints2d = Any
 
@@ -494,6 +495,14 @@ class Kernels(Protocol):
         """tokens (N, k) ← the k likeliest by scores (N, padded V), in order, equal scores by token.
 
         found (N, k + 1) ← their scores, and log Σ exp(scores), which is NaN where one is not finite.
+        """
+
+    def drawn(self, tokens: Ints1d, found: Doubles2d, scores: Floats2d, vocab: int, how: Doubles2d) -> None:
+        """tokens (N,) ← one drawn by scores (N, padded V) each; how (N, 2): temperature, number of [0, 1).
+
+        The first where the running sum of p = exp((scores - highest) / temperature) passes number · Σ p;
+        found (N, 2) ← its score, and Σ p. Only where rounding decides may backends differ. A row that is
+        not finite gives any token.
         """
 
     # -- head and loss

@@ -23,6 +23,7 @@ from distgpt.kernels.api import (
     Bias,
     Capabilities,
     Doubles1d,
+    Doubles2d,
     Floats1d,
     Floats2d,
     Floats5d,
@@ -111,6 +112,15 @@ class OnHost:
         with np.errstate(invalid="ignore"):  # of rows that are not finite
             found[:, k] = top + np.log(np.exp(rows - top[:, None]).sum(1))
         found[~np.isfinite(rows).all(1), k] = np.nan
+
+    def drawn(self, tokens: Ints1d, found: Doubles2d, scores: Floats2d, vocab: int, how: Doubles2d) -> None:
+        rows = self.to_host(scores)[:, :vocab]
+        with np.errstate(invalid="ignore"):  # of rows that are not finite
+            for i, (row, (temperature, uniform)) in enumerate(zip(rows, how.tolist(), strict=True)):
+                sums = np.exp((row - row.max()) / temperature).cumsum(dtype=np.float64)
+                place = int(sums.searchsorted(uniform * sums[-1], side="right"))
+                tokens[i] = min(place, vocab - 1)
+                found[i] = row[tokens[i]], sums[-1]
 
 
 class ReferenceKernels(OnHost):

@@ -12,8 +12,9 @@ from test_cuda_model import alike
 from distgpt.inference.batched_lanes import BatchedLanes
 from distgpt.inference.engine import Engine, complete
 from distgpt.inference.engine_setup import lanes_for, lanes_that_fit
-from distgpt.inference.lanes import Feed
-from distgpt.inference.request import Request
+from distgpt.inference.lanes import Draw, Feed
+from distgpt.inference.request import Request, Sampling
+from distgpt.inference.sampling import choose
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
 
 needs_counts = pytest.mark.skipif(ON_GPU, reason="the stand-in counts launches")
@@ -65,6 +66,8 @@ def test_requests_are_answered_as_by_the_reference(kind, dtype, cuda_kernels):
         {},
         {"temperature": 0.9, "top_k": 5, "logprobs": 2},
         {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 0.8, "logprobs": 2},
+        {"temperature": 0.8, "min_p": 0.1},
         {"lookup": 3},
     ]
     requests = [
@@ -106,6 +109,47 @@ def test_few_bytes_travel_where_the_likeliest_are_enough(cuda_kernels, monkeypat
 
 
 @needs_counts
+@pytest.mark.parametrize("how", [{"temperature": 0.8}, {"temperature": 0.01, "top_p": 0.9}], ids=str)
+def test_few_bytes_travel_where_tokens_are_drawn_from_all(how, cuda_kernels, monkeypatch):
+    """A step of 8 sequences; with top-p 64 tokens are enough, as it is cold."""
+    model, _ = alike(replace(VARIANTS["gpt2"], vocab_size=5000), cuda_kernels("float32"))
+    engine, sizes, kernels = Engine(BatchedLanes(model, 8)), [], type(model.kernels)
+    engine.submit(Request(prompt=[1, 2], max_new_tokens=5, n=8, **how))
+    for _ in range(2):  # the prompt; what all have of it
+        engine.step()
+    download = kernels.to_host
+    monkeypatch.setattr(kernels, "to_host", lambda self, x: (sizes.append(x.nbytes), download(self, x))[1])
+    assert len(engine.step()) == 8
+    found = 64 if "top_p" in how else 1
+    # Tokens, their scores, a sum; of what was drawn a token in int32, a score and a sum in float64.
+    assert sum(sizes) == 8 * (4 * found + 4 * (found + 1) + 4 + 16)
+
+
+def test_tokens_are_drawn_as_on_the_host(cuda_kernels):
+    """Of the scores of one pass the host draws the same tokens, but for a number next to a border."""
+    kernels = cuda_kernels("float32")
+    random, rows, vocab, turns, differ = np.random.default_rng(5), 64, 5000, 16, []
+    scores, tokens = kernels.zeros(rows, vocab + 24), kernels.integers(np.zeros(rows))
+    how, found = (kernels.scalars(2 * rows).reshape(rows, 2) for _ in range(2))
+    for turn in range(turns):
+        host = (random.uniform(0.1, 4) * random.standard_normal((rows, vocab + 24))).astype(np.float32)
+        given = np.stack((random.uniform(0.3, 2, rows), random.random(rows)), axis=1)
+        kernels.put(scores, host)
+        kernels.put(how, given)
+        kernels.drawn(tokens, found, scores, vocab, how)
+        results = np.asarray(kernels.to_host(tokens))
+        for token, row, (temperature, number) in zip(results, host[:, :vocab], given, strict=True):
+            sampling = Sampling(temperature=float(temperature))
+            if token == choose(row, sampling, number):
+                continue
+            p = np.exp((row.astype(float) - row.max()) / temperature)
+            borders = np.cumsum(p)[[token - 1, token]] / p.sum()
+            assert abs(borders - number).min() < 1e-6
+            differ.append((turn, token))
+    assert len(differ) <= 5 and turns * rows == 1024
+
+
+@needs_counts
 def test_lanes_take_half_of_what_is_free(cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS["gpt2"], cuda_kernels("float32"))
     one = lanes_that_fit(model, 1 << 40, memory=1 << 30)
@@ -120,5 +164,6 @@ def test_scores_that_are_not_finite_are_known_on_the_device(cuda_kernels):
     head = np.array(model.kernels.to_host(model.head))
     head[4] = np.nan
     model.kernels.put(model.head, head)
-    (row,) = lanes.feed([Feed(1, 0, [3], 1, likeliest=2)])
-    assert np.isnan(row.log_sum)
+    for draw in (None, Draw(0.8, 0.5)):
+        (row,) = lanes.feed([Feed(1, 0, [3], 1, likeliest=2, draw=draw)])
+        assert np.isnan(row.log_sum)

@@ -19,8 +19,8 @@ KINDS = [
     pytest.param(*kind, marks=[] if kind == FAST else pytest.mark.slow)
     for kind in (FAST, ("sm_90", "float32"), ("sm_80", "bfloat16"))
 ]
-# Sums of few values in one block, in float64 on purpose.
-IN_DOUBLE = {"sum_all", "add_up", "shrinking"}
+# Sums in one block, in float64 on purpose.
+IN_DOUBLE = {"sum_all", "add_up", "shrinking", "drawn"}
 # A thread that adds up its squares in float32 hands them over in float64; a single one finds the clip factor.
 ENDS_IN_DOUBLE = {
     "squares",

@@ -387,6 +387,28 @@ def test_likeliest(both):
             case.check(ask, [Wide((case.n, 2 * k + 1))], scores)
 
 
+def test_drawn(both):
+    """Numbers at the ends too; tokens are those of the reference, as few numbers are next to a border."""
+    for case in cases(both):
+        for vocab, spread in ((case.v, 1), (1, 1), (2500, 1), (2500, 30)):
+            scores = spread * case.random(case.n, vocab + 3)
+            scores[:, vocab:] = 1000
+            how = np.stack((case.rng.uniform(0.2, 2, case.n), case.rng.random(case.n)), axis=1)
+            lowest = 0 if spread == 1 else 0.01  # in float32 the first token's chance may be 0
+            how[:3, 1] = [lowest, 1 - 2.0**-53, 0.5][: case.n]
+
+            def draw(kernels, tokens_and_logs, scores, vocab=vocab, how=how):
+                tokens = kernels.integers(np.full(len(scores), -1))
+                found, given = (kernels.scalars(how.size).reshape(how.shape) for _ in range(2))
+                kernels.put(given, how)
+                kernels.drawn(tokens, found, scores, vocab, given)
+                of_token, total = np.asarray(kernels.to_host(found)).T
+                results = kernels.to_host(tokens), of_token, np.log(total)
+                kernels.put(tokens_and_logs, np.stack(results, axis=1))
+
+            case.check(draw, [Wide((case.n, 3))], scores)
+
+
 def test_what_is_not_finite_is_known_of_each_row(both):
     case = Case(both)
     for bad in (np.nan, np.inf, -np.inf):

@@ -1,5 +1,7 @@
 """Lanes that decode all sequences in one pass, on the reference's operations, beside a pass for each."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from models import VARIANTS, build
@@ -104,7 +106,12 @@ HOW = [
     {"temperature": 1.3, "top_k": 8, "top_p": 0.7, "logprobs": 9},
     {"temperature": 1.1, "top_k": 6, "min_p": 0.2},
     {"temperature": 1.0},
+    {"temperature": 1.0, "logprobs": 3},
     {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.2, "top_p": 0.6, "logprobs": 2},
+    {"temperature": 1.2, "min_p": 0.3, "logprobs": 0},
+    {"temperature": 1.2, "min_p": 0.1, "top_p": 0.8},
+    {"temperature": 1.2, "repetition_penalty": 1.3},
     {"temperature": 0.8, "top_k": 4, "repetition_penalty": 1.5},
     {"lookup": 4},
     {"logprobs": 2, "prompt_logprobs": True},
@@ -144,11 +151,39 @@ def test_only_what_is_asked_for_leaves_the_device():
         assert row.log_sum == pytest.approx(np.log(np.exp(scores).sum()), abs=1e-11)
 
 
-def test_a_broken_model_is_found_where_only_the_likeliest_are_looked_at():
+@pytest.mark.parametrize("temperature", [0.05, 0.3, 3.0])
+@pytest.mark.parametrize(
+    "how", [{}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_p": 0.99, "min_p": 0.001}, {"top_p": 0.7}], ids=str
+)
+def test_what_64_tokens_do_not_reach_is_chosen_by_all_scores(how, temperature, monkeypatch):
+    """Cold, the likeliest reach; warm, all scores of a row are fetched, but not to draw from them."""
+    config = replace(VARIANTS["modern"], vocab_size=300)
+    requests = [
+        Request(prompt=[1 + i, 2], max_new_tokens=20, temperature=temperature, seed=i, logprobs=i, **how)
+        for i in range(4)
+    ]
+    batched, plain = same(config)
+    fetched, whole = [], BatchedLanes._whole
+    monkeypatch.setattr(BatchedLanes, "_whole", lambda self, i: (fetched.append(i), whole(self, i))[1])
+    for found, expected in zip(
+        complete(Engine(batched), requests), complete(Engine(plain), requests), strict=True
+    ):
+        assert found[0].tokens == expected[0].tokens
+        for a, b in zip(found[0].likelihoods, expected[0].likelihoods, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
+            assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
+    if not how or temperature == 0.05:
+        assert not fetched
+    elif temperature == 3.0:
+        assert fetched
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
+def test_a_broken_model_is_found_where_only_the_likeliest_are_looked_at(how):
     model = build(VARIANTS["modern"], ReferenceKernels())
     lanes = BatchedLanes(model, 2)
     engine = Engine(lanes)
-    engine.submit(Request(prompt=[1, 2], max_new_tokens=5))
+    engine.submit(Request(prompt=[1, 2], max_new_tokens=5, **how))
     engine.step()
     model.head[-model.config.padded_vocab + 3] = np.inf
     with pytest.raises(NonFiniteError):

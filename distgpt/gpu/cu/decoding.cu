@@ -1,4 +1,4 @@
-// What decoding does beside the passes: positions of a cache move, and the likeliest tokens are found.
+// What decoding does beside the passes: positions of a cache move; tokens are found that are likeliest, or drawn.
 #include "common.cuh"
 
 // Of lane `target` positions 0 … kept ← those from `count` on of lane `source`, keys turned back by `count`
@@ -58,22 +58,28 @@ __device__ __forceinline__ Scored first_of_warp(Scored x) {
     return x;
 }
 
+// The first token of a block: every thread gets it. All threads must call.
+__device__ __forceinline__ Scored first_of_block(Scored x) {
+    __shared__ Scored of_warp[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = first_of_warp(x);
+    if (lane == 0) of_warp[warp] = x;
+    __syncthreads();
+    x = first_of_warp(lane < warps ? of_warp[lane] : Scored{-HIGHEST, NOBODY});
+    __syncthreads();  // all have read before the next is written
+    return x;
+}
+
 // tokens (rows, k) ← the k likeliest by scores (rows, width), of which `vocab` count, in order; found
 // (rows, k + 1) ← their scores, and log Σ exp of all, NaN where one is not finite. A block for each row: after
 // each token only the thread that had it looks at its scores again.
 extern "C" __global__ void __launch_bounds__(1024)
 likeliest(int* tokens, real* found, const stored* scores, int vocab, int width, int k) {
-    __shared__ Scored of_warp[WARP];
     const stored* row = scores + size_t(blockIdx.x) * width;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     Scored mine = next_of(row, vocab, {HIGHEST, -1});
     real top = 0;
     for (int i = 0; i < k; i++) {
-        const Scored best = first_of_warp(mine);
-        if (lane == 0) of_warp[warp] = best;
-        __syncthreads();
-        const Scored first = first_of_warp(lane < warps ? of_warp[lane] : Scored{-HIGHEST, NOBODY});
-        __syncthreads();  // all have read before the next is written
+        const Scored first = first_of_block(mine);
         if (i == 0) top = first.score;
         if (threadIdx.x == 0) {
             tokens[size_t(blockIdx.x) * k + i] = first.token;
@@ -90,4 +96,56 @@ likeliest(int* tokens, real* found, const stored* scores, int vocab, int width, 
     total = block_sum(total);
     broken = block_sum(broken);
     if (threadIdx.x == 0) found[size_t(blockIdx.x) * (k + 1) + k] = top + log(total) + broken;
+}
+
+// tokens (rows) ← by scores (rows, width), of which `vocab` count, the token where the running sum of
+// p = exp((score - highest) / temperature) passes uniform · Σ p, in the order of tokens; found (rows, 2) ← its
+// score, and Σ p. how (rows, 2): temperature and uniform number. A block for each row, in which a warp has
+// tokens that lie side by side. Sums are in float64 and in a fixed order, as a small p would be lost in them.
+extern "C" __global__ void __launch_bounds__(1024)
+drawn(int* tokens, double* found, const stored* scores, const double* how, int vocab, int width) {
+    __shared__ double of_warp[WARP];
+    const stored* row = scores + size_t(blockIdx.x) * width;
+    const real temperature = real(how[size_t(blockIdx.x) * 2]);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const int each = (vocab + blockDim.x - 1) / blockDim.x * WARP;
+    const int first = warp * each, stop = min(first + each, vocab);
+    const real top = first_of_block(next_of(row, vocab, {HIGHEST, -1})).score;
+    double sum = 0;
+    for (int j = first + lane; j < stop; j += WARP) sum += exp((to_real(row[j]) - top) / temperature);
+    sum = warp_sum(sum);
+    if (lane == 0) of_warp[warp] = sum;
+    __syncthreads();
+    double total = 0, before = 0, reached = 0;
+    for (int i = 0; i < warps; i++) total += of_warp[i];
+    const double wanted = how[size_t(blockIdx.x) * 2 + 1] * total;
+    int chosen = 0;  // the last warp that has something, and nothing beyond `wanted` before it
+    for (int i = 0; i < warps; i++) {
+        if (of_warp[i] > 0 && reached <= wanted) {
+            chosen = i;
+            before = reached;
+        }
+        reached += of_warp[i];
+    }
+    if (warp != chosen) return;
+    int token = first;  // the last of the warp of which the same holds
+    for (int start = first; start < stop && before <= wanted; start += WARP) {
+        const int j = start + lane;
+        const double p = j < stop ? double(exp((to_real(row[j]) - top) / temperature)) : 0;
+        double running = p;
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) {
+            const double lower = __shfl_up_sync(ALL, running, step);
+            if (lane >= step) running += lower;
+        }
+        const double lower = __shfl_up_sync(ALL, running, 1);  // running - p would lose what is small beside p
+        if (p > 0 && before + (lane > 0 ? lower : 0) <= wanted) token = j;
+        before += warp_sum(p);
+    }
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) token = max(token, __shfl_xor_sync(ALL, token, step));
+    if (lane > 0) return;
+    tokens[blockIdx.x] = token;
+    found[size_t(blockIdx.x) * 2] = to_real(row[token]);
+    found[size_t(blockIdx.x) * 2 + 1] = total;
 }

@@ -187,6 +187,7 @@ OPERATIONS = {
     ),
     "move_cached": Operation(DATA, lambda a: 2 * moved(a.caches[:, :, :1]) * a.kept // a.caches.shape[4]),
     "likeliest": Operation(DATA),
+    "drawn": Operation(DATA),
     "linear_cross_entropy": Operation(
         "Head and cross-entropy",
         _head,
