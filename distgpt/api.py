@@ -18,7 +18,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import leave
 from distgpt.comm.leaving import watch_exit
-from distgpt.config import DEFAULT_TEMPERATURE, ModelConfig, RunConfig
+from distgpt.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -94,7 +94,11 @@ def load(
 
 @_ending_together()
 def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype: str = "float32") -> GPT:
-    """Create a model with random weights; `config` is a ModelConfig or a preset's name."""
+    """Create a model with random weights; `config` is a ModelConfig or a preset's name.
+
+    `dtype` auto is float32, as for `load`.
+    """
+    dtype = "float32" if dtype == AUTO_DTYPE else dtype
     if isinstance(config, str):
         config = preset(config).model
     if not 0 <= seed < 2**63:

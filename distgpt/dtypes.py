@@ -15,6 +15,10 @@ VARIABLE = (
     "DISTGPT_AUTO_DTYPE"  # names what auto is: for tests, and for sites with processors of several kinds
 )
 WORTHWHILE = 4 / 3  # times as fast as float32, from which on bfloat16 is taken
+SLOW_FLOAT32 = (
+    "float32 uses no tensor cores: with --dtype bfloat16 gpt-mini trained 4.8 times as fast on an H100;"
+    " --tf32 was not measured"
+)
 IMAGINED_GPU = (9, 0)  # of an estimate for a GPU that is not here, as in gpu/accelerator.py
 # Bytes of float32 weights that no cache holds, so that generation on a CPU reads them for every token. With
 # GPT-2 124M (496 MB) bfloat16 decoded 1.4 to 2.0 times as fast on five x86 processors, three of them without
@@ -41,6 +45,15 @@ def for_training(stage: Stage, run: RunConfig) -> Dtype:
         return [found.name, found.why]
 
     return Dtype(*on_root(stage.comm, decide))
+
+
+def cost_of(stage: Stage, asked: object) -> str:
+    """Return what the dtype that was asked for costs on this rank's GPU; "" where it costs nothing."""
+    if asked != "float32" or stage.device is None or stage.gpu.tf32:
+        return ""
+    from distgpt.gpu.probe import OLDEST_BFLOAT16
+
+    return SLOW_FLOAT32 if stage.device.capability >= OLDEST_BFLOAT16 else ""
 
 
 def expected(stage: str, run: RunConfig, tf32: bool = False) -> Dtype:
@@ -75,7 +88,7 @@ def _on_gpu(oldest: Version, tf32: bool) -> Dtype:
     from distgpt.gpu.probe import OLDEST_BFLOAT16, dotted
 
     if tf32:
-        return Dtype("float32", "--tf32 is for matmuls of it")
+        return Dtype("float32", "--tf32 chooses how to multiply float32")
     if oldest >= OLDEST_BFLOAT16:
         return Dtype("bfloat16", "this GPU has tensor cores for it")
     needs = f"tensor cores for bfloat16 come with compute capability {dotted(OLDEST_BFLOAT16)}"
@@ -87,7 +100,7 @@ def _on_cpu(width: int, matmul: str) -> Dtype:
     from distgpt.kernels.matmul.gain import gain
 
     if matmul != "auto":
-        return Dtype("float32", f"--matmul {matmul} is for matmuls of it")
+        return Dtype("float32", f"--matmul {matmul} chooses how to multiply float32")
     with first_use.compiling_for("comparing bfloat16 with float32"):
         ratio = gain(width)
     if ratio >= WORTHWHILE:

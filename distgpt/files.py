@@ -251,6 +251,7 @@ def _alone(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 beside.unlink()
     finally:
+        lock(descriptor, fcntl.LOCK_UN)  # which closing it would not do while a forked child has it
         os.close(descriptor)
 
 

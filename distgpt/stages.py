@@ -37,9 +37,6 @@ NOT_KEPT = (
     "compiled loops cannot be kept, so every start compiles them anew, for about a minute: "
     "set XDG_CACHE_HOME to a folder that only you can write to"
 )
-SLOW_FLOAT32 = (
-    "float32 uses no tensor cores here: --dtype bfloat16 is several times as fast, --tf32 about half of that"
-)
 SLOW_BFLOAT16 = (
     "this processor computes bfloat16 with float32 instructions: less memory and faster generation than with "
     "--dtype float32, but no faster training"
@@ -89,11 +86,7 @@ class Stage:
         refuse_anywhere(self.comm, self._trouble_with(dtype))
         if self.device is not None:
             from distgpt.gpu.accelerator import kernels_on
-            from distgpt.gpu.probe import OLDEST_BFLOAT16
 
-            has_tensor_cores = self.device.capability >= OLDEST_BFLOAT16
-            if dtype == "float32" and has_tensor_cores and not self.gpu.tf32:
-                self.notes.add(SLOW_FLOAT32)
             # A GPU may be full: then no rank goes on.
             return on_every_rank(self.comm, lambda: kernels_on(self.device, dtype, self.gpu, self.notes.add))
         from distgpt.kernels.cpu import CpuKernels
@@ -246,6 +239,7 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
 
     device = on_every_rank(comm, lambda: open_device(device_of(comm.local_rank, gpu_count()), gpu))
     ranks = sharing(comm, device)
+    device.share(ranks)
     if comm.size == 1:
         comm = SerialComm()
     stage = Stage(name, comm, 0, device, ranks, gpu)

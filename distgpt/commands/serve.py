@@ -92,7 +92,7 @@ def serve(
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
         ) from None
-    from distgpt.inference.engine_setup import SAMPLE, ModelSpec
+    from distgpt.inference.engine_setup import SAMPLE, ModelSpec, rehearse_together
 
     lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
@@ -105,7 +105,9 @@ def serve(
     announce_sample(weights, ready.comm.rank, "serve")
     listener = bound(listen_on.host, listen_on.port)
     loaded = spec.load(ready)
-    Server(loaded, loaded.lanes(lanes, lookup=0), shown, listen_on, listener).run()
+    side_by_side = loaded.lanes(lanes, lookup=0)
+    rehearse_together(side_by_side)
+    Server(loaded, side_by_side, shown, listen_on, listener).run()
 
 
 def sorted_adapters(given: tuple[str, ...], model: str) -> tuple[Path | None, list[tuple[str, Path]]]:

@@ -47,6 +47,8 @@ class Setting:
                 raise UsageError(
                     f"{name} is {brief(value)}: it must be of at most {LONGEST_TEXT} bytes, none of them 0"
                 )
+            if self.undecided and value == self.undecided:
+                raise UsageError(f"{name} is {value!r}: here it has to be one of {', '.join(self.choices)}")
             if self.choices and value not in self.choices:
                 raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
         elif wrong := self._out_of_range(value):

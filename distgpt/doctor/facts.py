@@ -182,6 +182,8 @@ def auto_dtype() -> str:
         from distgpt.dtypes import expected
 
         found = expected("serial", RunConfig())
+    except UsageError as error:  # of the environment
+        return str(error)
     except Exception:  # compute() says why
         return ""
     return f"{found.name}: {found.why}" if found.why else found.name

@@ -34,7 +34,11 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
     uuid = known.gpus[index].uuid if known and index < len(known.gpus) else ""
     with _one_line(index):
         return CupyDevice(
-            index, options.deterministic, options.graphs, versions=[cublaslt.version()], uuid=uuid
+            index,
+            options.deterministic,
+            options.graphs,
+            versions=[cublaslt.version(), options.tf32],
+            uuid=uuid,
         )
 
 

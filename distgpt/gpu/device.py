@@ -71,7 +71,14 @@ class CupyDevice:
         self.choices: dict[Hashable, int] = {}
         about = (self.name, self.capability, self.multiprocessors, self.memory()[1])
         self.kept = Kept(None if versions is None else [*versions, *about])
+        self.sharing = 1  # ranks on this GPU
         self._recordings = 1  # by this number; what was recorded under another one is outdated
+
+    def share(self, ranks: int) -> None:
+        """Take a share of the memory only, and keep no choice: the others' work is in what is timed."""
+        self.sharing = ranks
+        if ranks > 1:
+            self.kept = Kept(None)
 
     # -- memory
 

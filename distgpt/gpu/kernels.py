@@ -116,7 +116,7 @@ class CudaKernels:
         self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, *args)
 
     def free_memory(self) -> int | None:
-        return self._device.memory()[0]
+        return self._device.memory()[0] // self._device.sharing
 
     def record(self, work: Work) -> Work:
         return self._device.record(work)

@@ -17,7 +17,7 @@ from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.limits import granted_memory
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.dtypes import for_generation
+from distgpt.dtypes import cost_of, for_generation
 from distgpt.errors import DataError, UsageError
 from distgpt.files import bundled
 from distgpt.inference import batched_lanes, compiled_lanes, uncompiled_lanes
@@ -135,6 +135,18 @@ def rehearse(model: Model) -> None:
         lanes.drop(0, 1, 1)
 
 
+def rehearse_together(lanes: Lanes) -> None:
+    """Plan and record passes of 1, 2, 4, … sequences on a GPU, so that no request waits for that."""
+    if not isinstance(lanes, batched_lanes.BatchedLanes):
+        return
+    draw, rows = Draw(1.0, 0.5), 1
+    while rows < 2 * lanes.count:  # the last are all
+        some = [Feed(lane, 0, [0], 1, likeliest=1, draw=draw) for lane in range(min(rows, lanes.count))]
+        for _ in range(2):  # the first call is eager, the second records
+            lanes.feed(some)
+        rows *= 2
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model that is ready, and what it was made of."""
@@ -201,6 +213,8 @@ class ModelSpec:
         def usual(about: Description) -> str:
             return for_generation(stage, about.run.model.n_embd, about.layout.elements).name
 
+        if cost := cost_of(stage, self.dtype):
+            stage.notes.add(cost)
         model, about, path, dtype = open_model(
             stage, path, self.adapter, self.dtype, self.context, usual=usual
         )

@@ -314,11 +314,12 @@ def summary(facts: dict[str, Any]) -> str:
     """Describe a run that starts, in one line."""
     threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
     on = f" on {facts['hosts']}" if facts.get("hosts") else ""  # where they are several
+    dtype = f", {facts['dtype']}" if facts.get("dtype") else ""
     held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
     return (
         f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
         f"corpus {facts['corpus_tokens']:,} tokens{held_out}; "
-        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{on}{threads}; "
+        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{on}{threads}{dtype}; "
         f"writing to {facts['directory']}"
     )
 

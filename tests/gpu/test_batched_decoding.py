@@ -9,6 +9,7 @@ from devices import ON_GPU, cuda_kernels, device  # noqa: F401
 from models import VARIANTS
 from test_cuda_model import alike
 
+from distgpt.gpu.attention import cached_parts
 from distgpt.inference.batched_lanes import BatchedLanes
 from distgpt.inference.engine import Engine, complete
 from distgpt.inference.engine_setup import lanes_for, lanes_that_fit
@@ -150,6 +151,21 @@ def test_tokens_are_drawn_as_on_the_host(cuda_kernels):
 
 
 @needs_counts
+def test_what_is_not_a_number_stays_so_where_a_cache_is_read_in_parts(cuda_kernels):
+    """A damaged model shall not write plausible text: a sum of nothing is 0, one of NaN is not."""
+    k = cuda_kernels("float32")
+    random = np.random.default_rng(1)
+    cache, qkv, y = k.zeros(2, 1, 2, 600, 8), k.zeros(1, 48), k.zeros(1, 16)
+    k.put(cache, random.standard_normal((2, 1, 2, 600, 8)))
+    values = random.standard_normal((1, 48))
+    values[0, 0] = np.nan  # in q of the first of two heads
+    k.put(qkv, values)
+    assert cached_parts(2, 600, k._device.multiprocessors) > 1
+    k.attention_cached(y, cache, qkv, k.integers([500]), 0)
+    found = k.to_host(y)
+    assert np.isnan(found[0, :8]).all() and np.isfinite(found[0, 8:]).all()
+
+
 def test_lanes_take_half_of_what_is_free(cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS["gpt2"], cuda_kernels("float32"))
     one = lanes_that_fit(model, 1 << 40, memory=1 << 30)

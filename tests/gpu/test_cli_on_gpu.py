@@ -13,8 +13,9 @@ from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 from distgpt import dtypes
 from distgpt.comm.serial import SerialComm
 from distgpt.config.dial import flops, text_to_learn_from
+from distgpt.dtypes import SLOW_FLOAT32
 from distgpt.saved.rundir import RunDirectory
-from distgpt.stages import SLOW_FLOAT32, Stage
+from distgpt.stages import Stage
 from distgpt.training.opening import within
 from distgpt.training.opening.announce import note_small_model
 from distgpt.training.step import Step
@@ -138,7 +139,7 @@ def test_a_gpu_takes_bfloat16_unless_float32_is_named_which_notes_what_that_cost
 def test_a_larger_model_is_suggested_for_a_gpu_where_none_was_chosen(tmp_path):
     said, stage = [], Stage("cuda", SerialComm(), 0, device=object())
     note_small_model(stage, None, None, {"data": "a b.txt", "steps": 3}, None, said.append)
-    assert len(said) == 1 and "train --stage cuda --data 'a b.txt' --within 5m" in said[0]
+    assert len(said) == 1 and "tiny is small for a GPU: --within 5m" in said[0]
     for preset, flags in (("fast", {}), (None, {"depth": 3}), (None, {"n_embd": 64}), (None, {"init": "x"})):
         note_small_model(stage, preset, None, flags, None, said.append)
     note_small_model(replace(stage, device=None), None, None, {}, None, said.append)

@@ -24,6 +24,7 @@ NO_OPERATIONS = {
     "to_host",
     "later",
     "free_memory",
+    "precisely",
     "record",
     "between",
     "agree",

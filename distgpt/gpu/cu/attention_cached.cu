@@ -165,6 +165,6 @@ attention_cached_join(stored* y, const real* parts, int n_head, int n_parts) {
         real sum = 0;
         for (int p = 0; p < n_parts; p++)
             sum += in[p * (HEAD + 2) + d] * exp(in[p * (HEAD + 2) + HEAD] - highest);
-        out[d] = to_stored(total > 0 ? sum / total : 0);  // 0: of no sequence
+        out[d] = to_stored(total == 0 ? 0 : sum / total);  // 0: of no sequence
     }
 }

@@ -10,7 +10,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.serial import SerialComm
 from distgpt.config import AUTO_DTYPE, RunConfig
 from distgpt.config.presets import named
-from distgpt.dtypes import expected, for_training
+from distgpt.dtypes import cost_of, expected, for_training
 from distgpt.errors import Say
 from distgpt.stages import Stage
 from distgpt.training.opening.plan import begins_anew, configure
@@ -32,11 +32,21 @@ def with_dtype(
     Collective.
     """
     rest = {name: value for name, value in flags.items() if (name, value) != (DTYPE, AUTO_DTYPE)}
-    if not on_root(
-        stage.comm,
-        lambda: is_open(preset, toml, flags) and begins_anew(preset, toml, flags, out, resume),
-    ):
-        return rest
+
+    def find() -> tuple[object, bool]:
+        return named(preset, toml, flags, DTYPE), begins_anew(preset, toml, flags, out, resume)
+
+    asked, is_new = on_root(stage.comm, find)
+    if asked in (None, AUTO_DTYPE) and is_new:
+        return _with_auto(stage, preset, toml, rest, say)
+    if stage.comm.rank == 0 and (cost := cost_of(stage, asked)):
+        say(cost)
+    return rest
+
+
+def _with_auto(
+    stage: Stage, preset: str | None, toml: Path | None, rest: dict[str, Any], say: Say
+) -> dict[str, Any]:
     found = for_training(stage, configure(stage.comm, preset, toml, rest)[1])
     if stage.comm.rank == 0 and found.why:
         say(f"{found.name}: {found.why} (--dtype)")

@@ -333,7 +333,7 @@ def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     outer.begin()
     outer.store_change_as_gradient()
     outer.step(1)
-    lanes_for(model, 1).feed([Feed(0, 0, [0], 1)])  # samples
+    lanes_for(model, 1).feed([Feed(0, 0, [0], 1, likeliest=1)])  # samples
 
 
 def _write(
