@@ -3,13 +3,14 @@
     python benchmarks/gpu_carry.py A [N B C] [--into build/carry]
 
 Needs a network and a C++ compiler, no GPU. A folder has, as the block uses it: cubins by the device's NVRTC,
-wheels, losses of this CPU, texts, the commit. Its size is printed, and refused above 64 MiB.
-`benchmarks/gpu_session.sh` reads it.
+wheels, losses of this CPU, texts, the commit. C needs --train and --val. The size is printed, and refused
+above 64 MiB. `benchmarks/gpu_session.sh` reads it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import io
 import json
@@ -42,6 +43,13 @@ WHEELS = {
     "C": (*PACKAGE, *LOOPS, *CUDNN, *NANOCHAT),
 }
 LOSSES = {"A": (), "N": ("fast", "gpt-mini")}  # of which cases: (), all
+# What a part of a folder consists of; the first of some is there only while it is made.
+MADE = {
+    "cache": ("cache", "cache.tar.xz"),
+    "wheels": ("downloads", "wheels.tar.xz"),
+    "losses": ("losses.json",),
+    "texts": ("texts", "nanochat", "nanochat-base"),
+}
 COMPILED, TESTED, READ = "ABC", "A", "C"  # blocks with cubins, with those of the tests too, with texts
 
 
@@ -50,22 +58,24 @@ def main() -> int:
     if args.lacking:
         print("\n".join(lacking(args.lacking)))
         return 0
+    if args.commit:
+        commit, warning = commit_of_this_tree(args.commit)
+        print(commit)
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
+        return 0
     too_large = []
     for block in args.block:
         folder = args.into.resolve() / block
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         fill(block, folder, args)
         sizes = {path.name: size_of(path) for path in sorted(folder.iterdir())}
         total = sum(sizes.values())
         parts = (f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
         print(f"{folder}: {total / 2**20:.1f} MiB:", ", ".join(parts), flush=True)
         too_large += [block] * (total > MOST)
-    if too_large:
-        print(
-            f"more than {MOST >> 20} MiB: {', '.join(too_large)}; --without leaves packages out",
-            file=sys.stderr,
-        )
+    for block in too_large:
+        print(what_to_leave_out(block, args.into.resolve() / block), file=sys.stderr)
     return int(bool(too_large))
 
 
@@ -74,7 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("block", nargs="*", help="A, N, B or C; all if none is named")
     parser.add_argument("--into", type=Path, default=HERE.parent / "build" / "carry")
     parser.add_argument(
-        "--only", nargs="+", choices=("cache", "wheels", "losses", "texts"), help="for a rehearsal"
+        "--only", nargs="+", choices=tuple(MADE), help="make these anew, and leave the others as they are"
     )
     parser.add_argument("--quick", action="store_true", help="losses of toy sizes, no cubins of tests")
     parser.add_argument("--without", nargs="+", default=[], metavar="PACKAGE")
@@ -87,16 +97,39 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--lacking", type=Path, help="print the wheels of a folder that this Python lacks; no more"
     )
+    parser.add_argument(
+        "--commit", type=Path, metavar="FOLDER", help="print this tree's commit, by .git or a folder; no more"
+    )
     args = parser.parse_args()
+    args.only = args.only or list(MADE)
     args.block = args.block or list(WHEELS)
     if unknown := [block for block in args.block if block not in WHEELS]:
         parser.error(f"there is no block {unknown[0]}; there are {', '.join(WHEELS)}")
+    if not (args.lacking or args.commit):
+        needs_of_texts(parser, args)
     return args
 
 
+def needs_of_texts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    reads = "texts" in args.only and any(block in READ for block in args.block)
+    if reads and not (args.train and args.val):
+        parser.error("block C needs --train and --val, the texts that it learns from")
+    if bool(args.nanochat) != bool(args.nanochat_base):
+        parser.error("--nanochat and --nanochat-base need each other")
+    if not reads and (given := args.nanochat or args.train or args.val):
+        parser.error(f"{given} is for block C, with its texts")
+
+
 def fill(block: str, folder: Path, args: argparse.Namespace) -> None:
-    wanted = set(args.only or ("cache", "wheels", "losses", "texts"))
-    (folder / "commit.txt").write_text(printed("git", "log", "-1", "--format=%h %cs %s"))
+    wanted = set(args.only)
+    for old in (folder / name for part in args.only for name in MADE[part]):
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink(missing_ok=True)
+    # What stays of these is from the tree that commit.txt names, which need not be this one.
+    if not any((folder / name).exists() for name in ("cache.tar.xz", "losses.json")):
+        (folder / "commit.txt").write_text(f"{described()}\n{digest()}\n")
     if "cache" in wanted and block in COMPILED:
         cubins(folder / "cache", folder.parent, block in TESTED and not args.quick)
         with tarfile.open(folder / "cache.tar.xz", "w:xz") as tar:
@@ -120,6 +153,51 @@ def run(*words: object, **more: str) -> None:
 
 def printed(*words: str) -> str:
     return subprocess.run(words, cwd=HERE.parent, capture_output=True, text=True).stdout
+
+
+def described() -> str:
+    """Return the commit, its mark if the tree differs, and what it says; "" without .git."""
+    if not ((HERE.parent / ".git").exists() and shutil.which("git")):
+        return ""
+    commit = printed("git", "describe", "--always", "--dirty").strip()
+    return f"{commit} {printed('git', 'log', '-1', '--format=%cs %s').strip()}" if commit else ""
+
+
+def digest() -> str:
+    """Return what tells this tree's package from another's, with git or without."""
+    package, found = HERE.parent / "distgpt", hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        name = path.relative_to(package)
+        # Left out is what git ignores: it is made where the package runs.
+        if path.is_file() and "__pycache__" not in name.parts and name.parts[0] != "compiled":
+            found.update(f"{name.as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def commit_of_this_tree(carried: Path) -> tuple[str, str]:
+    """Return the commit, by .git or else by the carry if it is of the same package, and a warning."""
+    file, here = carried / "commit.txt", described()
+    if not file.exists():
+        return here or "unknown", "" if here else f"there is neither .git nor {file}: no commit is known"
+    commit, *digests = file.read_text().splitlines() or [""]
+    if digests != [digest()]:
+        about = f"{carried} was made from another tree than this, {commit or 'of no known commit'}"
+        return here or "unknown", f"{about}: cubins are compiled anew, and its losses may differ"
+    found = here or commit
+    return found or "unknown", "" if found else f"{file} names no commit"
+
+
+def what_to_leave_out(block: str, folder: Path) -> str:
+    found = f"{block}: more than {MOST >> 20} MiB"
+    if not (folder / "wheels.tar.xz").exists():
+        return found
+    with tarfile.open(folder / "wheels.tar.xz") as tar:
+        sizes = sorted(((each.size, each.name.split("-")[0]) for each in tar), reverse=True)
+    largest = ", ".join(f"{name.replace('_', '-')} {size / 2**20:.1f}" for size, name in sizes[:5])
+    return (
+        f"{found}; --without PACKAGE leaves one out. The largest, in MiB unpacked: {largest}. "
+        "GPU stages import Numba: leave out numba and llvmlite only where the machine has them"
+    )
 
 
 def size_of(path: Path) -> int:
@@ -190,13 +268,10 @@ def lacking(folder: Path) -> list[str]:
 
 
 def texts(folder: Path, args: argparse.Namespace) -> None:
-    if args.train is None or args.val is None:
-        print("C: no texts without --train and --val", file=sys.stderr)
-        return
     (folder / "texts").mkdir()
     for name in ("train", "val"):
         shutil.copyfile(getattr(args, name), folder / "texts" / f"{name}.jsonl")
-    if args.nanochat and args.nanochat_base:
+    if args.nanochat:
         unneeded = shutil.ignore_patterns(".git", "*.jsonl", "dev")
         shutil.copytree(args.nanochat, folder / "nanochat", ignore=unneeded)
         shutil.copytree(args.nanochat_base, folder / "nanochat-base")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One block of a session on a machine with a GPU that is lent for minutes, in one call.
+# One block of questions to a machine with a GPU that is rented for minutes, in one call.
 #
 #     python benchmarks/gpu_carry.py A            before, without a GPU: makes build/carry/A, which travels with the tree
 #     benchmarks/gpu_session.sh A OUT [SECONDS]   there; 590 if left out
@@ -10,7 +10,7 @@
 #     C  what does it learn?    the same texts beside nanochat, by the clock
 #
 # Whoever gets a machine runs A first. Each part has a limit of its own, writes into OUT as it finds, and stops no
-# other. OUT/block.json has what became of each, at which commit. PARTS names parts to do in place of all, for what a
+# other. OUT/block.json has what became of each, what was skipped and why, at which commit. PARTS names parts to do in place of all, for what a
 # first call had no time for. The machine needs Python 3.12, CuPy, NumPy, pytest and pytest-xdist, for B, N and C
 # PyTorch, and no network. What it lacks is installed from the carried wheels into a folder of its own.
 #
@@ -40,28 +40,29 @@ done
 mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$(dirname "$0")/.." || exit 1
 carry=${CARRY:-$PWD/build/carry/$block}
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'stop; rm -rf "$work"' EXIT
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 COLUMNS=120
-unset OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
+unset OPENBLAS_CORETYPE OPENBLAS_L2_SIZE DISTGPT_AUTO_DTYPE
 
 # -- what is carried
 
-# A folder of its own, in which what the machine has is seen too. Only what it lacks is installed.
+# A part too: what fails here is known from block.json, and the others try with what is there.
 prepare() {
-    py=${PY:-}
-    if [ -z "$py" ]; then
-        py=python3
-        if [ -e "$carry/wheels.tar.xz" ]; then
-            python3 -m venv --system-site-packages --without-pip "$work/venv" && py=$work/venv/bin/python
-            mkdir "$work/wheels" && tar -xf "$carry/wheels.tar.xz" -C "$work/wheels"
-            "$py" benchmarks/gpu_carry.py --lacking "$work/wheels" >"$work/lacking"
-            xargs -r python3 -m pip --python "$py" install --quiet --no-index --no-deps --no-compile \
-                --disable-pip-version-check <"$work/lacking"
-            PATH=$work/venv/bin:$PATH
-        fi
-    fi
+    lay_out >"$out/prepare.txt" 2>&1
+    local code=$?
+    if [ $code -ne 0 ]; then tail -4 "$out/prepare.txt"; fi
+    return $code
+}
+lay_out() {
+    local code=0
+    py=${PY:-python3}
+    if [ -z "${PY:-}" ] && [ -e "$carry/wheels.tar.xz" ]; then install_lacking || code=$?; fi
+    # The report is written even where the Python of the parts does not start.
+    writer=$py
+    if ! "$py" -c ""; then code=1 writer=python3; fi
     if [ -e "$carry/cache.tar.xz" ] && [ -z "${REHEARSAL:-}" ]; then
-        tar -xf "$carry/cache.tar.xz" -C "$work" && export XDG_CACHE_HOME=$work/cache
+        tar -xf "$carry/cache.tar.xz" -C "$work" || code=$?
+        export XDG_CACHE_HOME=$work/cache
     fi
     host=("$py")
     small=() narrow=() quick=() time=2m minutes=1.6
@@ -76,7 +77,18 @@ prepare() {
     else
         export DISTGPT_TEST_GPU=1
     fi
-} >"$out/prepare.txt" 2>&1
+    return $code
+}
+# A folder of its own, in which what the machine has is seen too. Only what it lacks is installed.
+install_lacking() {
+    mkdir "$work/wheels" && tar -xf "$carry/wheels.tar.xz" -C "$work/wheels" || return
+    python3 -m venv --system-site-packages --without-pip "$work/venv" || return
+    py=$work/venv/bin/python PATH=$work/venv/bin:$PATH
+    "$py" benchmarks/gpu_carry.py --lacking "$work/wheels" >"$work/lacking" || return
+    # pip has --python since 22.3.
+    xargs -r python3 -m pip --python "$py" install --quiet --no-index --no-deps --no-compile \
+        --disable-pip-version-check <"$work/lacking"
+}
 
 # -- how a part is done
 
@@ -91,7 +103,7 @@ limited() {
         return 75
     fi
     echo "\$ $*"
-    timeout --signal=INT --kill-after=5 "$limit" "$@" </dev/null
+    timeout --signal="${signal:-INT}" --kill-after=5 "$limit" "$@" </dev/null
     code=$?
     echo "[exit code $code after second $SECONDS]"
     return $code
@@ -102,16 +114,20 @@ into() {
     shift
     limited "$@" >>"$out/$name.txt" 2>&1
 }
-# has NAME …: whether there are these programs or modules; else a line says what is skipped
+# has NAME …: whether there are these programs or modules; what is not is kept in `skipped`, with `of` before it where
+# only that of a part is left out
+skipped=()
 has() {
-    local name
+    local name all=0
     for name; do
         if ! type -P "$name" >/dev/null && ! "$py" -c "import $name" 2>/dev/null; then
-            echo "skipped: there is no $name"
-            return 1
+            skipped+=("${of:+$of: }no $name")
+            all=1
         fi
     done
+    return $all
 }
+NOT_DONE=77  # the exit code of a part that was skipped
 # worst CODE …: the first that is not 0
 worst() {
     local code
@@ -162,7 +178,7 @@ tests() {
 }
 # Memory errors took 45 s on an H100, alone. They are looked for beside what is not timed.
 sanitize() {
-    has compute-sanitizer || return 0
+    has compute-sanitizer || return $NOT_DONE
     : >"$work/running"
     sanitized memcheck kernels test_cuda_kernels.py 'bfloat16 and not muon'
     sanitized memcheck attention test_attention.py attention
@@ -174,15 +190,27 @@ sanitize() {
 sanitized() {
     local words=(-k "$4")
     if [ -n "${REHEARSAL:-}" ]; then words+=(--collect-only -q); fi  # fails where nothing is chosen
-    into "$1-$2" 220 compute-sanitizer --tool "$1" --error-exitcode 9 "$py" -m pytest "tests/gpu/$3" "${words[@]}" -x \
-        -p no:cacheprovider &
+    # What is begun by & ignores INT. `timeout` leads a group of processes, which `stop` ends.
+    # shellcheck disable=SC2016
+    signal=TERM into "$1-$2" 220 bash -c 'echo $PPID >>"$0"; exec "$@"' "$work/groups" compute-sanitizer --tool "$1" \
+        --error-exitcode 9 "$py" -m pytest "tests/gpu/$3" "${words[@]}" -x -p no:cacheprovider &
     echo $! >>"$work/running"
 }
-# Their end, and a line about each.
+# A call that is cut ends the sanitizers too: it removes the folder that they read.
+stop() {
+    local group
+    if [ ! -e "$work/groups" ]; then return; fi
+    while read -r group; do kill -KILL -- "-$group" 2>/dev/null; done <"$work/groups"
+}
+# Their end, and a line about each. Waits no longer than there is time: each has its own limit.
 collect() {
     local code=0 file process
-    if [ ! -e "$work/running" ]; then return; fi
+    if [ ! -e "$work/running" ]; then
+        skipped+=("no sanitizer was begun")
+        return $NOT_DONE
+    fi
     while read -r process; do wait "$process" 2>/dev/null || code=$?; done <"$work/running"
+    rm -f "$work/running" "$work/groups"
     for file in "$out"/{mem,race,sync}check-*.txt; do
         echo "$(basename "$file" .txt): $(grep -E 'SUMMARY|exit code|no time' "$file" | tail -2 | tr '\n' ' ')"
     done
@@ -213,13 +241,13 @@ server.send_signal(signal.SIGINT)
 sys.exit(server.wait(10) if answer else 1)
 END
 )
+# Without --dtype where nothing is compared: what auto chooses on a GPU is asked too.
 commands() {
     local run=$work/run codes=() new=(--max-new-tokens 40 --n 32)
     if [ -n "${REHEARSAL:-}" ]; then new=(--max-new-tokens 4 --n 2); fi
-    into commands 40 "${dist[@]}" train --stage cuda --dtype bfloat16 --steps 200 --out "$run" "${small[@]}"
+    into commands 40 "${dist[@]}" train --stage cuda --steps 200 --out "$run" "${small[@]}"
     codes+=($?)
-    into commands 20 "${dist[@]}" infer --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 \
-        --prompt "The " "${new[@]}"
+    into commands 20 "${dist[@]}" infer --weights "$run/weights.safetensors" --stage cuda --prompt "The " "${new[@]}"
     codes+=($?)
     into commands 20 "${dist[@]}" eval --weights "$run/weights.safetensors" --stage cuda --dtype bfloat16 --val story \
         ${REHEARSAL:+--val-tokens 64}
@@ -227,26 +255,26 @@ commands() {
     into commands 30 "${dist[@]}" profile --stage cuda --preset tiny --dtype bfloat16 --steps 5 --out "$out/profile-tiny" \
         "${small[@]}"
     codes+=($?)
-    into commands 30 mpirun -n 2 "${dist[@]}" train --stage mpi-cuda --allreduce host --dtype bfloat16 --steps 20 \
-        --out "$work/two" "${small[@]}"
+    into commands 30 mpirun -n 2 "${dist[@]}" train --stage mpi-cuda --allreduce host --steps 20 --out "$work/two" \
+        "${small[@]}"
     codes+=($?)
-    if has starlette uvicorn; then
+    if of=serve has starlette uvicorn; then
         into commands 40 "$py" -c "$served" "${dist[@]}" serve --weights "$run/weights.safetensors" --stage cuda \
-            --dtype bfloat16 --port 8765
+            --port 8765
         codes+=($?)
     fi
-    grep -E '^\[exit code [^0]' "$out/commands.txt"
+    grep -E '^\[exit code [^0]|\(--dtype\)$' "$out/commands.txt" | sort -u
     worst "${codes[@]}"
 }
 nccl() {
-    has mpirun mpi4py || return 0
+    has mpirun mpi4py || return $NOT_DONE
     into nccl 40 mpirun -n 2 "${host[@]}" benchmarks/nccl_on_one_gpu.py "${quick[@]}"
     local code=$?
     tail -3 "$out/nccl.txt"
     return $code
 }
 modes() {
-    has mpirun mpi4py || return 0
+    has mpirun mpi4py || return $NOT_DONE
     mkdir -p "$out/modes"
     into modes 150 mpirun -n 2 "${host[@]}" benchmarks/nccl_modes.py "$out/modes" "${quick[@]}"
     local code=$?
@@ -255,7 +283,7 @@ modes() {
     return $code
 }
 four() {
-    has mpirun mpi4py || return 0
+    has mpirun mpi4py || return $NOT_DONE
     mkdir -p "$out/four"
     into four 40 mpirun -n 4 "${host[@]}" benchmarks/nccl_on_one_gpu.py "${quick[@]}"
     local code=$?
@@ -303,7 +331,7 @@ threads() {
 }
 ranks() {
     local n code=0
-    has mpirun mpi4py || return 0
+    has mpirun mpi4py || return $NOT_DONE
     for n in $(powers "$cores" | tail -n +2); do
         DISTGPT_AMX=1 into ranks 40 mpirun -n "$n" "$py" benchmarks/training_ways.py node --stage mpi \
             --threads $((cores / n)) --only "GPT-2 bfloat16" --out "$out/ranks-$n.json" "${quick[@]}" || code=$?
@@ -323,7 +351,7 @@ text() {
 sums() {
     local n code=0 most=512M
     if [ -n "${REHEARSAL:-}" ]; then most=64K; fi
-    has mpirun mpi4py || return 0
+    has mpirun mpi4py || return $NOT_DONE
     for n in $(powers "$cores" | tail -n +2); do
         into sums 20 "$py" -m distgpt bench allreduce --ranks "$n" --seconds 8 --max-bytes $most --out "$out/sums" || code=$?
     done
@@ -348,7 +376,7 @@ ways() {
     return $code
 }
 torch() {
-    has torch || return 0
+    has torch || return $NOT_DONE
     if [ "$block" = N ]; then
         local size=(--preset gpt2 --seq-len 512 --batch-size "$cores" --steps 4)
         if [ -n "${REHEARSAL:-}" ]; then size=(--preset S --steps 2); fi
@@ -359,7 +387,7 @@ torch() {
     fi
 }
 autotune() {
-    has torch || return 0
+    has torch || return $NOT_DONE
     measured autotune 170 autotune
 }
 decode() {
@@ -393,14 +421,14 @@ large() {
 startup() {
     local how
     for how in warm warm cold; do
-        if [ $how = cold ]; then export XDG_CACHE_HOME=$work/empty; fi
+        if [ $how = cold ]; then local -x XDG_CACHE_HOME=$work/empty; fi  # of this part alone
         into startup 45 bash -c 'time "$@"' - "${dist[@]}" train --stage cuda --preset gpt-mini --dtype bfloat16 --steps 3 \
             --out "$work/start-$how-$SECONDS" "${small[@]}"
     done
     grep -E '^(real|\[exit)' "$out/startup.txt"
 }
 counters() {
-    has ncu || return 0
+    has ncu || return $NOT_DONE
     into counters 90 ncu --set basic --launch-count 4 -k 'regex:attention_backward|norm_backward|polynomial' \
         "${dist[@]}" profile --stage cuda --preset gpt2-fast --dtype bfloat16 "${corpus[@]:0:8}" --batch-size 16 --steps 1 \
         --out "$work/ncu" "${narrow[@]}"
@@ -412,7 +440,7 @@ texts=(--data "$carry/texts/train.jsonl" --val "$carry/texts/val.jsonl")
 learn() { # learn NAME SECONDS OPTION …
     local name=$1 seconds=$2
     shift 2
-    into "$name" "$seconds" "${dist[@]}" train --stage cuda --dtype bfloat16 "${texts[@]}" --out "$work/$name" "$@"
+    into "$name" "$seconds" "${dist[@]}" train --stage cuda "${texts[@]}" --out "$work/$name" "$@"
     local code=$?
     cp "$work/$name/metrics.jsonl" "$out/$name.jsonl"
     cp "$work/$name/summary.json" "$out/$name.json"
@@ -420,13 +448,13 @@ learn() { # learn NAME SECONDS OPTION …
     return $code
 }
 within() { learn within 170 --within $time ${REHEARSAL:+--depth 1}; }
-depth() { learn depth 140 --depth ${REHEARSAL:-8} --train-minutes "$minutes"; }
-float8() { learn float8 140 --depth ${REHEARSAL:-8} --train-minutes "$minutes" --float8; }
+depth() { learn depth 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes"; }
+float8() { learn float8 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes" --float8; }
 # `benchmarks/gpu_carry.py C --nanochat CHECKOUT --nanochat-base FOLDER` brings it. FA3 cannot be had without a network.
 nanochat() {
     if [ ! -d "$carry/nanochat" ]; then
-        echo "skipped: no nanochat is carried"
-        return
+        skipped+=("no nanochat is carried")
+        return $NOT_DONE
     fi
     local steps=(--depth=8 --max-seq-len=1024 --window-pattern=L --core-metric-every=-1 --sample-every=-1)
     NANOCHAT_BASE_DIR=$carry/nanochat-base PYTHONPATH=$carry/nanochat:$PWD/benchmarks/peers/for_nanochat \
@@ -440,34 +468,50 @@ nanochat() {
 
 # Written anew after each part, so that a call that is cut leaves what was answered.
 report() {
-    "$py" - "$out/block.json" "$block" "$carry/commit.txt" "${REHEARSAL:-}" "$@" <<'END'
+    "$writer" - "$out/block.json" "$block" "$commit" "${REHEARSAL:-}" "$NOT_DONE" "${ended[@]}" <<'END'
 import datetime, json, sys
 from pathlib import Path
-path, block, commit, rehearsal, *ended = sys.argv[1:]
-parts = {name: {"exit_code": int(code), "seconds": int(seconds)} for name, code, seconds in (e.split(":") for e in ended)}
-known = Path(commit)
-found = {"block": block, "commit": known.read_text().strip() if known.exists() else "", "parts": parts}
+path, block, commit, rehearsal, not_done, *ended = sys.argv[1:]
+parts = {}
+for name, code, seconds, skipped in (each.split("|", 3) for each in ended):
+    whole = bool(skipped) and code == not_done
+    parts[name] = {"exit_code": None if whole else int(code), "seconds": int(seconds)}
+    parts[name] |= {"skipped": skipped} if skipped else {}
+found = {"block": block, "commit": commit, "parts": parts}
 found |= {"date": datetime.date.today().isoformat(), "rehearsal": bool(rehearsal)}
 Path(path).write_text(json.dumps(found, indent=1) + "\n")
 END
 }
-
-prepare
 ended=()
-for part in $parts; do
-    if [ "$(left)" -lt 12 ]; then
-        echo "$part: no time left"
-        ended+=("$part:75:0")
-        report "${ended[@]}"
-        continue
-    fi
-    began=$SECONDS
+# finish NAME: does a part, and notes what became of it
+finish() {
+    local part=$1 code began=$SECONDS missing
+    skipped=()
     $part >"$work/said" 2>&1
     code=$?
+    missing=$(printf '; %s' "${skipped[@]}") && missing=${missing:2}
     sed 's/^/    /' "$work/said"
-    echo "$part: exit code $code, $((SECONDS - began)) s, until second $SECONDS"
-    ended+=("$part:$code:$((SECONDS - began))")
-    report "${ended[@]}"
+    if [ -n "$missing" ] && [ $code -eq $NOT_DONE ]; then
+        echo "$part: skipped: $missing, until second $SECONDS"
+    else
+        echo "$part: exit code $code, $((SECONDS - began)) s, until second $SECONDS${missing:+; skipped: $missing}"
+    fi
+    ended+=("$part|$code|$((SECONDS - began))|$missing")
+}
+
+finish prepare
+commit=$("$writer" benchmarks/gpu_carry.py --commit "$carry") || commit=unknown
+report
+for part in $parts; do
+    # What runs already has to be waited for.
+    if [ "$(left)" -lt 12 ] && [ "$part" != collect ]; then
+        echo "$part: no time left"
+        ended+=("$part|75|0|")
+    else
+        finish "$part"
+    fi
+    report
 done
+if [ -e "$work/running" ]; then finish collect && report; fi
 echo "second $SECONDS of $total"
 exit 0

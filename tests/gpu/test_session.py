@@ -22,15 +22,22 @@ while [ "${1#-}" != "$1" ]; do case "$1" in --*|-k) shift 2 ;; *) shift ;; esac;
 """
 
 
-def session(folder, block, *args, parts="", carry=None, **more):
+TOOLS = dict.fromkeys(("compute-sanitizer", "ncu", "nvidia-smi"), TOOL)
+
+
+def program(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def session(folder, block, *args, parts="", carry=None, tools=TOOLS, **more):
     """A rehearsal; what became of each part, and what it printed."""
-    tools = folder / "tools"
-    tools.mkdir(exist_ok=True)
-    for name in ("compute-sanitizer", "ncu", "nvidia-smi"):
-        (tools / name).write_text(TOOL)
-        (tools / name).chmod(0o755)
-    path = os.pathsep.join((str(tools), str(Path(sys.executable).parent), os.environ["PATH"]))
-    env = clean_environment(PATH=path, PY=sys.executable, REHEARSAL="1", WORKERS="1", **more)
+    for name, text in tools.items():
+        program(folder / "tools" / name, text)
+    path = os.pathsep.join((str(folder / "tools"), str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = clean_environment(PATH=path, REHEARSAL="1", WORKERS="1", **{"PY": sys.executable, **more})
     env |= {"CARRY": str(carry or folder / "carry")} | ({"PARTS": parts} if parts else {})
     command = ["bash", SCRIPT, block, folder / "out", *map(str, args)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
@@ -50,10 +57,14 @@ def carried(tmp_path_factory):
         text.write_text("\n".join(lines))
     words = ["A", "N", "C", "--into", folder, "--only", "losses", "texts", "--quick"]
     words += ["--train", texts[0], "--val", texts[1]]
-    program = [sys.executable, ROOT / "benchmarks" / "gpu_carry.py", *words]
-    done = subprocess.run([*map(str, program)], env=clean_environment(), capture_output=True, text=True)
+    done = carry(*words)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def carry(*words):
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_carry.py", *words]
+    return subprocess.run([*map(str, command)], env=clean_environment(), capture_output=True, text=True)
 
 
 @needs_the_processor
@@ -67,13 +78,14 @@ def test_every_command_of_a_block_runs(block, carried, tmp_path):
     wrong = {name: part for name, part in found["parts"].items() if part["exit_code"]}
     logs = {name: (tmp_path / "out" / f"{name}.txt") for name in wrong}
     assert not wrong, {name: log.read_text()[-3000:] for name, log in logs.items() if log.exists()} or wrong
-    assert found["block"] == block and found["rehearsal"] and (found["commit"] or block == "B")
+    assert found["block"] == block and found["rehearsal"] and found["commit"]
     for file in (tmp_path / "out").glob("*.txt"):
         text = file.read_text()
         # The last: a wrong option, also of a command whose exit code is not the part's.
         for word in ("[no time left", "Traceback", "[exit code 2 "):
             assert word not in text, (file.name, text[-2000:])
-    assert "skipped" not in done.stdout or block in "BNC", done.stdout
+    skipped = [name for name, part in found["parts"].items() if "skipped" in part]
+    assert not skipped or block in "BNC", done.stdout
 
 
 @needs_the_processor
@@ -81,7 +93,7 @@ def test_parts_are_chosen_by_name_and_unknown_ones_refused_before_anything_is_do
     done, found = session(tmp_path, "A", 60, parts="facts")
     assert (
         done.returncode == 0
-        and list(found["parts"]) == ["facts"]
+        and list(found["parts"]) == ["prepare", "facts"]
         and not found["parts"]["facts"]["exit_code"]
     )
     for block, parts in (("A", "facts threads"), ("Z", "facts")):
@@ -96,6 +108,117 @@ def test_what_has_no_time_left_is_said_and_what_was_found_stays(tmp_path):
     done, found = session(tmp_path, "A", 14, parts="facts tests commands")
     assert done.returncode == 0 and "no time left" in done.stdout
     assert found["parts"]["commands"]["exit_code"] == 75 and (tmp_path / "out" / "facts.txt").exists()
+
+
+def test_a_part_that_lacks_its_program_is_skipped_and_not_right(tmp_path):
+    done, found = session(tmp_path, "A", 60, parts="sanitize collect", tools={})
+    for part in ("sanitize", "collect"):
+        assert found["parts"][part]["exit_code"] is None
+        assert f"{part}: skipped: {found['parts'][part]['skipped']}" in done.stdout
+    assert "compute-sanitizer" in found["parts"]["sanitize"]["skipped"]
+
+
+# Python, but of the command line no more than that it was called, in which folder for caches.
+CALLED = f"""#!/bin/sh
+case "$1 $2" in
+*hostgpu.py*) echo "caches in $XDG_CACHE_HOME" ;;
+*"import starlette") exit 1 ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@needs_mpi
+def test_a_server_that_cannot_start_is_skipped_and_the_other_commands_are_done(tmp_path):
+    python = program(tmp_path / "tools" / "python", CALLED)
+    done, found = session(tmp_path, "A", 60, parts="commands", PY=str(python))
+    part = found["parts"]["commands"]
+    assert (
+        part["exit_code"] == 0 and part["skipped"] == "serve: no starlette" and part["skipped"] in done.stdout
+    )
+
+
+def test_the_empty_cache_of_a_cold_start_is_that_part_s_alone(tmp_path):
+    python = program(tmp_path / "tools" / "python", CALLED)
+    session(tmp_path, "B", 60, parts="startup counters", PY=str(python), XDG_CACHE_HOME="/its/own")
+    caches = {
+        name: [
+            line for line in (tmp_path / "out" / f"{name}.txt").read_text().splitlines() if "caches" in line
+        ]
+        for name in ("startup", "counters")
+    }
+    assert caches["startup"][:2] == caches["counters"] * 2 == ["caches in /its/own"] * 2
+    assert caches["startup"][2].endswith("/empty")
+
+
+def test_sanitizers_are_waited_for_though_no_part_collects_them(tmp_path):
+    slow = f"#!/bin/sh\nsleep 1\necho ended >>{tmp_path}/ended\nexit 9\n"
+    _, found = session(tmp_path, "A", 60, parts="sanitize", tools={"compute-sanitizer": slow})
+    assert (tmp_path / "ended").read_text().split() == ["ended"] * 6
+    assert found["parts"]["collect"]["exit_code"] == 9  # what a sanitizer found
+
+
+def test_what_cannot_be_installed_and_a_python_that_does_not_start_are_reported(tmp_path):
+    for number, (python, parts) in enumerate((("", "collect"), ("/no/such/python", "sanitize"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        program(folder / "carry" / "wheels.tar.xz", "no archive")
+        done, found = session(folder, "A", 60, parts=parts, PY=python)
+        code = found["parts"]["prepare"]["exit_code"]
+        assert code and f"prepare: exit code {code}" in done.stdout and found["commit"]
+
+
+def test_the_commit_is_the_tree_s_own_and_a_carry_from_another_tree_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_carry, "HERE", tmp_path / "benchmarks")
+    source = tmp_path / "distgpt" / "model.py"
+    program(source, "one = 1\n")
+    found, warning = gpu_carry.commit_of_this_tree(tmp_path)
+    assert found == "unknown" and warning
+    (tmp_path / "commit.txt").write_text(f"abc 2026-11-27 Its message\n{gpu_carry.digest()}\n")
+    assert gpu_carry.commit_of_this_tree(tmp_path) == ("abc 2026-11-27 Its message", "")
+    program(tmp_path / "distgpt" / "__pycache__" / "model.pyc", "made by running")
+    assert gpu_carry.commit_of_this_tree(tmp_path) == ("abc 2026-11-27 Its message", "")
+    source.write_text("one = 2\n")
+    found, warning = gpu_carry.commit_of_this_tree(tmp_path)
+    assert found == "unknown" and "abc" in warning
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "distgpt/model.py"], ["commit", "-q", "-m", "Two"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    found, warning = gpu_carry.commit_of_this_tree(tmp_path)
+    assert found.endswith(" Two") and "dirty" not in found and "abc" in warning
+    source.write_text("one = 3\n")
+    assert gpu_carry.commit_of_this_tree(tmp_path)[0].split()[0].endswith("-dirty")
+
+
+def test_texts_are_asked_for_before_anything_is_made(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "a text"}))
+    both = ("--train", text, "--val", text)
+    for words in (
+        ("C",),
+        ("C", "--train", text),
+        ("C", "--nanochat", tmp_path, "--nanochat-base", tmp_path),
+        ("C", *both, "--nanochat", tmp_path),
+        ("A", *both),
+    ):
+        done = carry(*words, "--into", tmp_path / "carry")
+        assert done.returncode == 2 and "error: " in done.stderr and not (tmp_path / "carry").exists(), words
+
+
+def test_only_what_is_made_anew_is_removed(tmp_path):
+    text, folder = tmp_path / "text.jsonl", tmp_path / "C"
+    text.write_text(json.dumps({"text": "a text"}))
+    for name in ("wheels.tar.xz", "texts/old.jsonl", "nanochat/old.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("from before")
+    words = ("C", "--only", "texts", "--train", text, "--val", text, "--into", tmp_path)
+    assert carry(*words).returncode == 0
+    left = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert left == {"commit.txt", "wheels.tar.xz", "texts/train.jsonl", "texts/val.jsonl"}
+    # Cubins from another tree keep the commit that they are from.
+    (folder / "commit.txt").write_text("another\n")
+    (folder / "cache.tar.xz").write_text("from before")
+    assert carry(*words).returncode == 0 and (folder / "commit.txt").read_text() == "another\n"
 
 
 @pytest.mark.slow
@@ -123,8 +246,9 @@ def test_what_is_carried_is_installed_into_a_folder_of_its_own_unless_it_is_ther
     python = tmp_path / "venv" / "bin" / "python"
     pip = ["-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps", wheel]
     subprocess.run([sys.executable, *map(str, pip)], check=True)
-    program = "import nobody_has_this as n; print(n.FOUND)"
-    shown = subprocess.run([python, "-c", program], capture_output=True, text=True)
+    shown = subprocess.run(
+        [python, "-c", "import nobody_has_this as n; print(n.FOUND)"], capture_output=True, text=True
+    )
     assert shown.stdout == "5\n", shown.stderr
 
 
