@@ -65,14 +65,14 @@ lay_out() {
         export XDG_CACHE_HOME=$work/cache
     fi
     host=("$py")
-    small=() narrow=() quick=() time=2m minutes=1.6
+    small=() narrow=() quick=() few=() time=2m minutes=1.6
     dist=("$py" -m distgpt)
     if [ -n "${REHEARSAL:-}" ]; then
         host=("$py" tests/gpu/hostgpu.py)
         dist=("${host[@]}")
         small=(--n-layer 1 --n-head 2 --n-embd 16 --seq-len 8 --batch-size 4 --steps 3)
         narrow=("${small[@]}" --vocab-size 300)  # of a preset with GPT-2's vocabulary
-        quick=(--quick) time=6s minutes=0.05
+        quick=(--quick) few=(--batch-size 2) time=6s minutes=0.05
         export WHOLE_GPU=1 WHOLE_NCCL=1
     else
         export DISTGPT_TEST_GPU=1
@@ -447,9 +447,9 @@ learn() { # learn NAME SECONDS OPTION …
     grep -E '^losses' "$out/$name.txt"
     return $code
 }
-within() { learn within 170 --within $time ${REHEARSAL:+--depth 1}; }
-depth() { learn depth 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes"; }
-float8() { learn float8 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes" --float8; }
+within() { learn within 170 --within $time ${REHEARSAL:+--depth 1} "${few[@]}"; }
+depth() { learn depth 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes" "${few[@]}"; }
+float8() { learn float8 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes" --float8 "${few[@]}"; }
 # `benchmarks/gpu_carry.py C --nanochat CHECKOUT --nanochat-base FOLDER` brings it. FA3 cannot be had without a network.
 nanochat() {
     if [ ! -d "$carry/nanochat" ]; then
