@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -75,6 +76,9 @@ def test_a_disk_that_somebody_else_fills(disk, monkeypatch, save):
 
     def launched(self, step, *rest):
         if step == 17:
+            third, end = disk / "run" / "checkpoints" / "step-00000015", time.monotonic() + 30
+            while not third.exists() and time.monotonic() < end:  # it may still be written meanwhile
+                time.sleep(0.01)
             fill(disk / "filler")
         return launch(self, step, *rest)
 
