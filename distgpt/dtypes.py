@@ -1,4 +1,4 @@
-"""What `--dtype auto` stands for: bfloat16 where this processor or GPU computes it faster, else float32."""
+"""Decide what `--dtype auto` is: bfloat16 where this processor or GPU computes it faster, else float32."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Draw(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What came of it."""
+    """The token that was drawn, and what its probability is made of."""
 
     token: int
     score: float

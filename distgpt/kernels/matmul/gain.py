@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from hashlib import sha256
 
 import numpy as np
 
-from distgpt.files import made_once
+from distgpt.files import made_by_one
 from distgpt.kernels.fused import disk_cache, linear
 from distgpt.kernels.low_precision import BITS, to_bfloat16
-from distgpt.kernels.matmul.layers import OwnMatmuls, alone
+from distgpt.kernels.matmul.layers import OwnMatmuls
 from distgpt.kernels.matmul.processor import processor, shape
 from distgpt.kernels.pool import pool_of
 
@@ -42,10 +41,9 @@ def _kept(most: int) -> float:
     name = f"bfloat16-{sha256(repr(about).encode()).hexdigest()[:16]}.json"
     measure = partial(_measured, *SAMPLES[most])
     known, folder = disk_cache.read(name), disk_cache.folder()
-    if known is None and folder is not None:
-        with suppress(OSError), alone(folder / "bfloat16.lock"):
-            known = made_once(folder / name, measure)
-    return float(json.loads(known or measure()))
+    if known is None:  # one process measures undisturbed, the others read its result
+        known = made_by_one(folder and folder / name, measure)
+    return float(json.loads(known))
 
 
 def _measured(rows: int, inputs: int, outputs: int) -> bytes:

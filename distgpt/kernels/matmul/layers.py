@@ -215,14 +215,14 @@ def _stored_speeds(pool: Pool) -> Speeds | None:
         return dict(json.loads(known))
     if (folder := disk_cache.folder()) is None:
         return None
-    with suppress(OSError, ValueError), alone(folder / "matmul.lock"):
+    with suppress(OSError, ValueError), _alone(folder / "matmul.lock"):
         speeds: Speeds = json.loads(made_once(folder / name, partial(_measured, pool)))
         return speeds if (folder / name).exists() else None  # not on a full disk
     return None
 
 
 @contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def _alone(lock: Path) -> Iterator[None]:
     """Let one process in after the other: the first measures undisturbed, the others read its result."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
