@@ -25,7 +25,6 @@ from distgpt.model.model import FLAG_COUNT
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.exchange.local_steps import is_local
 from distgpt.training.exchange.reproducible import Tree
 from distgpt.training.guards.recheck import Recheck
 from distgpt.training.guards.watchdog import COMPUTING, EXCHANGING, UPDATING, Activity
@@ -190,23 +189,19 @@ class Step:
         The gradients are those of a mean over all tokens of the batch, of which `learned` is the part that
         counts: the mean is to be over these.
         """
-        c, k, grads = self.config, self.model.kernels, self.model.grads
+        k, grads = self.model.kernels, self.model.grads
         self.activity.enter(UPDATING)
-        # The optimizer takes the mean in its only pass over the gradients; units are weighted from the start.
-        mean = (1.0 if c.reproducible_parts else 1.0 / self.comm.size) / learned
-        grad_scale, norm_scale = mean, mean
-        if is_local(c, self.comm.size):  # then norm² is the mean of those of the ranks
-            grad_scale, norm_scale = 1.0 / learned, math.sqrt(1.0 / self.comm.size) / learned
+        scales = self.exchange.scales(learned)
         self.exchange.compute_norm(self.optimizer)
         numbers, squares = k.later(grads.flags), k.later(self.optimizer.norm)
-        result = StepResult(lr, mean, norm_scale, cache(numbers), cache(squares))
+        result = StepResult(lr, scales.loss, scales.norm, cache(numbers), cache(squares))
         if self._objection:
             result.rejected = self._objection(*result.read())
         if not result.rejected:
-            self.optimizer.prepare(number, lr, grad_scale, norm_scale)
+            self.optimizer.prepare(number, lr, scales.gradients, scales.norm)
             self.gather_updates()
             self.optimizer.apply()
-        if self.optimizer.is_part or is_local(c, self.comm.size):
+        if self.exchange.waits_after_update:
             self.activity.enter(EXCHANGING)
         self.exchange.after_update(number, not result.rejected)
         return result

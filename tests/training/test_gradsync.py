@@ -144,7 +144,7 @@ def test_parts_are_even_and_begin_at_lines():
 def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
     seen = []
     sums = SimpleNamespace(sum=lambda start, stop, step: seen.append((start, stop, step)))
-    sync = Overlapped(30000, sums, lambda: seen.append("rest"))
+    sync = Overlapped(30000, sums, lambda: seen.append("rest"), 0.5)
     for step in (4, 5):
         sync.before_backward(step)
         for final in (1000, 6000, 6500, 12000):
@@ -157,7 +157,7 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
         seen.append(start)
         raise OSError("the network is gone")
 
-    sync = Overlapped(30000, SimpleNamespace(sum=fail), lambda: seen.append("rest"))
+    sync = Overlapped(30000, SimpleNamespace(sum=fail), lambda: seen.append("rest"), 0.5)
     sync.before_backward(0)
     sync.ready(10000)
     with pytest.raises(OSError, match="gone"):

@@ -57,21 +57,21 @@ def _after_backward(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     in_one_call = t.gradient_dtype == "float32" and t.grad_sync in ONE_CALL and not t.reproducible_parts
     if in_one_call:  # with the loss and flags
         whole = model.grads.with_flags
-        return AfterBackward(
-            t.grad_sync, Allreduce(comm, whole, t.grad_sync == "chunked"), len(whole), lambda: None
-        )
+        reduction: Reduction = Allreduce(comm, whole, t.grad_sync == "chunked")
+        return AfterBackward(t.grad_sync, reduction, len(whole), lambda: None, 1.0 / comm.size)
     reduction, size = _reduction(comm, model, t), model.layout.size
-    return AfterBackward(t.grad_sync, reduction, size, _sum_flags(comm, model, t))
+    return AfterBackward(t.grad_sync, reduction, size, _sum_flags(comm, model, t), _mean(comm, t))
 
 
 def _overlapped(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     sum_flags, size = _sum_flags(comm, model, t), model.layout.size
     if model.kernels.capabilities.is_async:
         assert comm.nccl
-        return OverlappedNccl(size, comm.nccl, _flat(comm, model, t), model.kernels.between, sum_flags)
+        flat, between = _flat(comm, model, t), model.kernels.between
+        return OverlappedNccl(size, comm.nccl, flat, between, sum_flags, 1.0 / comm.size)
     parts = partial(_in_a_thread, model, t)
     reduction = fastest_between_nodes(comm.dup_sleeping(), model.grads.flat, t.gradient_dtype, parts)
-    return Overlapped(size, reduction, sum_flags)
+    return Overlapped(size, reduction, sum_flags, 1.0 / comm.size)
 
 
 def _sharded(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
@@ -82,7 +82,7 @@ def _sharded(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
         else lambda bounds, step: nccl.reduce(model.grads.flat, bounds)
     )
     bounds = shards(t, model.layout, comm.size)
-    return Sharded(comm, model, bounds, reduce, _sum_flags(comm, model, t))
+    return Sharded(comm, model, bounds, reduce, _sum_flags(comm, model, t), _mean(comm, t))
 
 
 EXCHANGES: dict[str, Callable[[Comm, Model, TrainConfig], Exchange]] = {
@@ -169,6 +169,11 @@ def _sum_flags(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
         comm.sum(extra[1:] if t.reproducible_parts else extra)
 
     return sum_flags
+
+
+def _mean(comm: Comm, t: TrainConfig) -> float:
+    """Return the factor that makes a mean of the ranks' sum: reproducible parts have their weight already."""
+    return 1.0 if t.reproducible_parts else 1.0 / comm.size
 
 
 def one_by_one(work: Callable[[int], Any], count: int) -> None:

@@ -6,6 +6,7 @@ mean of how far they have come. In between only a few numbers cross the network 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -15,11 +16,13 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import UsageError, refuse_beside
 from distgpt.model.optim import AdamW
-from distgpt.training.exchange.api import Exchange
+from distgpt.training.exchange.api import Exchange, Scales
 
 
 class LocalSteps(Exchange):
     """Gradients stay with their rank. The changes of the weights are summed in the gradients' memory."""
+
+    waits_after_update = True
 
     def __init__(
         self,
@@ -41,6 +44,11 @@ class LocalSteps(Exchange):
 
     def compute_norm(self, optimizer: AdamW) -> None:
         """Do nothing: `sum_gradients` has done it, since nobody may wait here while weights are locked."""
+
+    def scales(self, learned: float) -> Scales:
+        """Return the scales of a step: gradients are this rank's own, norm² is the mean over the ranks."""
+        ranks = self.comm.size
+        return Scales(1.0 / ranks / learned, 1.0 / learned, math.sqrt(1.0 / ranks) / learned)
 
     def sum_flags(self) -> None:
         """Sum the loss, the flags and the squared norm: in one message where they lie on the host."""

@@ -23,8 +23,8 @@ LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the s
 class Overlapped(AfterBackward):
     """A thread sums the buckets through a communicator of its own."""
 
-    def __init__(self, size: int, reduction: Reduction, sum_flags: Callable[[], None]) -> None:
-        super().__init__("overlapped", reduction, size, sum_flags)
+    def __init__(self, size: int, reduction: Reduction, sum_flags: Callable[[], None], mean: float) -> None:
+        super().__init__("overlapped", reduction, size, sum_flags, mean)
         self._thread: threading.Thread | None = None
         self._handed = 0  # elements that the thread has been given
         self._buckets: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # None: the last one of a step
@@ -79,9 +79,10 @@ class OverlappedNccl(AfterBackward):
         reduction: Reduction,
         between: Callable[[Work], None],
         sum_flags: Callable[[], None],
+        mean: float,
     ) -> None:
         """`between`: `Kernels.between`, which cuts a recording."""
-        super().__init__("overlapped", reduction, size, sum_flags)
+        super().__init__("overlapped", reduction, size, sum_flags, mean)
         self._nccl, self._between = nccl, between
         self._cut = self._sent = 0  # elements before the last cut, and those that have been sent
         self._step = 0

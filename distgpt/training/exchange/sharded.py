@@ -23,6 +23,7 @@ class Sharded(Exchange):
     """
 
     name = "sharded"
+    waits_after_update = True
 
     def __init__(
         self,
@@ -31,8 +32,10 @@ class Sharded(Exchange):
         bounds: Sequence[int],
         reduce: Callable[[Sequence[int], int], None],
         sum_flags: Callable[[], None],
+        mean: float,
     ) -> None:
         """`bounds`: of the ranks' parts. `reduce(bounds, step)` gives this rank the sum of its part."""
+        self.mean = mean
         self.comm, self.model, self._reduce, self._sum_flags = comm, model, reduce, sum_flags
         self._bounds = bounds
         self._pieces = model.kernels.scalars(-(-model.layout.size // PIECE))

@@ -10,7 +10,7 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import Say
 from distgpt.formatting import duration
-from distgpt.training.exchange.api import Exchange
+from distgpt.training.exchange.api import Exchange, Scales
 
 WARM_UP = 2  # steps of each that do not count: on a GPU one compiles, and the next one records
 EACH = 3  # steps of each that count, of which the fastest counts: a save may come between two
@@ -44,6 +44,9 @@ class Trial(Exchange):
 
     def sum_gradients(self, step: int) -> None:
         self._current.sum_gradients(step)
+
+    def scales(self, learned: float) -> Scales:
+        return self._current.scales(learned)
 
     @property
     def _current(self) -> Exchange:
