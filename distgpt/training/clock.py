@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from distgpt.config import TrainConfig
-from distgpt.training.exchange.local_steps import is_local
 from distgpt.training.progress import Pace
 
 # The share of the time in which steps are taken: the last checkpoint and the weights are written in the rest.
@@ -45,7 +44,7 @@ class Clock:
         self._total = KEPT * self._whole
         self._begun, self._closing = begun - spent, closing
         self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `ahead` says
-        self._round = t.outer_every if is_local(t, pace.ranks) else 1
+        self._round = pace.rounds.length
         self.elapsed = min(1.0, spent / self._total) if self._total else None
         self.last: int | None = t.steps if until is None else until  # None: not known yet
         if self._total:

@@ -24,6 +24,7 @@ from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.guards.deadline import Deadline
 from distgpt.training.guards.stragglers import Stragglers
 from distgpt.training.guards.watchdog import Activity, Stall
+from distgpt.training.placement import OptimizerState, Placement
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.reading import Reading
 from distgpt.training.report import Report
@@ -52,7 +53,8 @@ class Run:
     stage: Stage
     where: dict[str, Any]  # hosts, batch job, launcher and MPI, for what the run writes
     model: Model
-    optimizer: AdamW
+    placement: Placement
+    optimizer_state: OptimizerState
     tokenizer: Tokenizer
     batches: Batches
     step: Step
@@ -70,6 +72,10 @@ class Run:
     @property
     def comm(self) -> Comm:
         return self.stage.comm
+
+    @property
+    def optimizer(self) -> AdamW:
+        return self.optimizer_state.optimizer
 
     @property
     def exchange(self) -> Exchange:

@@ -11,11 +11,12 @@ exchange.after_update(step, is_changed)      # new weights → the ranks that ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from distgpt.comm.api import Comm
+from distgpt.kernels.api import Array
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
-from distgpt.training.exchange.reductions import Reduction
 
 
 class Scales(NamedTuple):
@@ -62,6 +63,28 @@ class Exchange:
     def waits(self) -> list[str]:
         """Return the names of the methods that wait for other ranks, in the order of a step."""
         return ["sum_gradients"]
+
+
+class Reduction(Protocol):
+    """Sums elements start … stop of the flat buffer."""
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        """Replace these elements by their sum over ranks. `step` seeds random rounding. Collective."""
+
+
+class Allreduce(Reduction):
+    """One Allreduce of MPI or NCCL over the whole stretch; or one for each piece that stays in a cache."""
+
+    def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
+        self._comm, self._flat, self._chunked = comm, flat, chunked
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        whole = start == 0 and stop == len(self._flat)  # then the same object at every step
+        part = self._flat if whole else self._flat[start:stop]
+        if self._chunked:
+            self._comm.sum_chunked(part)
+        else:
+            self._comm.sum(part)
 
 
 class AfterBackward(Exchange):
