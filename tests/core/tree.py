@@ -41,8 +41,9 @@ TREE = {
         inference.python_api inference.request inference.sample inference.sampling inference.single
         inference.uncompiled_lanes""",
     "train": """evaluation.assessment evaluation.bits evaluation.scoring
-        training.checkpoints training.clock training.exchange.api training.exchange.reductions
+        training.checkpoints training.clock training.exchange.api
         training.guards.flags training.guards.sanity training.in_flight training.loop
+        training.micro_batches training.placement training.strategy
         training.opening.announce training.opening.finished training.opening.memory training.opening.open
         training.opening.plan training.opening.restore training.opening.resumption
         training.opening.whereabouts training.progress training.reading training.report training.run
