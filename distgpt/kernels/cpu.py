@@ -40,7 +40,7 @@ WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes long
 class CpuKernels(OnHost):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
-    `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the faster one here.
+    `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the one in a table.
     """
 
     logits_bytes = 128 << 20

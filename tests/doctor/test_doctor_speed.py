@@ -28,7 +28,7 @@ def test_it_measures_what_multiplies_matrices(capsys):
     for dtype in ("float32", "bfloat16"):
         fact = rank["matmul"][dtype]
         assert fact["how"].startswith(("own kernels", "BLAS")), fact
-        assert fact["gflops"] > 0 and fact["problem"] == "" and bool(fact["classes"]) == (dtype == "float32")
+        assert fact["gflops"] > 0 and fact["problem"] == ""
         (line,) = [line for line in lines_of(found, capsys) if line.startswith(dtype)]
         assert "GFLOP/s with" in line
     assert "matmul" not in doctor.examine()[0]["ranks"][0]
