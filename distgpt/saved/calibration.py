@@ -44,11 +44,8 @@ def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
     if len(tokens) < length:
         raise DataError(f"{text} has {len(tokens)} tokens: calibrate with {length} or more, best {most:,}")
     rows = len(tokens) // length
-    kernels.names = {
-        model.weights[spec.name].ctypes.data: spec.name
-        for spec in model.layout.specs
-        if bits_of(spec, "int4") == 4
-    }
+    names = [spec.name for spec in model.layout.specs if bits_of(spec, "int4") == 4]
+    kernels.matrices = {name: model.params[name] for name in names}
     twice = np.tile(np.array(tokens[: rows * length]), 2)
     Pass(model, 2 * rows, length, training=False).hidden(twice)
     return kernels.found
@@ -59,14 +56,15 @@ class _Rounding(CpuKernels):
 
     def __init__(self) -> None:
         super().__init__("float32", 1)  # so that all inputs come at once
-        self.names: dict[int, str] = {}  # of matrices, by their addresses
+        self.matrices: dict[str, Array] = {}  # those to round
         self.found: dict[str, Quantised] = {}
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
-        name, half = self.names.pop(wb.w.ctypes.data, None), len(x) // 2
-        if name is None:
+        name = next((name for name, w in self.matrices.items() if w is wb.w), None)
+        if name is None or name in self.found:
             super().linear(y, x, wb, onto)
             return
+        half = len(x) // 2
         super().linear(y[:half], x[:half], wb, None if onto is None else onto[:half])
         self.found[name] = found = round_for(*moved(wb.w, x[:half], x[half:]))
         wb.w[...] = restored(found)

@@ -127,8 +127,8 @@ def _up(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-# The processors, by LLVM's names, whose float32 our own kernels multiply faster than the BLAS: 1.045 times as
-# fast on a Zen 4, not faster on a Zen 3, Zen 5, Cascade Lake or Emerald Rapids (docs/explanation/performance.md).
+# The processors, by LLVM's names, on which our own kernels multiply float32 faster than the BLAS: a Zen 4 by
+# 1.045 times. On a Zen 3, Zen 5, Cascade Lake and Emerald Rapids they are not (performance.md).
 OWN_IS_FASTER = frozenset({"znver4"})
 
 
