@@ -79,7 +79,7 @@ def _core_name() -> str:
     if platform.machine() != "aarch64":
         return platform.processor()
     try:
-        from distgpt.kernels.matmul.processor import processor
+        from distgpt.kernels.compiling.processor import processor
 
         return processor()[0]
     except (ImportError, OSError):  # compute() says why
@@ -116,8 +116,8 @@ def compute() -> Facts:
     try:
         import numpy as np
 
-        from distgpt.kernels.fused import disk_cache
-        from distgpt.kernels.fused.linear import blas_core_name
+        from distgpt.kernels.compiling import disk_cache
+        from distgpt.kernels.matmul.blas import blas_core_name
 
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]

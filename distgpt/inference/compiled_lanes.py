@@ -12,6 +12,7 @@ from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Feed, check_drop
 from distgpt.interrupts import signals_deferred
 from distgpt.kernels.api import Array
+from distgpt.kernels.compiling.jit import PackedArgs, entry
 from distgpt.kernels.decoding import decode
 from distgpt.kernels.decoding.cached_attention import (
     cache_of,
@@ -23,7 +24,6 @@ from distgpt.kernels.decoding.cached_attention import (
 from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.low_rank import Adapters, no_adapters
 from distgpt.kernels.decoding.weights import Weights
-from distgpt.kernels.fused.jit import PackedArgs, entry
 from distgpt.kernels.pool import pool_of
 from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, packed_of

@@ -28,8 +28,9 @@ from distgpt.kernels.api import (
     Stats,
     Work,
 )
-from distgpt.kernels.fused import attention, flat, linear, low_rank, muon, rowwise
+from distgpt.kernels.fused import activations, attention, flat, low_rank, muon, rowwise
 from distgpt.kernels.low_precision import BITS, from_bfloat16
+from distgpt.kernels.matmul import blas
 from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 from distgpt.kernels.reference import OnHost, clipped
@@ -55,7 +56,7 @@ class CpuKernels(OnHost):
         self.threads = threads
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
-        linear.single_threaded_blas()
+        blas.single_threaded_blas()
         self.matmuls = self._matmuls(matmul)
 
     @property
@@ -144,7 +145,7 @@ class CpuKernels(OnHost):
         w, b = wb
         if len(x) <= self.few:
             grain = max(COLUMNS, WORTHWHILE // w.shape[1])
-            self._pool.ranges(len(w), grain, linear.linear_few_rows, y, x, w, b)
+            self._pool.ranges(len(w), grain, blas.linear_few_rows, y, x, w, b)
         else:
             self.matmuls.forward(y, x, w, b)
         if onto is not None:
@@ -180,7 +181,7 @@ class CpuKernels(OnHost):
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)
-        forward = linear.FORWARD[act]
+        forward = activations.FORWARD[act]
         self._pool.ranges(len(y), ROWS, forward, y, pre)
 
     def linear_backward_act(
@@ -189,7 +190,7 @@ class CpuKernels(OnHost):
         """Work in place, as a loop over dpre and pre would not vectorize where they are one. y is free."""
         assert db is None
         self.linear_backward(y, dy, w)
-        backward = linear.BACKWARD[act]
+        backward = activations.BACKWARD[act]
         self._pool.ranges(len(y), ROWS, backward, y, dpre)
 
     # -- attention

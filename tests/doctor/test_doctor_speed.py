@@ -6,9 +6,9 @@ from test_doctor import changed, ranks  # noqa: F401
 from distgpt.comm.serial import SerialComm
 from distgpt.doctor import facts, speed
 from distgpt.doctor import report as doctor
+from distgpt.kernels.compiling import processor
+from distgpt.kernels.compiling.registers import AMX, AVX512, AVX512_BF16
 from distgpt.kernels.cpu import Bfloat16Kernels
-from distgpt.kernels.matmul import processor
-from distgpt.kernels.matmul.vectors import AMX, AVX512, AVX512_BF16
 
 
 @pytest.fixture(autouse=True)

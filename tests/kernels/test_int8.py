@@ -6,14 +6,14 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
+from distgpt.kernels.compiling.jit import jit
+from distgpt.kernels.compiling.processor import features
+from distgpt.kernels.compiling.registers import AVX2, AVX512, NEON
 from distgpt.kernels.decoding import factors
 from distgpt.kernels.decoding.factors import DOT, block_of, blocks_tile, pack_rounded, quantise_row, unpacked
-from distgpt.kernels.fused.jit import jit
 from distgpt.kernels.low_precision import BLOCKS, from_bfloat16, quantise, quantise4, restored
 from distgpt.kernels.matmul import assembled, int4, int8
 from distgpt.kernels.matmul.packing import aligned
-from distgpt.kernels.matmul.processor import features
-from distgpt.kernels.matmul.vectors import AVX2, AVX512, NEON
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.
 WAYS = {

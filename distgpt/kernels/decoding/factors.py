@@ -12,13 +12,13 @@ import numpy as np
 from numba import types
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put
+from distgpt.kernels.compiling.jit import FORCED, by_types, get, inline, jit, put
+from distgpt.kernels.compiling.processor import features, shape
 from distgpt.kernels.low_precision import BLOCKS, MOST, Quantised
 from distgpt.kernels.matmul import int4, int8
 from distgpt.kernels.matmul.assembled import external, tile
 from distgpt.kernels.matmul.microkernel import BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
-from distgpt.kernels.matmul.processor import features, shape
 
 UNIT = 64  # columns are handed out in multiples of this: whole panels and whole blocks
 FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, by the type that holds them

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import Array, Floats2d
+from distgpt.kernels.compiling.jit import get, inline, jit, put
 from distgpt.kernels.first_use import compiling_for
-from distgpt.kernels.fused.jit import get, inline, jit, put
 from distgpt.kernels.low_precision import BITS, LEAST, MOST, NEAREST, TRIED, Quantised, quantise
 from distgpt.kernels.matmul.int4 import BLOCK
 from distgpt.kernels.pool import pool_of

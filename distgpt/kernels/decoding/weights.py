@@ -13,8 +13,8 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Angles, Array
+from distgpt.kernels.compiling.jit import jit
 from distgpt.kernels.decoding.factors import UNIT, pack_rounded, rounded_panels
-from distgpt.kernels.fused.jit import jit
 from distgpt.kernels.low_precision import BITS, Quantised, from_bfloat16
 from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed
 from distgpt.kernels.pool import Pool

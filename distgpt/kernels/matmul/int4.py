@@ -8,8 +8,8 @@ int8.py.
 
 from __future__ import annotations
 
+from distgpt.kernels.compiling.registers import Shape
 from distgpt.kernels.matmul.int8 import Dot, Int8Tile, module_of
-from distgpt.kernels.matmul.vectors import Shape
 
 BLOCK = 32  # half of int8's: what fewer bits lose is large enough to pay for more scales
 # Dense where weights are: nearly the best for normal and Student's t distributions (8 degrees of freedom),

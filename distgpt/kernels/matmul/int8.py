@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distgpt.kernels.compiling.registers import FLOAT32, Shape
 from distgpt.kernels.matmul.microkernel import Sums, Tile, choice, declarations
-from distgpt.kernels.matmul.vectors import FLOAT32, Shape
 
 BLOCK = 64
 UNROLLED = 2  # steps of pairs

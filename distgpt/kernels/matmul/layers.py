@@ -8,11 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgpt.kernels.api import Floats1d, Floats2d, Wide2d
-from distgpt.kernels.fused import linear
+from distgpt.kernels.compiling.processor import processor
 from distgpt.kernels.low_precision import BITS, from_bfloat16
-from distgpt.kernels.matmul import blocked, packing
+from distgpt.kernels.matmul import blas, blocked, packing
 from distgpt.kernels.matmul.blocked import rows_conflict
-from distgpt.kernels.matmul.processor import processor
 from distgpt.kernels.pool import COLUMNS, ROWS, Pool, WorkerMemory
 
 
@@ -42,15 +41,15 @@ class BlasMatmuls:
 
     def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
         if len(x) < len(w):
-            self._pool.ranges(len(w), COLUMNS, linear.linear_columns, y, x, w, bias)
+            self._pool.ranges(len(w), COLUMNS, blas.linear_columns, y, x, w, bias)
         else:
-            self._pool.ranges(len(x), ROWS, linear.linear, y, x, w, bias)
+            self._pool.ranges(len(x), ROWS, blas.linear, y, x, w, bias)
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
-        self._pool.ranges(len(dx), ROWS, linear.linear_backward, dx, dy, w)
+        self._pool.ranges(len(dx), ROWS, blas.linear_backward, dx, dy, w)
 
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        self._pool.ranges(dy.shape[1], COLUMNS, linear.linear_backward_weights, dw, dy, x, accumulate)
+        self._pool.ranges(dy.shape[1], COLUMNS, blas.linear_backward_weights, dw, dy, x, accumulate)
 
 
 class OwnMatmuls:

@@ -23,7 +23,7 @@ from numba.extending import (
 )
 
 from distgpt.interrupts import signals_deferred
-from distgpt.kernels.fused.disk_cache import keep_on_disk
+from distgpt.kernels.compiling.disk_cache import keep_on_disk
 
 Loop = Callable[..., Any]
 
