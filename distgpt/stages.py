@@ -96,7 +96,7 @@ class Stage:
         if not disk_cache.site().files and disk_cache.folder() is None:
             self.notes.add(NOT_KEPT)
         if dtype in ROUNDED_DTYPES:
-            from distgpt.kernels.cpu_int8 import Int8Kernels
+            from distgpt.kernels.rounded.cpu import Int8Kernels
 
             return Int8Kernels(self.threads, dtype)
         if dtype == "bfloat16":

@@ -32,7 +32,7 @@ ORDER = (
 # The same inside kernels/.
 KERNELS = (
     *("first_use", "api", "low_precision", "pool", "compiling", "matmul", "fused", "decoding"),
-    *("reference", "cpu", "cpu_int8"),
+    *("reference", "cpu", "rounded"),
 )
 LONGEST = 50  # lines of a function
 LONGER = {

@@ -18,9 +18,9 @@ from distgpt.data.loading import read_text
 from distgpt.errors import DataError
 from distgpt.kernels.api import Affine, Array, Floats2d
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.decoding.rounding import rounded
-from distgpt.kernels.low_precision import Quantised, from_bfloat16, nearest, restored
-from distgpt.kernels.matmul.int4 import BLOCK
+from distgpt.kernels.low_precision import from_bfloat16
+from distgpt.kernels.rounded.integers import BLOCKS, Quantised, nearest, restored
+from distgpt.kernels.rounded.rounding import rounded
 from distgpt.model.layers import Block
 from distgpt.model.memory import bits_of
 from distgpt.model.passes import Pass
@@ -90,11 +90,11 @@ def round_for(w: Floats2d, products: Floats2d) -> Quantised:
     costs = 1 / np.diag(np.linalg.inv(h))
     found = rounded(w, 4, 1, (costs / costs.max()).astype(np.float32))
     order = np.argsort(-np.diag(h), kind="stable")
-    scales = np.repeat(from_bfloat16(found.scales), BLOCK, axis=1)[:, order]
+    scales = np.repeat(from_bfloat16(found.scales), BLOCKS[4], axis=1)[:, order]
     upper = np.linalg.cholesky(np.linalg.inv(h[order][:, order])).T.astype(np.float32)
     left = np.ascontiguousarray(w[:, order])
-    for first in range(0, k, BLOCK):
-        last = min(first + BLOCK, k)
+    for first in range(0, k, BLOCKS[4]):
+        last = min(first + BLOCKS[4], k)
         errors = np.empty((len(w), last - first), np.float32)
         for j in range(first, last):
             found.q[:, order[j]] = q = nearest(left[:, j], scales[:, j])

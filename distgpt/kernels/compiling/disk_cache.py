@@ -33,7 +33,7 @@ from distgpt.kernels.compiling.processor import processor, shape, unlisted_featu
 config: Any = numba.config
 KERNELS = Path(__file__).parent.parent
 # Of loops, and of the constants in them: Numba freezes what it finds under a global name.
-FOLDERS, FILES = ("compiling", "matmul", "fused", "decoding"), ("api.py", "low_precision.py", "pool.py")
+FILES = "api.py", "low_precision.py", "pool.py"  # and all in folders
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
 OURS = re.compile(r"loops-[0-9a-f]{16}(-.*)?")  # NUMBA_CACHE_DIR may hold folders of others
@@ -72,8 +72,7 @@ def _kind() -> list[str]:
 
 def sources() -> list[Path]:
     """Return all sources: a loop holds a copy of every helper that it calls, whichever file that is in."""
-    loops = (path for folder in FOLDERS for path in sorted((KERNELS / folder).glob("*.py")))
-    return [*loops, *(KERNELS / name for name in FILES)]
+    return [*sorted(KERNELS.glob("*/*.py")), *(KERNELS / name for name in FILES)]
 
 
 def digest(paths: Iterable[Path]) -> str:

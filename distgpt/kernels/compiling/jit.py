@@ -66,6 +66,16 @@ def by_types(**options: Any) -> Callable[[Loop], Loop]:
     return made
 
 
+def also_for(function: Loop, **options: Any) -> Callable[[Loop], Loop]:
+    """Implement a function of `by_types` for more types; `choose` returns None for all others."""
+
+    def added(choose: Loop) -> Loop:
+        _overload(function, jit_options=options)(choose)
+        return choose
+
+    return added
+
+
 def inline(function: Loop) -> Loop:
     """Compile a function into the loops that call it.
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from distgpt.kernels.compiling.registers import FLOAT32, Shape
 from distgpt.kernels.matmul.microkernel import Sums, Tile, choice, declarations
+from distgpt.kernels.rounded.integers import BLOCKS
 
-BLOCK = 64
+BLOCK = BLOCKS[8]
 UNROLLED = 2  # steps of pairs
 
 ARGUMENTS = (
