@@ -7,6 +7,7 @@ one compiled decoder serves them all. Checksums tell whether weights have change
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -84,9 +85,7 @@ def packed_weights(
     """
     c, vocab, gated = config.n_embd, config.vocab_size, config.mlp == "swiglu"
     block = [f"blocks.{i}" for i in range(config.n_layer)]
-
-    def packed(ws: Iterable[Any], count: int, parts: Sequence[int]) -> list[Array]:
-        return _packed((forms[type(w)](w) for w in ws), count, parts)
+    packed = partial(_packed, forms)
 
     def matrix(name: str, rows: int) -> Array:
         return packed((params[name] for _ in range(1)), 1, [rows])[0][0]
@@ -106,11 +105,9 @@ def packed_weights(
     head = matrix("wte" if config.tied else "head.w", vocab)
     embedding = head if config.tied else matrix("wte", vocab)
     fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1))
-    (qkv,), (out,), (proj,) = (
-        layers("attn.qkv", config.qkv_width),
-        layers("attn.proj", c),
-        layers("mlp.proj", c),
-    )
+    (qkv,) = layers("attn.qkv", config.qkv_width)
+    (out,) = layers("attn.proj", c)
+    (proj,) = layers("mlp.proj", c)
     values = (params[f"blocks.{i}.values.w"] for i in config.value_layers)
     return Weights(
         qkv=qkv,
@@ -140,13 +137,13 @@ def _up(columns: int) -> int:
     return -(-columns // UNIT) * UNIT
 
 
-def _packed(ws: Iterable[Form], count: int, parts: Sequence[int]) -> list[Array]:
+def _packed(forms: Forms, ws: Iterable[Any], count: int, parts: Sequence[int]) -> list[Array]:
     """Cut `count` matrices (columns, k) of one shape into parts of so many rows: a packed array for each.
 
     Transposed, in panels of COLUMNS columns, k after k.
     """
     found: list[Array] = []
-    for i, w in enumerate(ws):
+    for i, w in enumerate(forms[type(w)](w) for w in ws):
         first = 0
         for part, rows in enumerate(parts):
             if i == 0:
