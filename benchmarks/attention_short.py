@@ -13,12 +13,12 @@ import numpy as np
 from numba import types
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.compiling.jit import inline, jit
+from distgpt.kernels.compiling.processor import shape
+from distgpt.kernels.compiling.registers import Shape
 from distgpt.kernels.fused.softmax import UNSEEN, Exponentials, constant
 from distgpt.kernels.matmul.assembled import external, transpose
 from distgpt.kernels.matmul.packing import LANES, aligned
-from distgpt.kernels.matmul.processor import shape
-from distgpt.kernels.matmul.vectors import Shape
 
 SHORT, SMALL = 16, 512  # positions, and elements of a head, up to which this is faster than tiles
 KEYS, CHANNELS = 4, 8  # whose sums are in registers at once

@@ -19,13 +19,13 @@ from numpy.typing import ArrayLike
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
+from distgpt.kernels.compiling.jit import inline, jit
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding.decode import kind_of, norm_row
 from distgpt.kernels.decoding.factors import UNIT
 from distgpt.kernels.decoding.weights import packed_weights
+from distgpt.kernels.fused.activations import gelu_row, relu_row, swiglu_row
 from distgpt.kernels.fused.attention import rotate
-from distgpt.kernels.fused.jit import inline, jit
-from distgpt.kernels.fused.linear import gelu_row, relu_row, swiglu_row
 from distgpt.kernels.fused.softmax import softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS

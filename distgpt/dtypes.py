@@ -96,7 +96,7 @@ def _on_gpu(oldest: Version, tf32: bool) -> Dtype:
 
 
 def _on_cpu(width: int, matmul: str) -> Dtype:
-    from distgpt.kernels.matmul import processor
+    from distgpt.kernels.compiling import processor
     from distgpt.kernels.matmul.gain import gain
 
     if matmul != "auto":
@@ -113,7 +113,7 @@ def _on_cpu(width: int, matmul: str) -> Dtype:
 
 
 def _reads_memory(elements: int) -> bool:
-    from distgpt.kernels.matmul.processor import shape
+    from distgpt.kernels.compiling.processor import shape
 
     return 4 * elements >= READ_FROM_MEMORY and not shape().neon
 

@@ -89,19 +89,19 @@ class Stage:
 
             # A GPU may be full: then no rank goes on.
             return on_every_rank(self.comm, lambda: kernels_on(self.device, dtype, self.gpu, self.notes.add))
+        from distgpt.kernels.compiling import disk_cache
         from distgpt.kernels.cpu import CpuKernels
-        from distgpt.kernels.fused import disk_cache
 
         first_use.begin(f"{use} in {dtype}" if use else dtype)
         if not disk_cache.site().files and disk_cache.folder() is None:
             self.notes.add(NOT_KEPT)
         if dtype in ROUNDED_DTYPES:
-            from distgpt.kernels.cpu_int8 import Int8Kernels
+            from distgpt.kernels.rounded.cpu import Int8Kernels
 
             return Int8Kernels(self.threads, dtype)
         if dtype == "bfloat16":
+            from distgpt.kernels.compiling import processor
             from distgpt.kernels.cpu import Bfloat16Kernels
-            from distgpt.kernels.matmul import processor
 
             if processor.has_amx() and not processor.shape().amx and not processor.amx_wanted():
                 self.notes.add(f"this processor has AMX: {processor.AMX_HINT}")

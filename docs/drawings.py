@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.config import ModelConfig
-from distgpt.kernels.matmul.vectors import AVX512_BF16
+from distgpt.kernels.compiling.registers import AVX512_BF16
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.profile.operations import OPERATIONS
 from distgpt.model.model import Architecture, Model

@@ -16,9 +16,10 @@ from distgpt.config import GpuConfig, RunConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.assessment import evaluate
 from distgpt.inference.engine_setup import ModelSpec
+from distgpt.kernels.compiling import processor
+from distgpt.kernels.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16, NEON_BF16
 from distgpt.kernels.low_precision import BITS
-from distgpt.kernels.matmul import gain, processor
-from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16, NEON_BF16
+from distgpt.kernels.matmul import gain
 from distgpt.saved.modelfile import quantize
 from distgpt.saved.rundir import RunDirectory
 from distgpt.stages import Stage, open_stage

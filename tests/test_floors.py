@@ -30,6 +30,11 @@ ORDER = (
     *("measure", "sweep", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )
+# The same inside kernels/.
+KERNELS = (
+    *("first_use", "api", "low_precision", "pool", "compiling", "matmul", "fused", "decoding"),
+    *("reference", "cpu", "rounded"),
+)
 LONGEST = 50  # lines of a function
 LONGER = {
     "commands.bench:add",
@@ -72,6 +77,15 @@ def test_imports_run_down_only():
             target = name.removeprefix("distgpt.") if name.startswith("distgpt.") else room(module)
             lower = ORDER.index(room(target)) <= ORDER.index(room(module))
             assert lower, f"{module} must not import {target}"
+
+
+def test_kernels_import_down_only():
+    inside = {name: path for name, path in MODULES.items() if name.startswith("kernels.")}
+    for module, path in inside.items():
+        for name in imports(path):
+            if name.startswith("distgpt.kernels."):
+                target, own = (each.split("kernels.")[1].split(".")[0] for each in (name, module))
+                assert KERNELS.index(target) <= KERNELS.index(own), f"{module} must not import {name}"
 
 
 def test_only_the_entry_point_imports_the_package_root():

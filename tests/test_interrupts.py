@@ -9,7 +9,7 @@ from conftest import SMALL, inside
 from llvmlite.binding.executionengine import ExecutionEngine
 
 from distgpt.interrupts import signals_deferred
-from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.compiling.jit import jit
 from distgpt.training.step import Step
 
 

@@ -11,7 +11,7 @@ from fake_macos import pretend_macos
 
 from distgpt.comm import cores, limits
 from distgpt.doctor import facts
-from distgpt.kernels.matmul import processor
+from distgpt.kernels.compiling import processor
 from distgpt.system import sysctl, sysctl_number, sysctl_text
 
 MAC = {

@@ -20,8 +20,8 @@ def compile() -> None:
     from contextlib import redirect_stderr
     from pathlib import Path
 
-    from distgpt.kernels.fused import disk_cache
-    from distgpt.kernels.matmul.processor import processor
+    from distgpt.kernels.compiling import disk_cache
+    from distgpt.kernels.compiling.processor import processor
 
     disk_cache.site().require_writable()
     if disk_cache.folder() is None:  # where they are made before they are shared

@@ -79,7 +79,7 @@ def _core_name() -> str:
     if platform.machine() != "aarch64":
         return platform.processor()
     try:
-        from distgpt.kernels.matmul.processor import processor
+        from distgpt.kernels.compiling.processor import processor
 
         return processor()[0]
     except (ImportError, OSError):  # compute() says why
@@ -116,8 +116,8 @@ def compute() -> Facts:
     try:
         import numpy as np
 
-        from distgpt.kernels.fused import disk_cache
-        from distgpt.kernels.fused.linear import blas_core_name
+        from distgpt.kernels.compiling import disk_cache
+        from distgpt.kernels.matmul.blas import blas_core_name
 
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]
@@ -149,7 +149,7 @@ def matmuls(comm: Comm, computes: Facts) -> Facts:
 
 def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
     threads = threads_of(comm)
-    found: Facts = {"how": "", "threads": threads, "classes": {}, "gflops": None, "problem": ""}
+    found: Facts = {"how": "", "threads": threads, "gflops": None, "problem": ""}
 
     def attempt(act: Callable[[], Any]) -> Any:
         """Return what `act` does; record a failure as a fact."""
@@ -163,7 +163,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
         from distgpt.doctor import speed
 
         kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype, use="matmul")
-        found["how"], found["classes"] = speed.how(kernels), getattr(kernels.matmuls, "speeds", {})
+        found["how"] = speed.how(kernels)
         if not computes["loops"]:
             raise UsageError("compiled loops cannot be kept")
         speed.matmul_rate(kernels, 0)  # loads compiled loops, or compiles them

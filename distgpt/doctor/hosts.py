@@ -149,7 +149,7 @@ def _is_here(address: str) -> bool:
 
 
 def own_facts(mpi: Facts) -> HostFacts:
-    from distgpt.kernels.matmul.processor import processor
+    from distgpt.kernels.compiling.processor import processor
 
     name, features = processor()
     gpus = found.gpus if (found := driver()) else ()

@@ -11,8 +11,8 @@ import numpy as np
 
 from distgpt.gpu.api import TYPE_OF
 from distgpt.kernels.api import Affine, Array, Kernels
+from distgpt.kernels.compiling import processor
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.matmul import processor
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
 SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue

@@ -12,6 +12,8 @@ from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Feed, check_drop
 from distgpt.interrupts import signals_deferred
 from distgpt.kernels.api import Array
+from distgpt.kernels.compiling.jit import PackedArgs, entry
+from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding import decode
 from distgpt.kernels.decoding.cached_attention import (
     cache_of,
@@ -20,13 +22,11 @@ from distgpt.kernels.decoding.cached_attention import (
     shift_cache,
     thread_scratch,
 )
-from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.low_rank import Adapters, no_adapters
 from distgpt.kernels.decoding.weights import Weights
-from distgpt.kernels.fused.jit import PackedArgs, entry
 from distgpt.kernels.pool import pool_of
 from distgpt.model.model import Model
-from distgpt.model.packed import Int8Model, packed_of
+from distgpt.model.packed import packed_of
 
 ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
@@ -38,19 +38,18 @@ class CompiledLanes:
     is_exact = True
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, count: int, threads: int, adapters: Adapters
+        self, kernels: CpuKernels, config: ModelConfig, weights: Weights, count: int, adapters: Adapters
     ) -> None:
         self.count, self.length, self.can_drop = count, config.seq_len, config.positions != "learned"
         self._kind = decode.kind_of(config)
-        factors, last = weights.qkv.w.dtype.name, weights.head.dtype.name
-        cached = _cached(factors == "float32")
+        cached = kernels.cache_dtype
         self._cache = cache_of(config, count, cached)
-        rows = _rows(config, _most_rows(config, count), factors, last, adapters.rank)
+        rows = _rows(kernels, config, _most_rows(config, count), weights, adapters.rank)
         self._most = len(rows.s)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
         self._angles = weights.cos, weights.sin
-        self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
+        self._pool = pool_of(kernels.threads if elements >= WORTHWHILE else 1)
         self._adapters = len(adapters.qkv_a)
         zeros = partial(np.zeros, dtype=np.int64)
         most = self._most
@@ -125,19 +124,20 @@ def _most_rows(config: ModelConfig, count: int) -> int:
     return min(ROWS, max(count, min(ROOM // row, config.seq_len)))
 
 
-def _rows(config: ModelConfig, count: int, dtype: str, last: str, rank: int) -> decode.Rows:
-    width, hidden = config.n_embd, config.hidden
+def _rows(kernels: CpuKernels, config: ModelConfig, count: int, weights: Weights, rank: int) -> decode.Rows:
+    width, hidden, rows = config.n_embd, config.hidden, kernels.operand_rows
+    form, last = weights.qkv.w.dtype.name, weights.head.dtype.name
     widest = max(width, config.attention_width)
     return decode.Rows(
-        s=factor_rows(count, width, "float32"),
-        qkv=factor_rows(count, config.qkv_width, "float32"),
-        att=factor_rows(count, widest, "float32"),
-        pre=factor_rows(count, hidden, "float32"),
-        gates=factor_rows(count, hidden, "float32"),
-        a=factor_rows(count, widest, dtype),
-        h=factor_rows(count, hidden, dtype),
-        last=factor_rows(count, width, last),
-        inner=factor_rows(count, rank, "float32"),
+        s=rows(count, width, "float32"),
+        qkv=rows(count, config.qkv_width, "float32"),
+        att=rows(count, widest, "float32"),
+        pre=rows(count, hidden, "float32"),
+        gates=rows(count, hidden, "float32"),
+        a=rows(count, widest, form),
+        h=rows(count, hidden, form),
+        last=rows(count, width, last),
+        inner=rows(count, rank, "float32"),
     )
 
 
@@ -163,18 +163,17 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
     return parts
 
 
-def _cached(exact: bool) -> str:
-    return "float32" if exact else "uint16"
-
-
 def lane_bytes(model: Model) -> int:
     """Memory of the keys and values of one lane."""
-    exact = model.kernels.dtype == np.float32 and not isinstance(model, Int8Model)
-    dtype = _cached(exact)
+    dtype = _kernels_of(model).cache_dtype
     return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
 
 
 def compiled_lanes(model: Model, count: int, adapters: Adapters | None = None) -> CompiledLanes:
     """Lanes for a model as it is now, which has to compute on CPUs, in any type but float64."""
-    beside = adapters or no_adapters()
-    return CompiledLanes(model.config, packed_of(model), count, model.kernels.threads, beside)
+    return CompiledLanes(_kernels_of(model), model.config, packed_of(model), count, adapters or no_adapters())
+
+
+def _kernels_of(model: Model) -> CpuKernels:
+    assert isinstance(model.kernels, CpuKernels)
+    return model.kernels

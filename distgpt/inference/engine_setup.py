@@ -25,8 +25,8 @@ from distgpt.inference.adapters import adapters_of, read_adapters
 from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Draw, Feed, Lanes
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.decoding.low_rank import Adapters
+from distgpt.kernels.rounded.cpu import Int8Kernels
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
 from distgpt.saved.adapter import open_model

@@ -5,7 +5,8 @@ Float32 and float64 (CpuKernels), and bfloat16 between layers (Bfloat16Kernels).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,19 +29,52 @@ from distgpt.kernels.api import (
     Stats,
     Work,
 )
-from distgpt.kernels.fused import attention, flat, linear, low_rank, muon, rowwise
+from distgpt.kernels.decoding.operands import operand_rows
+from distgpt.kernels.fused import activations, attention, flat, low_rank, muon, rowwise
 from distgpt.kernels.low_precision import BITS, from_bfloat16
+from distgpt.kernels.matmul import blas
 from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
-from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
+from distgpt.kernels.pool import COLUMNS, ROWS, Pool, WorkerMemory, pool_of
 from distgpt.kernels.reference import OnHost, clipped
 
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
+class Floats:
+    """A matrix that is an array, as an operand. Another type of matrix has a class with the same methods."""
+
+    def __init__(self, kernels: CpuKernels, pool: Pool, memory: WorkerMemory) -> None:
+        self._kernels, self._pool, self._memory = kernels, pool, memory
+
+    def linear(self, y: Array, x: Array, w: Any, b: Array | None) -> None:
+        """y ← x wᵀ + b"""
+        if len(x) <= self._kernels.few:
+            grain = max(COLUMNS, WORTHWHILE // w.shape[1])
+            self._pool.ranges(len(w), grain, blas.linear_few_rows, y, x, w, b)
+        else:
+            self._kernels.matmuls.forward(y, x, w, b)
+
+    def lookup(self, w: Any, tokens: Array) -> tuple[Array, Array]:
+        """Return an array, and which of its rows these tokens have."""
+        return w, tokens
+
+    def unpadded(self, w: Any, vocab: int) -> Any:
+        """Return the output layer without its padding, so that only real tokens are scored."""
+        return w[:vocab]
+
+    def to_host(self, w: Any) -> Any:
+        return w
+
+
+Operands = Mapping[type, type[Floats]]
+FLOATS: Operands = MappingProxyType({np.ndarray: Floats})
+
+
 class CpuKernels(OnHost):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
-    `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the faster one here.
+    `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the one in a table.
+    `operands` has what multiplies by each type of matrix.
     """
 
     logits_bytes = 128 << 20
@@ -49,13 +83,18 @@ class CpuKernels(OnHost):
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
     polar: tuple[Any, Callable[..., Any]] = muon.orthogonalise, muon.scratch
+    operand_rows = staticmethod(operand_rows)  # for the decoder, in the form of its weights
+    cache_dtype = "float32"  # of its keys and values
 
-    def __init__(self, dtype: str = "float32", threads: int = 1, matmul: str = "auto") -> None:
+    def __init__(
+        self, dtype: str = "float32", threads: int = 1, matmul: str = "auto", operands: Operands = FLOATS
+    ) -> None:
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
-        linear.single_threaded_blas()
+        self._operands = {kind: of(self, self._pool, self._memory) for kind, of in operands.items()}
+        blas.single_threaded_blas()
         self.matmuls = self._matmuls(matmul)
 
     @property
@@ -76,6 +115,11 @@ class CpuKernels(OnHost):
     def precisely(self, work: Work) -> None:
         work()
 
+    # -- arrays
+
+    def to_host(self, array: Array) -> Any:
+        return self._operands[type(array)].to_host(array)
+
     # -- embedding
 
     def embed(
@@ -88,6 +132,7 @@ class CpuKernels(OnHost):
         start: Array | None,
         positions: Array | None = None,
     ) -> None:
+        wte, tokens = self._operands[type(wte)].lookup(wte, tokens)
         if wpe is not None and positions is not None:
             self._pool.ranges(len(x), ROWS, rowwise.embed_placed, x, tokens, wte, wpe, positions)
             return
@@ -111,6 +156,7 @@ class CpuKernels(OnHost):
         self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, *of)
 
     def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
+        w, tokens = self._operands[type(w)].lookup(w, tokens)
         self._pool.ranges(len(x), ROWS, rowwise.add_embedding, x, tokens, w)
 
     # -- norms
@@ -141,12 +187,7 @@ class CpuKernels(OnHost):
     # -- linear layers
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
-        w, b = wb
-        if len(x) <= self.few:
-            grain = max(COLUMNS, WORTHWHILE // w.shape[1])
-            self._pool.ranges(len(w), grain, linear.linear_few_rows, y, x, w, b)
-        else:
-            self.matmuls.forward(y, x, w, b)
+        self._operands[type(wb.w)].linear(y, x, *wb)
         if onto is not None:
             self.add(y, y, onto)
 
@@ -180,7 +221,7 @@ class CpuKernels(OnHost):
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)
-        forward = linear.FORWARD[act]
+        forward = activations.FORWARD[act]
         self._pool.ranges(len(y), ROWS, forward, y, pre)
 
     def linear_backward_act(
@@ -189,7 +230,7 @@ class CpuKernels(OnHost):
         """Work in place, as a loop over dpre and pre would not vectorize where they are one. y is free."""
         assert db is None
         self.linear_backward(y, dy, w)
-        backward = linear.BACKWARD[act]
+        backward = activations.BACKWARD[act]
         self._pool.ranges(len(y), ROWS, backward, y, dpre)
 
     # -- attention
@@ -285,10 +326,6 @@ class CpuKernels(OnHost):
 
     # -- head and loss
 
-    def _unpadded(self, w: Array, vocab: int) -> Array:
-        """Return the output layer without its padding, so that only real tokens are scored."""
-        return w[:vocab]
-
     def linear_cross_entropy(
         self,
         losses: Array,
@@ -306,7 +343,7 @@ class CpuKernels(OnHost):
         if few:
             x, targets = x[learned], targets[learned]
         vocab = head.vocab
-        w, dw = self._unpadded(head.w, vocab), None if dw is None else dw[:vocab]
+        w, dw = self._operands[type(head.w)].unpadded(head.w, vocab), None if dw is None else dw[:vocab]
         packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
         for start in range(0, n, len(packed)):
             rows = slice(start, min(n, start + len(packed)))
@@ -409,6 +446,7 @@ class Bfloat16Kernels(CpuKernels):
     few = 4
     loss_loop = staticmethod(rowwise.cross_entropy_narrow)
     polar = muon.orthogonalise_low, muon.low_scratch
+    cache_dtype = BITS.name
 
     def __init__(self, threads: int = 1) -> None:
         super().__init__("float32", threads)

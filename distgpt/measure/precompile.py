@@ -26,7 +26,7 @@ from distgpt.training.exchange.replicas import LocalPlacement
 from distgpt.training.exchange.reproducible import rehearse_tree
 
 PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
-# The ways to multiply, and to store or recompute. On larger layers `auto` may choose another than here.
+# The ways to multiply, and to store or recompute: `auto` is one of the two by the processor.
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "float32": ({"matmul": "own"}, {"matmul": "blas", "recompute": "block"}),
     "bfloat16": ({}, {"recompute": "block"}),

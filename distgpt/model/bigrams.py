@@ -55,7 +55,7 @@ def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, t
 
     `centred`: the norm between them subtracts the mean. Results do not depend on the number of threads.
     """
-    from distgpt.kernels.fused.linear import single_threaded_blas  # which takes a while to import
+    from distgpt.kernels.matmul.blas import single_threaded_blas  # which takes a while to import
 
     single_threaded_blas()  # as stages on GPUs have not done; the threads are ours
     pairs = Pairs.of(tokens, len(embedding))

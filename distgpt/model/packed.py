@@ -11,14 +11,17 @@ import numpy as np
 from distgpt.config import ROUNDED_DTYPES, ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Angles, Array, Kernels
-from distgpt.kernels.cpu_int8 import Int8Kernels, Packed
-from distgpt.kernels.decoding.rounding import rounded
-from distgpt.kernels.decoding.weights import Layer, Weights, checksums_of, packed_weights
+from distgpt.kernels.decoding.weights import FLOATS, Forms, Layer, Weights, checksums_of, packed_weights
 from distgpt.kernels.pool import pool_of
+from distgpt.kernels.rounded.cpu import Int8Kernels, Packed
+from distgpt.kernels.rounded.integers import Quantised
+from distgpt.kernels.rounded.operands import Integers
+from distgpt.kernels.rounded.rounding import rounded
 from distgpt.model.layers import LearnedPositions, Rope
 from distgpt.model.memory import FlatBuffer, bits_of
 from distgpt.model.model import Architecture, Model
 
+FORMS: Forms = {**FLOATS, Quantised: Integers}
 REFUSED = "a model in {} cannot be trained: its weights are rounded; train it in float32 or bfloat16"
 
 
@@ -32,7 +35,7 @@ class Int8Model(Model):
         self.kernels = kernels
         self._grads = None
         self.positions.bind(kernels, {}, {})
-        self.packed = packed_weights(config, params, angles_of(self.positions))
+        self.packed = packed_weights(config, params, angles_of(self.positions), FORMS)
         of_packed: Any = _by_name(config, self.packed)
         self.params = self.weights = of_packed | {k: params[k] for k in params if k not in of_packed}
         self._bind()

@@ -18,9 +18,9 @@ from distgpt.data.loading import read_text
 from distgpt.errors import DataError
 from distgpt.kernels.api import Affine, Array, Floats2d
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.decoding.rounding import rounded
-from distgpt.kernels.low_precision import Quantised, from_bfloat16, nearest, restored
-from distgpt.kernels.matmul.int4 import BLOCK
+from distgpt.kernels.low_precision import from_bfloat16
+from distgpt.kernels.rounded.integers import BLOCKS, Quantised, nearest, restored
+from distgpt.kernels.rounded.rounding import rounded
 from distgpt.model.layers import Block
 from distgpt.model.memory import bits_of
 from distgpt.model.passes import Pass
@@ -44,11 +44,8 @@ def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
     if len(tokens) < length:
         raise DataError(f"{text} has {len(tokens)} tokens: calibrate with {length} or more, best {most:,}")
     rows = len(tokens) // length
-    kernels.names = {
-        model.weights[spec.name].ctypes.data: spec.name
-        for spec in model.layout.specs
-        if bits_of(spec, "int4") == 4
-    }
+    names = [spec.name for spec in model.layout.specs if bits_of(spec, "int4") == 4]
+    kernels.matrices = {name: model.params[name] for name in names}
     twice = np.tile(np.array(tokens[: rows * length]), 2)
     Pass(model, 2 * rows, length, training=False).hidden(twice)
     return kernels.found
@@ -59,14 +56,15 @@ class _Rounding(CpuKernels):
 
     def __init__(self) -> None:
         super().__init__("float32", 1)  # so that all inputs come at once
-        self.names: dict[int, str] = {}  # of matrices, by their addresses
+        self.matrices: dict[str, Array] = {}  # those to round
         self.found: dict[str, Quantised] = {}
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
-        name, half = self.names.pop(wb.w.ctypes.data, None), len(x) // 2
-        if name is None:
+        name = next((name for name, w in self.matrices.items() if w is wb.w), None)
+        if name is None or name in self.found:
             super().linear(y, x, wb, onto)
             return
+        half = len(x) // 2
         super().linear(y[:half], x[:half], wb, None if onto is None else onto[:half])
         self.found[name] = found = round_for(*moved(wb.w, x[:half], x[half:]))
         wb.w[...] = restored(found)
@@ -92,11 +90,11 @@ def round_for(w: Floats2d, products: Floats2d) -> Quantised:
     costs = 1 / np.diag(np.linalg.inv(h))
     found = rounded(w, 4, 1, (costs / costs.max()).astype(np.float32))
     order = np.argsort(-np.diag(h), kind="stable")
-    scales = np.repeat(from_bfloat16(found.scales), BLOCK, axis=1)[:, order]
+    scales = np.repeat(from_bfloat16(found.scales), BLOCKS[4], axis=1)[:, order]
     upper = np.linalg.cholesky(np.linalg.inv(h[order][:, order])).T.astype(np.float32)
     left = np.ascontiguousarray(w[:, order])
-    for first in range(0, k, BLOCK):
-        last = min(first + BLOCK, k)
+    for first in range(0, k, BLOCKS[4]):
+        last = min(first + BLOCKS[4], k)
         errors = np.empty((len(w), last - first), np.float32)
         for j in range(first, last):
             found.q[:, order[j]] = q = nearest(left[:, j], scales[:, j])

@@ -191,7 +191,7 @@ def _rounded(
     """The model, where the kernels are those of int8. Collective."""
     if kernels.capabilities.is_async:
         return None
-    from distgpt.kernels.cpu_int8 import Int8Kernels  # which compiled loops come with
+    from distgpt.kernels.rounded.cpu import Int8Kernels  # which compiled loops come with
 
     if not isinstance(kernels, Int8Kernels):
         return None

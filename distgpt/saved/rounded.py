@@ -23,7 +23,7 @@ from distgpt.config import ModelConfig
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array
-from distgpt.kernels.low_precision import BLOCKS, MOST, Quantised, from_nibbles, restored, to_nibbles
+from distgpt.kernels.rounded.integers import BLOCKS, MOST, Quantised, from_nibbles, restored, to_nibbles
 from distgpt.model.memory import Spec, bits_of
 from distgpt.model.model import Architecture
 from distgpt.saved.tensors import (
@@ -37,7 +37,7 @@ from distgpt.saved.tensors import (
 )
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
-    from distgpt.kernels.cpu_int8 import Int8Kernels
+    from distgpt.kernels.rounded.cpu import Int8Kernels
     from distgpt.model.packed import Int8Model
 
 QUANTISED, SCALES = "quantised", ".scales"  # in the metadata; behind a matrix's name
@@ -135,7 +135,7 @@ def read_float(path: Path, header: Header, spec: Spec, array: Array) -> None:
 
 
 def _rounded(w: Array, bits: int, threads: int) -> Quantised:
-    from distgpt.kernels.decoding.rounding import rounded
+    from distgpt.kernels.rounded.rounding import rounded
 
     return rounded(w, bits, threads)
 

@@ -10,9 +10,9 @@ from models import VARIANTS, build, one_by_one
 from short_sequences import ShortLoss, short_sequences
 
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.matmul.packing import LANES
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.kernels.rounded.cpu import Int8Kernels
 from distgpt.model.model import Model
 
 CLOSE = 1e-5  # relative

@@ -75,7 +75,7 @@ def test_a_stage_without_its_gpu_is_an_error_that_names_the_driver(page):
 
 
 def test_a_numba_that_does_not_load_is_reported_with_what_to_install(page, monkeypatch):
-    monkeypatch.setitem(sys.modules, "distgpt.kernels.fused.linear", None)
+    monkeypatch.setitem(sys.modules, "distgpt.kernels.matmul.blas", None)
     refused(page("--stage", "serial"), 2, "NumPy or Numba does not work", "pip install")
 
 

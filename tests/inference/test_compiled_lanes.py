@@ -9,9 +9,9 @@ from distgpt.inference.compiled_lanes import compiled_lanes
 from distgpt.inference.engine_setup import lane_bytes, lanes_for
 from distgpt.inference.lanes import Feed
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.low_precision import quantise, quantise4, restored
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.kernels.rounded.cpu import Int8Kernels
+from distgpt.kernels.rounded.integers import quantise, quantise4, restored
 from distgpt.model.memory import bits_of
 from distgpt.model.model import Model
 from distgpt.model.packed import int8_of

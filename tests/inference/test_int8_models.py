@@ -16,9 +16,8 @@ from distgpt.inference.engine_setup import lanes_for, rehearse
 from distgpt.inference.lanes import Feed
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.low_precision import quantise, quantise4, restored
-from distgpt.kernels.matmul.int4 import LEVELS
+from distgpt.kernels.rounded.cpu import Int8Kernels
+from distgpt.kernels.rounded.integers import LEVELS, quantise, quantise4, restored
 from distgpt.model.memory import is_quantised
 from distgpt.model.packed import int8_of
 from distgpt.saved.calibration import calibrated, moved, round_for

@@ -10,7 +10,7 @@ from distgpt.data.tokenizers.plain import CharTokenizer
 from distgpt.inference.engine import Engine, complete
 from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.request import Request
-from distgpt.kernels.cpu_int8 import Int8Kernels
+from distgpt.kernels.rounded.cpu import Int8Kernels
 from distgpt.model.model import Model
 from distgpt.model.packed import int8_of
 from distgpt.stages import open_stage

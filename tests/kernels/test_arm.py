@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from fake_macos import pretend_macos
 
-from distgpt.kernels.matmul import arm, int4, int8, mmla, packing, processor
+from distgpt.kernels.compiling import arm, processor
+from distgpt.kernels.compiling.registers import NEON, NEON_BF16
+from distgpt.kernels.matmul import mmla, packing
 from distgpt.kernels.matmul.microkernel import module
-from distgpt.kernels.matmul.vectors import NEON, NEON_BF16, moves
+from distgpt.kernels.matmul.vectors import moves
+from distgpt.kernels.rounded import int4, int8
 
 FLOAT, LOW = "float32", "bfloat16"
 DOTS, SQUARES = (int8.dot_of(NEON, {"dotprod", *more}) for more in ((), ("i8mm",)))
@@ -79,12 +82,12 @@ def features_on(monkeypatch, bits):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(getauxval=getauxval))
-    return arm.features()
+    return processor.unlisted_features.__wrapped__()
 
 
 def test_features_are_read_from_linux_and_macos(monkeypatch):
     if platform.machine() == "x86_64":
-        assert arm.features() == []
+        assert processor.unlisted_features.__wrapped__() == []
     assert features_on(monkeypatch, {16: 1 << 1}) == ["neon"]
     assert features_on(monkeypatch, {16: 1 << 1 | 1 << 20}) == ["neon", "dotprod"]
     assert features_on(monkeypatch, {16: 1 << 1 | 1 << 20, 26: 3 << 13}) == [

@@ -8,11 +8,12 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.kernels.matmul import assembled, int4, int8, widening
-from distgpt.kernels.matmul.int4 import Int4Tile
-from distgpt.kernels.matmul.int8 import Int8Tile, dot_of
+from distgpt.kernels.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16
+from distgpt.kernels.matmul import assembled, widening
 from distgpt.kernels.matmul.microkernel import Tile, declarations, module
-from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16
+from distgpt.kernels.rounded import int4, int8
+from distgpt.kernels.rounded.int4 import Int4Tile
+from distgpt.kernels.rounded.int8 import Int8Tile, dot_of
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """
@@ -21,7 +22,7 @@ before = files.made_once
 def watched(path, make):
     return before(path, lambda: print("made", path.name, flush=True) or make())
 files.made_once = watched
-from distgpt.kernels.fused import site_cache
+from distgpt.kernels.compiling import site_cache
 site_cache.PLACE = files.Path("nowhere")
 import numpy as np
 from distgpt.kernels.matmul import packing

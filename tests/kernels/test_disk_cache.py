@@ -13,7 +13,7 @@ from numba import njit
 
 from distgpt.files import cache_folder
 from distgpt.kernels import first_use
-from distgpt.kernels.fused import disk_cache
+from distgpt.kernels.compiling import disk_cache
 
 PACKAGE = Path(disk_cache.__file__).parents[3]
 

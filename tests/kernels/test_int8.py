@@ -6,14 +6,15 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from distgpt.kernels.decoding import factors
-from distgpt.kernels.decoding.factors import DOT, block_of, blocks_tile, pack_rounded, quantise_row, unpacked
-from distgpt.kernels.fused.jit import jit
-from distgpt.kernels.low_precision import BLOCKS, from_bfloat16, quantise, quantise4, restored
-from distgpt.kernels.matmul import assembled, int4, int8
+from distgpt.kernels.compiling.jit import jit
+from distgpt.kernels.compiling.processor import features
+from distgpt.kernels.compiling.registers import AVX2, AVX512, NEON
+from distgpt.kernels.low_precision import from_bfloat16
+from distgpt.kernels.matmul import assembled
 from distgpt.kernels.matmul.packing import aligned
-from distgpt.kernels.matmul.processor import features
-from distgpt.kernels.matmul.vectors import AVX2, AVX512, NEON
+from distgpt.kernels.rounded import int4, int8, operands
+from distgpt.kernels.rounded.integers import BLOCKS, LEVELS, quantise, quantise4, restored
+from distgpt.kernels.rounded.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.
 WAYS = {
@@ -43,7 +44,7 @@ def rows_of(q, scales, dot, block):
 def panel_of(q, scales, columns, dot, of):
     """A panel of B, of (columns, k) and bits of scales."""
     blocks = q.shape[1] // of.BLOCK
-    values = (q.astype(np.int16) + dot.offset) if of is int8 else np.searchsorted(int4.LEVELS, q)
+    values = (q.astype(np.int16) + dot.offset) if of is int8 else np.searchsorted(LEVELS, q)
     step = len(dot.order)
     words = values.astype(np.uint8).reshape(columns, blocks, -1, step)[..., np.argsort(dot.order)]
     if of is int4 and step == 8:  # two columns of every four, and the next two beside them
@@ -85,7 +86,7 @@ def test_integers_are_exact_in_every_way(way, of):
         for blocks, columns, extremes in ((1, n, True), (3, n - 5, False), (2, 1, True)):
             choice = [-127, 127] if extremes else np.arange(-127, 128)
             a = random.choice(choice, (rows, blocks * of.BLOCK)).astype(np.int8)
-            b = random.choice(choice if of is int8 else int4.LEVELS, (n, blocks * of.BLOCK)).astype(np.int8)
+            b = random.choice(choice if of is int8 else LEVELS, (n, blocks * of.BLOCK)).astype(np.int8)
             row_scales = 2.0 ** random.integers(-1, 2, (rows, blocks))
             scales = 2.0 ** random.integers(-1, 2, (n, blocks)).astype(np.float32)
             bits = (scales.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -107,23 +108,23 @@ def test_weights_lie_where_smmla_looks_for_them(of, monkeypatch):
     """On any processor: the packing's formulas against a panel made otherwise."""
     dot = int8.dot_of(NEON, {"dotprod", "i8mm"})
     for name, value in {"STEP": 8, "ORDER": dot.order, "COLUMNS": NEON.columns}.items():
-        monkeypatch.setattr(factors, name, value)
-    choice = np.arange(-127, 128) if of is int8 else int4.LEVELS
+        monkeypatch.setattr(operands, name, value)
+    choice = np.arange(-127, 128) if of is int8 else LEVELS
     q = np.random.default_rng(6).choice(choice, (NEON.columns, of.BLOCK)).astype(np.int8)
     panel = panel_of(q, np.zeros((NEON.columns, 1), np.uint16), NEON.columns, dot, of)[0]
     for column in range(NEON.columns):
         for k in range(of.BLOCK):
             if of is int8:
-                found = panel[factors.byte_of.py_func(column, k)].view(np.int8)
+                found = panel[operands.byte_of.py_func(column, k)].view(np.int8)
             else:
-                at, shift = factors.half_of.py_func(column, k)
-                found = int4.LEVELS[panel[at] >> shift & 15]
+                at, shift = operands.half_of.py_func(column, k)
+                found = LEVELS[panel[at] >> shift & 15]
             assert found == q[column, k], (column, k)
 
 
 def panels_of(w, columns):
-    panels = factors.rounded_panels(w, 1, columns)[0]
-    pack_rounded(panels, w, 0, len(w.q))
+    panels = Integers(w).panels(1, columns)[0]
+    Integers(w).pack(panels, 0, len(w.q))
     return panels
 
 
@@ -133,7 +134,7 @@ def multiplied(c, a, x, w, panels):
     for i in range(x.shape[0]):
         quantise_row(a[i], x[i], 0, x.shape[1])
     blocks = (x.shape[1] + block_of(w) - 1) // block_of(w)
-    wide = factors.COLUMNS
+    wide = operands.COLUMNS
     for i in range(x.shape[0]):
         for panel in range(panels):
             to, b = c[i:, panel * wide :], w[panel]
@@ -165,7 +166,7 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k, rounding):
     np.testing.assert_array_equal(found, near)
     block = BLOCKS[rounded.bits]
     a = aligned((5, -(-k // block) * DOT.a_record(block)), packed.dtype.name)
-    c = np.zeros((5, len(packed) * factors.COLUMNS), np.float32)
+    c = np.zeros((5, len(packed) * operands.COLUMNS), np.float32)
     multiplied(c, a, x, packed, len(packed))
     blocks = a.reshape(5, -1, DOT.a_record(block))
     end = DOT.integers(block)

@@ -8,10 +8,10 @@ import pytest
 from test_amx import OUT, compiled, computed
 from test_matmul import GUARD, wide
 
+from distgpt.kernels.compiling.processor import features
+from distgpt.kernels.compiling.registers import AVX512
 from distgpt.kernels.low_precision import to_bfloat16
 from distgpt.kernels.matmul import widening
-from distgpt.kernels.matmul.processor import features
-from distgpt.kernels.matmul.vectors import AVX512
 
 pytestmark = pytest.mark.skipif("avx512f" not in features(), reason="needs AVX-512")
 

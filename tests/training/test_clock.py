@@ -12,7 +12,7 @@ from distgpt.config.presets import preset
 from distgpt.data.named import resolve_data
 from distgpt.errors import UsageError
 from distgpt.kernels import first_use
-from distgpt.kernels.fused import site_cache
+from distgpt.kernels.compiling import site_cache
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.clock import Clock, is_over

@@ -6,8 +6,8 @@ from conftest import SMALL, inside
 
 from distgpt import stages
 from distgpt.comm.serial import SerialComm
-from distgpt.kernels.matmul import processor
-from distgpt.kernels.matmul.vectors import AVX2, AVX512, AVX512_BF16
+from distgpt.kernels.compiling import processor
+from distgpt.kernels.compiling.registers import AVX2, AVX512, AVX512_BF16
 from distgpt.stages import Stage, open_stage
 
 

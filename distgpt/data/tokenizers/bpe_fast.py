@@ -16,8 +16,8 @@ import numpy as np
 
 from distgpt.data.tokenizers.plain import Ids, id_dtype
 from distgpt.kernels.api import Array
+from distgpt.kernels.compiling.jit import inline, jit
 from distgpt.kernels.first_use import compiling_for
-from distgpt.kernels.fused.jit import inline, jit
 
 LETTER, NUMBER, BLANK, OTHER = 1, 2, 3, 4  # kinds of characters; 0 is not known yet
 DONE, OUT_FULL, MEMORY_FULL, UNKNOWN_KIND, LONG_PIECE = range(5)  # why `fill_ids` returned

@@ -14,8 +14,8 @@ from numba import types
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
+from distgpt.kernels.compiling.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.attention import normalise_head, pair, rstd_of
-from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, UNSEEN, softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used

@@ -18,12 +18,12 @@ from numba.extending import intrinsic
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
+from distgpt.kernels.compiling.jit import inline, jit, unpack_args
 from distgpt.kernels.decoding.cached_attention import Cache, ThreadScratch, attend
-from distgpt.kernels.decoding.factors import UNIT, element, most_rows, multiply, put_row, stretch
 from distgpt.kernels.decoding.low_rank import Adapters, add_columns, reduce_row
+from distgpt.kernels.decoding.operands import UNIT, element, most_rows, multiply, put_row, stretch
 from distgpt.kernels.decoding.weights import Weights
-from distgpt.kernels.fused.jit import inline, jit, unpack_args
-from distgpt.kernels.fused.linear import CUBIC, LINEAR, gelu_of, relu2_of, silu_of
+from distgpt.kernels.fused.activations import CUBIC, LINEAR, gelu_of, relu2_of, silu_of
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, LINE, aligned
 

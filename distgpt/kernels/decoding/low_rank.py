@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.factors import multiply
-from distgpt.kernels.fused.jit import inline
+from distgpt.kernels.compiling.jit import inline
+from distgpt.kernels.decoding.operands import multiply
 from distgpt.kernels.matmul.microkernel import ACCUMULATE
 from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed
 

@@ -6,16 +6,17 @@ one compiled decoder serves them all. Checksums tell whether weights have change
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Angles, Array
-from distgpt.kernels.decoding.factors import UNIT, pack_rounded, rounded_panels
-from distgpt.kernels.fused.jit import jit
-from distgpt.kernels.low_precision import BITS, Quantised, from_bfloat16
+from distgpt.kernels.compiling.jit import jit
+from distgpt.kernels.decoding.operands import UNIT
+from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed
 from distgpt.kernels.pool import Pool
 
@@ -46,20 +47,52 @@ class Weights(NamedTuple):
     sin: Array
 
 
-def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Angles | None) -> Weights:
-    """Pack parameters of float32, of bfloat16 as uint16, or with rounded matrices but for positions.
+class Form(Protocol):
+    """A matrix (rows, k) that packs itself."""
+
+    def panels(self, count: int, columns: int) -> Array:
+        """Make memory for `count` matrices like this one, padded to `columns`: rows of this one."""
+
+    def pack(self, panels: Array, first: int, last: int) -> None:
+        """Panels ← rows first … last of this matrix."""
+
+
+class Floats:
+    """A matrix of float32, or of bfloat16 as uint16."""
+
+    def __init__(self, w: Array) -> None:
+        self._w = w
+
+    def panels(self, count: int, columns: int) -> Array:
+        pair = 2 if self._w.dtype == BITS else 1
+        shape = count, columns // COLUMNS, -(-self._w.shape[1] // pair) * pair * COLUMNS
+        return aligned(shape, self._w.dtype.name)
+
+    def pack(self, panels: Array, first: int, last: int) -> None:
+        pack_transposed(0, last - first, panels, self._w[first:last], 0, self._w.shape[1])
+
+
+Forms = Mapping[type, Callable[[Any], Form]]
+FLOATS: Forms = {np.ndarray: Floats}
+
+
+def packed_weights(
+    config: ModelConfig, params: Mapping[str, Array], angles: Angles | None, forms: Forms = FLOATS
+) -> Weights:
+    """Pack parameters; `forms` say how each type of matrix is packed.
 
     Each is asked for as it is packed, the largest first, so that those of a file need never be there at once.
     """
     c, vocab, gated = config.n_embd, config.vocab_size, config.mlp == "swiglu"
     block = [f"blocks.{i}" for i in range(config.n_layer)]
+    packed = partial(_packed, forms)
 
     def matrix(name: str, rows: int) -> Array:
-        return _packed((params[name] for _ in range(1)), 1, [rows])[0][0]
+        return packed((params[name] for _ in range(1)), 1, [rows])[0][0]
 
     def layers(name: str, *rows: int) -> list[Layer]:
         """Return the layers that a matrix of each block holds, one below the other."""
-        ws = _packed((params[f"{each}.{name}.w"] for each in block), len(block), rows)
+        ws = packed((params[f"{each}.{name}.w"] for each in block), len(block), rows)
         bias = np.zeros((len(block), sum(rows)), np.float32)
         for to, each in zip(bias, block, strict=True):
             if f"{each}.{name}.b" in params:
@@ -72,11 +105,9 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
     head = matrix("wte" if config.tied else "head.w", vocab)
     embedding = head if config.tied else matrix("wte", vocab)
     fc, *gates = layers("mlp.fc", *[config.hidden] * (2 if gated else 1))
-    (qkv,), (out,), (proj,) = (
-        layers("attn.qkv", config.qkv_width),
-        layers("attn.proj", c),
-        layers("mlp.proj", c),
-    )
+    (qkv,) = layers("attn.qkv", config.qkv_width)
+    (out,) = layers("attn.proj", c)
+    (proj,) = layers("mlp.proj", c)
     values = (params[f"blocks.{i}.values.w"] for i in config.value_layers)
     return Weights(
         qkv=qkv,
@@ -88,7 +119,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
         head_gains=_head_gains(config, params, block),
         head=head,
         embedding=embedding,
-        values=_packed(values, len(config.value_layers), [vocab])[0]
+        values=packed(values, len(config.value_layers), [vocab])[0]
         if config.value_layers
         else head[None][:0],
         windows=np.array([window or config.seq_len for window in config.windows], np.int64),
@@ -106,30 +137,20 @@ def _up(columns: int) -> int:
     return -(-columns // UNIT) * UNIT
 
 
-def _packed(ws: Iterable[Any], count: int, parts: Sequence[int]) -> list[Array]:
+def _packed(forms: Forms, ws: Iterable[Any], count: int, parts: Sequence[int]) -> list[Array]:
     """Cut `count` matrices (columns, k) of one shape into parts of so many rows: a packed array for each.
 
     Transposed, in panels of COLUMNS columns, k after k.
     """
     found: list[Array] = []
-    for i, w in enumerate(ws):
+    for i, w in enumerate(forms[type(w)](w) for w in ws):
         first = 0
         for part, rows in enumerate(parts):
             if i == 0:
-                found.append(_memory(w, count, _up(rows)))
-            if isinstance(w, Quantised):
-                pack_rounded(found[part][i], w, first, first + rows)
-            else:
-                pack_transposed(0, rows, found[part][i], w[first : first + rows], 0, w.shape[1])
+                found.append(w.panels(count, _up(rows)))
+            w.pack(found[part][i], first, first + rows)
             first += rows
     return found
-
-
-def _memory(w: Any, count: int, columns: int) -> Array:
-    if isinstance(w, Quantised):
-        return rounded_panels(w, count, columns)
-    pair = 2 if w.dtype == BITS else 1
-    return aligned((count, columns // COLUMNS, -(-w.shape[1] // pair) * pair * COLUMNS), w.dtype.name)
 
 
 def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:

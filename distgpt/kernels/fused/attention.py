@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from distgpt.kernels.api import QK_SCALE, Array
-from distgpt.kernels.fused.jit import (
+from distgpt.kernels.compiling.jit import (
     FORCED,
     by_types,
     exp,
@@ -26,9 +26,9 @@ from distgpt.kernels.fused.jit import (
     zip_bits,
     zip_narrowed,
 )
-from distgpt.kernels.fused.linear import PLAIN, TRANSPOSED, gemm
 from distgpt.kernels.fused.softmax import EDGE, UNSEEN, softmax
 from distgpt.kernels.matmul.assembled import tile, transpose
+from distgpt.kernels.matmul.blas import PLAIN, TRANSPOSED, gemm
 from distgpt.kernels.matmul.microkernel import ACCUMULATE
 from distgpt.kernels.matmul.packing import COLUMNS, LANES, ROWS, aligned, packed
 

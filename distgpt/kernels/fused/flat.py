@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from distgpt.kernels.api import PIECE
-from distgpt.kernels.fused.jit import I16, I32, get, inline, jit, number
+from distgpt.kernels.compiling.jit import I16, I32, get, inline, jit, number
 from distgpt.kernels.fused.rowwise import add_to, round_to
 
 

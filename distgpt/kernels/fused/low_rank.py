@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from numba import types
 
+from distgpt.kernels.compiling.jit import FORCED, by_types, get, jit
 from distgpt.kernels.fused.flat import dithered
-from distgpt.kernels.fused.jit import FORCED, by_types, get, jit
 
 SUMS_BYTES = 256 << 10  # of b a at a time: part of the L2 cache
 LEAST_ROWS = 56  # of it, since a is packed anew each time: four tiles

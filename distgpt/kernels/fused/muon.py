@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distgpt.kernels.api import TINY, Array
-from distgpt.kernels.fused.jit import get, inline, jit, put
-from distgpt.kernels.fused.linear import PLAIN, gemm, squared
+from distgpt.kernels.compiling.jit import get, inline, jit, put
 from distgpt.kernels.fused.rowwise import round_to
 from distgpt.kernels.low_precision import BITS
 from distgpt.kernels.matmul import blocked
+from distgpt.kernels.matmul.blas import PLAIN, gemm, squared
 from distgpt.kernels.matmul.blocked import rows_conflict
 from distgpt.kernels.matmul.packing import aligned
 

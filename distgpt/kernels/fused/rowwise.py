@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distgpt.kernels.fused.jit import exp, get, inline, jit, largest, number, put
+from distgpt.kernels.compiling.jit import exp, get, inline, jit, largest, number, put
 
 
 @jit

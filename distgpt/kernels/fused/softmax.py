@@ -12,10 +12,21 @@ from functools import partial
 import numpy as np
 from numba import types
 
-from distgpt.kernels.fused.jit import LEAST, LN2_HIGH, LN2_LOW, LOG2_E, TAYLOR, by_types, exp, largest, number
+from distgpt.kernels.compiling.jit import (
+    LEAST,
+    LN2_HIGH,
+    LN2_LOW,
+    LOG2_E,
+    TAYLOR,
+    by_types,
+    exp,
+    largest,
+    number,
+)
+from distgpt.kernels.compiling.processor import shape
+from distgpt.kernels.compiling.registers import BFLOAT16, FLOAT32
 from distgpt.kernels.matmul.assembled import NAMES, external
-from distgpt.kernels.matmul.processor import shape
-from distgpt.kernels.matmul.vectors import BFLOAT16, BYTES, FLOAT32, LLVM, Vectors
+from distgpt.kernels.matmul.vectors import BYTES, LLVM, Vectors
 
 UNSEEN = -1e30  # in the place of a score that does not count
 EDGE = 16  # rows have room up to a multiple of this, so that loops over them take whole vectors

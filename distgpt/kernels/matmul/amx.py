@@ -11,8 +11,9 @@ performance.md.
 
 from __future__ import annotations
 
+from distgpt.kernels.compiling.registers import BFLOAT16, FLOAT32, Shape
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, ARGUMENTS, BIAS, Tile, declarations
-from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, Shape, Writer, transpose
+from distgpt.kernels.matmul.vectors import Writer, transpose
 
 SIDE, DEPTH = 16, 32  # rows, or columns, and k of a tile register
 LINE = 64  # bytes of a row of it

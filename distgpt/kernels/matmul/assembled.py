@@ -11,12 +11,13 @@ import llvmlite
 import llvmlite.binding as llvm
 from numba import types
 
-from distgpt.kernels.fused import disk_cache
-from distgpt.kernels.fused.jit import by_types, inline
+from distgpt.kernels.compiling import disk_cache
+from distgpt.kernels.compiling.jit import by_types, inline
+from distgpt.kernels.compiling.processor import processor, shape
+from distgpt.kernels.compiling.registers import BFLOAT16, FLOAT32, Shape
 from distgpt.kernels.matmul import amx, mmla, widening
 from distgpt.kernels.matmul.microkernel import module
-from distgpt.kernels.matmul.processor import processor, shape
-from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, Shape, moves
+from distgpt.kernels.matmul.vectors import moves
 
 _binding: Any = llvm
 _engines: list[Any] = []  # the code lives as long as these

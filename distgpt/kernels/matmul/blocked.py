@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, by_types, inline, jit, put
+from distgpt.kernels.compiling.jit import FORCED, by_types, inline, jit, put
 from distgpt.kernels.matmul.assembled import WORDS_BYTES, fours, prefetch, tile, words
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import (

@@ -11,10 +11,11 @@ from hashlib import sha256
 import numpy as np
 
 from distgpt.files import made_by_one
-from distgpt.kernels.fused import disk_cache, linear
+from distgpt.kernels.compiling import disk_cache
+from distgpt.kernels.compiling.processor import processor, shape
 from distgpt.kernels.low_precision import BITS, to_bfloat16
+from distgpt.kernels.matmul import blas
 from distgpt.kernels.matmul.layers import OwnMatmuls
-from distgpt.kernels.matmul.processor import processor, shape
 from distgpt.kernels.pool import pool_of
 
 # Rows, inputs and outputs of a layer of each class, by the width up to which a model belongs to it. Its three
@@ -37,7 +38,7 @@ def _kept(most: int) -> float:
 
     The folder is one for each version of the sources of our matmul, and of NumPy.
     """
-    about = processor(), shape(), linear.blas_core_name(), SAMPLES[most]
+    about = processor(), shape(), blas.blas_core_name(), SAMPLES[most]
     name = f"bfloat16-{sha256(repr(about).encode()).hexdigest()[:16]}.json"
     measure = partial(_measured, *SAMPLES[most])
     known, folder = disk_cache.read(name), disk_cache.folder()
@@ -52,7 +53,7 @@ def _measured(rows: int, inputs: int, outputs: int) -> bytes:
     NumPy multiplies float32, which needs nothing compiled: own loops are at most 5 % faster. What is compiled
     for bfloat16 is what a run in it needs.
     """
-    linear.single_threaded_blas()
+    blas.single_threaded_blas()
     own = OwnMatmuls(pool_of(1), BITS)
     wide = [
         np.full(shape, 1e-3, np.float32) for shape in ((rows, inputs), (rows, outputs), (outputs, inputs))

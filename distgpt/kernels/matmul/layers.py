@@ -1,26 +1,17 @@
-"""The matmuls of linear layers, split over threads: by our own microkernels or the faster BLAS."""
+"""The matmuls of linear layers, split over threads: by our own microkernels or by the BLAS."""
 
 from __future__ import annotations
 
-import fcntl
-import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache, partial
-from hashlib import sha256
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from distgpt.files import made_once
 from distgpt.kernels.api import Floats1d, Floats2d, Wide2d
-from distgpt.kernels.fused import disk_cache, linear
+from distgpt.kernels.compiling.processor import processor
 from distgpt.kernels.low_precision import BITS, from_bfloat16
-from distgpt.kernels.matmul import blocked, packing
+from distgpt.kernels.matmul import blas, blocked, packing
 from distgpt.kernels.matmul.blocked import rows_conflict
-from distgpt.kernels.matmul.processor import processor
 from distgpt.kernels.pool import COLUMNS, ROWS, Pool, WorkerMemory
 
 
@@ -50,15 +41,15 @@ class BlasMatmuls:
 
     def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
         if len(x) < len(w):
-            self._pool.ranges(len(w), COLUMNS, linear.linear_columns, y, x, w, bias)
+            self._pool.ranges(len(w), COLUMNS, blas.linear_columns, y, x, w, bias)
         else:
-            self._pool.ranges(len(x), ROWS, linear.linear, y, x, w, bias)
+            self._pool.ranges(len(x), ROWS, blas.linear, y, x, w, bias)
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
-        self._pool.ranges(len(dx), ROWS, linear.linear_backward, dx, dy, w)
+        self._pool.ranges(len(dx), ROWS, blas.linear_backward, dx, dy, w)
 
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        self._pool.ranges(dy.shape[1], COLUMNS, linear.linear_backward_weights, dw, dy, x, accumulate)
+        self._pool.ranges(dy.shape[1], COLUMNS, blas.linear_backward_weights, dw, dy, x, accumulate)
 
 
 class OwnMatmuls:
@@ -135,129 +126,13 @@ def _up(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-# -- the choice for float32: both are measured once on a machine. The stored result decides for every process
-# there, whatever its number of threads, so that a run resumed there computes the same bits.
-
-FORWARD, BACKWARD, WEIGHTS = "forward", "into input", "into weights"
-NARROW, WIDE, FEW, CONFLICTING = "narrow", "wide", "few rows", "rows of 4 KB"
-LEAST_WIDE = 1 << 17  # elements of w from which on a layer counts as wide
-MANY = 64  # rows from which on they are not few
-# A layer of each class: rows, inputs, outputs.
-SAMPLES = {
-    NARROW: (512, 128, 384),
-    WIDE: (512, 768, 2304),
-    FEW: (16, 768, 2304),
-    CONFLICTING: (512, 1024, 1024),
-}
-TIE = 0.97  # nearly as fast counts as faster, or chance would choose between equals
-REPEATS, SECONDS = 4, 0.02  # of both together, at least
-
-Speeds = dict[str, dict[str, float]]  # of each class: GFLOP/s of "own" and of "blas"
+# The processors, by LLVM's names, on which our own kernels multiply float32 faster than the BLAS: a Zen 4 by
+# 1.045 times. On a Zen 3, Zen 5, Cascade Lake and Emerald Rapids they are not (performance.md).
+OWN_IS_FASTER = frozenset({"znver4"})
 
 
 def matmuls_for(pool: Pool, dtype: Any, matmul: str) -> Matmuls:
-    """Return the requested matmuls for a type: the BLAS where nothing can be kept, and for float64."""
-    if dtype != np.float32 or matmul == "blas":
-        return BlasMatmuls(pool)
-    if matmul == "own":
-        return OwnMatmuls(pool, dtype)
-    speeds = _stored_speeds(pool)
-    return Chosen(pool, speeds) if speeds else BlasMatmuls(pool)
-
-
-class Chosen:
-    """Compute each matmul by the faster one of its class."""
-
-    def __init__(self, pool: Pool, speeds: Speeds) -> None:
-        self.speeds = speeds
-        blas, own = BlasMatmuls(pool), OwnMatmuls(pool, np.float32)
-        self._by = {name: own if own_wins(of) else blas for name, of in speeds.items()}
-
-    @property
-    def words(self) -> str:
-        slower, classes = sum(not own_wins(of) for of in self.speeds.values()), len(self.speeds)
-        if slower in (0, classes):
-            return BlasMatmuls.words if slower else OwnMatmuls.words
-        return f"{OwnMatmuls.words} ({BlasMatmuls.words} in {slower} of {classes} size classes)"
-
-    def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
-        self._by[class_of(FORWARD, x, w)].forward(y, x, w, bias)
-
-    def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
-        self._by[class_of(BACKWARD, dy, w)].backward(dx, dy, w)
-
-    def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        self._by[class_of(WEIGHTS, dy, dw)].backward_weights(dw, dy, x, accumulate)
-
-
-def class_of(form: str, a: Floats2d, w: Floats2d) -> str:
-    """Return the class of a matmul; `a` has its rows."""
-    kind = WIDE
-    if w.size < LEAST_WIDE:
-        kind = NARROW
-    elif len(a) < MANY:
-        kind = FEW
-    elif form != WEIGHTS and rows_conflict(a):  # there a kernel of ours copies them anyway
-        kind = CONFLICTING
-    return f"{form}, {kind}"
-
-
-def own_wins(speeds: dict[str, float]) -> bool:
-    return speeds["own"] >= TIE * speeds["blas"]
-
-
-@cache
-def _stored_speeds(pool: Pool) -> Speeds | None:
-    """Return the speeds measured here once; None where nothing can be kept."""
-    key = sha256(repr((processor(), linear.blas_core_name(), np.__version__)).encode()).hexdigest()[:16]
-    name = f"matmul-{key}.json"
-    if known := disk_cache.read(name):
-        return dict(json.loads(known))
-    if (folder := disk_cache.folder()) is None:
-        return None
-    with suppress(OSError, ValueError), _alone(folder / "matmul.lock"):
-        speeds: Speeds = json.loads(made_once(folder / name, partial(_measured, pool)))
-        return speeds if (folder / name).exists() else None  # not on a full disk
-    return None
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Let one process in after the other: the first measures undisturbed, the others read its result."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _measured(pool: Pool) -> bytes:
-    """Time both on a layer of each class."""
-    speeds = {}
-    backends: dict[str, Matmuls] = {"own": OwnMatmuls(pool, np.float32), "blas": BlasMatmuls(pool)}
-    for rows, inputs, outputs in SAMPLES.values():
-        shapes = (rows, inputs), (rows, outputs), (outputs, inputs)
-        x, dy, w = (np.full(shape, 1e-3, np.float32) for shape in shapes)
-        y, dx, dw = (np.zeros_like(array) for array in (dy, x, w))
-        calls: dict[str, Callable[[Matmuls], None]] = {
-            class_of(FORWARD, x, w): lambda m: m.forward(y, x, w, None),  # noqa: B023
-            class_of(BACKWARD, dy, w): lambda m: m.backward(dx, dy, w),  # noqa: B023
-            class_of(WEIGHTS, dy, dw): lambda m: m.backward_weights(dw, dy, x, False),  # noqa: B023
-        }
-        for name, call in calls.items():
-            best = _seconds(call, backends)
-            speeds[name] = {backend: 2e-9 * rows * w.size / taken for backend, taken in best.items()}
-    return json.dumps(speeds).encode()
-
-
-def _seconds(call: Callable[[Matmuls], None], backends: dict[str, Matmuls]) -> dict[str, float]:
-    """Return the shortest of some calls of each, in turns, once they are compiled."""
-    best = dict.fromkeys(backends, float("inf"))
-    for backend in backends.values():
-        call(backend)
-    turns, end = 0, time.perf_counter() + SECONDS
-    while turns < REPEATS or time.perf_counter() < end:
-        turns += 1
-        for name, backend in backends.items():
-            begun = time.perf_counter()
-            call(backend)
-            best[name] = min(best[name], time.perf_counter() - begun)
-    return best
+    """Return the requested matmuls for a type; float64 is for the BLAS alone."""
+    if matmul == "auto":
+        matmul = "own" if processor()[0] in OWN_IS_FASTER else "blas"
+    return OwnMatmuls(pool, dtype) if dtype == np.float32 and matmul == "own" else BlasMatmuls(pool)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
+from distgpt.kernels.compiling.registers import BFLOAT16, FLOAT32, Shape
 from distgpt.kernels.matmul import neon
-from distgpt.kernels.matmul.vectors import BFLOAT16, BYTES, FLOAT32, LLVM, SUFFIX, Shape, Vectors
+from distgpt.kernels.matmul.vectors import BYTES, LLVM, SUFFIX, Vectors
 
 ACCUMULATE, BIAS = 1, neon.FLAG_BIAS  # flags
 Sums = dict[tuple[int, int], str]  # by row and vector of columns, or by square

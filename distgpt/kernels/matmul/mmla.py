@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from distgpt.kernels.compiling.registers import BFLOAT16, Shape
 from distgpt.kernels.matmul import microkernel
 from distgpt.kernels.matmul.microkernel import Sums, Tile
-from distgpt.kernels.matmul.vectors import BFLOAT16, Shape, loop_over_rows
+from distgpt.kernels.matmul.vectors import loop_over_rows
 
 Read = Callable[[int, str], str]
 FOURS = 4  # a flag

@@ -6,7 +6,8 @@ its own, to which C and bias are copied, and from there the columns that exist a
 
 from __future__ import annotations
 
-from distgpt.kernels.matmul.vectors import BYTES, Shape
+from distgpt.kernels.compiling.registers import Shape
+from distgpt.kernels.matmul.vectors import BYTES
 
 FLAG_BIAS = 2
 # Instructions come in the order that suits this processor, on all: that of others takes more registers.

@@ -12,9 +12,9 @@ from contextlib import suppress
 import numpy as np
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.compiling.jit import inline, jit
+from distgpt.kernels.compiling.processor import shape
 from distgpt.kernels.matmul.assembled import strip, transpose
-from distgpt.kernels.matmul.processor import shape
 
 ROWS, COLUMNS, LANES = shape().rows, shape().columns, shape().lanes
 DEPTH = 64  # rows that are packed before the next ones: their cache lines hold several panels' columns

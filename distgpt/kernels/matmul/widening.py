@@ -8,9 +8,9 @@ element into all lanes. Widened in each lane, as B is, it would take arithmetic 
 
 from __future__ import annotations
 
+from distgpt.kernels.compiling.registers import BFLOAT16, Shape
 from distgpt.kernels.matmul import microkernel
 from distgpt.kernels.matmul.microkernel import ARGUMENTS, Sums, Tile
-from distgpt.kernels.matmul.vectors import BFLOAT16, Shape
 
 LANES = 16
 REGISTER = 4 * LANES  # bytes

@@ -106,6 +106,6 @@ class Recheck:
             return ""
         if self._config.matmul == "auto":  # which each machine decides for itself
             return f"{boot_id()} {self._model.kernels.threads}"
-        from distgpt.kernels.matmul.processor import processor
+        from distgpt.kernels.compiling.processor import processor
 
         return f"{processor()} {self._model.kernels.threads}"

@@ -8,14 +8,11 @@ int8.py.
 
 from __future__ import annotations
 
-from distgpt.kernels.matmul.int8 import Dot, Int8Tile, module_of
-from distgpt.kernels.matmul.vectors import Shape
+from distgpt.kernels.compiling.registers import Shape
+from distgpt.kernels.rounded.int8 import Dot, Int8Tile, module_of
+from distgpt.kernels.rounded.integers import BLOCKS, LEVELS
 
-BLOCK = 32  # half of int8's: what fewer bits lose is large enough to pay for more scales
-# Dense where weights are: nearly the best for normal and Student's t distributions (8 degrees of freedom),
-# each block with the scale, of either sign, that suits it best. The positive ones end earlier, so that
-# the sign can put the largest weight at the end that fits it.
-LEVELS = (-127, -97, -75, -58, -44, -32, -20, -9, 0, 12, 23, 34, 47, 62, 79, 105)
+BLOCK = BLOCKS[4]
 MOST = 10  # rows whose sums stay in 32 registers beside the table
 LOOKUPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b", 4: "llvm.aarch64.neon.tbl1.v16i8"}
 HALF = 0x0F0F0F0F  # the lower halves of four bytes

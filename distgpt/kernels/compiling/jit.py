@@ -23,7 +23,7 @@ from numba.extending import (
 )
 
 from distgpt.interrupts import signals_deferred
-from distgpt.kernels.fused.disk_cache import keep_on_disk
+from distgpt.kernels.compiling.disk_cache import keep_on_disk
 
 Loop = Callable[..., Any]
 
@@ -64,6 +64,16 @@ def by_types(**options: Any) -> Callable[[Loop], Loop]:
         return function
 
     return made
+
+
+def also_for(function: Loop, **options: Any) -> Callable[[Loop], Loop]:
+    """Implement a function of `by_types` for more types; `choose` returns None for all others."""
+
+    def added(choose: Loop) -> Loop:
+        _overload(function, jit_options=options)(choose)
+        return choose
+
+    return added
 
 
 def inline(function: Loop) -> Loop:

@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distgpt.kernels.compiling.registers import FLOAT32, Shape
 from distgpt.kernels.matmul.microkernel import Sums, Tile, choice, declarations
-from distgpt.kernels.matmul.vectors import FLOAT32, Shape
+from distgpt.kernels.rounded.integers import BLOCKS
 
-BLOCK = 64
+BLOCK = BLOCKS[8]
 UNROLLED = 2  # steps of pairs
 
 ARGUMENTS = (

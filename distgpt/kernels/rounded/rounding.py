@@ -1,4 +1,4 @@
-"""Rounding as low_precision.py defines it, to int4 in compiled loops: seconds for a large model."""
+"""Rounding as integers.py defines it, to int4 in compiled loops: seconds for a large model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import Array, Floats2d
+from distgpt.kernels.compiling.jit import get, inline, jit, put
 from distgpt.kernels.first_use import compiling_for
-from distgpt.kernels.fused.jit import get, inline, jit, put
-from distgpt.kernels.low_precision import BITS, LEAST, MOST, NEAREST, TRIED, Quantised, quantise
-from distgpt.kernels.matmul.int4 import BLOCK
+from distgpt.kernels.low_precision import BITS
 from distgpt.kernels.pool import pool_of
+from distgpt.kernels.rounded.int4 import BLOCK
+from distgpt.kernels.rounded.integers import LEAST, MOST, NEAREST, TRIED, Quantised, quantise
 
 WIDE, PARTS = NEAREST.astype(np.float32), np.array(TRIED, np.float32)
 

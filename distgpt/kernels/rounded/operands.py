@@ -1,7 +1,6 @@
-"""Operands of the decoder's matmuls: rows in the form that packed weights want, and tiles of them.
+"""Operands in integers: weights packed for microkernels, int8 as uint8, int4 as int8; rows for them.
 
-The form is that of the weights: float32, bfloat16 as uint16, int8 as uint8, or int4 as int8. Rows for
-weights in int8 and in int4 are both int8, but in blocks of different sizes.
+Rows for weights in int8 and in int4 are both int8, but in blocks of different sizes.
 """
 
 from __future__ import annotations
@@ -12,84 +11,17 @@ import numpy as np
 from numba import types
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put
-from distgpt.kernels.low_precision import BLOCKS, MOST, Quantised
-from distgpt.kernels.matmul import int4, int8
-from distgpt.kernels.matmul.assembled import external, tile
+from distgpt.kernels.compiling.jit import FORCED, also_for, by_types, get, inline, jit
+from distgpt.kernels.compiling.processor import features, shape
+from distgpt.kernels.decoding import operands
+from distgpt.kernels.matmul.assembled import external
 from distgpt.kernels.matmul.microkernel import BIAS
-from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned, zeros_as_used
-from distgpt.kernels.matmul.processor import features, shape
+from distgpt.kernels.matmul.packing import COLUMNS, aligned, zeros_as_used
+from distgpt.kernels.rounded import int4, int8, integers
+from distgpt.kernels.rounded.integers import BLOCKS, MOST, Quantised
 
-UNIT = 64  # columns are handed out in multiples of this: whole panels and whole blocks
 FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, by the type that holds them
-LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cache while rows go past
 
-
-def factor_rows(count: int, columns: int, dtype: str) -> Array:
-    """Make memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
-    if block := FORMS.get(dtype):
-        return zeros_as_used((count, -(-columns // block) * DOT.a_record(block) + 64), dtype)
-    return zeros_as_used((count, -(-columns // UNIT) * UNIT + 32), dtype)
-
-
-@inline
-def stretch(w):
-    """Return the longest stretch of k that is summed at once; in int8 all, in one order for all rows."""
-    return 1 << 40 if w.itemsize == 1 else LONGEST * 4 // w.itemsize
-
-
-@inline
-def most_rows(w):
-    """Return the number of rows that `multiply` computes at once."""
-    return INT8_ROWS if w.itemsize == 1 else ROWS
-
-
-@by_types(**FORCED)
-def put_row(to, x, first, last):
-    """Elements first … last of a row of factors ← those of x; `first` begins a unit of columns."""
-
-    def rounded(to, x, first, last):
-        out, of = to[first:last], x[first:last]
-        for j in range(of.shape[0]):
-            put(out, j, of[j])
-
-    def quantised(to, x, first, last):
-        quantise_row(to, x, first, last)
-
-    return quantised if to.dtype in _TILES else rounded
-
-
-@by_types(**FORCED)
-def element(w, column, k):
-    """Return an element of a packed matrix, by its column and its k."""
-    pair = 2 if w.dtype == types.uint16 else 1
-
-    def plain(w, column, k):
-        panel, j = w[column // COLUMNS], column % COLUMNS
-        return get(panel, (k // pair * COLUMNS + j) * pair + k % pair)
-
-    def restored(w, column, k):
-        return unpacked(w, column, k)
-
-    return restored if w.dtype in _TILES else plain
-
-
-@by_types(**FORCED)
-def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
-    """C's columns at a panel ← [C +] the product over k from `begin` to `end` [+ bias]."""
-
-    def by_tile(rows, begin, end, a, panel, c, columns, bias, flags):
-        own, out = a[:, begin:], panel[begin * COLUMNS :]
-        tile(rows, end - begin, own, a.strides[0], 4, out, c, c.strides[0], columns, bias, flags)
-
-    def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
-        blocks = (end - begin + block_of(panel) - 1) // block_of(panel)
-        blocks_tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
-
-    return by_blocks if panel.dtype in _TILES else by_tile
-
-
-# -- matrices in int8 and int4 (low_precision.py), packed for the microkernels of matmul/
 
 DOT = int8.dot_of(shape(), features())
 INT8_ROWS = DOT.rows
@@ -97,8 +29,10 @@ ORDER, OFFSET = DOT.order, DOT.offset
 STEP = len(ORDER)
 INTEGER = np.dtype(DOT.integer)
 SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
-LEVELS = np.array(int4.LEVELS, np.int8)
-PLACES = np.array([int4.LEVELS.index(q) if q in int4.LEVELS else 0 for q in range(-128, 128)], np.uint8)
+LEVELS = np.array(integers.LEVELS, np.int8)
+PLACES = np.array(
+    [integers.LEVELS.index(q) if q in integers.LEVELS else 0 for q in range(-128, 128)], np.uint8
+)
 
 _BLOCKS = {getattr(types, name): block for name, block in FORMS.items()}
 _I, _P = types.int64, types.voidptr
@@ -111,16 +45,22 @@ _TILES = {
 }
 
 
-def rounded_panels(w: Quantised, count: int, columns: int) -> Array:
-    """Make memory for `count` matrices like this one in panels, padded to `columns`: int4 as int8."""
-    record = BLOCKS[w.bits] * COLUMNS * w.bits // 8 + SCALES
-    shape = count, columns // COLUMNS, w.scales.shape[1] * record
-    return aligned(shape, "int8" if w.bits == 4 else "uint8")
+class Integers:
+    """A matrix in integers, which packs itself for the decoder: int4 as int8."""
 
+    def __init__(self, w: Quantised) -> None:
+        self._w, self._halves = w, w.bits == 4
 
-def pack_rounded(panels: Array, w: Quantised, first: int, last: int) -> None:
-    """Panels ← rows first … last of a matrix."""
-    _pack(panels.view(np.uint8), w.q[first:last], w.scales[first:last], w.bits == 4, BLOCKS[w.bits])
+    def panels(self, count: int, columns: int) -> Array:
+        """Make memory for `count` matrices like this one in panels, padded to `columns`."""
+        record = BLOCKS[self._w.bits] * COLUMNS * self._w.bits // 8 + SCALES
+        shape = count, columns // COLUMNS, self._w.scales.shape[1] * record
+        return aligned(shape, "int8" if self._halves else "uint8")
+
+    def pack(self, panels: Array, first: int, last: int) -> None:
+        """Panels ← rows first … last."""
+        q, scales = self._w.q[first:last], self._w.scales[first:last]
+        _pack(panels.view(np.uint8), q, scales, self._halves, BLOCKS[self._w.bits])
 
 
 @jit
@@ -267,3 +207,56 @@ def unpack_rows(first, last, out, w, rows):
     for i in range(first, last):
         for k in range(out.shape[1]):
             out[i, k] = unpacked(w, rows[i], k)
+
+
+# -- what the decoder calls, for these types
+
+
+def operand_rows(count: int, columns: int, dtype: str) -> Array:
+    """Make memory for rows of operands, of floats too."""
+    if block := FORMS.get(dtype):
+        return zeros_as_used((count, -(-columns // block) * DOT.a_record(block) + 64), dtype)
+    return operands.operand_rows(count, columns, dtype)
+
+
+@also_for(operands.stretch, **FORCED)
+def _stretch(w):
+    """All of k, in one order for all rows."""
+
+    def integers(w):
+        return 1 << 40
+
+    return integers if w.dtype in _TILES else None
+
+
+@also_for(operands.most_rows, **FORCED)
+def _most_rows(w):
+    def integers(w):
+        return INT8_ROWS
+
+    return integers if w.dtype in _TILES else None
+
+
+@also_for(operands.put_row, **FORCED)
+def _put_row(to, x, first, last):
+    def quantised(to, x, first, last):
+        quantise_row(to, x, first, last)
+
+    return quantised if to.dtype in _TILES else None
+
+
+@also_for(operands.element, **FORCED)
+def _element(w, column, k):
+    def restored(w, column, k):
+        return unpacked(w, column, k)
+
+    return restored if w.dtype in _TILES else None
+
+
+@also_for(operands.multiply, **FORCED)
+def _multiply(rows, begin, end, a, panel, c, columns, bias, flags):
+    def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
+        blocks = (end - begin + block_of(panel) - 1) // block_of(panel)
+        blocks_tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
+
+    return by_blocks if panel.dtype in _TILES else None

@@ -27,14 +27,13 @@ from numba.core.serialize import dumps
 from distgpt.errors import StorageError
 from distgpt.files import cache_folder, made_once, read_checked, write_checked
 from distgpt.kernels import first_use
-from distgpt.kernels.fused import site_cache
-from distgpt.kernels.matmul import arm
-from distgpt.kernels.matmul.processor import processor, shape
+from distgpt.kernels.compiling import site_cache
+from distgpt.kernels.compiling.processor import processor, shape, unlisted_features
 
 config: Any = numba.config
 KERNELS = Path(__file__).parent.parent
 # Of loops, and of the constants in them: Numba freezes what it finds under a global name.
-FOLDERS, FILES = ("fused", "matmul", "decoding"), ("api.py", "low_precision.py", "pool.py")
+FILES = "api.py", "low_precision.py", "pool.py"  # and all in folders
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
 OURS = re.compile(r"loops-[0-9a-f]{16}(-.*)?")  # NUMBA_CACHE_DIR may hold folders of others
@@ -53,7 +52,7 @@ def folder() -> Path | None:
     """
     name = "-".join([f"loops-{digest(sources())}", *_kind()])
     requested = config.CACHE_DIR  # NUMBA_CACHE_DIR
-    found = cache_folder(name, Path(requested) if requested else KERNELS / FOLDERS[0] / "__pycache__")
+    found = cache_folder(name, Path(requested) if requested else Path(__file__).parent / "__pycache__")
     if found is not None:
         _drop_old(found)
     return found
@@ -68,13 +67,12 @@ def site() -> site_cache.Site:
 
 
 def _kind() -> list[str]:
-    return [*["amx"] * shape().amx, *arm.features()]
+    return [*["amx"] * shape().amx, *unlisted_features()]
 
 
 def sources() -> list[Path]:
     """Return all sources: a loop holds a copy of every helper that it calls, whichever file that is in."""
-    loops = (path for folder in FOLDERS for path in sorted((KERNELS / folder).glob("*.py")))
-    return [*loops, *(KERNELS / name for name in FILES)]
+    return [*sorted(KERNELS.glob("*/*.py")), *(KERNELS / name for name in FILES)]
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -6,7 +6,6 @@ LLVM reads few of them on Linux and none on macOS, whose processors it knows by 
 from __future__ import annotations
 
 import ctypes
-import platform
 import sys
 
 from distgpt.system import sysctl_number
@@ -21,9 +20,7 @@ _FEATURES = {
 
 
 def features() -> list[str]:
-    """List those of this processor, by LLVM's names; none on other processors."""
-    if platform.machine().lower() not in ("arm64", "aarch64"):
-        return []
+    """List those of this processor, which is one of arm64, by LLVM's names."""
     if sys.platform == "darwin":
         return [name for name, (*_, known) in _FEATURES.items() if sysctl_number(f"hw.optional.{known}")]
     ask = ctypes.CDLL(None).getauxval

@@ -12,8 +12,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 
-from distgpt.kernels.matmul import arm
-from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16, NEON, NEON_BF16, Shape
+from distgpt.kernels.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16, NEON, NEON_BF16, Shape
 
 AMX_VARIABLE = "DISTGPT_AMX"
 # On a Sapphire Rapids, 8 threads: gpt-mini trained and the tests of matmuls passed; attention's were not run.
@@ -29,8 +28,18 @@ def processor() -> tuple[str, str]:
     name = _config.CPU_NAME or _binding.get_host_cpu_name()
     if (features := _config.CPU_FEATURES) is None:
         of_llvm = _binding.get_host_cpu_features().flatten()
-        features = ",".join(filter(None, [of_llvm, *(f"+{name}" for name in arm.features())]))
+        features = ",".join(filter(None, [of_llvm, *(f"+{name}" for name in unlisted_features())]))
     return name, features
+
+
+@cache
+def unlisted_features() -> list[str]:
+    """List the features, by LLVM's names, that neither LLVM nor Numba finds: those of arm64."""
+    if platform.machine().lower() not in ("arm64", "aarch64"):
+        return []
+    from distgpt.kernels.compiling import arm  # which no other processor runs
+
+    return arm.features()
 
 
 def features() -> set[str]:
