@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import attention_short
 import numpy as np
 from attention_short import SHORT, ShortScratch, attend_short
+from distgpt.kernels.decoding.factors import UNIT
 from mean_loss import MeanLoss, Sequences
 from numpy.typing import ArrayLike
 
@@ -22,7 +23,6 @@ from distgpt.kernels.api import Array
 from distgpt.kernels.compiling.jit import inline, jit
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding.decode import kind_of, norm_row
-from distgpt.kernels.decoding.factors import UNIT
 from distgpt.kernels.decoding.weights import packed_weights
 from distgpt.kernels.fused.activations import gelu_row, relu_row, swiglu_row
 from distgpt.kernels.fused.attention import rotate
@@ -31,7 +31,7 @@ from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, LANES, ROWS, aligned
 from distgpt.model.model import Model
-from distgpt.model.packed import angles_of
+from distgpt.model.packing import angles_of
 
 BLOCK = 2 * LANES  # sequences; attention computes all of them, also where there are fewer
 STRIP = 2 * ROWS  # rows that go through a norm and the layers behind it

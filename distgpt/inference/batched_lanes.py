@@ -13,7 +13,7 @@ from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Array, Draw, Drawn, Feed, Likeliest, Rows, check_drop
 from distgpt.kernels.api import Work
 from distgpt.model.model import Model
-from distgpt.model.packed import angles_of
+from distgpt.model.packing import angles_of
 from distgpt.model.passes import Pass
 
 FEW = 4  # rows that a GPU's linear layers take without a plan

@@ -26,7 +26,7 @@ from distgpt.kernels.decoding.low_rank import Adapters, no_adapters
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.pool import pool_of
 from distgpt.model.model import Model
-from distgpt.model.packed import packed_of
+from distgpt.model.packing import packed_of
 
 ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token

@@ -26,9 +26,7 @@ from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Draw, Feed, Lanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding.low_rank import Adapters
-from distgpt.kernels.rounded.cpu import Int8Kernels
 from distgpt.model.model import Model, miniature
-from distgpt.model.packed import int8_of
 from distgpt.saved.adapter import open_model
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.named import weights_of
@@ -122,9 +120,8 @@ def rehearse(model: Model) -> None:
 
     On a CPU a small model compiles the same loops; a GPU's kernels are compiled for the sizes of the model.
     """
-    small = model if model.kernels.capabilities.is_async else miniature(model.config, model.kernels)
-    if isinstance(model.kernels, Int8Kernels):
-        small = int8_of(small, model.kernels)
+    is_async = model.kernels.capabilities.is_async
+    small = model if is_async else model.alike(miniature(model.config, model.kernels))
     lanes, first = lanes_for(small, 1), min(7, small.config.seq_len - 1)
     for feed in (
         Feed(0, 0, [0] * first, 1),

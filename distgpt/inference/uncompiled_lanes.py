@@ -12,7 +12,7 @@ from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Array, Feed, check_drop
 from distgpt.kernels.api import Angles, Work
 from distgpt.model.model import Model
-from distgpt.model.packed import angles_of
+from distgpt.model.packing import angles_of
 from distgpt.model.passes import Pass
 
 KEPT = 16  # rows up to which the views of a pass are kept: drafts come again and again

@@ -85,6 +85,7 @@ class CpuKernels(OnHost):
     polar: tuple[Any, Callable[..., Any]] = muon.orthogonalise, muon.scratch
     operand_rows = staticmethod(operand_rows)  # for the decoder, in the form of its weights
     cache_dtype = "float32"  # of its keys and values
+    rounded = ""  # the dtype that matrices of layers are rounded to, if they are
 
     def __init__(
         self, dtype: str = "float32", threads: int = 1, matmul: str = "auto", operands: Operands = FLOATS

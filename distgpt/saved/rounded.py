@@ -37,6 +37,7 @@ from distgpt.saved.tensors import (
 )
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
+    from distgpt.kernels.cpu import CpuKernels
     from distgpt.kernels.rounded.cpu import Int8Kernels
     from distgpt.model.packed import Int8Model
 
@@ -154,11 +155,13 @@ def fill(path: Path, host: Mapping[str, Array], config: ModelConfig) -> None:
 
 
 def load(
-    path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm, merge: Merge | None = None
+    path: Path, config: ModelConfig, kernels: CpuKernels, comm: Comm, merge: Merge | None = None
 ) -> Int8Model:
     """Rank 0 reads parameters as they are packed, and all ranks get them. Collective."""
+    from distgpt.kernels.rounded.cpu import Int8Kernels
     from distgpt.model.packed import Int8Model
 
+    assert isinstance(kernels, Int8Kernels)
     return Int8Model(config, kernels, _Parameters(path, config, kernels, comm, merge))
 
 

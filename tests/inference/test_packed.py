@@ -11,7 +11,7 @@ from distgpt.inference.lanes import Feed
 from distgpt.kernels.decoding import weights
 from distgpt.kernels.decoding.weights import checksums_of
 from distgpt.kernels.pool import pool_of
-from distgpt.model.packed import packed_of
+from distgpt.model.packing import packed_of
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
 

@@ -16,6 +16,8 @@ from distgpt.kernels import first_use
 from distgpt.kernels.compiling import disk_cache
 
 PACKAGE = Path(disk_cache.__file__).parents[3]
+FOLDERS = [path for path in disk_cache.KERNELS.iterdir() if path.is_dir()]
+COMPILED = {"jit", "inline", "by_types", "also_for", "intrinsic"}  # what decorates a loop or a part of one
 
 
 def doubled(x):
@@ -110,7 +112,7 @@ def test_every_constant_that_a_loop_may_hold_changes_the_folder(tmp_path, monkey
         copy.write_bytes(path.read_bytes())
     monkeypatch.setattr(disk_cache, "KERNELS", tmp_path)
     before, tried = disk_cache.digest(disk_cache.sources()), set()
-    loops = [path for path in sources if path.parent.name in disk_cache.FOLDERS]
+    loops = [path for path in sources if path.parent in FOLDERS]
     for path, text in constants_in(loops):
         assert path in sources, f"{path} has {text}, which a loop may hold"
         content = copies[path].read_text()
@@ -120,6 +122,37 @@ def test_every_constant_that_a_loop_may_hold_changes_the_folder(tmp_path, monkey
         tried |= {text.partition(" ")[0]}
     assert disk_cache.digest(disk_cache.sources()) == before
     assert {"PIECE", "QK_SCALE", "TINY", "MOST", "LINEAR"} <= tried
+
+
+def compiled_in(tree):
+    """Each top function of a file that Numba compiles."""
+    for node in tree.body:
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+        names = {name.id for each in decorators for name in ast.walk(each) if isinstance(name, ast.Name)}
+        if names & COMPILED:
+            yield node
+
+
+def test_whatever_a_loop_uses_lies_in_what_is_hashed_for_it():
+    """That is all of `sources`; of a file that is not there, the file itself, whose digest is in the name."""
+    sources, seen = set(disk_cache.sources()), set()
+    for path in sorted((PACKAGE / "distgpt").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        from_where = {
+            name.asname or name.name: Path(PACKAGE, *f"{node.module}.{name.name}".split(".")).with_suffix(
+                ".py"
+            )
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distgpt")
+            for name in node.names
+        }
+        for loop in compiled_in(tree):
+            seen.add(path.parent.name)
+            for name in (node.id for node in ast.walk(loop) if isinstance(node, ast.Name)):
+                if module := from_where.get(name):  # a module, or a name in one
+                    file = module if module.exists() else module.parent.with_suffix(".py")
+                    assert file in sources, f"{path}: {loop.name} uses {name}, which no digest has"
+    assert seen >= {"compiling", "matmul", "fused", "decoding", "rounded", "tokenizers"}
 
 
 def test_loops_of_the_last_versions_stay_and_folders_of_others(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ _FAULTS = {
     ("kernels/decoding/cached_attention.py", "inference/test_dropping.py"): [
         ("keys are turned on", "a * c + b * s", "a * c - b * s"),
     ],
-    ("model/packed.py", "inference/test_packed.py"): [
+    ("model/packing.py", "inference/test_packed.py"): [
         ("old weights answer", "known is None or not np.array_equal(known[0], checksums)", "known is None"),
     ],
     ("model/optim.py", _WIRED): [

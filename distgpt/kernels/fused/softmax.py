@@ -93,6 +93,10 @@ def constant(x: float) -> str:
     return f"splat (float 0x{int(np.float64(np.float32(x)).view(np.uint64)):016X})"
 
 
+def _text(out: str) -> str:
+    return _Function(shape()).text(out)  # written only where no file has the machine code
+
+
 class _Function(Exponentials):
     """Writes the function for one type of probabilities."""
 
@@ -150,6 +154,6 @@ class _Function(Exponentials):
 _ARGUMENTS = (types.voidptr, types.voidptr, types.int64, types.int64, types.float32, types.voidptr)
 # Registered when this file is imported, as microkernels are.
 _ROUTINES = {
-    out: external(f"softmax-{out}", partial(_Function(shape()).text, out), softmax=_ARGUMENTS)["softmax"]
+    out: external(f"softmax-{out}", partial(_text, out), softmax=_ARGUMENTS)["softmax"]
     for out in (FLOAT32, BFLOAT16)
 }

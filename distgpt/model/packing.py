@@ -1,0 +1,33 @@
+"""A model's weights packed for decoding on CPUs, kept until they change."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distgpt.kernels.api import Angles
+from distgpt.kernels.decoding.weights import Weights, checksums_of, packed_weights
+from distgpt.kernels.pool import pool_of
+from distgpt.model.layers import LearnedPositions, Rope
+from distgpt.model.model import Model
+
+
+def angles_of(positions: LearnedPositions) -> Angles | None:
+    return positions.angles if isinstance(positions, Rope) else None
+
+
+def packed_of(model: Model) -> Weights:
+    """Return a model's weights as they are now, packed for decoding. On CPUs, in any type but float64.
+
+    Anybody may write into its parameters, so checksums tell whether they have changed: reading them all
+    takes a small part of the time of packing them.
+    """
+    if isinstance(model.packing, Weights):  # of a model that never changes
+        return model.packing
+    checksums = checksums_of(model.params.flat, pool_of(model.kernels.threads))
+    known = model.packing  # another thread may ask, too
+    if known is None or not np.array_equal(known[0], checksums):
+        known = model.packing = None  # before there are two
+        known = checksums, packed_weights(model.config, model.params, angles_of(model.positions))
+        model.packing = known
+    found: Weights = known[1]
+    return found
