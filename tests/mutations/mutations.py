@@ -59,7 +59,7 @@ _FAULTS = {
             "say, comm, None, room)",
         ),
     ],
-    ("training/opening/restore.py", _WIRED): [
+    ("training/restore.py", _WIRED): [
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
     ],
     ("inference/request.py", _WIRED): [

@@ -27,8 +27,8 @@ from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.exchange.choose import optimizer_for
 from distgpt.training.exchange.local_steps import buffers_saved, ends_round, mean_of_round
 from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.restore import restore
 from distgpt.training.progress import Pace, Progress
+from distgpt.training.restore import restore
 from distgpt.training.schedule import Due, due_after
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)

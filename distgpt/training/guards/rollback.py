@@ -10,7 +10,7 @@ from typing import Any
 from distgpt.comm.agree import on_root
 from distgpt.saved.checkpoint import State, load_state, newest_intact
 from distgpt.training.guards.bad_steps import RollBack
-from distgpt.training.opening.restore import begin_anew, restore
+from distgpt.training.restore import begin_anew, restore
 from distgpt.training.run import Run
 
 

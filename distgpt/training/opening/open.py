@@ -51,11 +51,11 @@ from distgpt.training.opening.balance import described_shares, hosts_checksum, m
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
 from distgpt.training.opening.plan import Plan
-from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
 from distgpt.training.opening.whereabouts import whereabouts
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.reading import Reading
 from distgpt.training.report import Listener, Report
+from distgpt.training.restore import begin_anew, learns_pairs, restore
 from distgpt.training.run import Guards, Run
 from distgpt.training.step import Step, even_shares
 
