@@ -121,6 +121,7 @@ def train(
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
+    from distgpt.training.guards.attach import guarded
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
     from distgpt.training.opening.announce import note_small_model
@@ -143,7 +144,7 @@ def train(
         if plan.is_finished:
             leave_finished(ready.comm, plan, shown.noted)
             return
-        run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
+        run = open_run(plan, ready, shown, guarded(end, Stall(stall_timeout, stall_abort)))
         session = _profiled(run) if profile else None
         train_run(run)
         if session:

@@ -11,6 +11,7 @@ from typing import Any
 
 from distgpt.interrupts import Interrupted, PendingSignals
 from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.in_flight import Finished
 from distgpt.training.progress import Pace
 
 STEPS, SAVES = 2.0, 1.5  # how much slower than the slowest recent one the last step and the last save may be
@@ -38,9 +39,9 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A context in which the run notes SIGUSR1 by itself when no further step fits before the limit."""
+    """A guard of rank 0: the run notes SIGUSR1 by itself when no further step fits before the limit."""
 
-    limit: TimeLimit | None  # None: on other ranks than 0, or where there is no limit
+    limit: TimeLimit
     signals: PendingSignals
     pace: Pace
     checkpoints: Checkpoints
@@ -48,9 +49,12 @@ class Deadline:
 
     def look_ahead(self) -> None:
         """Decide until when another step may begin."""
-        if self.limit:
-            recent, seconds = self.pace.recent(), self.checkpoints.seconds
-            self.signals.deadline = self.limit.latest(recent, seconds, self.saves)
+        recent, seconds = self.pace.recent(), self.checkpoints.seconds
+        self.signals.deadline = self.limit.latest(recent, seconds, self.saves)
+
+    def settled(self, done: Finished) -> dict[str, float]:
+        self.look_ahead()
+        return {}
 
     def __enter__(self) -> None:
         self.look_ahead()

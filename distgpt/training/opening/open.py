@@ -36,16 +36,11 @@ from distgpt.saved.checkpoint import Best, State
 from distgpt.saved.modelfile import Base, Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage, report_compiling
+from distgpt.training.activity import EVALUATING, Activity
 from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.clock import Clock
 from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange
-from distgpt.training.exchange.local_steps import buffers_saved, is_local
+from distgpt.training.exchange.local_steps import is_local
 from distgpt.training.exchange.sharded import own_shard
-from distgpt.training.guards.bad_steps import BadSteps
-from distgpt.training.guards.deadline import Deadline, TimeLimit
-from distgpt.training.guards.full_disk import Room, weights_bytes
-from distgpt.training.guards.stragglers import Stragglers
-from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
 from distgpt.training.opening.announce import facts, note_short_text, note_surprises
 from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares
 from distgpt.training.opening.compatibility import refuse_unsuited
@@ -56,23 +51,22 @@ from distgpt.training.progress import Pace, Progress
 from distgpt.training.reading import Reading
 from distgpt.training.report import Listener, Report
 from distgpt.training.restore import begin_anew, learns_pairs, restore
-from distgpt.training.run import Guards, Run
-from distgpt.training.step import Step, even_shares
+from distgpt.training.run import Judge, Run
+from distgpt.training.seams import Seams
+from distgpt.training.step import Inspector, Step, even_shares
+from distgpt.training.votes import Votes
 
-EVALUATION = 0.5  # of the time that a token takes in a step
+PLAIN = Seams()
 NO_DOCUMENTS = (
     "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
     " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
 )
 
 
-def open_run(
-    plan: Plan, stage: Stage, listener: Listener, end: float | None = None, stall: Stall | None = None
-) -> Run:
+def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN) -> Run:
     """Return a run with its weights loaded. All is checked before anything is written. Collective.
 
     The model is built to count its memory (`fit_to_memory`), as it is, and in small to compile the loops.
-    `end` is a moment of time.monotonic() by which the run has to be gone; `stall`: when it counts as stuck.
     """
     comm, say = stage.comm, listener.noted
     config, corpus, hellaswag = _load_texts(comm, plan, say)
@@ -98,13 +92,15 @@ def open_run(
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
-    room = Room(plan.directory, settings, weights_bytes(model, described), say)
-    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best, room)
-    guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
-    on_batch = partial(guards.activity.enter, EVALUATING)
-    clock = _clock(plan, stage, guards.pace, model, validation)
+    disk = seams.disk(plan.directory, settings, model, described, say)
+    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best, disk)
+    signals, activity, judge = PendingSignals(), Activity(), seams.judge(settings, progress)
+    on_batch = partial(activity.enter, EVALUATING)
+    clock = seams.clock(plan, stage, Pace(settings, comm.size, progress), model, validation)
     reading = Reading(batches, settings.batch_size, token_bytes, clock)
-    return Run(
+    inspector = seams.inspector(comm, model, settings)
+    step = _step(optimizer, comm, settings, shares, judge, inspector, activity, say)
+    run = Run(
         config=config,
         settings=settings,
         stage=stage,
@@ -113,8 +109,8 @@ def open_run(
         optimizer=optimizer,
         tokenizer=corpus.tokenizer,
         batches=batches,
-        step=_step(optimizer, comm, settings, shares, guards, say),
-        assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, guards.signals, on_batch),
+        step=step,
+        assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, signals, on_batch),
         reading=reading,
         directory=plan.directory,
         start=plan.checkpoint,
@@ -123,8 +119,13 @@ def open_run(
         identity=_identity(settings, comm, batches, shares, hosts),
         checkpoints=checkpoints,
         report=Report(comm.rank, config, plan.directory, listener, checkpoints, reading),
-        guards=guards,
+        signals=signals,
+        judge=judge,
+        votes=Votes(comm, signals, checkpoints, clock),
+        launch=step.launch,
+        guards=(),
     )
+    return replace(run, guards=tuple(seams.guards(run)))
 
 
 def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
@@ -390,38 +391,6 @@ def _validation(comm: Comm, config: RunConfig, corpus: Corpus) -> Validation | N
     return on_every_rank(comm, lambda: validation_on(tokens, config.model.seq_len, most))
 
 
-def _guards(
-    settings: TrainConfig,
-    comm: Comm,
-    progress: Progress,
-    checkpoints: Checkpoints,
-    model: Model,
-    end: float | None,
-    stall: Stall,
-) -> Guards:
-    signals, pace, limit = PendingSignals(), Pace(settings, comm.size, progress), None
-    if end is not None and comm.rank == 0:
-        saved = buffers_saved(settings, comm.size, is_common=False)
-        limit = TimeLimit(end, 4 * saved * model.layout.size)
-    return Guards(
-        activity=Activity(),
-        signals=signals,
-        pace=pace,
-        bad_steps=BadSteps(settings, progress),
-        stragglers=Stragglers(),
-        deadline=Deadline(limit, signals, pace, checkpoints, saves=2 if settings.save == "async" else 1),
-        stall=stall,
-    )
-
-
-def _clock(plan: Plan, stage: Stage, pace: Pace, model: Model, validation: Validation | None) -> Clock:
-    """Return the run's clock, which leaves time for the evaluation after the last step."""
-    per_step = pace.config.batch_size * model.config.seq_len
-    closing = EVALUATION * (validation.count if validation else 0) / per_step
-    is_async = model.kernels.capabilities.is_async
-    return Clock(pace.config, pace, stage.begun, plan.state.seconds, is_async, closing, plan.until)
-
-
 def _identity(
     settings: TrainConfig, comm: Comm, batches: Batches, shares: list[int] | None, hosts: int
 ) -> State:
@@ -436,16 +405,24 @@ def _identity(
 
 
 def _step(
-    optimizer: AdamW, comm: Comm, settings: TrainConfig, shares: list[int] | None, guards: Guards, say: Say
+    optimizer: AdamW,
+    comm: Comm,
+    settings: TrainConfig,
+    shares: list[int] | None,
+    judge: Judge,
+    inspector: Inspector | None,
+    activity: Activity,
+    say: Say,
 ) -> Step:
     """Kernels that work asynchronously leave out an update that is not finite, without `objection`."""
-    asks = settings.spike_zscore or not optimizer.model.kernels.capabilities.is_async
+    waits = judge.waits or not optimizer.model.kernels.capabilities.is_async
     return Step(
         optimizer,
         comm,
         settings,
         make_exchange(comm, optimizer, settings, say),
         shares=shares,
-        objection=guards.bad_steps.reason if asks else None,
-        activity=guards.activity,
+        objection=judge.objection if waits else None,
+        inspector=inspector,
+        activity=activity,
     )
