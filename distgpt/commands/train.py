@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,8 @@ def train(
             leave_finished(ready.comm, plan, shown.noted)
             return
         run = open_run(plan, ready, shown, guarded(end, Stall(stall_timeout, stall_abort)))
-        session = _profiled(run) if profile else None
+        if profile:
+            run, session = _profiled(run)
         train_run(run)
         if session:
             shown.close()
@@ -179,12 +181,11 @@ def _refuse_early(preset: str | None, config: Path | None, flags: dict[str, Any]
 
 
 def _profiled(run: Any) -> Any:
-    """Start measuring the run's own steps, after the first ones."""
+    """Return the run with a session that launches its steps and measures them, after the first ones."""
     from distgpt.measure.profile.session import Session
 
-    session = Session(run.stage, run.model, run.settings)
-    session.watch(run.step)
-    return session
+    session = Session(run.stage, run.step, run.settings)
+    return replace(run, launch=session.profiler.launch), session
 
 
 def _losses(run: Any) -> str:
