@@ -157,7 +157,7 @@ def train(
     if plan.is_finished:
         return _finished(plan, ready, told)
     try:
-        run = open_run(plan, ready, told, guarded())
+        run = open_run(plan, ready, told, guarded(plan.run.train))
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from distgpt.comm.batch import job_end
 from distgpt.comm.launched import launched_as, shown_on_terminal
 from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import command, option
@@ -115,9 +116,7 @@ def train(
     """
     if launched_as() == 1 and resume is None and not flags.get("decay_from"):
         _refuse_early(preset, config, set_by_user(flags))
-    from distgpt.training.guards.deadline import ending  # with NumPy, which --help does without
-
-    end = ending(time_limit)
+    end = job_end(time_limit)
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
@@ -145,7 +144,7 @@ def train(
         if plan.is_finished:
             leave_finished(ready.comm, plan, shown.noted)
             return
-        run = open_run(plan, ready, shown, guarded(end, Stall(stall_timeout, stall_abort)))
+        run = open_run(plan, ready, shown, guarded(plan.run.train, end, Stall(stall_timeout, stall_abort)))
         if profile:
             run, session = _profiled(run)
         train_run(run)

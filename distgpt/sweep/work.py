@@ -130,7 +130,9 @@ class Worker:
         if is_there:  # it was killed before that was noted
             return plan.step
         try:
-            opened = open_run(replace(plan, until=until), stage, self.listener, guarded(self.end))
+            opened = open_run(
+                replace(plan, until=until), stage, self.listener, guarded(plan.run.train, self.end)
+            )
             train(opened)
         finally:
             plan.directory.release()

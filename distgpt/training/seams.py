@@ -34,11 +34,6 @@ def plain_disk(
     return Disk()
 
 
-def no_inspector(comm: Comm, model: Model, t: TrainConfig) -> Inspector | None:
-    """Return None: nobody computes gradients anew."""
-    return None
-
-
 def no_guards(run: Run) -> Sequence[Guard]:
     """Return none."""
     return ()
@@ -51,5 +46,5 @@ class Seams:
     judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
     clock: Callable[[Plan, Stage, Pace, Model, Validation | None], Clock] = plain_clock
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = plain_disk
-    inspector: Callable[[Comm, Model, TrainConfig], Inspector | None] = no_inspector
+    inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = no_guards

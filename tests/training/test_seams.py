@@ -80,7 +80,7 @@ def test_training_imports_nothing_that_hangs_on_it():
 def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_path):
     """What one of them adds to the metrics is written."""
     own = Counting()
-    whole = guarded(end=None)
+    whole = guarded(TrainConfig())
     turned = replace(whole, guards=lambda run: [own, *reversed(whole.guards(run))])
     found = []
     for name, seams in (("plain", Seams()), ("whole", whole), ("turned", turned)):
@@ -97,10 +97,10 @@ def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_pat
 
 
 def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
-    run, _ = trained(tmp_path / "default", guarded())
+    run, _ = trained(tmp_path / "default", guarded(TrainConfig()))
     assert isinstance(run.judge, FiniteJudge) and type(run.clock) is Clock and run.step._inspector is None
     more = {"on_bad_step": "skip", "recheck_every": 2, "train_minutes": 0.01}
-    run, _ = trained(tmp_path / "more", guarded(), **more)
+    run, _ = trained(tmp_path / "more", guarded(TrainConfig(**more)), **more)
     assert isinstance(run.judge, BadSteps) and run.clock.elapsed is not None and run.step._inspector
 
 

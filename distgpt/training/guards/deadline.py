@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,6 @@ from distgpt.training.progress import Pace
 STEPS, SAVES = 2.0, 1.5  # how much slower than the slowest recent one the last step and the last save may be
 LEAVING = 2.0  # seconds: writing the summary, ending MPI
 BYTES_PER_SECOND = 1e8  # of the disk, assumed until a checkpoint was written
-SLURMS = "SLURM_JOB_END_TIME"  # environment variable: seconds since 1970
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +59,3 @@ class Deadline:
     def __exit__(self, kind: Any, ended: BaseException | None, trace: Any) -> None:
         if isinstance(ended, Interrupted) and ended.number == signal.SIGUSR1 and self.signals.late:
             ended.why = "the time is up"
-
-
-def ending(seconds: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return when to be gone: after these seconds, else when Slurm ends the job; None if neither is known."""
-    now = time.monotonic()
-    if seconds is not None:
-        return now + seconds
-    known = environ.get(SLURMS, "")
-    left = int(known) - time.time() if known.isdecimal() and len(known) < 16 else 0.0
-    return now + left if left > 0 else None  # one that is past is another job's, or was prolonged
