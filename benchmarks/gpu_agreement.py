@@ -28,6 +28,7 @@ from distgpt.inference.engine import complete
 from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.request import Request
 from distgpt.stages import STAGES, Stage, open_stage
+from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.open import make_steps
 
 SMALLER: dict[str, Any] = {"n_layer": 4, "vocab_size": 4096, "batch_size": 2, "seq_len": 512}
@@ -63,7 +64,7 @@ def trained(stage: Stage, run: RunConfig, steps: int) -> Found:
     """Train on tokens that have something to learn, and continue a prompt."""
     size = run.train.batch_size * run.model.seq_len * 4 + 1
     ids = np.random.default_rng(0).zipf(1.5, size) % run.model.vocab_size
-    step, batches = make_steps(run, stage, ArrayTokens(ids.astype(np.uint32)), lambda text: None)
+    step, batches = make_steps(run, stage, Chosen, ArrayTokens(ids.astype(np.uint32)), lambda text: None)
     losses = [float(step.launch(number, batches).read()[0]) for number in range(steps)]
     request = Request([1, 2, 3], min(NEW, run.model.seq_len - 4))
     ((text,),) = complete(engine_for(step.model, None), [request])

@@ -20,6 +20,7 @@ from distgpt.comm.api import Comm
 from distgpt.config import RunConfig
 from distgpt.data.batches import ArrayTokens
 from distgpt.stages import Stage, open_stage
+from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.open import make_steps
 from distgpt.training.step import Step
 
@@ -42,7 +43,7 @@ def measured(stage: Stage, parameters: int, ways: dict[str, Any], rounds: int) -
     base = RunConfig().with_values({**model, "batch_size": stage.comm.size})
     tokens = ArrayTokens(np.zeros(1000, np.int32))
     steps = {
-        way: make_steps(base.with_values(how), stage, tokens, lambda line: None)[0]
+        way: make_steps(base.with_values(how), stage, Chosen, tokens, lambda line: None)[0]
         for way, how in ways.items()
     }
     seconds = [

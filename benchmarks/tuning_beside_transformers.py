@@ -28,7 +28,7 @@ from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import Bfloat16Kernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.training.exchange.choose import make_exchange
+from distgpt.training.exchange.api import Exchange
 from distgpt.training.step import Step
 
 SHAPE = "smollm2-135m"
@@ -52,7 +52,7 @@ class Ours:
         self.config, self.taken = run.model, 0
         self._batches = ExampleBatches(examples, seq_len, rows, seed=0)
         optimizer, comm = AdamW(model, run.train), SerialComm()
-        self._step = Step(optimizer, comm, run.train, make_exchange(comm, optimizer, run.train, print))
+        self._step = Step(optimizer, comm, run.train, Exchange())
 
     def step(self) -> dict[str, float]:
         began = time.perf_counter()

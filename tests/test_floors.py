@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 ORDER = (
     *(
         "version",
+        "components",
         "errors",
         "interrupts",
         "formatting",

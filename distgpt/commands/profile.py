@@ -63,6 +63,7 @@ def profile(
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.measure.profile.session import Session, prepare
+    from distgpt.training.exchange.choose import Chosen
     from distgpt.training.opening.dtype import with_dtype
     from distgpt.training.opening.open import open_steps
     from distgpt.training.opening.plan import configure
@@ -73,7 +74,7 @@ def profile(
     _, run = configure(ready.comm, preset, config, chosen)
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
-    step, batches = open_steps(run, ready, say)
+    step, batches = open_steps(run, ready, Chosen, say)
     prepare(ready.comm, out)
     session = Session(ready, step, run.train, warmup_steps)
     try:

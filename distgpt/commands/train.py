@@ -121,6 +121,7 @@ def train(
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
+    from distgpt.training.exchange.choose import Chosen
     from distgpt.training.guards.attach import guarded
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
@@ -144,7 +145,8 @@ def train(
         if plan.is_finished:
             leave_finished(ready.comm, plan, shown.noted)
             return
-        run = open_run(plan, ready, shown, guarded(plan.run.train, end, Stall(stall_timeout, stall_abort)))
+        seams = guarded(plan.run.train, end, Stall(stall_timeout, stall_abort))
+        run = open_run(plan, ready, Chosen, shown, seams)
         if profile:
             run, session = _profiled(run)
         train_run(run)

@@ -21,9 +21,10 @@ from distgpt.model.lora import trained_layout
 from distgpt.model.model import Architecture, Model, flag_count
 from distgpt.model.passes import Pass
 from distgpt.stages import ON_GPU, Stage, open_stage
-from distgpt.training.exchange.local_steps import buffers_saved, is_local
+from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
+from distgpt.training.strategy import Strategy
 
 Facts = dict[str, Any]
 
@@ -70,7 +71,8 @@ def estimate(
     shards = manifest_of(question.run.train.data)
     site = _site(question, shards, ready)
     run, ranks = with_vocabulary(question.run, shards), question.ranks
-    settled, trouble = _settled(run, site, ranks)
+    strategy = Chosen(run.train, ranks)
+    settled, trouble = _settled(run, site, strategy)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
     flops = operations(model)
@@ -79,7 +81,7 @@ def estimate(
     minutes = settled.train_minutes if question.tokens is None else 0.0
     if minutes and "step_s" in time:
         steps = max(1, int(60 * minutes / time["step_s"]))
-    memory = _memory(train, site, ranks) | {"trouble": trouble}
+    memory = _memory(train, site, strategy) | {"trouble": trouble}
     counted, trained = parameters(model), trained_layout(run)
     wide = site.kernels.wide.itemsize
     return {
@@ -101,11 +103,11 @@ def estimate(
         "tokens": steps * per_step,
         "minutes": minutes or None,  # by which the run ends, instead of after its steps
         "memory": memory,
-        "checkpoint_bytes": buffers_saved(settled, ranks, is_common=True) * trained.elements * wide,
+        "checkpoint_bytes": strategy.placement.saved_buffers(is_common=True) * trained.elements * wide,
         "checkpoints_kept": settled.keep,
         "weights_file_bytes": trained.elements * wide,
         "allreduce_bytes": (trained.size + flag_count(ranks)) * wide if ranks > 1 else 0,
-        "allreduce_every": settled.outer_every if is_local(settled, ranks) else 1,
+        "allreduce_every": strategy.placement.rounds.length,
         "time": time | ({"total_s": steps * time["step_s"]} if "step_s" in time else {}),
     }
 
@@ -163,15 +165,16 @@ def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> S
     return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", given or free, where, assessed)
 
 
-def _settled(run: RunConfig, site: Site, ranks: int) -> tuple[TrainConfig, str]:
+def _settled(run: RunConfig, site: Site, strategy: Strategy) -> tuple[TrainConfig, str]:
     """Resolve "automatic" settings; if nothing fits, return those that take least, and the reason."""
     free = NO_LIMIT if site.free is None else site.free
     try:
-        return fitting(run, site.kernels, ranks, free, site.where, site.assessed), ""
+        return fitting(run, site.kernels, strategy, free, site.where, site.assessed), ""
     except UsageError as error:
         t = run.train
         how = "block" if t.recompute == "auto" else t.recompute
-        return replace(t, recompute=how, grad_accum=t.grad_accum or t.batch_size // ranks), str(error)
+        grad_accum = t.grad_accum or t.batch_size // strategy.ranks
+        return replace(t, recompute=how, grad_accum=grad_accum), str(error)
 
 
 def _assessed(run: RunConfig, shards: Manifest | None) -> bool:
@@ -183,13 +186,13 @@ def _each(t: TrainConfig, ranks: int) -> int:
     return t.batch_size // (t.grad_accum * ranks)
 
 
-def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
+def _memory(run: RunConfig, site: Site, strategy: Strategy) -> Facts:
     """Return bytes on each rank, by what they hold, and in total for other choices."""
-    kernels, t = site.kernels, run.train
+    kernels, t, ranks = site.kernels, run.train, strategy.ranks
 
     def need(recompute: str, grad_accum: int) -> Any:
         changed = replace(run, train=replace(t, recompute=recompute, grad_accum=grad_accum))
-        return needed(changed, kernels, ranks, site.assessed)
+        return needed(changed, kernels, strategy, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
     gradients = (trained_layout(run).size + flag_count(ranks)) * kernels.wide.itemsize
@@ -208,7 +211,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         "exchange": chosen.exchange,
         "update": chosen.update,
         "total": chosen.total,
-        "copy": copy_bytes(run, kernels, ranks),
+        "copy": copy_bytes(run, kernels, strategy.placement),
         "free": site.free,
         "where": site.where,
         "choices": [
@@ -259,7 +262,7 @@ def _time(
 
 def _unmeasurable(run: RunConfig, site: Site, sequences: int) -> str:
     """Return why the models to measure do not fit into memory, or ""."""
-    needs = sum(needed(model, site.kernels, 1).total for model in cuts(run, sequences))
+    needs = sum(needed(model, site.kernels, Strategy(model.train, 1)).total for model in cuts(run, sequences))
     if site.stage and needs < SPARE * site.stage.free_memory()[0]:
         return ""
     return f"measuring takes {size(needs)} of memory, which are not free here"

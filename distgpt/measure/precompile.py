@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from distgpt import api
-from distgpt.config import ROUNDED_DTYPES
+from distgpt.config import ROUNDED_DTYPES, ModelConfig, TrainConfig
 from distgpt.data.loading import read_text
 from distgpt.data.named import resolve_data
 from distgpt.evaluation.assessment import evaluate
 from distgpt.inference.engine_setup import rehearse
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.matmul.gain import SAMPLES, gain
+from distgpt.model.model import Model
 from distgpt.saved.adapter import open_model
 from distgpt.saved.calibration import calibrated
 from distgpt.saved.modelfile import quantize
 from distgpt.stages import open_stage
-from distgpt.training.exchange.choose import rehearse_exchange
+from distgpt.training.exchange.reductions import rehearse_reductions
+from distgpt.training.exchange.replicas import LocalPlacement
+from distgpt.training.exchange.reproducible import rehearse_tree
 
 PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
 # The ways to multiply, and to store or recompute. On larger layers `auto` may choose another than here.
@@ -57,7 +60,7 @@ def parts(folder: Path) -> Iterator[Part]:
         for preset in PRESETS:
             yield f"training {preset} in {dtype}", partial(_train, folder, preset, dtype)
         yield from _tuning(folder, folder / f"tiny-{dtype}", chats, dtype)
-        yield f"exchange in {dtype}", partial(rehearse_exchange, CpuKernels("float32", 1), dtype)
+        yield f"exchange in {dtype}", partial(_exchange, dtype)
     yield "comparing bfloat16 with float32", lambda: [gain(width) for width in SAMPLES]
     how = {**SMALL, "data": str(text), "tokenizer": "bpe:300"}
     yield "tokenizing", partial(api.train, "tiny", out=folder / "bpe", **how)
@@ -69,6 +72,16 @@ def _train(folder: Path, preset: str, dtype: str) -> None:
     for number, way in enumerate(WAYS[dtype]):
         out = folder / f"{preset}-{dtype}{f'-{number}' if number else ''}"
         api.train(preset, out=out, data="corpus", val_fraction=0.01, dtype=dtype, **SMALL, **way)
+
+
+def _exchange(dtype: str) -> None:
+    """Compile what ranks call to share a step in any way."""
+    kernels = CpuKernels("float32", 1)
+    rehearse_reductions(kernels, dtype)
+    rehearse_tree(kernels)
+    model = Model(ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=32), kernels)
+    model.train()
+    LocalPlacement(TrainConfig(outer_every=2), 2).rehearse(model)
 
 
 def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""AdamW and the outer step on the flat buffers, clipping by global norm, and learning-rate schedules."""
+"""AdamW on the flat buffers, clipping by global norm, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import AdamConstants, AdamState, Kernels, OuterState, StepScalars
+from distgpt.kernels.api import AdamConstants, AdamState, Kernels, StepScalars
 from distgpt.model.memory import (
     EMBEDDING,
     GROUPS,
@@ -34,12 +34,11 @@ class AdamW:
         model: Model,
         config: TrainConfig,
         own: slice | None = None,
-        outer: Outer | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
         """`rank` of `ranks` may compute a part of the updates and send it to the others: see Muon."""
-        self.model, self.config, self.outer = model, config, outer
+        self.model, self.config = model, config
         k, layout = model.kernels, model.layout
         self.own = own or slice(0, layout.size)
         self.m = _moment(layout, own, k)
@@ -114,37 +113,6 @@ class AdamW:
         p, g = model.precise(own), model.grads.flat[own]
         state = AdamState(p, low, self.m.flat, self.v.flat, g, self._stretches)
         model.kernels.adamw(state, self.norm, self._scalars, AdamConstants(c.beta1, c.beta2, c.eps))
-
-
-class Outer:
-    """Takes a step by Nesterov momentum along the mean change of weights that began a round alike."""
-
-    def __init__(self, model: Model, config: TrainConfig) -> None:
-        self._model, self._config = model, config
-        wide = model.kernels.wide_zeros
-        self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
-        self.in_sync = True  # no rank has changed its weights since
-
-    def begin(self) -> None:
-        """Begin a first round with the weights as they are."""
-        k = self._model.kernels
-        k.zero(self.velocity.flat)
-        k.put(self.round_start.flat, k.to_host(self._model.weights.flat))
-        self.in_sync = True
-
-    def store_change_as_gradient(self) -> None:
-        """Gradients ← this rank's weights - those at the round's start."""
-        model = self._model
-        model.kernels.subtract(model.grads.flat, model.weights.flat, self.round_start.flat)
-
-    def step(self, ranks: int) -> None:
-        """Take the outer step once these changes are summed; the next round begins."""
-        model, c = self._model, self._config
-        low = None if model.params is model.weights else model.params.flat
-        buffers = (self.round_start.flat, self.velocity.flat, model.grads.flat)
-        state = OuterState(model.weights.flat, low, *buffers)
-        model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
-        self.in_sync = True
 
 
 def step_scalars(

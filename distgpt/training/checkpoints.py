@@ -28,7 +28,7 @@ from distgpt.saved.checkpoint import Best, State, newest_step, save_checkpoint
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import LazyTensors, data_bytes, write_tensors
-from distgpt.training.exchange.checkpointing import OPTIMIZER, WEIGHTS, Gathering, Groups, Replicas, Shards
+from distgpt.training.placement import OPTIMIZER, WEIGHTS, Gathering, Groups
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
 LONGEST = 60.0  # seconds that a thread may take before training waits for it
@@ -76,8 +76,9 @@ class Checkpoints:
         comm: Comm | None = None,
         best: Best | None = None,
         disk: Disk | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
-        """`comm`: the ranks, each of which may have a part of the moments. `best`: see below."""
+        """`gathering`: of what other ranks have of weights and moments. `best`: see below."""
         self.disk = disk or Disk()
         self._directory, self.description, self._config, self._say = directory, description, config, say
         self._live: Live = {
@@ -85,7 +86,7 @@ class Checkpoints:
             OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
         }
         self._comm = comm or SerialComm()
-        self._gathering = _gathering(self._comm, optimizer)
+        self._gathering = gathering or Gathering(self._comm)
         self._model = model
         self._copy = Copy(model) if config.save == "async" else None
         self._thread: threading.Thread | None = None
@@ -101,13 +102,11 @@ class Checkpoints:
     @property
     def has_all(self) -> bool:
         """Return whether rank 0 can save without the others."""
-        return self._gathering is None
+        return self._gathering.has_all
 
     def on_root(self, save: Callable[[], Any]) -> Any:
         """Call `save` on rank 0 while the others wait, or send it what they have. Collective."""
-        if self._gathering:
-            return self._gathering.on_root(save)
-        return on_root(self._comm, save)
+        return self._gathering.on_root(save)
 
     def is_best(self, loss: float) -> bool:
         """Return whether this is below the losses of the weights on the disk and on their way. For rank 0."""
@@ -271,7 +270,7 @@ class Checkpoints:
             self.fatal_error, self._write, self._best_in_write = error, None, None
 
     def _on_host(self, live: Live) -> Groups:
-        gathered = self._gathering.groups(OPTIMIZER not in live) if self._gathering else {}
+        gathered = self._gathering.groups(weights_alone=OPTIMIZER not in live)
         own = {stem: buffers for stem, buffers in live.items() if stem not in gathered}
         return {**{stem: self._read_twice(buffers) for stem, buffers in own.items()}, **gathered}
 
@@ -298,13 +297,6 @@ class Checkpoints:
             write = partial(save_checkpoint, path, state.step, files, document, keep)
             self.disk.write(state.step, size, write)
             self.seconds = time.perf_counter() - begun
-
-
-def _gathering(comm: Comm, optimizer: AdamW) -> Gathering | None:
-    """Return what gathers the ranks' parts on rank 0; None where rank 0 has all."""
-    if optimizer.is_part:
-        return Shards(comm, optimizer)
-    return Replicas(comm, optimizer, optimizer.outer) if optimizer.outer else None
 
 
 class Copy:

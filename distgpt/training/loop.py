@@ -35,7 +35,7 @@ def train(run: Run) -> None:
                 break
             except BadStep as bad:  # raised on all ranks at the same step
                 run.judge.recover(run, bad)  # progress.step is an earlier one now
-        run.exchange.end_round(run.progress.step)  # local steps: of a run that resumed within a round
+        run.exchange.end_round(run.progress.step)  # of a run that resumed within a round
         run.checkpoints.on_root(lambda: _write_weights(run))
 
 
@@ -54,7 +54,7 @@ def take_steps(run: Run) -> None:
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
         save(run, best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
-    schedule = Schedule(t, run.comm, bool(run.assessment), progress.step)
+    schedule = Schedule(t, run.comm, run.placement.rounds, bool(run.assessment), progress.step)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
     in_flight = InFlight(depth)
     number = progress.step

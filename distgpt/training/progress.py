@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from statistics import median
 
-from distgpt.config import TrainConfig
 from distgpt.saved.checkpoint import MOST_RECENT, State
-from distgpt.training.exchange.local_steps import is_local
-
-RECENT = 100  # steps whose duration counts
+from distgpt.training.placement import Rounds
 
 
 @dataclass(slots=True)
@@ -60,25 +56,14 @@ class Progress:
 class Pace:
     """Durations of this run's steps."""
 
-    config: TrainConfig
-    ranks: int
     progress: Progress
+    rounds: Rounds = field(default_factory=Rounds)
 
     def recent(self) -> list[float]:
-        """Return the seconds of the last steps.
-
-        With local steps they are at least those of one round; before its first exchange, that is guessed.
-        """
-        t, step, seconds = self.config, self.progress.step, self.progress.seconds
-        if not is_local(t, self.ranks):
-            return seconds[-RECENT:]
-        last = seconds[-max(RECENT, t.outer_every) :]
-        has_exchanged = step // t.outer_every > (step - len(seconds)) // t.outer_every
-        return last if has_exchanged else [*last, sum(last)]
+        """Return the seconds of the last steps, at least those of one round."""
+        return self.rounds.recent(self.progress.step, self.progress.seconds)
 
     def usual(self) -> float:
-        """Return the usual seconds of a step, with local steps of a round's slowest; 0 before the first."""
+        """Return the usual seconds of a step; 0 before the first."""
         last = self.recent()
-        if not last:
-            return 0.0
-        return max(last) if is_local(self.config, self.ranks) else median(last)
+        return self.rounds.usual(last) if last else 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
@@ -16,34 +15,27 @@ from distgpt.errors import DataError
 from distgpt.model.bigrams import MOST_TOKENS, learn_bigrams
 from distgpt.model.lora import AdaptedModel
 from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
 from distgpt.saved.adapter import load_frozen
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill, read_shortened
 from distgpt.saved.tensors import Tensors
-from distgpt.training.exchange.checkpointing import host_buffer, restore_parts, restore_replicas
+from distgpt.training.exchange.checkpointing import host_buffer
+from distgpt.training.placement import WEIGHTS, OptimizerState
 
 
-def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
+def restore(comm: Comm, model: Model, state: OptimizerState, checkpoint: Path) -> None:
     """Fill them from a verified checkpoint. Collective."""
-    _load_frozen(comm, model, optimizer.config)
-    load_weights(comm, model, partial(load_group, checkpoint, "weights"))
-    if optimizer.is_part:
-        restore_parts(comm, model, optimizer, checkpoint)
-        return
-    moments: dict[str, Any] = {"m/": optimizer.m, "v/": optimizer.v}
-    fill(comm, model, moments, partial(load_group, checkpoint, "optimizer"))
-    if optimizer.outer:
-        restore_replicas(comm, model, optimizer, optimizer.outer, checkpoint)
+    _load_frozen(comm, model, state.optimizer.config)
+    load_weights(comm, model, partial(load_group, checkpoint, WEIGHTS))
+    state.restore(comm, checkpoint)
 
 
-def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig, batches: Batches | None) -> None:
+def begin_anew(
+    comm: Comm, model: Model, state: OptimizerState, t: TrainConfig, batches: Batches | None
+) -> None:
     """Bring model and optimizer into their state before the first step. Collective."""
-    for moment in (optimizer.m, optimizer.v):
-        model.kernels.zero(moment.flat)
     first_weights(comm, model, t, batches)
-    if optimizer.outer:
-        optimizer.outer.begin()
+    state.begin()
 
 
 def learns_pairs(run: RunConfig) -> bool:

@@ -23,6 +23,7 @@ from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.clock import Clock
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.in_flight import Finished
+from distgpt.training.placement import OptimizerState, Placement
 from distgpt.training.progress import Progress
 from distgpt.training.reading import Reading
 from distgpt.training.report import Report
@@ -82,7 +83,8 @@ class Run:
     stage: Stage
     where: dict[str, Any]  # hosts, batch job, launcher and MPI, for what the run writes
     model: Model
-    optimizer: AdamW
+    placement: Placement
+    optimizer_state: OptimizerState
     tokenizer: Tokenizer
     batches: Batches
     step: Step
@@ -108,6 +110,10 @@ class Run:
     @property
     def activity(self) -> Activity:
         return self.step.activity
+
+    @property
+    def optimizer(self) -> AdamW:
+        return self.optimizer_state.optimizer
 
     @property
     def exchange(self) -> Exchange:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
-from distgpt.training.exchange.local_steps import ends_round, round_before
+from distgpt.training.placement import Rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Due:
 class Schedule:
     """Answers alike on all ranks."""
 
-    def __init__(self, t: TrainConfig, comm: Comm, is_evaluated: bool, step: int) -> None:
+    def __init__(self, t: TrainConfig, comm: Comm, rounds: Rounds, is_evaluated: bool, step: int) -> None:
         """`step`: the finished steps by now."""
-        self._t, self._ranks, self._is_evaluated = t, comm.size, is_evaluated
+        self._t, self._rounds, self._is_evaluated = t, rounds, is_evaluated
         self._timer = SaveTimer(comm, 0 if t.save_every else t.save_minutes, step)
 
     def after(self, step: int, is_last: bool) -> Due:
         """Return what is due after this many steps. Collective."""
-        due = due_after(self._t, step, self._ranks, self._is_evaluated, is_last)
-        if ends_round(self._t, step, self._ranks) and self._timer.is_due(step):
+        due = due_after(self._t, step, self._rounds, self._is_evaluated, is_last)
+        if self._rounds.ends(step) and self._timer.is_due(step):
             due = replace(due, save=True)
         return due
 
@@ -44,11 +44,11 @@ class Schedule:
         self._timer.saved()
 
 
-def due_after(t: TrainConfig, step: int, ranks: int, is_evaluated: bool, is_last: bool) -> Due:
-    """Return what the settings ask for; what is due within a round of local steps waits for its end."""
-    if not ends_round(t, step, ranks):
+def due_after(t: TrainConfig, step: int, rounds: Rounds, is_evaluated: bool, is_last: bool) -> Due:
+    """Return what the settings ask for; what is due within a round waits for its end."""
+    if not rounds.ends(step):
         return Due()
-    before = round_before(t, step, ranks)
+    before = rounds.before(step)
 
     def is_due(every: int) -> bool:
         return bool(every) and step // every > before // every

@@ -22,9 +22,11 @@ from distgpt.training.run import Guard, Judge, Run
 from distgpt.training.step import Inspector
 
 
-def plain_clock(plan: Plan, stage: Stage, pace: Pace, model: Model, validation: Validation | None) -> Clock:
+def plain_clock(
+    plan: Plan, stage: Stage, t: TrainConfig, pace: Pace, model: Model, validation: Validation | None
+) -> Clock:
     """Return a clock that counts steps, up to those that the plan has for now."""
-    return Clock(pace.config.steps if plan.until is None else plan.until)
+    return Clock(t.steps if plan.until is None else plan.until)
 
 
 def plain_disk(
@@ -44,7 +46,7 @@ class Seams:
     """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
 
     judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
-    clock: Callable[[Plan, Stage, Pace, Model, Validation | None], Clock] = plain_clock
+    clock: Callable[[Plan, Stage, TrainConfig, Pace, Model, Validation | None], Clock] = plain_clock
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = plain_disk
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = no_guards

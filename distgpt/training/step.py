@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,15 +18,14 @@ import numpy as np
 from distgpt.comm.agree import gather_bytes
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
-from distgpt.data.batches import Batches, rank_rows, shared_rows
+from distgpt.data.batches import Batches
 from distgpt.kernels.api import Array
 from distgpt.model.model import FLAG_COUNT
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
 from distgpt.training.activity import COMPUTING, EXCHANGING, UPDATING, Activity
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.exchange.local_steps import is_local
-from distgpt.training.exchange.reproducible import Tree
+from distgpt.training.micro_batches import MicroBatches
 
 Flags = Callable[[], Sequence[float]]
 Objection = Callable[[float, float], str]
@@ -100,38 +98,34 @@ class Step:
         config: TrainConfig,
         exchange: Exchange,
         *,
-        shares: Sequence[int] | None = None,
+        micro_batches: MicroBatches | None = None,
         objection: Objection | None = None,
         inspector: Inspector | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """`shares`: sequences of each rank in a micro-batch, if they differ. `objection(loss, norm)` returns
-        why a step must not change the weights, "" if it may; it makes each step wait for its result.
-        `inspector` checks the computed gradients."""
+        """`objection(loss, norm)` returns why a step must not change the weights, "" if it may; it makes each
+        step wait for its result. `inspector` checks the computed gradients."""
         self.optimizer, self.model, self.comm, self.config = optimizer, optimizer.model, comm, config
         self.exchange, self._objection, self.activity = exchange, objection, activity or Activity()
         self.at_rest = threading.Lock()  # held while weights change: whoever else holds it may read them
         k, seq_len = self.model.kernels, self.model.config.seq_len
-        self._micro_batches = config.grad_accum or 1
-        self._shares = shares or even_shares(config, comm.size)
-        n_seq = self._shares[comm.rank]
-        # Gradients are the mean over this rank's rows. The update takes the mean over the ranks.
-        weight = n_seq * comm.size / config.batch_size
-        self._weight = 1 / config.reproducible_parts if config.reproducible_parts else weight
+        self._micro_batches = micro_batches or MicroBatches(config, comm.size)
+        n_seq = self._micro_batches.sequences
         # Tokens, targets and, for chats side by side, positions.
         self._host = tuple(np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.chats else 2))
         self._inputs = tuple(k.integers(np.zeros(n_seq * seq_len)) for _ in self._host)
         positions = self._inputs[2] if config.chats else None
-        how: dict[str, Any] = {"training": True, "recompute": config.recompute, "positions": positions}
-        self._pass = Pass(self.model, n_seq, seq_len, **how)
-        self._tree = (
-            Tree(self.model.grads, k, self._micro_batches) if config.reproducible_parts > comm.size else None
+        self._pass = Pass(
+            self.model, n_seq, seq_len, training=True, recompute=config.recompute, positions=positions
         )
         self._inspector = inspector
         self._ready: Ready | None = None  # called by the backward pass that is running
-        # Recorded passes, by (adds to the gradients, sends them during the pass).
-        self._passes = {
-            how: k.record(partial(self._gradients, how[0])) for how in product((False, True), repeat=2)
+        # Recorded forward and backward passes: a recording fixes whether it adds to the gradients that are
+        # there, and whether it sends them meanwhile, and the first micro-batch and the last one differ.
+        self._recorded = {
+            (adds, sends): k.record(partial(self._forward_backward, adds))
+            for adds in (False, True)
+            for sends in (False, True)
         }
         self._launched, self._had_flags = 0, False
         self._exchanged_at: float | None = None
@@ -148,8 +142,8 @@ class Step:
         self._exchanged_at = self._exchanged_at or time.perf_counter()
         compute = partial(self._compute, number, batches, 0)
         compare = self._inspector.begin(number, compute) if self._inspector else None
-        for micro_batch in range(self._micro_batches):
-            if micro_batch == self._micro_batches - 1:
+        for micro_batch in range(self._micro_batches.count):
+            if micro_batch == self._micro_batches.count - 1:
                 self.exchange.before_backward(number)
                 self._ready = None if compare else self.exchange.ready
             self._compute(number, batches, micro_batch, self.comm.rank)
@@ -157,8 +151,7 @@ class Step:
             if compare and not micro_batch:
                 self.activity.enter(EXCHANGING)
                 compare()
-            if self._tree:
-                self._tree.add(micro_batch)
+            self._micro_batches.done(micro_batch)
         self._put([*flags(), *self._seconds()])
         self.activity.enter(EXCHANGING)
         self.exchange.sum_gradients(number)
@@ -191,21 +184,16 @@ class Step:
     def _compute(self, number: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those of the micro-batches before it."""
         self.activity.enter(COMPUTING)
-        c = self.config
-        if c.reproducible_parts:
-            rows = rank_rows(
-                c.batch_size, rank * self._micro_batches + micro_batch, c.reproducible_parts, 0, 1
-            )
-        else:
-            rows = shared_rows(self._shares, rank, micro_batch)
-        batches.fill(number, rows, *self._host)
+        batches.fill(number, self._micro_batches.rows(rank, micro_batch), *self._host)
         for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
-        self._passes[bool(micro_batch and not c.reproducible_parts), self._ready is not None]()
+        run_forward_backward = self._recorded[self._micro_batches.adds(micro_batch), self._ready is not None]
+        run_forward_backward()
 
-    def _gradients(self, accumulate: bool) -> None:
+    def _forward_backward(self, adds: bool) -> None:
+        """Compute the loss and gradients of the rows that lie in `_inputs`."""
         tokens, targets = self._inputs[:2]
-        self._pass.loss_and_gradients(tokens, targets, self._weight, accumulate, self._ready)
+        self._pass.loss_and_gradients(tokens, targets, self._micro_batches.weight, adds, self._ready)
 
     def _update(self, number: int, lr: float, learned: float) -> StepResult:
         """Update the weights, unless the summed gradients are bad.
@@ -213,23 +201,19 @@ class Step:
         The gradients are those of a mean over all tokens of the batch, of which `learned` is the part that
         counts: the mean is to be over these.
         """
-        c, k, grads = self.config, self.model.kernels, self.model.grads
+        k, grads = self.model.kernels, self.model.grads
         self.activity.enter(UPDATING)
-        # The optimizer takes the mean in its only pass over the gradients; units are weighted from the start.
-        mean = (1.0 if c.reproducible_parts else 1.0 / self.comm.size) / learned
-        grad_scale, norm_scale = mean, mean
-        if is_local(c, self.comm.size):  # then norm² is the mean of those of the ranks
-            grad_scale, norm_scale = 1.0 / learned, math.sqrt(1.0 / self.comm.size) / learned
+        scales = self.exchange.scales(learned)
         self.exchange.compute_norm(self.optimizer)
         numbers, squares = k.later(grads.flags), k.later(self.optimizer.norm)
-        result = StepResult(lr, mean, norm_scale, cache(numbers), cache(squares))
+        result = StepResult(lr, scales.loss, scales.norm, cache(numbers), cache(squares))
         if self._objection:
             result.rejected = self._objection(*result.read())
         if not result.rejected:
-            self.optimizer.prepare(number, lr, grad_scale, norm_scale)
+            self.optimizer.prepare(number, lr, scales.gradients, scales.norm)
             self.gather_updates()
             self.optimizer.apply()
-        if self.optimizer.is_part or is_local(c, self.comm.size):
+        if self.exchange.waits_after_update:
             self.activity.enter(EXCHANGING)
         self.exchange.after_update(number, not result.rejected)
         return result
@@ -257,8 +241,3 @@ class Step:
         seconds = [0.0] * self.comm.size
         seconds[self.comm.rank] = time.perf_counter() - self._exchanged_at
         return seconds
-
-
-def even_shares(t: TrainConfig, ranks: int) -> list[int]:
-    """Return the sequences of each rank in a micro-batch, the same number for all."""
-    return [t.batch_size // ((t.grad_accum or 1) * ranks)] * ranks

@@ -20,7 +20,6 @@ from distgpt.formatting import count
 from distgpt.gpu.transport import DeviceComm
 from distgpt.saved.checkpoint import newest_step
 from distgpt.stages import Stage
-from distgpt.training.exchange.local_steps import mean_of_round
 from distgpt.training.run import Run
 
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
@@ -128,7 +127,7 @@ def _speed(run: Run) -> dict[str, Any]:
     if seconds:
         left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
         first = run.progress.step - len(seconds) + left_out
-        step = mean_of_round(run.settings, run.comm.size, first, seconds[left_out:])
+        step = run.placement.rounds.mean(first, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found
 

@@ -10,7 +10,6 @@ from distgpt.evaluation.assessment import Validation
 from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.clock import KEPT, Clock
-from distgpt.training.exchange.local_steps import is_local
 from distgpt.training.opening.plan import Plan
 from distgpt.training.progress import Pace
 
@@ -43,7 +42,7 @@ class TimedClock(Clock):
         self._total = KEPT * self._whole
         self._begun, self._closing = begun - spent, closing
         self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `ahead` says
-        self._round = t.outer_every if is_local(t, pace.ranks) else 1
+        self._round = pace.rounds.length
         elapsed = min(1.0, spent / self._total)
         super().__init__(pace.progress.step if elapsed == 1 else None, elapsed)
 
@@ -67,10 +66,10 @@ class TimedClock(Clock):
 
 
 def timed_clock(
-    plan: Plan, stage: Stage, pace: Pace, model: Model, validation: Validation | None
+    plan: Plan, stage: Stage, t: TrainConfig, pace: Pace, model: Model, validation: Validation | None
 ) -> TimedClock:
     """Return the clock of a run, which leaves time for the evaluation after the last step."""
-    per_step = pace.config.batch_size * model.config.seq_len
+    per_step = t.batch_size * model.config.seq_len
     closing = EVALUATION * (validation.count if validation else 0) / per_step
     is_async = model.kernels.capabilities.is_async
-    return TimedClock(pace.config, pace, stage.begun, plan.state.seconds, is_async, closing)
+    return TimedClock(t, pace, stage.begun, plan.state.seconds, is_async, closing)

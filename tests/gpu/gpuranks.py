@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from fakenccl import FakeNccl, Job
 from hostgpu import HostDevice, host_lt
-from steps import build_step
+from steps import build_step, state_for
 from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig, TrainConfig
@@ -20,8 +20,7 @@ from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.transport import DeviceComm, HostStaged, Nccl
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.model.model import Model
-from distgpt.training.exchange.choose import optimizer_for
-from distgpt.training.exchange.sharded import own_shard
+from distgpt.training.exchange.choose import Chosen
 
 MODEL = ModelConfig(vocab_size=32, seq_len=4, n_layer=2, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", clip=0.5)
@@ -56,12 +55,9 @@ def work_of(comm, device, config, say=print):
     else:
         kernels = Bfloat16Kernels() if config.dtype == "bfloat16" else CpuKernels(config.dtype)
     model = Model(MODEL, kernels)
-    model.train(comm.size, own_shard(config, model.layout, comm))
+    model.train(comm.size, Chosen(config, comm.size).placement.own(model.layout, comm.rank))
     model.initialise(1)
-    optimizer = optimizer_for(model, config, comm)
-    if optimizer.outer:
-        optimizer.outer.begin()
-    return build_step(optimizer, comm, config, say)
+    return build_step(state_for(model, config, comm), comm, config, say)
 
 
 def batches():

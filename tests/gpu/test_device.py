@@ -24,6 +24,7 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training import checkpoints as saving
 from distgpt.training.opening.memory import copy_bytes
+from distgpt.training.placement import Placement
 
 pytestmark = needs_the_processor
 
@@ -383,7 +384,7 @@ def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
     optimizer = AdamW(model, run.train)
     live = {"a": {"": model.weights}, "b": {"m/": optimizer.m, "v/": optimizer.v}}
     k.put(model.weights.flat, np.arange(model.layout.size))
-    copy, counted = saving.Copy(model), copy_bytes(run, k, 1)
+    copy, counted = saving.Copy(model), copy_bytes(run, k, Placement(run.train, 1))
     assert counted > 40 * (1 << 12)
     tracemalloc.start()
     groups = copy.taken(live)

@@ -11,6 +11,7 @@ from distgpt.config.presets import PRESETS, preset
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.listing import kinds_for
 from distgpt.training.opening.open import _rehearse
+from distgpt.training.strategy import Strategy
 
 PLAIN = ("--eval-every", "2", "--steps", "4", "--save-every", "2")
 RUNS = {
@@ -61,7 +62,12 @@ def test_the_sources_of_every_preset_are_listed(name):
     run, device = preset(name), CupyDevice(0, xp=FakeCupy())
     run = replace(run, model=replace(run.model, vocab_size=run.model.vocab_size or 300))
     for dtype in ("bfloat16", "float32"):
-        kinds = kinds_for(device, dtype, partial(_rehearse, run=run), float8=dtype == "bfloat16")
+        kinds = kinds_for(
+            device,
+            dtype,
+            partial(_rehearse, run=run, strategy=Strategy(run.train, 1)),
+            float8=dtype == "bfloat16",
+        )
         sources = {source for source, _ in kinds}
         assert {"norm", "attention_delta", "attention_cached", "optimizer", "loss", "reduce"} <= sources
         assert ("muon" in sources) == (run.train.optimizer == "muon")

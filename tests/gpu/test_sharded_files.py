@@ -28,8 +28,9 @@ def saved_at(comm, device, out, config, at=2):
         work.launch(step, batches())
     directory = RunDirectory(out)
     out.mkdir(exist_ok=True)
+    about, gathering = Description(RunConfig(model=MODEL), None), work.state.gathering(comm)
     saver = Checkpoints(
-        work.model, work.optimizer, directory, Description(RunConfig(model=MODEL), None), config, print, comm
+        work.model, work.optimizer, directory, about, config, print, comm, gathering=gathering
     )
     saver.begin(State(at), best=Best(1.0, 1, at), checkpoint=False)
     saver.on_root(lambda: saver.write_now(State(at)))
@@ -41,7 +42,7 @@ def resumed(comm, device, out, config, at=2, steps=4):
     k = work.model.kernels
     for spec in work.model.layout.specs:
         work.model.put(spec.name, np.full(spec.shape, 7.0))
-    restore(comm, work.model, work.optimizer, out / "checkpoints" / f"step-{at:08d}")
+    restore(comm, work.model, work.state, out / "checkpoints" / f"step-{at:08d}")
     read = [work.launch(step, batches()).read() for step in range(at, steps)]
     return k.to_host(work.model.params.flat).copy(), read
 

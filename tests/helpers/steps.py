@@ -1,8 +1,25 @@
 """A step with the exchange that its settings ask for, as a run makes it."""
 
-from distgpt.training.exchange.choose import make_exchange
+from distgpt.training.exchange.choose import Chosen
+from distgpt.training.placement import OptimizerState
 from distgpt.training.step import Step
 
 
-def build_step(optimizer, comm, config, say=print, **more):
-    return Step(optimizer, comm, config, make_exchange(comm, optimizer, config, say), **more)
+def state_for(model, config, comm, begins=True):
+    """The optimizer with a rank's moments, before the first step."""
+    state = Chosen(config, comm.size).placement.state(model, comm.rank)
+    if begins:
+        state.begin()
+    return state
+
+
+def build_step(state, comm, config, say=print, micro_batches=None, **more):
+    """`state`: that of a placement, or an optimizer alone."""
+    if not isinstance(state, OptimizerState):
+        state = OptimizerState(state)
+    strategy, model = Chosen(config, comm.size), state.optimizer.model
+    micro_batches = micro_batches or strategy.micro_batches(config, comm.rank, model)
+    exchange = strategy.exchange(comm, state, config, say)
+    work = Step(state.optimizer, comm, config, exchange, micro_batches=micro_batches, **more)
+    work.state = state  # for tests that save and restore
+    return work

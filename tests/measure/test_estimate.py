@@ -17,6 +17,7 @@ from distgpt.measure.step_timing import measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import FLAG_COUNT, Architecture
 from distgpt.training.opening.memory import divisors, needed
+from distgpt.training.strategy import Strategy
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -67,7 +68,7 @@ def test_the_memory_is_what_sizing_counts():
     for name in (*PUBLISHED, "gpt2-modern"):
         asked = question(name, grad_accum=512, recompute="mlp")
         memory = estimate(asked, lambda text: None)["memory"]
-        need = needed(asked.run, CpuKernels(threads=2), 1, True)
+        need = needed(asked.run, CpuKernels(threads=2), Strategy(asked.run.train, 1), True)
         kinds = "weights", "gradients", "moments", "activations", "logits", "validation", "exchange", "update"
         assert sum(memory[kind] for kind in kinds) == memory["total"] == need.total, name
         assert (
@@ -121,11 +122,12 @@ def test_paper_has_the_sizes_of_a_device():
 
     device = CupyDevice(0, xp=FakeCupy(multiprocessors=ESTIMATED_MULTIPROCESSORS))
     run = preset("gpt-mini", {"vocab_size": 300, "grad_accum": 1, "recompute": "none"})
+    one = Strategy(run.train, 1)
     for how in (("float32",), ("bfloat16",), ("bfloat16", True)):
         imagined = kernels_for_estimate(how[0], device.memory()[1], *how[1:])
         real = CudaKernels(device, None, how[0], float8=len(how) > 1)
-        assert needed(run, imagined, 1) == needed(run, real, 1), how
-    narrow, wide = needed(run, real, 1), needed(run, CudaKernels(device, None, "bfloat16"), 1)
+        assert needed(run, imagined, one) == needed(run, real, one), how
+    narrow, wide = needed(run, real, one), needed(run, CudaKernels(device, None, "bfloat16"), one)
     rows, widest = run.train.batch_size * run.model.seq_len, run.model.hidden
     assert narrow.activations - wide.activations >= rows * widest + run.model.padded_vocab * run.model.n_embd
 

@@ -55,8 +55,8 @@ _FAULTS = {
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         (
             "the best loss is forgotten",
-            "say, comm, best, disk)",
-            "say, comm, None, disk)",
+            "say, comm, best, disk, gathering",
+            "say, comm, None, disk, gathering",
         ),
     ],
     ("training/restore.py", _WIRED): [
@@ -106,20 +106,15 @@ _FAULTS = {
     ("evaluation/assessment.py", "evaluation/test_scoring.py"): [
         ("one token too few is validated", "min(most + 1,", "min(most,"),
     ],
-    ("training/step.py", _SAME_BITS): [
-        (
-            "units are rows of any rank",
-            "rank * self._micro_batches + micro_batch, c.reproducible_parts",
-            "micro_batch, c.reproducible_parts",
-        ),
-    ],
     ("training/step.py", _ON_RANKS): [
         (
             "the gradient's norm grows with the ranks",
             "(self._squares()[0])) * self._norm_scale",
             "(self._squares()[0]))",
         ),
-        ("gradients are summed, not averaged", "else 1.0 / self.comm.size) / learned", "else 1.0) / learned"),
+    ],
+    ("training/exchange/api.py", _ON_RANKS): [
+        ("gradients are summed, not averaged", "mean = self.mean / learned", "mean = 1.0 / learned"),
     ],
     ("data/batches.py", "data/test_batches.py"): [
         ("all ranks see the same rows", "* size + rank)", "* size)"),
@@ -275,6 +270,7 @@ _FAULTS = {
     ("training/exchange/sharded.py", _SUMMED): [
         ("shards are not shared", "self.comm.all_gather(self.model.params.flat, self._bounds)", "pass"),
         ("every rank clips by its own norm", "self.comm.sum(self._pieces)", "pass"),
+        ("moments of other ranks are lost", "self._comm.all_gather(whole, [", "list(["),
     ],
     ("training/exchange/overlapped.py", _SUMMED): [
         ("a bucket is summed twice", "self._handed = final", "self._handed = 0"),
@@ -341,11 +337,9 @@ _FAULTS = {
     ],
     ("training/exchange/reproducible.py", _SAME_BITS): [
         ("parts are added one by one", "level = ((part + 1) & -(part + 1))", "level = (1)"),
+        ("units are rows of any rank", "rank * self.count + i, self._parts", "i, self._parts"),
     ],
-    ("training/exchange/checkpointing.py", _SUMMED): [
-        ("moments of other ranks are lost", "self._comm.all_gather(whole, [", "list(["),
-    ],
-    ("training/exchange/checkpointing.py", "gpu/test_sharded_files.py -k saved_is"): [
+    ("training/exchange/sharded.py", "gpu/test_sharded_files.py -k saved_is"): [
         (
             "a checkpoint has weights that only other ranks have kept",
             "{OPTIMIZER: self.some(moments), **weights}",
@@ -354,7 +348,7 @@ _FAULTS = {
     ],
     ("training/exchange/local_steps.py", _LOCAL): [
         ("every rank clips by its own norm in local steps", "both[len(extra) :]", "norm[:]"),
-        ("a last round has no end", " or done == t.steps", ""),
+        ("a last round has no end", " or done == self._steps", ""),
     ],
     ("training/opening/balance.py", _SHARES): [
         ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for"),
@@ -362,7 +356,7 @@ _FAULTS = {
     ("training/schedule.py", _LOCAL): [
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
     ],
-    ("training/exchange/checkpointing.py", _LOCAL): [
+    ("training/exchange/replicas.py", _LOCAL): [
         ("the velocity is lost", "k.put(buffer.flat, flat)", "pass"),
         ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:"),
         ("weights within a round are a sum", "total /= comm.size", "pass"),

@@ -27,7 +27,7 @@ def ruined(monkeypatch):
     """Multiply some gradients of some steps, counted from 1 in this process; by NaN the loss as well."""
 
     def ruin(calls, factor):
-        count, original = [0], Step._gradients
+        count, original = [0], Step._forward_backward
 
         def gradients(self, accumulate):
             original(self, accumulate)
@@ -38,7 +38,7 @@ def ruined(monkeypatch):
                     with np.errstate(invalid="ignore"):
                         np.multiply(some, np.float32(factor), out=some)
 
-        monkeypatch.setattr(Step, "_gradients", gradients)
+        monkeypatch.setattr(Step, "_forward_backward", gradients)
 
     return ruin
 

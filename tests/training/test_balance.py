@@ -5,15 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import SMALL, distgpt, losses, needs_mpi
-from steps import build_step
+from steps import build_step, state_for
 from test_local_steps import CONFIG, batches, model_of
 from threadranks import on_all_ranks
 
 from distgpt.errors import UsageError
 from distgpt.saved.checkpoint import State, load_state
-from distgpt.training.exchange.choose import optimizer_for
 from distgpt.training.opening import balance
-from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares, shares_by
+from distgpt.training.opening.balance import (
+    Balanced,
+    described_shares,
+    hosts_checksum,
+    measured_shares,
+    shares_by,
+)
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.plan import Plan
 
@@ -41,7 +46,8 @@ def test_unlike_shares_learn_the_same(shares, mode):
     def trained(comm, shares=None):
         config = replace(PLAIN, grad_sync=mode)
         model = model_of(ranks=comm.size)
-        work = build_step(optimizer_for(model, config, comm), comm, config, shares=shares)
+        micro_batches = shares and Balanced(config, comm.size, comm.rank, shares)
+        work = build_step(state_for(model, config, comm), comm, config, micro_batches=micro_batches)
         read = [work.launch(step, batches()).read() for step in range(4)]
         return model.weights.flat.copy(), read
 

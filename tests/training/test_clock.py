@@ -16,6 +16,7 @@ from distgpt.kernels.fused import site_cache
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.clock import Clock, is_over
+from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.dial import Dial, text_of
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.timed import TimedClock
@@ -27,7 +28,8 @@ T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)
 def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
     """Take steps of this many seconds by a clock that they alone move. Return (share, step) of each."""
     now, progress = [100.0], Progress()
-    clock = TimedClock(t, Pace(t, ranks, progress), 100.0, spent, queued, closing, now=lambda: now[0])
+    pace = Pace(progress, Chosen(t, ranks).placement.rounds)
+    clock = TimedClock(t, pace, 100.0, spent, queued, closing, now=lambda: now[0])
     return stepped(clock, progress, now, queued, seconds), now[0] - 100.0 + spent, clock
 
 
@@ -79,7 +81,7 @@ def test_without_a_time_the_steps_count():
 
 def test_a_run_that_went_back_still_ends_with_its_time():
     progress, now = Progress(), [60.0]
-    clock = TimedClock(T, Pace(T, 1, progress), 0.0, now=lambda: now[0])
+    clock = TimedClock(T, Pace(progress), 0.0, now=lambda: now[0])
     progress.step = 9
     clock.hear(clock.ahead(), launched=9)
     assert (clock.elapsed, clock.last) == (1, 10)

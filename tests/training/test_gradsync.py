@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, needs_mpi, train
-from steps import build_step
+from steps import build_step, state_for
 from threadranks import on_all_ranks
 
 from distgpt.config import GRAD_SYNCS, ModelConfig, TrainConfig
@@ -21,15 +21,17 @@ from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.exchange import overlapped, trial
 from distgpt.training.exchange import reductions as ways
-from distgpt.training.exchange.checkpointing import Shards
-from distgpt.training.exchange.choose import (
+from distgpt.training.exchange.api import Allreduce
+from distgpt.training.exchange.choose import Chosen
+from distgpt.training.exchange.overlapped import Overlapped
+from distgpt.training.exchange.reductions import (
+    HostWire,
+    ReduceScatterGather,
+    bounds_of,
     fastest_between_nodes,
     one_by_one,
-    optimizer_for,
 )
-from distgpt.training.exchange.overlapped import Overlapped
-from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, bounds_of
-from distgpt.training.exchange.sharded import own_shard, shards
+from distgpt.training.exchange.sharded import Shards, shards
 from distgpt.training.exchange.trial import candidates
 from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
 
@@ -144,7 +146,7 @@ def test_parts_are_even_and_begin_at_lines():
 def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
     seen = []
     sums = SimpleNamespace(sum=lambda start, stop, step: seen.append((start, stop, step)))
-    sync = Overlapped(30000, sums, lambda: seen.append("rest"))
+    sync = Overlapped(30000, sums, lambda: seen.append("rest"), 0.5)
     for step in (4, 5):
         sync.before_backward(step)
         for final in (1000, 6000, 6500, 12000):
@@ -157,7 +159,7 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
         seen.append(start)
         raise OSError("the network is gone")
 
-    sync = Overlapped(30000, SimpleNamespace(sum=fail), lambda: seen.append("rest"))
+    sync = Overlapped(30000, SimpleNamespace(sum=fail), lambda: seen.append("rest"), 0.5)
     sync.before_backward(0)
     sync.ready(10000)
     with pytest.raises(OSError, match="gone"):
@@ -180,10 +182,8 @@ def trained(comm, steps=STEPS, kind=MODEL, **how):
         config.batch_size,
         config.seed,
     )
-    optimizer = optimizer_for(model, config, comm)
-    if optimizer.outer:
-        optimizer.outer.begin()
-    work = build_step(optimizer, comm, config)
+    state = state_for(model, config, comm)
+    work, optimizer = build_step(state, comm, config), state.optimizer
     read = [work.launch(step, batches).read() for step in range(steps)]
     moments = [optimizer.m.flat.copy(), optimizer.v.flat.copy()]
     return model.weights.flat.copy(), moments, read, optimizer.own
@@ -237,14 +237,14 @@ def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
 def test_shards_cover_everything_and_only_sharded_has_them():
     for size, ranks in product((16, 4096, 50000), (1, 2, 5)):
         layout = Layout([Spec("w", (size,))])
-        owned = [own_shard(SHARDED, layout, SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)]
+        owned = [Chosen(SHARDED, ranks).placement.own(layout, rank) for rank in range(ranks)]
         if ranks == 1:
             assert owned == [None]
             continue
         assert owned == [slice(a, b) for a, b in pairwise(shards(SHARDED, layout, ranks))]
         assert owned[0].start == 0 and owned[-1].stop == size
         assert all(part.start % 4096 == 0 or part.start == size for part in owned)
-    assert own_shard(CONFIG, layout, SimpleNamespace(rank=0, size=2)) is None
+    assert Chosen(CONFIG, 2).placement.own(layout, 0) is None
 
 
 def test_stretches_of_a_part_are_those_of_the_whole():
@@ -267,7 +267,7 @@ def test_stretches_of_a_part_are_those_of_the_whole():
 def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
     def gathered(comm, act):
         model = Model(MODEL, CpuKernels("float32"))
-        optimizer = AdamW(model, CONFIG, own_shard(SHARDED, model.layout, comm))
+        optimizer = AdamW(model, CONFIG, Chosen(SHARDED, comm.size).placement.own(model.layout, comm.rank))
         places = np.arange(model.layout.size, dtype=np.float32)
         optimizer.m.flat[...], optimizer.v.flat[...] = places[optimizer.own], -places[optimizer.own]
         gathering, found = Shards(comm, optimizer), {}

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import losses, needs_mpi, train
-from steps import build_step
+from steps import build_step, state_for
 from threadranks import on_all_ranks
 
-from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches, rank_rows
 from distgpt.errors import UsageError
@@ -24,8 +23,7 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import read_into
 from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.exchange.choose import optimizer_for
-from distgpt.training.exchange.local_steps import buffers_saved, ends_round, mean_of_round
+from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.restore import restore
@@ -50,10 +48,11 @@ def model_of(dtype="float32", ranks=1):
 
 def steps_of(comm, config, dtype="float32", **more):
     model = model_of(dtype, comm.size)
-    optimizer = optimizer_for(model, config, comm)
-    if optimizer.outer:
-        optimizer.outer.begin()
-    return build_step(optimizer, comm, config, **more)
+    return build_step(state_for(model, config, comm), comm, config, **more)
+
+
+def rounds_of(t, ranks):
+    return Chosen(t, ranks).placement.rounds
 
 
 def trained(comm, config=CONFIG, steps=9, dtype="float32"):
@@ -117,7 +116,7 @@ def test_rounds_are_those_of_the_formula(ranks):
         for step, weights in enumerate(seen):
             assert abs(weights - wanted[step][rank]).max() < 2e-5, step
             same = (weights == found[0][0][step]).all()
-            assert same == (rank == 0 or ends_round(CONFIG, step + 1, ranks)), step
+            assert same == (rank == 0 or rounds_of(CONFIG, ranks).ends(step + 1)), step
 
 
 def test_all_modes_and_types_exchange_the_same_changes():
@@ -158,7 +157,10 @@ def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
 def saver_of(work, comm, out):
     description = Description(RunConfig(model=MODEL), None)
     say = SimpleNamespace(noted=lambda text: None).noted
-    return Checkpoints(work.model, work.optimizer, RunDirectory(out), description, CONFIG, say, comm)
+    gathering = work.state.gathering(comm)
+    return Checkpoints(
+        work.model, work.optimizer, RunDirectory(out), description, CONFIG, say, comm, gathering=gathering
+    )
 
 
 def interrupted(comm, out, at, config=CONFIG, steps=10):
@@ -174,7 +176,7 @@ def interrupted(comm, out, at, config=CONFIG, steps=10):
 def resumed(comm, out, at, config=CONFIG, steps=10):
     work = steps_of(comm, config)
     work.model.weights.flat[...] = 7
-    restore(comm, work.model, work.optimizer, out / "checkpoints" / f"step-{at:08d}")
+    restore(comm, work.model, work.state, out / "checkpoints" / f"step-{at:08d}")
     seen = []
     for step in range(at, steps):
         work.launch(step, batches())
@@ -205,7 +207,7 @@ def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp
 
         def act(comm, config=config):
             work = steps_of(comm, config)
-            restore(comm, work.model, work.optimizer, path)
+            restore(comm, work.model, work.state, path)
             begun = work.model.weights.flat.copy()
             return begun, work.optimizer.m.flat.copy(), work.launch(6, batches()).read()
 
@@ -219,7 +221,7 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
     t = replace(CONFIG, outer_every=4)
 
     def pace(t, ranks, *seconds):
-        return Pace(t, ranks, Progress(step=len(seconds), seconds=list(seconds)))
+        return Pace(Progress(step=len(seconds), seconds=list(seconds)), rounds_of(t, ranks))
 
     assert pace(t, 2, 1.0, 1.0).recent() == [1.0, 1.0, 2.0]  # a guess, before the first exchange
     assert pace(t, 2, 1.0, 1.0, 1.0, 9.0).recent() == [1.0, 1.0, 1.0, 9.0]
@@ -228,10 +230,11 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
     rare = replace(CONFIG, outer_every=300)
     assert pace(rare, 2, *[1.0] * 299, 9.0, *[1.0] * 200).usual() == 9.0
     assert len(pace(replace(CONFIG, outer_every=0), 2, *[1.0] * 500).recent()) == 100
-    assert mean_of_round(t, 2, 0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 3.0
-    assert mean_of_round(t, 1, 0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0
-    assert [buffers_saved(t, 4, is_common) for is_common in (True, False)] == [10, 15]
-    assert buffers_saved(t, 1, is_common=False) == 3
+    assert rounds_of(t, 2).mean(0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 3.0
+    assert rounds_of(t, 1).mean(0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0
+    of_four, of_one = (Chosen(t, ranks).placement for ranks in (4, 1))
+    assert [of_four.saved_buffers(is_common) for is_common in (True, False)] == [10, 15]
+    assert of_one.saved_buffers(is_common=False) == 3
 
 
 def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
@@ -246,13 +249,14 @@ def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
 
 def test_what_is_due_within_a_round_waits_for_its_end():
     t = replace(CONFIG, save_every=3, eval_every=5, sample_every=0, verify_every=8, steps=11)
-    due = {step: due_after(t, step, 2, True, is_last=step == 11) for step in range(1, 12)}
+    due = {step: due_after(t, step, rounds_of(t, 2), True, is_last=step == 11) for step in range(1, 12)}
     assert {step: what for step, what in due.items() if what} == {
         4: Due(save=True),
         8: Due(save=True, evaluate=True, compare=True),
         11: Due(save=True, evaluate=True),
     }
-    assert due_after(t, 3, 1, True, False) == Due(save=True) and not due_after(t, 4, 1, True, False)
+    alone = rounds_of(t, 1)
+    assert due_after(t, 3, alone, True, False) == Due(save=True) and not due_after(t, 4, alone, True, False)
 
 
 def test_what_needs_the_same_weights_everywhere_is_refused():
@@ -266,7 +270,7 @@ def test_what_needs_the_same_weights_everywhere_is_refused():
             refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 2, on_gpu=False)
         refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 1, on_gpu=False)
     refuse_unsuited(CONFIG, 2, on_gpu=True)
-    assert optimizer_for(model_of(), CONFIG, SerialComm()).outer is None
+    assert Chosen(CONFIG, 1).placement.name == "replicas"
 
 
 @pytest.mark.slow

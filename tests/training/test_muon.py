@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import SMALL, in_one_job, losses, needs_mpi, train
-from steps import build_step
+from steps import build_step, state_for
 from threadranks import on_all_ranks
 
 from distgpt.comm.serial import SerialComm
@@ -19,7 +19,6 @@ from distgpt.model.memory import ALIGNED, MATRIX
 from distgpt.model.model import Architecture, Model
 from distgpt.model.muon import Muon, borders, muon_scalars
 from distgpt.model.optim import learning_rate, step_scalars
-from distgpt.training.exchange.choose import optimizer_for
 
 MODEL = ModelConfig(
     vocab_size=64,
@@ -52,8 +51,8 @@ def trained(comm, kernels=None, **how):
     model.initialise(1)
     tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
     batches = Batches(tokens, MODEL.seq_len, config.batch_size, config.seed)
-    optimizer = optimizer_for(model, config, comm)
-    work = build_step(optimizer, comm, config)
+    state = state_for(model, config, comm)
+    work, optimizer = build_step(state, comm, config), state.optimizer
     read = [work.launch(step, batches).read() for step in range(5)]
     return model.weights, optimizer, np.array(read)
 
@@ -83,7 +82,7 @@ def test_a_run_s_optimizer_is_the_one_that_the_table_names(monkeypatch):
     monkeypatch.setitem(muon.OPTIMIZERS, "adamw", Other)
     model = Model(MODEL, ReferenceKernels())
     model.train()
-    assert type(optimizer_for(model, replace(CONFIG, optimizer="adamw"), SerialComm())) is Other
+    assert type(state_for(model, replace(CONFIG, optimizer="adamw"), SerialComm()).optimizer) is Other
 
 
 def test_a_matrix_moves_by_the_learning_rate_in_every_direction():

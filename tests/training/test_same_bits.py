@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, needs_mpi, train
-from steps import build_step
+from steps import build_step, state_for
 from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
@@ -16,11 +16,12 @@ from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused import flat
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
 from distgpt.saved.tensors import DATA_SUM, read_header
 from distgpt.training.exchange import reductions as ways
-from distgpt.training.exchange.reproducible import Tree, tree_sum, usual_parts
-from distgpt.training.exchange.sharded import own_shard, shards
+from distgpt.training.exchange.choose import Chosen
+from distgpt.training.exchange.reductions import tree_sum
+from distgpt.training.exchange.reproducible import Tree, usual_parts
+from distgpt.training.exchange.sharded import shards
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fitting
 
@@ -83,8 +84,8 @@ def trained(comm, dtype, threads, config):
     model.train(comm.size)
     model.initialise(1)
     batches = Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, run.batch_size, run.seed)
-    optimizer = AdamW(model, run, own_shard(run, model.layout, comm))
-    work = build_step(optimizer, comm, run)
+    state = state_for(model, run, comm)
+    work, optimizer = build_step(state, comm, run), state.optimizer
     read = [work.launch(step, batches).read() for step in range(6)]
     if optimizer.is_part:  # weights in full precision stay with their owner
         comm.all_gather(model.weights.flat, shards(run, model.layout, comm.size))
@@ -120,7 +121,7 @@ def test_units_decide_the_micro_batches_and_matmul():
     assert [usual_parts(batch) for batch in (1, 6, 12, 16, 24)] == [1, 2, 4, 8, 8]
     run = RunConfig(model=MODEL, train=replace(CONFIG, grad_accum=2))
     for ranks in (1, 2, 8):
-        assert fitting(run, CpuKernels(), ranks, 1 << 40, "here").grad_accum == 8 // ranks
+        assert fitting(run, CpuKernels(), Chosen(run.train, ranks), 1 << 40, "here").grad_accum == 8 // ranks
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from distgpt.interrupts import PendingSignals
 from distgpt.model.model import FLAG_COUNT
 from distgpt.stages import open_stage
 from distgpt.training.clock import Clock
+from distgpt.training.exchange.choose import Chosen
 from distgpt.training.guards.attach import guarded
 from distgpt.training.guards.bad_steps import BadSteps
 from distgpt.training.judge import FiniteJudge
@@ -63,7 +64,7 @@ def trained(out, seams, **settings):
     stage, listener = open_stage("serial", 1), Listener()
     plan = make_plan(stage.comm, None, None, SIZE | settings, out, None, lambda text: None)
     try:
-        run = open_run(plan, stage, listener, seams)
+        run = open_run(plan, stage, Chosen, listener, seams)
         train(run)
     finally:
         plan.directory.release()

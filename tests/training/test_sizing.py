@@ -18,6 +18,7 @@ from distgpt.model.optim import AdamW
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.opening.memory import FRACTION, LIBRARIES, PROGRAM, fitting, needed
 from distgpt.training.step import Step
+from distgpt.training.strategy import Strategy
 
 RUN = RunConfig(
     ModelConfig(vocab_size=61, seq_len=32, n_layer=6, n_head=2, n_embd=32),
@@ -28,6 +29,11 @@ RECOMPUTE = ("none", "mlp", "block")
 
 def with_train(run=RUN, **changes):
     return replace(run, train=replace(run.train, **changes))
+
+
+def one(run):
+    """The strategy of a single rank."""
+    return Strategy(run.train, 1)
 
 
 class Weighing(CpuKernels):
@@ -58,35 +64,35 @@ def test_the_need_is_what_is_allocated():
         kernels = Weighing(dtype)
         model = Model(run.model, kernels)
         model.train()
-        assert needed(run, CpuKernels(dtype), 1).weights == kernels.taken, (dtype, recompute)
+        assert needed(run, CpuKernels(dtype), one(run)).weights == kernels.taken, (dtype, recompute)
         Step(AdamW(model, run.train), SerialComm(), run.train, Exchange())
         _ = model.grads
-        assert needed(run, CpuKernels(dtype), 1).total == kernels.taken, (dtype, recompute)
+        assert needed(run, CpuKernels(dtype), one(run)).total == kernels.taken, (dtype, recompute)
 
 
 def test_muon_s_updates_need_memory_too():
     muon = with_train(optimizer="muon")
     for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
         kernels = CpuKernels(dtype, threads) if dtype == "float32" else Bfloat16Kernels(threads)
-        need, model = needed(muon, kernels, 1), Model(RUN.model, kernels)
+        need, model = needed(muon, kernels, one(muon)), Model(RUN.model, kernels)
         model.train()
         Muon(model, muon.train).step(0, 1.0)
         kept = [made for key, made in kernels._memory._made.items() if key[1] is kernels.polar[1]]
         assert need.update == sum(map(bytes_of, kept)) > 0
         assert need.total - need.update == need.weights + need.optimizer + need.activations
-        assert needed(RUN, kernels, 1).update == 0
+        assert needed(RUN, kernels, one(RUN)).update == 0
     with pytest.raises(UsageError, match="Muon's updates"):
-        fitting(muon, kernels, 1, 100_000, "a")
+        fitting(muon, kernels, one(muon), 100_000, "a")
 
 
 def test_a_run_that_does_not_fit_is_told_what_would():
     kernels = CpuKernels("float32")
-    fits = needed(RUN, kernels, 1).total
-    assert fitting(RUN, kernels, 1, int(fits / (1 - FRACTION)) + 1, "a").recompute == "mlp"
+    fits = needed(RUN, kernels, one(RUN)).total
+    assert fitting(RUN, kernels, one(RUN), int(fits / (1 - FRACTION)) + 1, "a").recompute == "mlp"
     with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*--recompute block .* or --grad-accum 4"):
-        fitting(RUN, kernels, 1, int(fits * 0.9), "GPU 0")
+        fitting(RUN, kernels, one(RUN), int(fits * 0.9), "GPU 0")
     with pytest.raises(UsageError, match="a smaller model"):
-        fitting(RUN, kernels, 1, 100_000, "GPU 0")
+        fitting(RUN, kernels, one(RUN), 100_000, "GPU 0")
 
 
 @pytest.fixture
@@ -101,41 +107,47 @@ def test_memory_is_left_for_the_program_itself():
     """As much as compiled loops and what compiles them take, also where a twentieth would be less."""
     kernels = CpuKernels("float32")
     large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=12))
-    total = needed(large, kernels, 1).total
+    total = needed(large, kernels, one(large)).total
     assert FRACTION * total > PROGRAM > 0.06 * total
-    assert fitting(large, kernels, 1, total + PROGRAM + 1, "a").grad_accum == 2
+    assert fitting(large, kernels, one(large), total + PROGRAM + 1, "a").grad_accum == 2
     with pytest.raises(UsageError, match=r"are free \(256 MiB of them for the program itself\)"):
-        fitting(large, kernels, 1, total + PROGRAM - 1, "a")
+        fitting(large, kernels, one(large), total + PROGRAM - 1, "a")
 
 
 def test_left_to_itself_a_run_keeps_what_fits(queued):
     auto = with_train(recompute="auto")
     for how in RECOMPUTE:
-        enough = int(needed(with_train(recompute=how), queued, 1).total / (1 - FRACTION)) + 1
-        assert fitting(auto, queued, 1, enough, "GPU 0").recompute == how
+        enough = (
+            int(
+                needed(with_train(recompute=how), queued, one(with_train(recompute=how))).total
+                / (1 - FRACTION)
+            )
+            + 1
+        )
+        assert fitting(auto, queued, one(auto), enough, "GPU 0").recompute == how
     with pytest.raises(UsageError, match="GPU 0"):
-        fitting(auto, queued, 1, enough // 2, "GPU 0")
+        fitting(auto, queued, one(auto), enough // 2, "GPU 0")
 
 
 def test_a_large_gpu_keeps_a_fixed_amount_for_its_libraries_and_a_small_share_still_runs(queued):
     large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=48))
-    total = needed(large, queued, 1).total
+    total = needed(large, queued, one(large)).total
     assert total > 5 * LIBRARIES
-    assert fitting(large, queued, 1, total + LIBRARIES + 1, "GPU 0").recompute == "mlp"
+    assert fitting(large, queued, one(large), total + LIBRARIES + 1, "GPU 0").recompute == "mlp"
     with pytest.raises(UsageError):
-        fitting(large, queued, 1, total + LIBRARIES - 1, "GPU 0")
-    assert fitting(RUN, queued, 1, LIBRARIES // 2, "GPU 0").recompute == "mlp"
+        fitting(large, queued, one(large), total + LIBRARIES - 1, "GPU 0")
+    assert fitting(RUN, queued, one(RUN), LIBRARIES // 2, "GPU 0").recompute == "mlp"
 
 
 def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     kernels = CpuKernels("float32")
     auto = with_train(recompute="auto", grad_accum=0, batch_size=48)
     chosen = {n: with_train(auto, grad_accum=n, recompute="mlp") for n in (1, 3, 48)}
-    size = {n: needed(run, kernels, 1).total for n, run in chosen.items()}
+    size = {n: needed(run, kernels, one(run)).total for n, run in chosen.items()}
     assert size[1] > size[3] > size[48]
 
     def found(free, run=auto, ranks=1):
-        t = fitting(run, kernels, ranks, int(free / (1 - FRACTION)) + 1, "a")
+        t = fitting(run, kernels, Strategy(run.train, ranks), int(free / (1 - FRACTION)) + 1, "a")
         return t.grad_accum, t.recompute
 
     assert found(1 << 40) == (1, "mlp")
@@ -144,7 +156,7 @@ def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     assert found(1 << 40, chosen[3]) == (3, "mlp")  # asked for
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
-    assert fitting(auto, kernels, 1, 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
+    assert fitting(auto, kernels, one(auto), 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
     monkeypatch.setattr("distgpt.training.opening.memory.TOKENS", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
@@ -158,6 +170,6 @@ def test_what_is_held_out_takes_memory_too():
     Scorer(model, SerialComm()).sums([span])  # what the kernels keep for themselves
     before = kernels.taken
     Scorer(model, SerialComm()).sums([span] * 1000)
-    need = needed(RUN, CpuKernels("float32"), 1, evaluated=True)
+    need = needed(RUN, CpuKernels("float32"), one(RUN), evaluated=True)
     assert need.evaluation == kernels.taken - before
-    assert needed(RUN, CpuKernels("float32"), 1).total == need.total - need.evaluation
+    assert needed(RUN, CpuKernels("float32"), one(RUN)).total == need.total - need.evaluation

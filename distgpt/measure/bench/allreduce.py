@@ -25,8 +25,14 @@ from distgpt.measure.jobs import ask
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, Paragraph, tabulated
 from distgpt.stages import Stage, open_stage
-from distgpt.training.exchange.choose import ONE_CALL, fastest_between_nodes, one_by_one
-from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, Reduction
+from distgpt.training.exchange.api import Allreduce, Reduction
+from distgpt.training.exchange.choose import ONE_CALL
+from distgpt.training.exchange.reductions import (
+    HostWire,
+    ReduceScatterGather,
+    fastest_between_nodes,
+    one_by_one,
+)
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
 ON_HOST = (*ONE_CALL, "hierarchical")  # values of --grad-sync

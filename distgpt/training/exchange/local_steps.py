@@ -6,6 +6,7 @@ mean of how far they have come. In between only a few numbers cross the network 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -14,25 +15,31 @@ import numpy as np
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import UsageError, refuse_beside
+from distgpt.kernels.api import OuterState
+from distgpt.model.memory import FlatBuffer
+from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.training.exchange.api import Exchange
+from distgpt.training.exchange.api import Exchange, Scales
+from distgpt.training.placement import RECENT, Rounds
 
 
 class LocalSteps(Exchange):
     """Gradients stay with their rank. The changes of the weights are summed in the gradients' memory."""
+
+    waits_after_update = True
 
     def __init__(
         self,
         name: str,
         comm: Comm,
         optimizer: AdamW,
-        config: TrainConfig,
+        outer: Outer,
+        rounds: Rounds,
         sum_changes: Callable[[int], None],
     ) -> None:
         """`name`: how `sum_changes` sums the gradients' memory over the ranks."""
-        assert optimizer.outer
-        self.name, self.comm, self.config = name, comm, config
-        self.optimizer, self.outer, self.sum_changes = optimizer, optimizer.outer, sum_changes
+        self.name, self.comm, self.rounds = name, comm, rounds
+        self.optimizer, self.outer, self.sum_changes = optimizer, outer, sum_changes
 
     def sum_gradients(self, step: int) -> None:
         """Sum the squared norms alone: all ranks clip alike, and skip a step that one of them cannot use."""
@@ -41,6 +48,11 @@ class LocalSteps(Exchange):
 
     def compute_norm(self, optimizer: AdamW) -> None:
         """Do nothing: `sum_gradients` has done it, since nobody may wait here while weights are locked."""
+
+    def scales(self, learned: float) -> Scales:
+        """Return the scales of a step: gradients are this rank's own, norm² is the mean over the ranks."""
+        ranks = self.comm.size
+        return Scales(1.0 / ranks / learned, 1.0 / learned, math.sqrt(1.0 / ranks) / learned)
 
     def sum_flags(self) -> None:
         """Sum the loss, the flags and the squared norm: in one message where they lie on the host."""
@@ -55,7 +67,7 @@ class LocalSteps(Exchange):
 
     def after_update(self, step: int, is_changed: bool) -> None:
         self.outer.in_sync = False
-        if ends_round(self.config, step + 1, self.comm.size):
+        if self.rounds.ends(step + 1):
             self.end_round(step + 1)
 
     def end_round(self, step: int) -> None:
@@ -69,44 +81,68 @@ class LocalSteps(Exchange):
         return ["sum_flags", "sum_changes"]
 
 
-def is_local(t: TrainConfig, ranks: int) -> bool:
-    """Return whether ranks take steps of their own."""
-    return t.outer_every > 0 and ranks > 1
+class Outer:
+    """Takes a step by Nesterov momentum along the mean change of weights that began a round alike."""
+
+    def __init__(self, model: Model, config: TrainConfig) -> None:
+        self._model, self._config = model, config
+        wide = model.kernels.wide_zeros
+        self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
+        self.in_sync = True  # no rank has changed its weights since
+
+    def begin(self) -> None:
+        """Begin a first round with the weights as they are."""
+        k = self._model.kernels
+        k.zero(self.velocity.flat)
+        k.put(self.round_start.flat, k.to_host(self._model.weights.flat))
+        self.in_sync = True
+
+    def store_change_as_gradient(self) -> None:
+        """Gradients ← this rank's weights - those at the round's start."""
+        model = self._model
+        model.kernels.subtract(model.grads.flat, model.weights.flat, self.round_start.flat)
+
+    def step(self, ranks: int) -> None:
+        """Take the outer step once these changes are summed; the next round begins."""
+        model, c = self._model, self._config
+        low = None if model.params is model.weights else model.params.flat
+        buffers = (self.round_start.flat, self.velocity.flat, model.grads.flat)
+        state = OuterState(model.weights.flat, low, *buffers)
+        model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
+        self.in_sync = True
 
 
-def ends_round(t: TrainConfig, done: int, ranks: int) -> bool:
-    """Return whether all ranks have the same weights after this many steps."""
-    return not is_local(t, ranks) or done % t.outer_every == 0 or done == t.steps
+class LocalRounds(Rounds):
+    """Rounds of `every` steps; the last one may be shorter."""
 
+    def __init__(self, every: int, steps: int) -> None:
+        self.length, self._steps = every, steps
 
-def round_before(t: TrainConfig, done: int, ranks: int) -> int:
-    """Return the step at which all ranks last had the same weights before this one."""
-    return (done - 1) // t.outer_every * t.outer_every if is_local(t, ranks) else done - 1
+    def ends(self, done: int) -> bool:
+        return done % self.length == 0 or done == self._steps
 
+    def before(self, done: int) -> int:
+        return (done - 1) // self.length * self.length
 
-def buffers_saved(t: TrainConfig, ranks: int, is_common: bool) -> int:
-    """Return how many buffers of the weights' size a checkpoint holds.
+    def recent(self, done: int, seconds: list[float]) -> list[float]:
+        """Return at least those of one round; before its first exchange, that is guessed."""
+        last = seconds[-max(RECENT, self.length) :]
+        has_exchanged = done // self.length > (done - len(seconds)) // self.length
+        return last if has_exchanged else [*last, sum(last)]
 
-    They are the weights and both moments; with local steps those of each rank, and the velocity.
-    `is_common`: at the end of a round, where all ranks have the same weights.
-    """
-    if not is_local(t, ranks):
-        return 3
-    return 2 + 2 * ranks if is_common else 3 + 3 * ranks
+    def usual(self, recent: Sequence[float]) -> float:
+        """Return the seconds of a round's slowest step."""
+        return max(recent)
 
-
-def mean_of_round(t: TrainConfig, ranks: int, first: int, seconds: Sequence[float]) -> float:
-    """Return a step's mean seconds, from the median of steps that end a round and that of the others.
-
-    `first`: the steps that were done before those in `seconds`.
-    """
-    ends: list[float] = []
-    others: list[float] = []
-    for step, took in enumerate(seconds, first + 1):
-        (ends if ends_round(t, step, ranks) else others).append(took)
-    if not ends or not others:
-        return median(seconds)
-    return (median(ends) + (t.outer_every - 1) * median(others)) / t.outer_every
+    def mean(self, first: int, seconds: Sequence[float]) -> float:
+        """Return a step's mean, from the median of steps that end a round and that of the others."""
+        ends: list[float] = []
+        others: list[float] = []
+        for step, took in enumerate(seconds, first + 1):
+            (ends if self.ends(step) else others).append(took)
+        if not ends or not others:
+            return median(seconds)
+        return (median(ends) + (self.length - 1) * median(others)) / self.length
 
 
 def check_local(t: TrainConfig) -> None:

@@ -11,10 +11,21 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from distgpt.comm.api import NcclComm
+from distgpt.comm.api import Comm, NcclComm
+from distgpt.config import TrainConfig
+from distgpt.errors import Say
 from distgpt.kernels.api import Work
-from distgpt.training.exchange.api import AfterBackward
-from distgpt.training.exchange.reductions import Reduction
+from distgpt.model.model import Model
+from distgpt.training.exchange.api import AfterBackward, Exchange, Reduction
+from distgpt.training.exchange.reductions import (
+    HostWire,
+    ReduceScatterGather,
+    fastest_between_nodes,
+    flags_sum,
+    flat_reduction,
+    one_by_one,
+)
+from distgpt.training.placement import OptimizerState
 
 BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
 LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the speed of the links
@@ -23,8 +34,8 @@ LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the s
 class Overlapped(AfterBackward):
     """A thread sums the buckets through a communicator of its own."""
 
-    def __init__(self, size: int, reduction: Reduction, sum_flags: Callable[[], None]) -> None:
-        super().__init__("overlapped", reduction, size, sum_flags)
+    def __init__(self, size: int, reduction: Reduction, sum_flags: Callable[[], None], mean: float) -> None:
+        super().__init__("overlapped", reduction, size, sum_flags, mean)
         self._thread: threading.Thread | None = None
         self._handed = 0  # elements that the thread has been given
         self._buckets: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # None: the last one of a step
@@ -79,9 +90,10 @@ class OverlappedNccl(AfterBackward):
         reduction: Reduction,
         between: Callable[[Work], None],
         sum_flags: Callable[[], None],
+        mean: float,
     ) -> None:
         """`between`: `Kernels.between`, which cuts a recording."""
-        super().__init__("overlapped", reduction, size, sum_flags)
+        super().__init__("overlapped", reduction, size, sum_flags, mean)
         self._nccl, self._between = nccl, between
         self._cut = self._sent = 0  # elements before the last cut, and those that have been sent
         self._step = 0
@@ -105,3 +117,21 @@ class OverlappedNccl(AfterBackward):
         self._send(self._size)
         self._nccl.join()
         self._sum_flags()
+
+
+def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange of --grad-sync overlapped. Collective."""
+    model, mean = state.optimizer.model, 1.0 / comm.size
+    sum_flags, size = flags_sum(comm, model, t), model.layout.size
+    if model.kernels.capabilities.is_async:
+        assert comm.nccl
+        flat, between = flat_reduction(comm, model, t), model.kernels.between
+        return OverlappedNccl(size, comm.nccl, flat, between, sum_flags, mean)
+    parts = partial(_in_a_thread, model, t)
+    reduction = fastest_between_nodes(comm.dup_sleeping(), model.grads.flat, t.gradient_dtype, parts)
+    return Overlapped(size, reduction, sum_flags, mean)
+
+
+def _in_a_thread(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
+    """Return what a thread beside the workers calls, without them."""
+    return ReduceScatterGather(comm, model.grads.flat, wire, t.seed, HostWire(one_by_one, 1))

@@ -1,29 +1,30 @@
-"""Sums of a stretch of the gradients over ranks: by an Allreduce, in parts, or within nodes first."""
+"""Sums of a stretch of the gradients over ranks: in parts that ranks sum, or within nodes first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from distgpt.comm.api import Comm
-from distgpt.kernels.api import Array, Wire
+from distgpt.comm.serial import SerialComm
+from distgpt.config import TrainConfig
+from distgpt.errors import Say
+from distgpt.kernels.api import Array, Kernels, Wire
+from distgpt.model.memory import FlatBuffer, Layout, Spec
+from distgpt.model.model import Model
+from distgpt.training.exchange.api import AfterBackward, Allreduce, Exchange, Reduction
+from distgpt.training.placement import OptimizerState
 
 LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
 PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
 GRAIN = 4096  # elements that a worker takes at least
 
 Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
-
-
-class Reduction(Protocol):
-    """Sums elements start … stop of the flat buffer."""
-
-    def sum(self, start: int, stop: int, step: int) -> None:
-        """Replace these elements by their sum over ranks. `step` seeds random rounding. Collective."""
 
 
 def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
@@ -69,21 +70,6 @@ class HostWire:
 
     def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
         spread(count, self._each, self._workers, loop, *args)
-
-
-class Allreduce(Reduction):
-    """One Allreduce of MPI or NCCL over the whole stretch; or one for each piece that stays in a cache."""
-
-    def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
-        self._comm, self._flat, self._chunked = comm, flat, chunked
-
-    def sum(self, start: int, stop: int, step: int) -> None:
-        whole = start == 0 and stop == len(self._flat)  # then the same object at every step
-        part = self._flat if whole else self._flat[start:stop]
-        if self._chunked:
-            self._comm.sum_chunked(part)
-        else:
-            self._comm.sum(part)
 
 
 class ReduceScatterGather(Reduction):
@@ -169,3 +155,93 @@ class Hierarchical(Reduction):
         self._node.reduce(bounds, step)
         self._across.sum(bounds[rank], bounds[rank + 1], step)
         self._comm.all_gather(self._flat, bounds)
+
+
+# From the settings to reductions
+
+
+def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return one sum after the backward pass, by any reduction. Collective."""
+    model = state.optimizer.model
+    reduction, size = reduction_for(comm, model, t), model.layout.size
+    return AfterBackward(t.grad_sync, reduction, size, flags_sum(comm, model, t), mean_factor(comm, t))
+
+
+def reduction_for(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
+    """Return what sums the gradients, without the numbers appended to them. Collective."""
+    if t.grad_sync == "hierarchical":
+        return fastest_between_nodes(comm, model.grads.flat, t.gradient_dtype, partial(in_parts, model, t))
+    return flat_reduction(comm, model, t)
+
+
+def flat_reduction(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
+    """Return a reduction over all ranks alike, wherever they are."""
+    if t.gradient_dtype == "float32" and not t.reproducible_parts:
+        return Allreduce(comm, model.grads.flat, t.grad_sync == "chunked")
+    return in_parts(model, t, comm, t.gradient_dtype)
+
+
+def fastest_between_nodes(
+    comm: Comm, flat: Array, wire: str, parts: Callable[[Comm, str], ReduceScatterGather]
+) -> Reduction:
+    """Return a reduction that sends little between nodes. Collective."""
+
+    def across(comm: Comm) -> Reduction:
+        return parts(comm, wire) if wire != "float32" else Allreduce(comm, flat)
+
+    levels = comm.split_by_node()
+    if levels is None:  # chunked: what stays in a cache is summed faster within a node
+        is_one_node = comm.size == comm.local_size
+        return Allreduce(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)
+    node, peers = levels
+    return Hierarchical(node, flat, parts(node, "float32"), across(peers))
+
+
+def in_parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
+    """Return a reduction in parts, by the loops of the device that holds the gradients."""
+    k = model.kernels
+    loops = k.wire or HostWire(k.each, k.threads)
+    return ReduceScatterGather(
+        comm, model.grads.flat, wire, t.seed, loops, by_twos=bool(t.reproducible_parts)
+    )
+
+
+def flags_sum(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
+    """Return what sums the numbers appended to the gradients in a call of their own."""
+    extra = model.grads.flags
+
+    def sum_flags() -> None:
+        if t.reproducible_parts:
+            tree_sum(comm, extra[:1])
+        comm.sum(extra[1:] if t.reproducible_parts else extra)
+
+    return sum_flags
+
+
+def tree_sum(comm: Comm, value: Array) -> None:
+    """Replace value (1,) by its sum over ranks, in the same tree. Collective."""
+    every = np.zeros(comm.size, value.dtype)
+    every[comm.rank] = value[0]
+    comm.sum(every)  # of one number and zeros
+    while len(every) > 1:
+        every = every[::2] + every[1::2]
+    value[0] = every[0]
+
+
+def mean_factor(comm: Comm, t: TrainConfig) -> float:
+    """Return the factor that makes a mean of the ranks' sum: reproducible parts have their weight already."""
+    return 1.0 if t.reproducible_parts else 1.0 / comm.size
+
+
+def one_by_one(work: Callable[[int], Any], count: int) -> None:
+    """Do the same as `Kernels.each`, in the calling thread."""
+    for part in range(count):
+        work(part)
+
+
+def rehearse_reductions(kernels: Kernels, wire: str) -> None:
+    """Compile every loop that a reduction in parts may call."""
+    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1)
+    for by_twos in (False, True):
+        loops = HostWire(one_by_one, 1)
+        ReduceScatterGather(SerialComm(), grads.flat, wire, 0, loops, by_twos).sum(0, LINE, 0)

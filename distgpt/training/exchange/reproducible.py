@@ -6,15 +6,16 @@ of neighbours, and so on: first those of one rank, which has a whole branch of t
 
 from __future__ import annotations
 
-import numpy as np
-
-from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
+from distgpt.data.batches import rank_rows
 from distgpt.errors import UsageError
 from distgpt.formatting import count
-from distgpt.kernels.api import Array, Kernels
-from distgpt.model.memory import FlatBuffer
-from distgpt.training.exchange.reductions import spread
+from distgpt.kernels.api import Kernels
+from distgpt.model.memory import FlatBuffer, Layout, Spec
+from distgpt.model.model import Model
+from distgpt.training.exchange.reductions import LINE, spread
+from distgpt.training.micro_batches import MicroBatches
+from distgpt.training.strategy import Start
 
 
 class Tree:
@@ -35,14 +36,38 @@ class Tree:
         spread(len(out), k.each, k.threads, flat.join, out, self._sums, self._branches[:level])
 
 
-def tree_sum(comm: Comm, value: Array) -> None:
-    """Replace value (1,) by its sum over ranks, in the same tree. Collective."""
-    every = np.zeros(comm.size, value.dtype)
-    every[comm.rank] = value[0]
-    comm.sum(every)  # of one number and zeros
-    while len(every) > 1:
-        every = every[::2] + every[1::2]
-    value[0] = every[0]
+class ReproducibleParts(MicroBatches):
+    """Each micro-batch is one part of the batch. The tree adds their gradients, not the backward pass."""
+
+    name = "reproducible parts"
+
+    def __init__(self, config: TrainConfig, ranks: int, model: Model) -> None:
+        super().__init__(config, ranks)
+        self._parts = config.reproducible_parts
+        self.weight = 1 / self._parts  # from the start the mean over all ranks: a sum is all they need
+        is_single = self._parts <= ranks  # part of a rank, which has nothing to add
+        self._tree = None if is_single else Tree(model.grads, model.kernels, self.count)
+
+    def rows(self, rank: int, i: int) -> slice:
+        # A rank has neighbouring parts, which are a whole branch of the tree.
+        return rank_rows(self._batch_size, rank * self.count + i, self._parts, 0, 1)
+
+    def adds(self, i: int) -> bool:
+        return False
+
+    def done(self, i: int) -> None:
+        if self._tree:
+            self._tree.add(i)
+
+
+def make(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start | None) -> MicroBatches:
+    """Return the micro-batches that --reproducible-parts asks for."""
+    return ReproducibleParts(t, ranks, model)
+
+
+def rehearse_tree(kernels: Kernels) -> None:
+    """Compile the loop that adds up the parts."""
+    Tree(FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1), kernels, 1).add(0)
 
 
 def usual_parts(batch_size: int) -> int:

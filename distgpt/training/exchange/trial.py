@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import Say
 from distgpt.formatting import duration
-from distgpt.training.exchange.api import Exchange
+from distgpt.training.exchange.api import Exchange, Scales
+from distgpt.training.exchange.choose import exchange_for
+from distgpt.training.placement import OptimizerState
 
 WARM_UP = 2  # steps of each that do not count: on a GPU one compiles, and the next one records
 EACH = 3  # steps of each that count, of which the fastest counts: a save may come between two
@@ -44,6 +47,9 @@ class Trial(Exchange):
 
     def sum_gradients(self, step: int) -> None:
         self._current.sum_gradients(step)
+
+    def scales(self, learned: float) -> Scales:
+        return self._current.scales(learned)
 
     @property
     def _current(self) -> Exchange:
@@ -85,3 +91,17 @@ def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> list[str]:
     if on_gpu or most == comm.size:
         return ["allreduce", "chunked"]
     return ["allreduce", *["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
+
+
+def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange that tries all candidates, or the only candidate. Collective."""
+    k = state.optimizer.model.kernels
+    names = candidates(comm, t, k.capabilities.is_async)
+
+    def named(name: str) -> Exchange:
+        return exchange_for(comm, state, replace(t, grad_sync=name), say)
+
+    if len(names) > 1:
+        return Trial(comm, names, named, say, wait=lambda: k.to_host(state.optimizer.norm))
+    say(f"--grad-sync auto: {names[0]}, the only way to try here")
+    return named(names[0])

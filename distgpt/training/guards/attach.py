@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from distgpt.config import TrainConfig
-from distgpt.training.exchange.local_steps import buffers_saved
 from distgpt.training.guards.full_disk import room_for
 from distgpt.training.guards.stuck import save_and_exit
 from distgpt.training.guards.watchdog import Stall, Watchdog
@@ -39,7 +38,7 @@ def guarded(t: TrainConfig, end: float | None = None, stall: Stall | None = None
 
 def _guards(run: Run, end: float | None, stall: Stall) -> Sequence[Guard]:
     """Return the guards of a run. Collective."""
-    pace, found = Pace(run.settings, run.comm.size, run.progress), list[Guard]()
+    pace, found = Pace(run.progress, run.placement.rounds), list[Guard]()
     slowest: Callable[[], str] = str  # "" where there is no other rank
     if run.comm.size > 1:
         from distgpt.training.guards.stragglers import Stragglers
@@ -52,9 +51,8 @@ def _guards(run: Run, end: float | None, stall: Stall) -> Sequence[Guard]:
     if end is not None and run.comm.rank == 0:  # the others hear of it by a step's votes
         from distgpt.training.guards.deadline import Deadline, TimeLimit
 
-        t = run.settings
-        saved = buffers_saved(t, run.comm.size, is_common=False)
+        saved = run.placement.saved_buffers(is_common=False)
         limit = TimeLimit(end, 4 * saved * run.model.layout.size)
-        saves = 2 if t.save == "async" else 1
+        saves = 2 if run.settings.save == "async" else 1
         found.append(Deadline(limit, run.signals, pace, run.checkpoints, saves))
     return found

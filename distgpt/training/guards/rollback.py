@@ -23,9 +23,9 @@ def roll_back(run: Run, bad: BadStep) -> None:
     path, document = on_root(run.comm, lambda: _newest(run))
     state = State.from_json(document)
     if path:
-        restore(run.comm, run.model, run.optimizer, Path(path))
+        restore(run.comm, run.model, run.optimizer_state, Path(path))
     else:
-        begin_anew(run.comm, run.model, run.optimizer, run.config.train, run.batches)
+        begin_anew(run.comm, run.model, run.optimizer_state, run.config.train, run.batches)
     run.load(replace(state, skipped=used - state.step))
     run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
     step, what = run.progress.step, f"{bad.reason} at step {bad.step}"

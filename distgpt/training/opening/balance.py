@@ -1,4 +1,4 @@
-"""Shares of a micro-batch for --balance auto: more sequences on faster ranks."""
+"""Uneven shares of a micro-batch for --balance auto: more sequences on faster ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,52 @@ import numpy as np
 from distgpt.comm.agree import gather_bytes, gather_ints, on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
+from distgpt.data.batches import shared_rows
 from distgpt.formatting import count
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
-from distgpt.training.step import even_shares
+from distgpt.training.micro_batches import MicroBatches
+from distgpt.training.strategy import Start
 
 TRIES = 3  # passes of each rank, of which the fastest counts, after one to warm up
 LEAST_GAIN = 0.03  # of a step, that an uneven split has to bring
+
+
+class Balanced(MicroBatches):
+    """Each rank takes its own number of sequences, which weights its gradients in the mean over the ranks."""
+
+    name = "balanced"
+
+    def __init__(self, config: TrainConfig, ranks: int, rank: int, shares: list[int], hosts: int = 0) -> None:
+        """`shares`: sequences of each rank in a micro-batch, on hosts of this checksum."""
+        super().__init__(config, ranks)
+        self.shares, self.hosts = shares, hosts
+        self.sequences = shares[rank]
+        self.weight = self.sequences * ranks / config.batch_size
+
+    def rows(self, rank: int, i: int) -> slice:
+        assert self.shares
+        return shared_rows(self.shares, rank, i)
+
+
+def make(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start | None) -> MicroBatches:
+    """Return shares of a checkpoint that was written on the same hosts, or measured now. Collective."""
+    if start is None:  # memory is counted with even ones
+        return MicroBatches(t, ranks)
+    hosts = hosts_checksum(start.comm, start.threads)
+    known, how = start.known(hosts), "as before"
+    shares = known or measured_shares(model, t, start.comm)
+    if known is None:
+        how = "measured now"
+    if not start.fits(shares):
+        shares, how = even_shares(t, ranks), "as memory does not allow others"
+    start.say(f"--balance auto: {described_shares(shares)}, {how}")
+    return Balanced(t, ranks, rank, shares, hosts)
+
+
+def even_shares(t: TrainConfig, ranks: int) -> list[int]:
+    """Return the same number of sequences for each rank."""
+    return [MicroBatches(t, ranks).sequences] * ranks
 
 
 def measured_shares(model: Model, t: TrainConfig, comm: Comm) -> list[int]:

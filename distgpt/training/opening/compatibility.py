@@ -7,7 +7,7 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import refuse_uneven
 from distgpt.errors import UsageError, refuse_beside
-from distgpt.training.exchange.local_steps import check_local, is_local
+from distgpt.training.exchange.local_steps import check_local
 from distgpt.training.exchange.reproducible import check_parts
 
 WITHOUT_THREADS = (
@@ -35,7 +35,7 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         check_parts(t, ranks, on_gpu)
     else:
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
-    if is_local(t, ranks):
+    if t.outer_every and ranks > 1:
         check_local(t)
     if t.balance == "auto" and ranks > 1:
         _check_balance(t)
@@ -49,6 +49,14 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         raise UsageError(
             "--gradient-dtype bfloat16 leaves nothing of --dtype float64: use float32 for one of them"
         )
+
+
+def refuse_unmeasurable(t: TrainConfig, ranks: int) -> None:
+    """Raise a UsageError about settings that find out while a run trains how ranks share their work."""
+    if t.balance == "auto" and ranks > 1:
+        raise UsageError("--balance auto is for training: ranks are measured with even shares")
+    if t.grad_sync == "auto" and not (t.outer_every and ranks > 1):
+        raise UsageError("--grad-sync auto chooses while it trains: measure one of the others by its name")
 
 
 def refuse_unable(t: TrainConfig, comm: Comm, on_gpu: bool) -> None:

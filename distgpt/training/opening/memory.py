@@ -18,19 +18,17 @@ from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer
 from distgpt.formatting import count
 from distgpt.formatting import size as size_of
-from distgpt.kernels.api import Array, Kernels, Wire, Work
+from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.model.layers import SIDES
 from distgpt.model.lora import model_for, trained_layout
 from distgpt.model.memory import MATRIX
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.stages import Stage
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.exchange.choose import optimizer_for, parts_made
-from distgpt.training.exchange.local_steps import is_local
-from distgpt.training.exchange.reductions import ReduceScatterGather
-from distgpt.training.exchange.sharded import has_shards, own_shard
 from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
+from distgpt.training.placement import Placement
 from distgpt.training.step import Step
+from distgpt.training.strategy import Strategy
 
 SPARE = 0.95  # of the free memory: the system needs some too
 TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster
@@ -89,11 +87,12 @@ class Counting:
         return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
 
 
-def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False) -> Need:
+def needed(run: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool = False) -> Need:
     """Count by building the very objects of a run, with kernels that only count."""
-    counting = Counting(kernels)
+    counting, ranks, placement = Counting(kernels), strategy.ranks, strategy.placement
+    last = ranks - 1  # the rank whose part is the largest
     sequences = run.train.batch_size // ((run.train.grad_accum or 1) * ranks)
-    comm = cast(Comm, SimpleNamespace(size=ranks, rank=ranks - 1))  # whose part is the largest
+    comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
     model = model_for(run, cast(Kernels, counting))
     taken = [0]
 
@@ -101,15 +100,16 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
         taken.append(counting.taken)
         return taken[-1] - taken[-2]
 
-    model.train(ranks, own_shard(run.train, model.layout, comm))
+    model.train(ranks, placement.own(model.layout, last))
     weights = more()
-    if has_shards(run.train, ranks) or is_local(run.train, ranks):  # a tensor on its way to be saved
+    if not placement.may_copy:  # a tensor on its way to be saved
         counting.wide_zeros(max(spec.size for spec in model.layout.specs))
-    optimizer = optimizer_for(model, run.train, comm)
+    optimizer = placement.state(model, last).optimizer
     _ = model.grads
     states = more()
     try:
-        Step(optimizer, comm, run.train, Exchange())
+        micro_batches = strategy.micro_batches(run.train, last, model)
+        Step(optimizer, comm, run.train, Exchange(), micro_batches=micro_batches)
     except MemoryError:  # the batch itself, on the host
         many = f"{count(sequences, 'sequence')} of {run.model.seq_len} tokens"
         raise UsageError(f"{many} in one micro-batch are too many") from None
@@ -119,8 +119,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     if evaluated:
         Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
     evaluation = more()
-    for _ in range(parts_made(run.train, ranks) if counting.wire else 0):
-        ReduceScatterGather(comm, model.grads.flat, run.train.gradient_dtype, 0, cast(Wire, counting.wire))
+    strategy.reserve(comm, model, run.train)
     # As if one rank orthogonalised all matrices, which ranks may share.
     shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
     try:
@@ -139,7 +138,7 @@ def _copies(model: ModelConfig, rows: int) -> int:
 
 
 def fit_to_memory(
-    run: RunConfig, stage: Stage, kernels: Kernels, evaluated: bool, preferred: int = 0
+    run: RunConfig, stage: Stage, kernels: Kernels, strategy: Strategy, evaluated: bool, preferred: int = 0
 ) -> TrainConfig:
     """Resolve automatic values by each rank's memory; where one rank has too little, none starts. Collective.
 
@@ -151,48 +150,51 @@ def fit_to_memory(
 
     def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
         tried = replace(run, train=replace(asked, grad_accum=micro_batches))
-        return on_every_rank(comm, lambda: fitting(tried, kernels, comm.size, *free, evaluated, preferred))
+        return on_every_rank(comm, lambda: fitting(tried, kernels, strategy, *free, evaluated, preferred))
 
     alone = fit(asked.grad_accum, preferred)
     fitted = fit(comm.allreduce_max(alone.grad_accum))
-    fitted = replace(fitted, save=on_root(comm, lambda: _way_to_save(run, fitted, stage, kernels, evaluated)))
+    way = on_root(comm, lambda: _way_to_save(run, fitted, stage, kernels, strategy, evaluated))
+    fitted = replace(fitted, save=way)
     if fitted.grad_accum > 1 and not asked.grad_accum:
         each = asked.batch_size // (fitted.grad_accum * comm.size)
         stage.notes.add(
             f"a step takes {fitted.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
         )
-    if asked.reproducible_parts and asked.grad_accum not in (0, fitted.grad_accum):
+    if asked.grad_accum not in (0, fitted.grad_accum):
         stage.notes.add(
-            f"--reproducible-parts decides the micro-batches: --grad-accum {asked.grad_accum} has no effect"
+            f"{strategy.counted_by} decides the micro-batches: --grad-accum {asked.grad_accum} has no effect"
         )
     if kernels.capabilities.is_async and asked.recompute == "auto":
         stage.notes.add(f"memory allows --recompute {fitted.recompute}")
     return fitted
 
 
-def copy_bytes(run: RunConfig, kernels: Kernels, ranks: int) -> int:
+def copy_bytes(run: RunConfig, kernels: Kernels, placement: Placement) -> int:
     """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
-    if run.train.save == "sync" or has_shards(run.train, ranks) or is_local(run.train, ranks):
+    if run.train.save == "sync" or not placement.may_copy:
         return 0
     layout, optimizer = trained_layout(run), OPTIMIZERS[run.train.optimizer]
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 
-def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Kernels, evaluated: bool) -> str:
+def _way_to_save(
+    run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Kernels, strategy: Strategy, evaluated: bool
+) -> str:
     """Return sync or async, where `save` may be auto. For rank 0."""
     if fitted.save == "sync":
         return fitted.save
-    if has_shards(fitted, stage.comm.size) or is_local(fitted, stage.comm.size):
+    if not strategy.placement.may_copy:
         if fitted.save == "async":
-            option = f"--outer-every {fitted.outer_every}" if fitted.outer_every else "--grad-sync sharded"
+            option = strategy.placement.option
             raise UsageError(f"--save async does not go with {option}: no rank has all moments")
         if fitted.save_every or fitted.save_minutes:
             stage.notes.add("training waits while a checkpoint is written: all ranks have a part of it")
         return "sync"
     free, taken = granted_memory(stage.comm.local_size).free, 0
     if not kernels.capabilities.is_async:  # else those are in a GPU's memory
-        taken = needed(replace(run, train=fitted), kernels, stage.comm.size, evaluated).total
-    copy, room = copy_bytes(run, kernels, stage.comm.size), max(0, int(SPARE * free) - taken)
+        taken = needed(replace(run, train=fitted), kernels, strategy, evaluated).total
+    copy, room = copy_bytes(run, kernels, strategy.placement), max(0, int(SPARE * free) - taken)
     if copy <= room:
         return "async"
     if fitted.save == "async":
@@ -208,16 +210,17 @@ def have_memory(
     settings: TrainConfig,
     stage: Stage,
     kernels: Kernels,
-    shares: Sequence[int],
+    strategy: Strategy,
     is_evaluated: bool,
+    shares: Sequence[int],
 ) -> bool:
     """Return whether every rank has memory for its share of a micro-batch and for the rest. Collective."""
     comm, t = stage.comm, settings
 
     def fits() -> bool:
         own = replace(config, train=replace(t, batch_size=shares[comm.rank] * comm.size * t.grad_accum))
-        need = needed(own, kernels, comm.size, is_evaluated)
-        copied = copy_bytes(own, kernels, comm.size) if comm.rank == 0 and t.save == "async" else 0
+        need = needed(own, kernels, strategy, is_evaluated)
+        copied = copy_bytes(own, kernels, strategy.placement) if comm.rank == 0 and t.save == "async" else 0
         free, _ = stage.free_memory()
         return need.total - need.weights - need.optimizer + copied <= SPARE * free
 
@@ -227,7 +230,7 @@ def have_memory(
 def fitting(
     run: RunConfig,
     kernels: Kernels,
-    ranks: int,
+    strategy: Strategy,
     free: int,
     where: str,
     evaluated: bool = False,
@@ -239,12 +242,12 @@ def fitting(
     options need less.
     """
     budget = _budget(kernels, free)
-    for tried in _candidates(run, kernels, ranks, preferred):
-        need = needed(replace(run, train=tried), kernels, ranks, evaluated)
+    for tried in _candidates(run, kernels, strategy, preferred):
+        need = needed(replace(run, train=tried), kernels, strategy, evaluated)
         if need.total <= budget:
             return tried
-    rows = run.train.batch_size // (tried.grad_accum * ranks)
-    further = _ways_out(replace(run, train=tried), kernels, ranks, budget, evaluated)
+    rows = run.train.batch_size // (tried.grad_accum * strategy.ranks)
+    further = _ways_out(replace(run, train=tried), kernels, strategy, budget, evaluated)
     ways = [f"{option} (needs {size_of(size)})" for option, size in further]
     hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
     held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
@@ -264,13 +267,15 @@ def _budget(kernels: Kernels, free: int) -> float:
     return free - max((1 - SPARE) * free, min(besides, FRACTION * free))
 
 
-def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) -> Iterator[TrainConfig]:
+def _candidates(
+    run: RunConfig, kernels: Kernels, strategy: Strategy, preferred: int
+) -> Iterator[TrainConfig]:
     """Ways to take a step, the fastest first: large micro-batches, little recomputed; then smaller ones."""
     t, seq_len = run.train, run.model.seq_len
     hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
-    each = t.batch_size // ranks
+    each = t.batch_size // strategy.ranks
     size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
-    if fixed := t.reproducible_parts // ranks or t.grad_accum:
+    if fixed := strategy.fixed_count(t):
         size = {fixed: size[fixed]}
     most = TOKENS_QUEUED if kernels.capabilities.is_async else TOKENS
     first = [n for n in size if most / 4 < size[n] <= most]
@@ -291,21 +296,21 @@ def choices(kernels: Kernels) -> tuple[str, ...]:
 
 
 def _ways_out(
-    run: RunConfig, kernels: Kernels, ranks: int, budget: float, evaluated: bool
+    run: RunConfig, kernels: Kernels, strategy: Strategy, budget: float, evaluated: bool
 ) -> list[tuple[str, int]]:
     """Options that make it fit: recomputing more, and more micro-batches of fewer sequences."""
     t = run.train
 
     def first_that_fits(tries: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int]]:
         for option, values in tries:
-            size = needed(replace(run, train=replace(t, **values)), kernels, ranks, evaluated).total
+            size = needed(replace(run, train=replace(t, **values)), kernels, strategy, evaluated).total
             if size <= budget:
                 return [(option, size)]
         return []
 
     stronger = {"none": ("mlp", "block"), "mlp": ("block",), "block": ()}[t.recompute]
     again = first_that_fits([(f"--recompute {how}", {"recompute": how}) for how in stronger])
-    per_micro_batch = t.batch_size // (t.grad_accum * ranks)
-    counts = [] if t.reproducible_parts else [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
+    per_micro_batch = t.batch_size // (t.grad_accum * strategy.ranks)
+    counts = [] if strategy.counted_by else [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
     smaller = first_that_fits([(f"--grad-accum {n}", {"grad_accum": n}) for n in counts])
     return again + smaller

@@ -29,7 +29,6 @@ from distgpt.kernels.api import Kernels
 from distgpt.model.lora import model_for
 from distgpt.model.model import Model, small
 from distgpt.model.muon import OPTIMIZERS
-from distgpt.model.optim import AdamW, Outer
 from distgpt.model.passes import Pass
 from distgpt.saved.adapter import base_of
 from distgpt.saved.checkpoint import Best, State
@@ -38,22 +37,21 @@ from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage, report_compiling
 from distgpt.training.activity import EVALUATING, Activity
 from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange
-from distgpt.training.exchange.local_steps import is_local
-from distgpt.training.exchange.sharded import own_shard
+from distgpt.training.micro_batches import MicroBatches
 from distgpt.training.opening.announce import facts, note_short_text, note_surprises
-from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares
-from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.compatibility import refuse_unmeasurable, refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.whereabouts import whereabouts
+from distgpt.training.placement import OptimizerState, Placement
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.reading import Reading
 from distgpt.training.report import Listener, Report
 from distgpt.training.restore import begin_anew, learns_pairs, restore
 from distgpt.training.run import Judge, Run
 from distgpt.training.seams import Seams
-from distgpt.training.step import Inspector, Step, even_shares
+from distgpt.training.step import Inspector, Step
+from distgpt.training.strategy import Choose, Start, Strategy, agree_on_strategy
 from distgpt.training.votes import Votes
 
 PLAIN = Seams()
@@ -63,24 +61,27 @@ NO_DOCUMENTS = (
 )
 
 
-def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN) -> Run:
+def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams: Seams = PLAIN) -> Run:
     """Return a run with its weights loaded. All is checked before anything is written. Collective.
 
     The model is built to count its memory (`fit_to_memory`), as it is, and in small to compile the loops.
+    `choose` returns the strategy that the settings ask for.
     """
     comm, say = stage.comm, listener.noted
     config, corpus, hellaswag = _load_texts(comm, plan, say)
     config, batches = _with_batches(comm, config, corpus)
+    strategy = _strategy(comm, choose, config)
+    placement = strategy.placement
     kernels = stage.kernels(config.train.dtype, config.train.matmul_backend, "training")
     validation = _validation(comm, config, corpus)
     is_evaluated = validation is not None or hellaswag is not None
-    settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
-    compile_ahead_on_gpu(stage, config)
+    settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, plan.micro_batches(comm.size))
+    compile_ahead_on_gpu(stage, config, strategy)
 
     described = _described(comm, config, corpus.tokenizer)
-    model, progress = _model(config, kernels, comm), Progress()
-    optimizer = optimizer_for(model, config.train, comm)
-    _load_state(plan, comm, model, optimizer, batches, progress, say)
+    model, progress = _model(config, kernels, comm, placement), Progress()
+    state = placement.state(model, comm.rank)
+    _load_state(plan, comm, model, state, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
     where = whereabouts(stage)
     on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
@@ -90,23 +91,26 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         note_short_text(plan, config.train, model, batches, token_bytes, say)
         listener.started(facts(plan, stage, where, config, model, batches, validation, progress))
         stage.notes.report_to(say)
-    compile_once_per_node(stage, kernels, config)
-    shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
-    disk = seams.disk(plan.directory, settings, model, described, say)
-    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm, best, disk)
+    compile_once_per_node(stage, kernels, config, strategy)
+    micro_batches = _micro_batches(plan, stage, config, settings, strategy, model, is_evaluated, say)
+    disk, gathering = seams.disk(plan.directory, settings, model, described, say), state.gathering(comm)
+    checkpoints = Checkpoints(
+        model, state.optimizer, plan.directory, described, settings, say, comm, best, disk, gathering
+    )
     signals, activity, judge = PendingSignals(), Activity(), seams.judge(settings, progress)
     on_batch = partial(activity.enter, EVALUATING)
-    clock = seams.clock(plan, stage, Pace(settings, comm.size, progress), model, validation)
+    clock = seams.clock(plan, stage, settings, Pace(progress, placement.rounds), model, validation)
     reading = Reading(batches, settings.batch_size, token_bytes, clock)
     inspector = seams.inspector(comm, model, settings) if seams.inspector else None
-    step = _step(optimizer, comm, settings, shares, judge, inspector, activity, say)
+    step = _step(strategy, state, comm, settings, micro_batches, judge, inspector, activity, say)
     run = Run(
         config=config,
         settings=settings,
         stage=stage,
         where=where,
         model=model,
-        optimizer=optimizer,
+        placement=placement,
+        optimizer_state=state,
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=step,
@@ -116,7 +120,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         start=plan.checkpoint,
         progress=progress,
         clock=clock,
-        identity=_identity(settings, comm, batches, shares, hosts),
+        identity=_identity(settings, comm, batches, micro_batches),
         checkpoints=checkpoints,
         report=Report(comm.rank, config, plan.directory, listener, checkpoints, reading),
         signals=signals,
@@ -128,37 +132,43 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     return replace(run, guards=tuple(seams.guards(run)))
 
 
-def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
+def open_steps(run: RunConfig, stage: Stage, choose: Choose, say: Say) -> tuple[Step, Batches]:
     """Return only the steps of a run, with data and weights, without directory and evaluation. Collective."""
     comm, t = stage.comm, run.train
     on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=False))
-    if t.balance == "auto" and comm.size > 1:
-        raise shared(UsageError("--balance auto is for training: ranks are measured with even shares"))
-    if t.grad_sync == BY_TRIAL and not is_local(t, comm.size):
-        raise shared(
-            UsageError("--grad-sync auto chooses while it trains: measure one of the others by its name")
-        )
+    on_root(comm, lambda: refuse_unmeasurable(t, comm.size))
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
         on_root(comm, lambda: origin.refuse_training(t))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, Path("runs"), say)
-    return make_steps(run, stage, corpus.train, say, corpus.separator)
+    return make_steps(run, stage, choose, corpus.train, say, corpus.separator)
 
 
 def make_steps(
-    run: RunConfig, stage: Stage, tokens: Tokens, say: Say, separator: int | None = None
+    run: RunConfig, stage: Stage, choose: Choose, tokens: Tokens, say: Say, separator: int | None = None
 ) -> tuple[Step, Batches]:
     """Return the steps of a run over these tokens, with random weights or those of --init. Collective."""
     comm, t = stage.comm, run.train
+    strategy = _strategy(comm, choose, run)
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
-    settings = fit_to_memory(run, stage, kernels, evaluated=False)
-    compile_ahead_on_gpu(stage, run)
-    model, batches = _model(run, kernels, comm), _batches(comm, run, tokens, separator)
-    optimizer = optimizer_for(model, t, comm)
-    begin_anew(comm, model, optimizer, t, None)
+    settings = fit_to_memory(run, stage, kernels, strategy, evaluated=False)
+    compile_ahead_on_gpu(stage, run, strategy)
+    model = _model(run, kernels, comm, strategy.placement)
+    batches = _batches(comm, run, tokens, separator)
+    state = strategy.placement.state(model, comm.rank)
+    begin_anew(comm, model, state, t, None)
     stage.notes.report_to(say)
-    compile_once_per_node(stage, kernels, run)
-    return Step(optimizer, comm, settings, make_exchange(comm, optimizer, settings, say)), batches
+    compile_once_per_node(stage, kernels, run, strategy)
+    micro_batches = strategy.micro_batches(settings, comm.rank, model)
+    exchange = strategy.exchange(comm, state, settings, say)
+    return Step(state.optimizer, comm, settings, exchange, micro_batches=micro_batches), batches
+
+
+def _strategy(comm: Comm, choose: Choose, run: RunConfig) -> Strategy:
+    """Return how ranks share a step, the same way on all. Collective."""
+    strategy = choose(run.train, comm.size)
+    agree_on_strategy(comm, strategy)
+    return strategy
 
 
 def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, Benchmark | None]:
@@ -215,9 +225,9 @@ def _described(comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
     return Description(run, tokenizer, base=Base(**found))
 
 
-def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
+def _model(run: RunConfig, kernels: Kernels, comm: Comm, placement: Placement) -> Model:
     model = model_for(run, kernels)
-    model.train(comm.size, own_shard(run.train, model.layout, comm))
+    model.train(comm.size, placement.own(model.layout, comm.rank))
     return model
 
 
@@ -244,7 +254,7 @@ def _load_state(
     plan: Plan,
     comm: Comm,
     model: Model,
-    optimizer: AdamW,
+    state: OptimizerState,
     batches: Batches,
     progress: Progress,
     say: Say,
@@ -253,10 +263,10 @@ def _load_state(
     if plan.checkpoint is None:
         if comm.rank == 0 and learns_pairs(plan.run):
             say("first weights: from how often each token of the text follows each other one")
-        begin_anew(comm, model, optimizer, plan.run.train, batches)
+        begin_anew(comm, model, state, plan.run.train, batches)
         return
     on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
-    restore(comm, model, optimizer, plan.checkpoint)
+    restore(comm, model, state, plan.checkpoint)
     progress.load(plan.state)
     batches.skipped = plan.state.skipped
 
@@ -298,30 +308,28 @@ def _has_best(plan: Plan, path: Path, tokens: int, say: Say) -> bool:
     return False
 
 
-def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> None:
+def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig, strategy: Strategy) -> None:
     """Let the first rank of each node fill the cache of compiled loops, and the others load them. Collective.
 
     The ranks of GPUs share that work (`compile_ahead_on_gpu`).
     """
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            _rehearse(kernels, replace(run, model=small(run.model)))
-            if stage.comm.size > 1 or run.train.reproducible_parts:
-                rehearse_exchange(kernels, run.train.gradient_dtype)
+            _rehearse(kernels, replace(run, model=small(run.model)), strategy)
         stage.comm.barrier()
 
 
-def compile_ahead_on_gpu(stage: Stage, run: RunConfig) -> None:
+def compile_ahead_on_gpu(stage: Stage, run: RunConfig, strategy: Strategy) -> None:
     """Begin to compile what a GPU's kernels need for the sizes of this run. They need no weights for it."""
     if stage.device is None:
         return
     from distgpt.gpu.listing import compile_ahead
 
-    work = partial(_rehearse, run=run)
+    work = partial(_rehearse, run=run, strategy=strategy)
     compile_ahead(stage.device, run.train.dtype, work, stage.gpu.float8, stage.comm.local_rank)
 
 
-def _rehearse(kernels: Kernels, run: RunConfig) -> None:
+def _rehearse(kernels: Kernels, run: RunConfig, strategy: Strategy) -> None:
     """Take one training step of such a model, which compiles every loop it needs."""
     model = model_for(run, kernels)
     model.train()
@@ -330,10 +338,7 @@ def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     work = Pass(model, 1, run.model.seq_len, training=True, positions=tokens if packed else None)
     work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     OPTIMIZERS[run.train.optimizer](model, TrainConfig()).step(0, 1.0)
-    outer = Outer(model, TrainConfig())
-    outer.begin()
-    outer.store_change_as_gradient()
-    outer.step(1)
+    strategy.rehearse(model)
     lanes_for(model, 1).feed([Feed(0, 0, [0], 1, likeliest=1)])  # samples
 
 
@@ -355,31 +360,21 @@ def _write(
     directory.remember({"step": progress.step, **origin, **used, "changes": plan.changes})
 
 
-def _shares(
+def _micro_batches(
     plan: Plan,
     stage: Stage,
     config: RunConfig,
     settings: TrainConfig,
+    strategy: Strategy,
     model: Model,
     is_evaluated: bool,
     say: Say,
-) -> tuple[list[int] | None, int]:
-    """Return the sequences of each rank in a micro-batch if they differ, and a checksum of the hosts.
-
-    They are those of a checkpoint that was written on the same hosts, or measured now. Collective.
-    """
+) -> MicroBatches:
+    """Return this rank's micro-batches. Collective."""
     comm = stage.comm
-    if settings.balance != "auto" or comm.size == 1:
-        return None, 0
-    hosts = hosts_checksum(comm, stage.threads)
-    known, how = plan.shares(settings, comm.size, hosts), "as before"
-    shares = known or measured_shares(model, settings, comm)
-    if known is None:
-        how = "measured now"
-    if not have_memory(config, settings, stage, model.kernels, shares, is_evaluated):
-        shares, how = even_shares(settings, comm.size), "as memory does not allow others"
-    say(f"--balance auto: {described_shares(shares)}, {how}")
-    return shares, hosts
+    known = partial(plan.shares, settings, comm.size)
+    fits = partial(have_memory, config, settings, stage, model.kernels, strategy, is_evaluated)
+    return strategy.micro_batches(settings, comm.rank, model, Start(comm, stage.threads, known, fits, say))
 
 
 def _validation(comm: Comm, config: RunConfig, corpus: Corpus) -> Validation | None:
@@ -391,37 +386,37 @@ def _validation(comm: Comm, config: RunConfig, corpus: Corpus) -> Validation | N
     return on_every_rank(comm, lambda: validation_on(tokens, config.model.seq_len, most))
 
 
-def _identity(
-    settings: TrainConfig, comm: Comm, batches: Batches, shares: list[int] | None, hosts: int
-) -> State:
+def _identity(settings: TrainConfig, comm: Comm, batches: Batches, micro_batches: MicroBatches) -> State:
     return State(
         seed=settings.seed,
         ranks=comm.size,
         corpus=batches.fingerprint,
         micro_batches=settings.grad_accum,
-        shares=shares,
-        hosts=hosts,
+        shares=micro_batches.shares,
+        hosts=micro_batches.hosts,
     )
 
 
 def _step(
-    optimizer: AdamW,
+    strategy: Strategy,
+    state: OptimizerState,
     comm: Comm,
     settings: TrainConfig,
-    shares: list[int] | None,
+    micro_batches: MicroBatches,
     judge: Judge,
     inspector: Inspector | None,
     activity: Activity,
     say: Say,
 ) -> Step:
     """Kernels that work asynchronously leave out an update that is not finite, without `objection`."""
+    optimizer = state.optimizer
     waits = judge.waits or not optimizer.model.kernels.capabilities.is_async
     return Step(
         optimizer,
         comm,
         settings,
-        make_exchange(comm, optimizer, settings, say),
-        shares=shares,
+        strategy.exchange(comm, state, settings, say),
+        micro_batches=micro_batches,
         objection=judge.objection if waits else None,
         inspector=inspector,
         activity=activity,

@@ -25,6 +25,7 @@ from distgpt.formatting import clock, parse_duration
 from distgpt.kernels import first_use
 from distgpt.stages import Notes, Stage, report_compiling
 from distgpt.training.clock import KEPT
+from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, holds_out, text_of
 from distgpt.training.opening.difficulty import difficulty
 from distgpt.training.opening.dtype import decided, is_open
@@ -135,7 +136,7 @@ def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: boo
     begun = time.monotonic()
     run = configured()  # which may compile matmuls to choose a dtype
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
-    compile_once_per_node(stage, kernels, run)
+    compile_once_per_node(stage, kernels, run, Chosen(run.train, stage.comm.size))
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
         build_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
     stage.comm.barrier()
@@ -200,7 +201,8 @@ def measured_speed(stage: Stage, run: RunConfig) -> tuple[float, float]:
     opened = time.monotonic()
     per_step = run.train.batch_size * run.model.seq_len
     ids = np.random.default_rng(0).integers(0, run.model.vocab_size, per_step + 1, np.uint32)
-    step, batches = make_steps(run, replace(stage, notes=Notes()), ArrayTokens(ids), lambda text: None)
+    quiet = replace(stage, notes=Notes())
+    step, batches = make_steps(run, quiet, Chosen, ArrayTokens(ids), lambda text: None)
 
     def seconds(first: int, steps: int) -> float:
         """Return the mean seconds of these steps, on the slowest rank."""
