@@ -9,7 +9,6 @@ at any time, so there is nothing to save for a resumed run but how many batches 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isqrt
 from typing import Protocol
 from zlib import crc32
@@ -141,12 +140,6 @@ def rank_rows(batch_size: int, rank: int, size: int, micro_batch: int, grad_accu
     each = batch_size // (size * grad_accum)
     start = (micro_batch * size + rank) * each
     return slice(start, start + each)
-
-
-def shared_rows(shares: Sequence[int], rank: int, micro_batch: int) -> slice:
-    """Return a rank's rows as `rank_rows` does, where `shares` says how many of a micro-batch each takes."""
-    start = micro_batch * sum(shares) + sum(shares[:rank])
-    return slice(start, start + shares[rank])
 
 
 def refuse_uneven(batch_size: int, size: int, grad_accum: int) -> None:

@@ -21,6 +21,7 @@ from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill
+from distgpt.saved.tensors import Tensors
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # stems of a checkpoint's files
 RECENT = 100  # steps whose duration counts
@@ -72,10 +73,15 @@ class Gathering:
 
 
 class OptimizerState:
-    """The optimizer with its moments on one rank: before the first step, and from and to a checkpoint."""
+    """The weights and moments that one rank keeps: before the first step, and from and to a checkpoint."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
+
+    def load_weights(self, comm: Comm, read: Callable[[Tensors], None]) -> None:
+        """Let rank 0 read weights, of which each rank gets what it keeps. Collective."""
+        model = self.optimizer.model
+        fill(comm, model, {"": model.weights}, read)
 
     def begin(self) -> None:
         """Bring moments into their state before the first step. The weights are there."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import shared
 from distgpt.comm.api import Comm
 from distgpt.comm.limits import granted_cores
 from distgpt.config import RunConfig, TrainConfig
@@ -17,16 +16,15 @@ from distgpt.model.lora import AdaptedModel
 from distgpt.model.model import Model
 from distgpt.saved.adapter import load_frozen
 from distgpt.saved.checkpoint import load_group
-from distgpt.saved.modelfile import fill, read_shortened
+from distgpt.saved.modelfile import read_shortened
 from distgpt.saved.tensors import Tensors
-from distgpt.training.exchange.checkpointing import host_buffer
 from distgpt.training.placement import WEIGHTS, OptimizerState
 
 
 def restore(comm: Comm, model: Model, state: OptimizerState, checkpoint: Path) -> None:
     """Fill them from a verified checkpoint. Collective."""
     _load_frozen(comm, model, state.optimizer.config)
-    load_weights(comm, model, partial(load_group, checkpoint, WEIGHTS))
+    state.load_weights(comm, partial(load_group, checkpoint, WEIGHTS))
     state.restore(comm, checkpoint)
 
 
@@ -34,7 +32,7 @@ def begin_anew(
     comm: Comm, model: Model, state: OptimizerState, t: TrainConfig, batches: Batches | None
 ) -> None:
     """Bring model and optimizer into their state before the first step. Collective."""
-    first_weights(comm, model, t, batches)
+    first_weights(comm, model, state, t, batches)
     state.begin()
 
 
@@ -43,7 +41,9 @@ def learns_pairs(run: RunConfig) -> bool:
     return run.model.init_weights == "bigrams" and not run.train.init
 
 
-def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None) -> None:
+def first_weights(
+    comm: Comm, model: Model, state: OptimizerState, t: TrainConfig, batches: Batches | None
+) -> None:
     """Load the weights of the file that --init names, or draw new ones. Collective.
 
     Some are learned from pairs of the tokens in `batches`, where the model wants that.
@@ -51,7 +51,7 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | N
     if isinstance(model, AdaptedModel):
         _load_frozen(comm, model, t)
     elif t.init:
-        load_weights(comm, model, partial(read_shortened, Path(t.init)))
+        state.load_weights(comm, partial(read_shortened, Path(t.init)))
         if not model.is_finite():
             raise shared(DataError(f"{t.init} holds weights that are not finite"))
         return
@@ -65,7 +65,7 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | N
             threads = _threads_of_waiting(comm, model)
             learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, threads)
 
-    load_weights(comm, model, draw)
+    state.load_weights(comm, draw)
 
 
 def _load_frozen(comm: Comm, model: Model, t: TrainConfig) -> None:
@@ -79,15 +79,3 @@ def _threads_of_waiting(comm: Comm, model: Model) -> int:
     own = comm.cores if model.kernels.capabilities.is_async else model.kernels.threads
     ranks = comm.local_size if comm.size > 1 else 1  # a stage of its own may lie beside others that work
     return max(1, min(granted_cores().whole, int(own * ranks + 1e-6)))
-
-
-def load_weights(comm: Comm, model: Model, read: Callable[[Tensors], None]) -> None:
-    """Rank 0 reads them, and each rank gets what it keeps. Collective."""
-    if model.part is None:
-        fill(comm, model, {"": model.weights}, read)
-        return
-    host = host_buffer(model, model.layout)
-    on_root(comm, lambda: read(dict(host)))
-    comm.broadcast(host.flat)
-    for name, values in host.items():
-        model.put(name, values)

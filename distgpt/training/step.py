@@ -162,17 +162,12 @@ class Step:
 
     def waits(self) -> list[tuple[Any, str, Array]]:
         """Return the methods that wait for other ranks, each with what it sums or sends."""
-        grads, params = self.model.grads, self.model.params.flat
-        arrays = {
-            "sum_gradients": grads.with_flags,
-            "after_update": params,
-            "sum_flags": grads.flags,
-            "sum_changes": grads.flat,
-        }
         waits: list[tuple[Any, str, Array]] = [
-            (self.exchange, name, arrays[name]) for name in self.exchange.waits()
+            (self.exchange, name, array) for name, array in self.exchange.waits(self.model)
         ]
-        return [*waits, (self, "gather_updates", grads.flat)] if self.optimizer.update_bounds else waits
+        if self.optimizer.update_bounds:
+            waits.append((self, "gather_updates", self.model.grads.flat))
+        return waits
 
     def gather_updates(self) -> None:
         """Send the updates that this rank has computed to all, where each rank computes some of them."""

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from distgpt.comm.api import Comm
 from distgpt.kernels.api import Array
+from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
 
@@ -60,9 +61,9 @@ class Exchange:
     def end_round(self, step: int) -> None:
         """Give all ranks the same weights after `step` steps, where their own steps have parted them."""
 
-    def waits(self) -> list[str]:
-        """Return the names of the methods that wait for other ranks, in the order of a step."""
-        return ["sum_gradients"]
+    def waits(self, model: Model) -> list[tuple[str, Array]]:
+        """Return the methods that wait for other ranks, in the order of a step, with what each sends."""
+        return [("sum_gradients", model.grads.with_flags)]
 
 
 class Reduction(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import UsageError, refuse_beside
-from distgpt.kernels.api import OuterState
+from distgpt.kernels.api import Array, OuterState
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -77,8 +77,8 @@ class LocalSteps(Exchange):
         self.sum_changes(step - 1)
         self.outer.step(self.comm.size)
 
-    def waits(self) -> list[str]:
-        return ["sum_flags", "sum_changes"]
+    def waits(self, model: Model) -> list[tuple[str, Array]]:
+        return [("sum_flags", model.grads.flags), ("sum_changes", model.grads.flat)]
 
 
 class Outer:

@@ -19,6 +19,7 @@ from distgpt.model.model import Model
 from distgpt.model.muon import borders
 from distgpt.model.optim import AdamW, place_in
 from distgpt.saved.checkpoint import load_some
+from distgpt.saved.tensors import Tensors
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.exchange.checkpointing import TensorByTensor, host_buffer
 from distgpt.training.exchange.reductions import bounds_of, flags_sum, in_parts, mean_factor
@@ -72,8 +73,8 @@ class Sharded(Exchange):
         if is_changed:
             self.comm.all_gather(self.model.params.flat, self._bounds)
 
-    def waits(self) -> list[str]:
-        return ["sum_gradients", "after_update"]
+    def waits(self, model: Model) -> list[tuple[str, Array]]:
+        return [*super().waits(model), ("after_update", model.params.flat)]
 
 
 def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
@@ -117,7 +118,18 @@ class ShardedPlacement(Placement):
 
 
 class ShardedState(OptimizerState):
-    """The moments of one rank's part."""
+    """The moments of one rank's part, and where weights are rounded, this part in full precision."""
+
+    def load_weights(self, comm: Comm, read: Callable[[Tensors], None]) -> None:
+        model = self.optimizer.model
+        if model.part is None:
+            super().load_weights(comm, read)
+            return
+        host = host_buffer(model, model.layout)
+        on_root(comm, lambda: read(dict(host)))
+        comm.broadcast(host.flat)
+        for name, values in host.items():
+            model.put(name, values)
 
     def restore(self, comm: Comm, checkpoint: Path) -> None:
         restore_parts(comm, self.optimizer, checkpoint)

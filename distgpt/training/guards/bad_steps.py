@@ -82,5 +82,5 @@ class BadSteps:
             return kind(ending(what, c))
         if self._progress.bad_steps > c.bad_steps_allowed:
             allowed = count(c.bad_steps_allowed, "bad step")
-            return kind(f"{what}: more than the {allowed} that --bad-steps-allowed bears")
+            return kind(f"{what}: more than the {allowed} that --bad-steps-allowed permits")
         return None

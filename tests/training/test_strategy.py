@@ -1,0 +1,88 @@
+"""How ranks share a step: what the settings choose, and that all ranks choose alike."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from typing import get_type_hints
+
+import pytest
+from threadranks import on_all_ranks
+
+from distgpt import components
+from distgpt.config import TrainConfig
+from distgpt.config.settings import GRAD_SYNCS
+from distgpt.errors import UsageError
+from distgpt.training.exchange import choose
+from distgpt.training.exchange.choose import Chosen
+from distgpt.training.placement import Placement
+from distgpt.training.strategy import Strategy, agree_on_strategy
+
+PLAIN = TrainConfig(batch_size=8, grad_accum=2)
+
+
+def test_every_component_is_there_and_has_the_types_of_the_table():
+    for path in components.PLACEMENTS.values():
+        kind = components.load(path)
+        assert issubclass(kind, Placement) and kind(PLAIN, 2).name in components.PLACEMENTS
+        for name, method in inspect.getmembers(Placement, inspect.isfunction):
+            own = get_type_hints(getattr(kind, name))
+            assert name == "own" or own == get_type_hints(method), (path, name)
+    tables = (
+        (components.MICRO_BATCHES, choose.MakeMicroBatches),
+        (components.EXCHANGES, choose.MakeExchange),
+    )
+    for table, kind in tables:
+        *wanted, result = kind.__args__
+        for path in table.values():
+            types = get_type_hints(components.load(path))
+            assert types.pop("return") is result, path
+            assert list(types.values()) == wanted, path
+
+
+def test_only_what_does_not_go_together_has_no_name():
+    """Each of the three is chosen apart: a placement does not say how micro-batches add up."""
+    for sync, outer, wire in product(GRAD_SYNCS, (0, 4), ("float32", "bfloat16")):
+        t = replace(PLAIN, grad_sync=sync, outer_every=outer, gradient_dtype=wire)
+        placement, micro_batches, exchange = Chosen(t, 2).names()
+        assert placement == ("local steps" if outer else "sharded" if sync == "sharded" else "replicas")
+        assert micro_batches == "even"
+        others = sync if sync not in choose.ONE_CALL or wire == "float32" else "in parts"
+        assert exchange == ("local steps" if outer else others)
+        assert exchange in (*components.EXCHANGES, *choose.ONE_CALL)
+        assert Chosen(t, 1).names() == ["replicas", "even", sync]
+    parts = replace(PLAIN, reproducible_parts=8, grad_sync="sharded")
+    assert Chosen(parts, 2).names() == ["sharded", "reproducible parts", "sharded"]
+    assert Chosen(replace(PLAIN, balance="auto"), 2).names() == ["replicas", "balanced", "allreduce"]
+    assert Chosen(PLAIN, 2).names() == Strategy(PLAIN, 2).names()
+
+
+def test_ranks_that_choose_differently_do_not_start():
+    def refusal(comm, *different):
+        t = replace(PLAIN, grad_sync="sharded" if comm.rank in different else "allreduce")
+        try:
+            agree_on_strategy(comm, Chosen(t, comm.size))
+        except UsageError as error:
+            return str(error)
+
+    (found,) = set(on_all_ranks(3, lambda comm: refusal(comm, 1)))
+    assert "ranks 0, 2: replicas, even, allreduce; rank 1: sharded, even, sharded" in found
+    assert on_all_ranks(3, refusal) == [None] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plain_run_imports_no_component(ranks):
+    code = f"""
+import sys
+from distgpt import api
+from distgpt.config import TrainConfig
+from distgpt.training.exchange.choose import Chosen
+Chosen(TrainConfig(), {ranks}).names()
+print(*sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+    paths = {**components.PLACEMENTS, **components.EXCHANGES}.values()
+    files = {path.partition(":")[0] for path in paths} - {"distgpt.training.exchange.reductions"}
+    assert not loaded & files
