@@ -241,11 +241,10 @@ def profile(pairs: int = 200) -> dict[str, Any]:
     """Steps of `tiny` in turn with and without a profile, after some that warm up."""
     run = preset("tiny-adamw", {"vocab_size": 256, "grad_accum": 1, "recompute": "mlp"})
     trial = Trial(run, CpuKernels("float32", CORES))
-    plain = trial.trained.launch
-    Profiler(warm_up=0).watch(trial.trained)
+    plain, profiled = trial.trained.launch, Profiler(trial.trained, warm_up=0).launch
     times: list[list[float]] = [[], []]
     for _ in range(3 + pairs):
-        for own, launch in zip(times, (plain, trial.trained.launch), strict=True):
+        for own, launch in zip(times, (plain, profiled), strict=True):
             begun = time.perf_counter()
             launch(0, trial.batches).read()
             own.append(time.perf_counter() - begun)

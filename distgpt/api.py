@@ -31,6 +31,7 @@ from distgpt.saved.adapter import open_model
 from distgpt.saved.modelfile import Description, on_host, save_model
 from distgpt.stages import Stage, connected, open_stage
 from distgpt.training.exchange.choose import Chosen
+from distgpt.training.guards.attach import guarded
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.decay import with_decay
 from distgpt.training.opening.dtype import with_dtype
@@ -157,7 +158,7 @@ def train(
     if plan.is_finished:
         return _finished(plan, ready, told)
     try:
-        run = open_run(plan, ready, Chosen, told)
+        run = open_run(plan, ready, Chosen, told, guarded(plan.run.train))
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:

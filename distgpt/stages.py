@@ -77,6 +77,7 @@ class Stage:
     gpu: GpuConfig = field(default_factory=GpuConfig)
     notes: Notes = field(default_factory=Notes)
     begun: float = field(default_factory=time.monotonic)
+    transport: str = ""  # how arrays of GPUs are summed, if they are
 
     def kernels(self, dtype: str, matmul: str = "auto", use: str = "") -> Kernels:
         """Refuses a dtype that some rank can't compute in. `matmul` is for CPU stages. Collective.
@@ -250,7 +251,7 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
         return stage
     chosen = choose_transport(gpu.allreduce, comm, device, ranks)
     stage.notes.add(f"gradients are summed by way of {chosen.name}")
-    return replace(stage, comm=DeviceComm(comm, chosen))
+    return replace(stage, comm=DeviceComm(comm, chosen), transport=chosen.name)
 
 
 def _communicator(name: str) -> Comm:

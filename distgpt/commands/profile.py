@@ -80,10 +80,9 @@ def profile(
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
     step, batches = open_steps(run, ready, Chosen, say)
     prepare(ready.comm, out)
-    session = Session(ready, step.model, run.train, warmup_steps)
-    session.watch(step)
+    session = Session(ready, step, run.train, warmup_steps)
     try:
-        for done, seconds in enumerate(_steps(step, batches, warmup_steps + steps), 1):
+        for done, seconds in enumerate(_steps(session.profiler, batches, warmup_steps + steps), 1):
             warming = " (to warm up)" if done <= warmup_steps else ""
             say(f"step {done} of {warmup_steps + steps}: {1000 * seconds:,.1f} ms{warming}")
         session.finish(out, print_lines)
@@ -92,12 +91,12 @@ def profile(
         raise
 
 
-def _steps(step: Any, batches: Any, count: int) -> Iterator[float]:
+def _steps(profiler: Any, batches: Any, count: int) -> Iterator[float]:
     """Run steps as training does, the next one launched before the last is read; yield their seconds."""
     running, begun = [], time.perf_counter()
     for number in range(count):
-        running.append(step.launch(number, batches))
-        while len(running) > (step.model.kernels.capabilities.is_async and number < count - 1):
+        running.append(profiler.launch(number, batches))
+        while len(running) > (profiler.on_gpu and number < count - 1):
             running.pop(0).read()
             ended = time.perf_counter()
             yield ended - begun

@@ -53,15 +53,15 @@ def sweep(
     mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
     """
     from distgpt.comm.agree import on_root
+    from distgpt.comm.batch import job_end
     from distgpt.stages import open_stages
     from distgpt.sweep.opening import begin_sweep, preview
     from distgpt.sweep.report import finish
     from distgpt.sweep.work import Listener, Worker
-    from distgpt.training.guards.deadline import ending
 
     if gpu.deterministic and stage == "serial":
         raise UsageError("--deterministic: on CPUs, say reproducible_parts = 8 in GRID.toml")
-    end = ending(time_limit)
+    end = job_end(time_limit)
     say = partial(print_lines, err=True)
     comm, ready = open_stages(stage, threads, gpu)
     if dry_run:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from distgpt.comm.batch import job_end
 from distgpt.comm.launched import launched_as, shown_on_terminal
 from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import command, option
@@ -114,14 +116,13 @@ def train(
     """
     if launched_as() == 1 and resume is None and not flags.get("decay_from"):
         _refuse_early(preset, config, set_by_user(flags))
-    from distgpt.training.guards.deadline import ending  # with NumPy, which --help does without
-
-    end = ending(time_limit)
+    end = job_end(time_limit)
     gpu, flags = deterministic_as_parts(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
     from distgpt.training.exchange.choose import Chosen
+    from distgpt.training.guards.attach import guarded
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
     from distgpt.training.opening.announce import note_small_model
@@ -144,8 +145,10 @@ def train(
         if plan.is_finished:
             leave_finished(ready.comm, plan, shown.noted)
             return
-        run = open_run(plan, ready, Chosen, shown, end, Stall(stall_timeout, stall_abort))
-        session = _profiled(run) if profile else None
+        seams = guarded(plan.run.train, end, Stall(stall_timeout, stall_abort))
+        run = open_run(plan, ready, Chosen, shown, seams)
+        if profile:
+            run, session = _profiled(run)
         train_run(run)
         if session:
             shown.close()
@@ -179,12 +182,11 @@ def _refuse_early(preset: str | None, config: Path | None, flags: dict[str, Any]
 
 
 def _profiled(run: Any) -> Any:
-    """Start measuring the run's own steps, after the first ones."""
+    """Return the run with a session that launches its steps and measures them, after the first ones."""
     from distgpt.measure.profile.session import Session
 
-    session = Session(run.stage, run.model, run.settings)
-    session.watch(run.step)
-    return session
+    session = Session(run.stage, run.step, run.settings)
+    return replace(run, launch=session.profiler.launch), session
 
 
 def _losses(run: Any) -> str:

@@ -21,6 +21,7 @@ from distgpt.stages import Stage
 from distgpt.sweep.grid import PRESET, Run
 from distgpt.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
 from distgpt.training.exchange.choose import Chosen
+from distgpt.training.guards.attach import guarded
 from distgpt.training.guards.deadline import LEAVING
 from distgpt.training.loop import train
 from distgpt.training.opening.open import open_run
@@ -130,7 +131,8 @@ class Worker:
         if is_there:  # it was killed before that was noted
             return plan.step
         try:
-            opened = open_run(replace(plan, until=until), stage, Chosen, self.listener, self.end)
+            seams = guarded(plan.run.train, self.end)
+            opened = open_run(replace(plan, until=until), stage, Chosen, self.listener, seams)
             train(opened)
         finally:
             plan.directory.release()

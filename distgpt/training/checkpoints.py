@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
@@ -193,8 +194,22 @@ class Checkpoints:
                 self._thread = None
                 self._handle_outcome()
 
-    def poll(self) -> None:
-        """Between two steps: look how the thread has ended, or retry what has failed."""
+    def check(self, has_lost_disk: bool) -> None:
+        """Between two steps: end the run if rank 0 cannot save any more, or retry what has failed.
+
+        Collective. `has_lost_disk`: whether rank 0 has a fatal error, as all ranks have heard.
+        """
+        if has_lost_disk:
+            on_root(self._comm, self._raise_fatal)
+        if self._comm.rank == 0:
+            self._poll()
+
+    def _raise_fatal(self) -> None:
+        assert self.fatal_error
+        raise self.fatal_error
+
+    def _poll(self) -> None:
+        """Look how the thread has ended, or retry what has failed."""
         if self._thread:
             if not self._thread.is_alive() or time.monotonic() > self._begun + LONGEST:
                 self.wait()
@@ -212,10 +227,6 @@ class Checkpoints:
         if not self._is_failing:
             self._is_failing = True
             self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
-
-    def raise_fatal(self) -> None:
-        assert self.fatal_error
-        raise self.fatal_error
 
     def report_recovery(self) -> None:
         """Something was written: report it if a write had failed before."""

@@ -1,27 +1,20 @@
-"""The training loop: every step that is left, and what is due between two steps. The same on every rank.
-
-This is the plain path. What may interrupt it is in `guards/`, each called here by its name.
-"""
+"""The training loop: every step that is left, and what is due between two steps. The same on every rank."""
 
 from __future__ import annotations
 
 import signal
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 from distgpt.comm.agree import on_root
 from distgpt.interrupts import Interrupted, deferred_signals
 from distgpt.saved.checkpoint import Best
-from distgpt.training.guards import flags
-from distgpt.training.guards.bad_steps import RollBack
-from distgpt.training.guards.flags import check_disk
-from distgpt.training.guards.rollback import roll_back
-from distgpt.training.guards.sanity import refuse_different_weights, refuse_non_finite_weights
-from distgpt.training.guards.stuck import watchdog
-from distgpt.training.guards.watchdog import SAMPLING, SAVING
+from distgpt.training.activity import SAMPLING, SAVING
 from distgpt.training.in_flight import InFlight
 from distgpt.training.report import sample
-from distgpt.training.run import Run
+from distgpt.training.run import BadStep, Guard, Run
+from distgpt.training.sanity import refuse_different_weights, refuse_non_finite_weights
 from distgpt.training.schedule import Due, Schedule
 from distgpt.training.summary import summarised
 
@@ -31,9 +24,8 @@ def train(run: Run) -> None:
     with (
         run.directory.claimed(run.comm),
         summarised(run),
-        deferred_signals(run.guards.signals),
-        watchdog(run),
-        run.guards.deadline,
+        deferred_signals(run.signals),
+        entered(run.guards),
         run.checkpoints.disk.reserved(run.comm, run.progress.step),
         run.checkpoints.settled(),
     ):
@@ -41,14 +33,23 @@ def train(run: Run) -> None:
             try:
                 take_steps(run)
                 break
-            except RollBack as bad:  # raised on all ranks at the same step
-                roll_back(run, bad)  # progress.step is an earlier one now
+            except BadStep as bad:  # raised on all ranks at the same step
+                run.judge.recover(run, bad)  # progress.step is an earlier one now
         run.exchange.end_round(run.progress.step)  # of a run that resumed within a round
         run.checkpoints.on_root(lambda: _write_weights(run))
 
 
+@contextmanager
+def entered(guards: Sequence[Guard]) -> Iterator[None]:
+    """Enter all guards, and leave them in the reverse order."""
+    with ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard)
+        yield
+
+
 def take_steps(run: Run) -> None:
-    """Take all steps that are left. Raises what ends the run, or RollBack."""
+    """Take all steps that are left. Raises what ends the run, or BadStep."""
     t, progress = run.settings, run.progress
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
         save(run, best=evaluate(run), checkpoint=False)
@@ -59,7 +60,7 @@ def take_steps(run: Run) -> None:
     number = progress.step
     while number != run.clock.last:
         is_last = number + 1 == run.clock.last
-        in_flight.add(run.step.launch(number, run.batches, partial(flags.outgoing, run), run.clock.elapsed))
+        in_flight.add(run.launch(number, run.batches, run.votes.mine, run.clock.elapsed))
         number += 1
         due = schedule.after(number, is_last)
         stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
@@ -79,20 +80,21 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
     stop = None
     while len(in_flight) > leave:
         done = in_flight.wait()
-        # "" if the step was good. Raises RollBack, or the error that ends the run.
-        rejected = run.guards.bad_steps.judge(done)
-        if rejected:
+        # First of all: a bad step must not count, and one that ends the run is not recorded.
+        rejected = run.judge.judge(done)
+        if rejected:  # its line says after which step, so before that is counted
             run.report.skipped(run.progress.step, rejected, run.batches.skipped)
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
-        run.guards.activity.step = run.progress.step
-        late = run.guards.stragglers.add(done.result.seconds())
-        is_last = run.progress.step == run.clock.last
-        run.report.step(run.progress.step, done, late | ({"skipped": 1} if rejected else {}), is_last)
-        found = flags.summed(done.result)
-        run.clock.hear(found.elapsed, launched=run.progress.step + len(in_flight))
-        check_disk(run, found.has_lost_disk)
-        run.guards.deadline.look_ahead()
-        stop = found.stop or stop
+        run.activity.step = run.progress.step
+        metrics: dict[str, float] = {}
+        for guard in run.guards:  # after the count: they look at the duration of the last step
+            metrics |= guard.settled(done)
+        is_last = run.progress.step == run.clock.last  # before the clock hears of the next step
+        run.report.step(run.progress.step, done, metrics | ({"skipped": 1} if rejected else {}), is_last)
+        heard = run.votes.heard(done.result.flags())
+        run.clock.hear(heard.elapsed, launched=run.progress.step + len(in_flight))
+        run.checkpoints.check(heard.has_lost_disk)  # after the report: if it raises, the step was recorded
+        stop = heard.stop or stop
     return stop
 
 
@@ -112,8 +114,8 @@ def do(run: Run, due: Due) -> None:
             save_and_stop(run, stop, evaluation_pending=True)
     save(run, best, due.save)
     if due.sample and run.comm.rank == 0:
-        run.guards.activity.enter(SAMPLING)
-        text = sample(run.model, run.tokenizer, run.progress.step, signals=run.guards.signals)
+        run.activity.enter(SAMPLING)
+        text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
         run.report.sample(run.progress.step, text)
 
 
@@ -131,7 +133,7 @@ def evaluate(run: Run) -> Best | None:
 
 def save(run: Run, best: Best | None, checkpoint: bool) -> None:
     """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
-    run.guards.activity.enter(SAVING)
+    run.activity.enter(SAVING)
     if checkpoint and run.progress.step == run.clock.last:
         run.checkpoints.on_root(lambda: run.checkpoints.write_last(run.state(), best))
     elif best or checkpoint:
@@ -142,7 +144,7 @@ def save_and_stop(run: Run, stop: Interrupted, evaluation_pending: bool) -> NoRe
     """End the run for a signal that all ranks know of. A resumed run makes up for a pending evaluation."""
     refuse_non_finite_weights(run)
     run.progress.evaluation_pending = evaluation_pending
-    run.guards.activity.enter(SAVING)
+    run.activity.enter(SAVING)
     run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))
     raise stop
 

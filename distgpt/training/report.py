@@ -85,24 +85,21 @@ class Report:
         """Report that the step after `step` was bad and left out. `skipped`: batches passed over so far."""
         if not self._is_silent:
             what = f"{reason} at step {step + 1}"
-            self._remember({"step": step, "bad": what, "skipped": skipped})
+            self.remember({"step": step, "bad": what, "skipped": skipped})
             self._listener.noted(f"{what}: it is left out")
 
-    def went_back(self, step: int, what: str, skipped: int) -> None:
-        """Report that the run has gone back to this step because of a bad one."""
-        if not self._is_silent:
-            self._remember({"step": step, "bad": what, "back_to": step, "skipped": skipped})
-            self._listener.noted(f"{what}: back to step {step}, and past these data")
+    def remember(self, event: dict[str, Any]) -> None:
+        """Write an event into history.jsonl."""
+        if self._is_silent:
+            return
+        try:
+            self._directory.remember(event)
+        except StorageError as error:
+            self._checkpoints.tolerate(error)
 
     def _record(self, metrics: dict[str, Any]) -> None:
         try:
             self._directory.record(metrics)
-        except StorageError as error:
-            self._checkpoints.tolerate(error)
-
-    def _remember(self, event: dict[str, Any]) -> None:
-        try:
-            self._directory.remember(event)
         except StorageError as error:
             self._checkpoints.tolerate(error)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
@@ -17,31 +18,60 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import State
 from distgpt.saved.rundir import RunDirectory
 from distgpt.stages import Stage
+from distgpt.training.activity import Activity
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.clock import Clock
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.guards.bad_steps import BadSteps
-from distgpt.training.guards.deadline import Deadline
-from distgpt.training.guards.stragglers import Stragglers
-from distgpt.training.guards.watchdog import Activity, Stall
+from distgpt.training.in_flight import Finished
 from distgpt.training.placement import OptimizerState, Placement
-from distgpt.training.progress import Pace, Progress
+from distgpt.training.progress import Progress
 from distgpt.training.reading import Reading
 from distgpt.training.report import Report
-from distgpt.training.step import Step
+from distgpt.training.step import Launch, Step
+from distgpt.training.votes import Votes
 
 
-@dataclass(frozen=True, slots=True)
-class Guards:
-    """Find what may interrupt the run. Their files are in guards/; the loop calls each by its name."""
+class BadStep(Exception):
+    """A step that the run has to recover from: raised by its judge, on all ranks."""
 
-    activity: Activity
-    signals: PendingSignals
-    pace: Pace
-    bad_steps: BadSteps
-    stragglers: Stragglers
-    deadline: Deadline
-    stall: Stall
+    def __init__(self, reason: str, step: int) -> None:
+        super().__init__(reason)
+        self.reason, self.step = reason, step
+
+
+class Judge(Protocol):
+    """Says which steps may change the weights, and what follows where one may not. The same on all ranks."""
+
+    waits: bool  # whether its objection must be known before an update even on kernels with a queue
+
+    def objection(self, loss: float, norm: float) -> str:
+        """Return why a step must not change the weights, "" if it may."""
+
+    def judge(self, done: Finished) -> str:
+        """Return why a finished step has not changed the weights, "" if it has.
+
+        Raises the error that ends the run, or BadStep.
+        """
+
+    def recover(self, run: Run, bad: BadStep) -> None:
+        """Bring the run back to an earlier step. Collective."""
+
+
+class Guard(Protocol):
+    """Watches a run from its first to its last step. It decides nothing and never communicates."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    def settled(self, done: Finished) -> dict[str, float]:
+        """Take note of a finished step. Return what to add to its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +97,19 @@ class Run:
     identity: State  # what a checkpoint says of this run at any step; the rest comes from `progress`
     checkpoints: Checkpoints
     report: Report
-    guards: Guards
+    signals: PendingSignals
+    judge: Judge
+    votes: Votes
+    launch: Launch  # the step's own, or one around it that measures
+    guards: tuple[Guard, ...]
 
     @property
     def comm(self) -> Comm:
         return self.stage.comm
+
+    @property
+    def activity(self) -> Activity:
+        return self.step.activity
 
     @property
     def optimizer(self) -> AdamW:

@@ -9,9 +9,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,13 +23,23 @@ from distgpt.kernels.api import Array
 from distgpt.model.model import FLAG_COUNT
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
+from distgpt.training.activity import COMPUTING, EXCHANGING, UPDATING, Activity
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.guards.recheck import Recheck
-from distgpt.training.guards.watchdog import COMPUTING, EXCHANGING, UPDATING, Activity
 from distgpt.training.micro_batches import MicroBatches
 
 Flags = Callable[[], Sequence[float]]
 Objection = Callable[[float, float], str]
+Launch = Callable[[int, Batches, Flags, float | None], "StepResult"]
+
+
+class Inspector(Protocol):
+    """Checks the gradients of a step's first micro-batch against those that it computes anew."""
+
+    def begin(self, step: int, compute: Callable[[int], None]) -> Callable[[], None] | None:
+        """Compute the gradients of a rank by `compute(rank)`, if it is this rank's turn. Collective.
+
+        Return what compares them, to be called when this rank has its own gradients; None if nothing is due.
+        """
 
 
 def no_flags() -> Sequence[float]:
@@ -54,6 +64,16 @@ class StepResult:
         """Wait for the step and return (loss, gradient norm)."""
         norm = math.sqrt(float(self._squares()[0])) * self._norm_scale
         return float(self._numbers()[0]) * self._loss_scale, norm
+
+    def then(self, call: Callable[[], None]) -> StepResult:
+        """Return this result with a call that is made once, as soon as it was read."""
+
+        def numbers() -> Any:  # what `read` waits for last
+            found = self._numbers()
+            call()
+            return found
+
+        return replace(self, _numbers=cache(numbers))
 
     def flags(self) -> Any:
         """Return the ranks' flags, each summed over the ranks. Call `read` first."""
@@ -80,10 +100,11 @@ class Step:
         *,
         micro_batches: MicroBatches | None = None,
         objection: Objection | None = None,
+        inspector: Inspector | None = None,
         activity: Activity | None = None,
     ) -> None:
         """`objection(loss, norm)` returns why a step must not change the weights, "" if it may; it makes each
-        step wait for its result."""
+        step wait for its result. `inspector` checks the computed gradients."""
         self.optimizer, self.model, self.comm, self.config = optimizer, optimizer.model, comm, config
         self.exchange, self._objection, self.activity = exchange, objection, activity or Activity()
         self.at_rest = threading.Lock()  # held while weights change: whoever else holds it may read them
@@ -97,7 +118,7 @@ class Step:
         self._pass = Pass(
             self.model, n_seq, seq_len, training=True, recompute=config.recompute, positions=positions
         )
-        self._recheck = Recheck(comm, self.model, config)
+        self._inspector = inspector
         self._ready: Ready | None = None  # called by the backward pass that is running
         # Recorded forward and backward passes: a recording fixes whether it adds to the gradients that are
         # there, and whether it sends them meanwhile, and the first micro-batch and the last one differ.
@@ -119,7 +140,8 @@ class Step:
         """
         self._agree_on_tuning()
         self._exchanged_at = self._exchanged_at or time.perf_counter()
-        compare = self._recheck.begin(number, partial(self._compute, number, batches, 0))
+        compute = partial(self._compute, number, batches, 0)
+        compare = self._inspector.begin(number, compute) if self._inspector else None
         for micro_batch in range(self._micro_batches.count):
             if micro_batch == self._micro_batches.count - 1:
                 self.exchange.before_backward(number)

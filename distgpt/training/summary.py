@@ -17,7 +17,6 @@ from distgpt.doctor.facts import environment
 from distgpt.errors import DistgptError
 from distgpt.files import atomic_file
 from distgpt.formatting import count
-from distgpt.gpu.transport import DeviceComm
 from distgpt.saved.checkpoint import newest_step
 from distgpt.stages import Stage
 from distgpt.training.run import Run
@@ -114,9 +113,8 @@ def _allreduce(run: Run) -> str | None:
     if run.comm.size == 1:
         return None
     t = run.settings
-    by = [run.comm.transport.name] if isinstance(run.comm, DeviceComm) else []
     wire = [t.gradient_dtype] if t.gradient_dtype != "float32" else []
-    return ", ".join([*by, run.exchange.name, *wire])
+    return ", ".join(filter(None, [run.stage.transport, run.exchange.name, *wire]))
 
 
 def _speed(run: Run) -> dict[str, Any]:

@@ -38,11 +38,10 @@ def test_a_profile_of_steps_on_a_device(mlp):
     run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp, "recompute": "none"})
     trial = Trial(run, k)
     step, batches = trial.trained, trial.batches
-    profiler = Profiler(k._device)
-    profiler.watch(step)
+    profiler = Profiler(step, k._device)
     running = []
     for number in range(5):  # as a run does it: launched before the last one is read
-        running.append(step.launch(number, batches))
+        running.append(profiler.launch(number, batches))
         if number:
             running.pop(0).read()
     running.pop().read()

@@ -16,7 +16,7 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import read_into
 from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.opening.restore import restore
+from distgpt.training.restore import restore
 
 pytestmark = needs_the_processor
 

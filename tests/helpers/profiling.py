@@ -19,11 +19,10 @@ def job(threads=1, batch_size=8, **changes):
 
 def profiled(step, batches, steps=3, warm_up=2):
     """The profiler of so many steps, and how long they took by a clock of our own."""
-    profiler, seconds = Profiler(warm_up=warm_up), []
-    profiler.watch(step)
+    profiler, seconds = Profiler(step, warm_up=warm_up), []
     for number in range(warm_up + steps):
         begun = time.perf_counter()
-        step.launch(number, batches).read()
+        profiler.launch(number, batches).read()
         seconds.append(time.perf_counter() - begun)
     return profiler, seconds[warm_up:]
 

@@ -37,10 +37,9 @@ def session(monkeypatch, interruptible):
     comm, (step, batches) = SerialComm(), job()
     comm.size = 2
     stage = SimpleNamespace(comm=comm, device=None, name="mpi", threads=1)
-    session = Session(stage, step.model, step.config)
-    session.watch(step)
+    session = Session(stage, step, step.config)
     for number in range(5):
-        step.launch(number, batches).read()
+        session.profiler.launch(number, batches).read()
     return session
 
 
@@ -68,10 +67,9 @@ def test_without_steps_it_is_said_why_there_is_no_profile(tmp_path, capsys):
     for done, words in ((0, "no step was left"), (1, "3 steps to warm up come first")):
         step, batches = job()
         stage = SimpleNamespace(comm=step.comm, device=None, name="serial", threads=1)
-        session = Session(stage, step.model, step.config, warm_up=3)
-        session.watch(step)
+        session = Session(stage, step, step.config, warm_up=3)
         for number in range(done):
-            step.launch(number, batches).read()
+            session.profiler.launch(number, batches).read()
         session.finish(tmp_path, print)
         assert words in capsys.readouterr().out, done
         assert not list(tmp_path.iterdir()), done

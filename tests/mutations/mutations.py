@@ -55,11 +55,11 @@ _FAULTS = {
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         (
             "the best loss is forgotten",
-            "say, comm, best, room, gathering",
-            "say, comm, None, room, gathering",
+            "say, comm, best, disk, gathering",
+            "say, comm, None, disk, gathering",
         ),
     ],
-    ("training/opening/restore.py", _WIRED): [
+    ("training/restore.py", _WIRED): [
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
     ],
     ("inference/request.py", _WIRED): [
@@ -75,7 +75,7 @@ _FAULTS = {
     ("training/checkpoints.py", "training/test_saving.py"): [
         ("a copy is not taken", "groups = self._copy.taken(live) if self._copy else", "groups ="),
     ],
-    ("training/clock.py", "training/test_clock.py"): [
+    ("training/timed.py", "training/test_clock.py"): [
         ("the time before a stop is forgotten", "begun - spent", "begun"),
         ("the last step ends too late", "end + usual > total", "end > total + usual"),
     ],
@@ -100,7 +100,7 @@ _FAULTS = {
             "used = run.progress.step",
         ),
     ],
-    ("training/guards/sanity.py", "training/test_mpi.py -k drift"): [
+    ("training/sanity.py", "training/test_mpi.py -k drift"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -"),
     ],
     ("evaluation/assessment.py", "evaluation/test_scoring.py"): [

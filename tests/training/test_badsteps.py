@@ -27,7 +27,7 @@ def ruined(monkeypatch):
     """Multiply some gradients of some steps, counted from 1 in this process; by NaN the loss as well."""
 
     def ruin(calls, factor):
-        count, original = [0], Step._gradients
+        count, original = [0], Step._forward_backward
 
         def gradients(self, accumulate):
             original(self, accumulate)
@@ -38,7 +38,7 @@ def ruined(monkeypatch):
                     with np.errstate(invalid="ignore"):
                         np.multiply(some, np.float32(factor), out=some)
 
-        monkeypatch.setattr(Step, "_gradients", gradients)
+        monkeypatch.setattr(Step, "_forward_backward", gradients)
 
     return ruin
 
@@ -54,14 +54,16 @@ def weights(out):
 
 def test_what_is_wrong_with_a_step():
     bad = BadSteps(TrainConfig(spike_zscore=4.0), Progress())
-    assert bad.reason(math.nan, math.nan) == "the loss is not finite"
-    assert bad.reason(1.0, math.inf) == "the gradient is not finite"
+    assert bad.objection(math.nan, math.nan) == "the loss is not finite"
+    assert bad.objection(1.0, math.inf) == "the gradient is not finite"
     for step in range(ENOUGH):
-        assert bad.reason(1000.0, 1000.0) == ""  # too few to compare with
+        assert bad.objection(1000.0, 1000.0) == ""  # too few to compare with
         bad.remember_good(5 + step % 2, 1.0)
-    assert bad.reason(7.4, 1.0) == "" and bad.reason(0.0, 0.0) == ""
-    assert bad.reason(7.6, 1.0) == "the loss is an outlier, 7.6 after 5.5 ± 0.5 in the last 20 steps"
-    assert bad.reason(5.5, 1.003) == "" and bad.reason(5.5, 1.005).startswith("the gradient is an outlier")
+    assert bad.objection(7.4, 1.0) == "" and bad.objection(0.0, 0.0) == ""
+    assert bad.objection(7.6, 1.0) == "the loss is an outlier, 7.6 after 5.5 ± 0.5 in the last 20 steps"
+    assert bad.objection(5.5, 1.003) == "" and bad.objection(5.5, 1.005).startswith(
+        "the gradient is an outlier"
+    )
 
 
 def test_what_a_bad_step_ends(ruined, tmp_path):
@@ -176,4 +178,4 @@ def test_spikes_are_found_alike_after_a_resume():
     document = json.loads(json.dumps(before.save(State()).to_json()))
     after.load(State.from_json(document))
     assert after.recent == before.recent and len(after.recent) == 100
-    assert second.reason(9.0, 1.0) == first.reason(9.0, 1.0) != ""
+    assert second.objection(9.0, 1.0) == first.objection(9.0, 1.0) != ""

@@ -19,6 +19,7 @@ from distgpt.training.clock import Clock, is_over
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.dial import Dial, text_of
 from distgpt.training.progress import Pace, Progress
+from distgpt.training.timed import TimedClock
 
 SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
 T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)
@@ -26,17 +27,14 @@ T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)
 
 def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
     """Take steps of this many seconds by a clock that they alone move. Return (share, step) of each."""
-    now, progress, found = [100.0], Progress(), []
-    clock = Clock(
-        t,
-        Pace(progress, Chosen(t, ranks).placement.rounds),
-        100.0,
-        spent,
-        queued,
-        closing,
-        now=lambda: now[0],
-    )
-    sent = []
+    now, progress = [100.0], Progress()
+    pace = Pace(progress, Chosen(t, ranks).placement.rounds)
+    clock = TimedClock(t, pace, 100.0, spent, queued, closing, now=lambda: now[0])
+    return stepped(clock, progress, now, queued, seconds), now[0] - 100.0 + spent, clock
+
+
+def stepped(clock, progress, now, queued, seconds):
+    found, sent = [], []
     while progress.step + len(sent) != clock.last and len(found) < 1000:
         found.append(clock.elapsed)
         now[0] += 0 if queued and not sent else seconds
@@ -44,7 +42,7 @@ def run_of(t, ranks=1, spent=0.0, seconds=4.0, queued=False, closing=0.0):
         while len(sent) > queued:
             progress.count_step(1.0, seconds, True)
             clock.hear(sent.pop(0), launched=progress.step + len(sent))
-    return found, now[0] - 100.0 + spent, clock
+    return found
 
 
 def test_the_last_step_ends_with_the_time_and_sees_all_of_it_as_over():
@@ -77,14 +75,13 @@ def test_local_steps_end_with_a_round():
 
 
 def test_without_a_time_the_steps_count():
-    t = replace(T, train_minutes=0.0)
-    shares, _, clock = run_of(t)
-    assert shares == [None] * 7 and clock.seconds() == 0
+    clock = Clock(7)
+    assert stepped(clock, Progress(), [100.0], False, 4.0) == [None] * 7 and clock.seconds() == 0
 
 
 def test_a_run_that_went_back_still_ends_with_its_time():
     progress, now = Progress(), [60.0]
-    clock = Clock(T, Pace(progress), 0.0, now=lambda: now[0])
+    clock = TimedClock(T, Pace(progress), 0.0, now=lambda: now[0])
     progress.step = 9
     clock.hear(clock.ahead(), launched=9)
     assert (clock.elapsed, clock.last) == (1, 10)

@@ -25,8 +25,8 @@ from distgpt.saved.tensors import read_into
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.restore import restore
 from distgpt.training.progress import Pace, Progress
+from distgpt.training.restore import restore
 from distgpt.training.schedule import Due, due_after
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)

@@ -32,7 +32,8 @@ def steps(comm, config=CONFIG, faulty=None, at=None):
     model.train(comm.size)
     model.initialise(1)
     batches = Batches(ArrayTokens(np.arange(500, dtype=np.uint16) % 16), 8, config.batch_size, config.seed)
-    work = build_step(AdamW(model, config), comm, config)
+    inspector = Recheck(comm, model, config) if config.recheck_every else None
+    work = build_step(AdamW(model, config), comm, config, inspector=inspector)
     compute = work._compute
 
     def computed(step, batches, micro_batch, rank):

@@ -90,7 +90,7 @@ def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
     saver, gate = make(save="async"), Gate(monkeypatch)
     saver.begin(State(5), best=None, checkpoint=True)
     assert gate.reached.wait(30)
-    saver.poll()
+    saver.check(has_lost_disk=False)
     for buffer in (model.weights, optimizer.m, optimizer.v):
         buffer.flat += 10  # as the next step does
     assert not checkpoints.exists()
@@ -117,16 +117,16 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
     saver.begin(State(2), best=None, checkpoint=True)
     saver.wait()
     assert said == [f"{FULL}; the run goes on, with step 1 saved, and tries again"]
-    saver.poll()
+    saver.check(has_lost_disk=False)
     assert gate.calls == 1  # not yet
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", -1)
     model.weights.flat += 10
     for _ in range(2):
-        saver.poll()
+        saver.check(has_lost_disk=False)
         saver.wait()
     assert gate.calls == 3 and said[1:] == ["the disk can be written again"]
     assert saved(checkpoints / "step-00000002", model)[0] == 1 and saver.fatal_error is None
-    saver.poll()
+    saver.check(has_lost_disk=False)
     assert gate.calls == 3
 
 

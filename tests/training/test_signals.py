@@ -13,6 +13,7 @@ import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, same_signals
 
 from distgpt import interrupts
+from distgpt.comm.batch import job_end
 from distgpt.evaluation.scoring import Scorer
 from distgpt.inference import sample
 from distgpt.interrupts import EXIT_CODES, Interrupted, PendingSignals, deferred_signals, first_of
@@ -21,7 +22,7 @@ from distgpt.saved.checkpoint import newest_step
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training import checkpoints
 from distgpt.training.guards import deadline
-from distgpt.training.guards.deadline import TimeLimit, ending
+from distgpt.training.guards.deadline import TimeLimit
 from distgpt.training.step import Step
 
 WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
@@ -155,9 +156,9 @@ def test_slurm_says_when_a_job_ends_and_the_last_step_and_checkpoint_fit_into_th
     assert limit.latest([50.0, *[1.0] * 99], 4.0) == 1000 - 2 - 6 - 100
     now = time.monotonic()
     for past in ("soon", "1700000000"):
-        assert ending(None, {}) is ending(None, {"SLURM_JOB_END_TIME": past}) is None
-    assert 59 < ending(None, {"SLURM_JOB_END_TIME": str(int(time.time()) + 61)}) - now < 62
-    assert 5 <= ending(5.0, {"SLURM_JOB_END_TIME": "1"}) - now < 6
+        assert job_end(None, {}) is job_end(None, {"SLURM_JOB_END_TIME": past}) is None
+    assert 59 < job_end(None, {"SLURM_JOB_END_TIME": str(int(time.time()) + 61)}) - now < 62
+    assert 5 <= job_end(5.0, {"SLURM_JOB_END_TIME": "1"}) - now < 6
 
 
 def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):

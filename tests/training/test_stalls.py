@@ -18,9 +18,10 @@ from threadranks import on_all_ranks
 from distgpt.comm.reports import Reports
 from distgpt.comm.serial import SerialComm
 from distgpt.saved.checkpoint import newest_step
+from distgpt.training.activity import COMPUTING, Activity
 from distgpt.training.guards import watchdog
 from distgpt.training.guards.stragglers import Stragglers
-from distgpt.training.guards.watchdog import COMPUTING, Activity, Stall, Watchdog
+from distgpt.training.guards.watchdog import Stall, Watchdog
 from distgpt.training.step import Step
 
 

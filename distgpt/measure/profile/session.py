@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
@@ -24,7 +24,6 @@ from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
-from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.step import Flags, Step, StepResult, no_flags
 
@@ -35,62 +34,42 @@ TABLE, TRACE = "profile.json", "trace.json"
 Print = Callable[[str], None]
 
 
-@dataclass(slots=True)
-class Watched:
-    """A step's outcome, whose times are accounted for when it is read: nothing waits before."""
-
-    outcome: StepResult
-    close: Any
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.outcome, name)
-
-    def read(self) -> tuple[float, float]:
-        found = self.outcome.read()
-        self.close()
-        return found
-
-
 class Profiler:
-    """Measures one rank's steps: sums over all, every operation of the first. `device`: the GPU, if any."""
+    """Launches one rank's steps and measures them: sums over all, every operation of the first."""
 
-    def __init__(self, device: CupyDevice | None = None, warm_up: int = WARM_UP) -> None:
+    def __init__(self, step: Step, device: CupyDevice | None = None, warm_up: int = WARM_UP) -> None:
+        """`device`: the GPU, if any. Collective."""
+        self._step = step
         self.clock = Clock() if device is None else Clock.of(device)
         self.on_gpu = device is not None
         self.warm_up = warm_up
         self.times = no_times()
         self.seconds: list[float] = []  # of each profiled step
         self.traced: list[Account] = []
-        self.workers = 1
+        self.workers = step.model.kernels.threads
         self.skipped = 0  # warm-up steps done
         self._last: Taken | None = None
-        self._zero: Any = None
         self._recorder: Recorder | None = None
-
-    def watch(self, step: Step) -> None:
-        """Measure this step's launches from now on, after the warm-up. Collective."""
-        launch, kernels = step.launch, step.model.kernels
-        self.workers = kernels.threads
         self.clock.settle()
         step.comm.barrier()
         self._zero = self.clock.now()
 
-        def measured(
-            number: int, batches: Batches, flags: Flags = no_flags, share: float | None = None
-        ) -> StepResult | Watched:
-            if self.skipped < self.warm_up or not step.exchange.is_settled:
-                self.skipped += 1
-                return launch(number, batches, flags, share)
-            if self._recorder is None:
-                self._recorder = Recorder(self.clock, kernels, step.comm, batches, step.waits())
-            with self._recorder.step() as taken:
-                outcome = launch(number, batches, flags, share)
-            if self._last is not None:  # a GPU's wait in between belongs to the earlier step
-                self._last.end = taken.begin
-            self._last = taken
-            return Watched(outcome, lambda: self._close(number, taken))
-
-        vars(step)["launch"] = measured  # an attribute of this object, in front of its class's
+    def launch(
+        self, number: int, batches: Batches, flags: Flags = no_flags, elapsed: float | None = None
+    ) -> StepResult:
+        """Launch a step as `Step.launch` does, and measure it after the warm-up."""
+        step = self._step
+        if self.skipped < self.warm_up or not step.exchange.is_settled:
+            self.skipped += 1
+            return step.launch(number, batches, flags, elapsed)
+        if self._recorder is None:
+            self._recorder = Recorder(self.clock, step.model.kernels, step.comm, batches, step.waits())
+        with self._recorder.step() as taken:
+            outcome = step.launch(number, batches, flags, elapsed)
+        if self._last is not None:  # a GPU's wait in between belongs to the earlier step
+            self._last.end = taken.begin
+        self._last = taken
+        return outcome.then(lambda: self._close(number, taken))  # accounting waits for a GPU
 
     def _close(self, number: int, taken: Taken) -> None:
         found = account(self.clock, self.workers, taken)
@@ -128,10 +107,10 @@ class Session:
     interrupt, and the first one to exit ends the job. So what matters most is written first.
     """
 
-    def __init__(self, stage: Stage, model: Model, train: TrainConfig, warm_up: int = WARM_UP) -> None:
-        self._stage, self._comm = stage, stage.comm
-        self.profiler = Profiler(stage.device, warm_up)
-        self.watch = self.profiler.watch
+    def __init__(self, stage: Stage, step: Step, train: TrainConfig, warm_up: int = WARM_UP) -> None:
+        """`step`: what `profiler.launch` launches. Collective."""
+        self._stage, self._comm, model = stage, stage.comm, step.model
+        self.profiler = Profiler(step, stage.device, warm_up)
         self._about = {
             "environment": environment() if self._comm.rank == 0 else {},
             "stage": stage.name,

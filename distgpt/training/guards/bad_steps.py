@@ -12,34 +12,33 @@ from distgpt.comm.agree import shared
 from distgpt.config import TrainConfig
 from distgpt.errors import DistgptError, NonFiniteError, OutlierError
 from distgpt.formatting import count
+from distgpt.training.guards.rollback import roll_back
 from distgpt.training.in_flight import Finished
+from distgpt.training.judge import described, ending, not_finite
 from distgpt.training.progress import Progress
+from distgpt.training.run import BadStep, Run
 
 ENOUGH = 20  # steps of history before outliers are detected
 LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outliers
 
 
-class RollBack(Exception):
-    """A bad step has to be undone: raised on all ranks, for --on-bad-step rollback."""
-
-    def __init__(self, reason: str, step: int) -> None:
-        super().__init__(reason)
-        self.reason, self.step = reason, step
-
-
 class BadSteps:
-    """Compares each step with the last good ones, and counts bad ones. The same on all ranks."""
+    """Compares each step with the last good ones, counts bad ones, and skips or undoes them.
+
+    The judge (`training/run.py`) of a run with --spike-zscore or another --on-bad-step than stop.
+    """
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
+        self.waits = bool(config.spike_zscore)  # kernels themselves leave out only what is not finite
 
     def judge(self, done: Finished) -> str:
         """Return why a finished step has not changed the weights, "" if it has.
 
-        Raises the error that ends the run, or RollBack.
+        Raises the error that ends the run, or BadStep.
         """
         rejected = done.result.rejected
-        reason = self.reason(done.loss, done.norm) if rejected is None else rejected
+        reason = self.objection(done.loss, done.norm) if rejected is None else rejected
         if not reason:
             self.remember_good(done.loss, done.norm)
             return ""
@@ -47,16 +46,18 @@ class BadSteps:
         if error := self.refuse(reason, step, done.loss, done.norm):
             raise shared(error)
         if self._config.on_bad_step == "rollback":
-            raise RollBack(reason, step)
+            raise BadStep(reason, step)
         return reason
 
-    def reason(self, loss: float, norm: float) -> str:
+    def recover(self, run: Run, bad: BadStep) -> None:
+        """Go back to the newest checkpoint, and past the bad data. Collective."""
+        roll_back(run, bad)
+
+    def objection(self, loss: float, norm: float) -> str:
         """Return why a step is bad, "" if it is good."""
-        found = {"loss": loss, "gradient": norm}
-        for what, value in found.items():
-            if not math.isfinite(value):
-                return f"the {what} is not finite"
-        recent = self._progress.recent
+        if reason := not_finite(loss, norm):
+            return reason
+        found, recent = {"loss": loss, "gradient": norm}, self._progress.recent
         if self._config.spike_zscore and len(recent) >= ENOUGH:
             for (what, value), others in zip(found.items(), zip(*recent, strict=True), strict=True):
                 mean, spread = fmean(others), pstdev(others)
@@ -76,11 +77,9 @@ class BadSteps:
         c = self._config
         self._progress.bad_steps += 1
         kind = OutlierError if math.isfinite(loss) and math.isfinite(norm) else NonFiniteError
-        what = f"{reason} at step {step} (loss {loss}, gradient norm {norm})"
+        what = described(reason, step, loss, norm)
         if c.on_bad_step == "stop":
-            clip = "a smaller --clip" if c.clip else "--clip 1"
-            hint = f"; a lower --lr, a longer --warmup or {clip} may help, or --on-bad-step skip"
-            return kind(f"{what}{hint}; earlier checkpoints are kept")
+            return kind(ending(what, c))
         if self._progress.bad_steps > c.bad_steps_allowed:
             allowed = count(c.bad_steps_allowed, "bad step")
             return kind(f"{what}: more than the {allowed} that --bad-steps-allowed permits")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distgpt.interrupts import Interrupted, PendingSignals
 from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.in_flight import Finished
 from distgpt.training.progress import Pace
 
 STEPS, SAVES = 2.0, 1.5  # how much slower than the slowest recent one the last step and the last save may be
 LEAVING = 2.0  # seconds: writing the summary, ending MPI
 BYTES_PER_SECOND = 1e8  # of the disk, assumed until a checkpoint was written
-SLURMS = "SLURM_JOB_END_TIME"  # environment variable: seconds since 1970
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,9 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A context in which the run notes SIGUSR1 by itself when no further step fits before the limit."""
+    """A guard of rank 0: the run notes SIGUSR1 by itself when no further step fits before the limit."""
 
-    limit: TimeLimit | None  # None: on other ranks than 0, or where there is no limit
+    limit: TimeLimit
     signals: PendingSignals
     pace: Pace
     checkpoints: Checkpoints
@@ -48,9 +46,12 @@ class Deadline:
 
     def look_ahead(self) -> None:
         """Decide until when another step may begin."""
-        if self.limit:
-            recent, seconds = self.pace.recent(), self.checkpoints.seconds
-            self.signals.deadline = self.limit.latest(recent, seconds, self.saves)
+        recent, seconds = self.pace.recent(), self.checkpoints.seconds
+        self.signals.deadline = self.limit.latest(recent, seconds, self.saves)
+
+    def settled(self, done: Finished) -> dict[str, float]:
+        self.look_ahead()
+        return {}
 
     def __enter__(self) -> None:
         self.look_ahead()
@@ -58,13 +59,3 @@ class Deadline:
     def __exit__(self, kind: Any, ended: BaseException | None, trace: Any) -> None:
         if isinstance(ended, Interrupted) and ended.number == signal.SIGUSR1 and self.signals.late:
             ended.why = "the time is up"
-
-
-def ending(seconds: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return when to be gone: after these seconds, else when Slurm ends the job; None if neither is known."""
-    now = time.monotonic()
-    if seconds is not None:
-        return now + seconds
-    known = environ.get(SLURMS, "")
-    left = int(known) - time.time() if known.isdecimal() and len(known) < 16 else 0.0
-    return now + left if left > 0 else None  # one that is past is another job's, or was prolonged

@@ -154,11 +154,14 @@ class Room(Disk):
                 yield path
 
 
-def weights_bytes(model: Model, description: Description) -> int:
-    """Return the most bytes that the file of a model's weights can have."""
+def room_for(
+    directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
+) -> Room:
+    """Return the room of a run, which holds the most bytes that the file of its weights can have."""
     layout, wide = model.weights.layout, np.dtype(model.kernels.wide)
     header = len(json.dumps(description.to_metadata(), ensure_ascii=False).encode())
-    return int(layout.elements * wide.itemsize) + header + ENTRY * len(layout.specs) + MORE
+    weights = int(layout.elements * wide.itemsize) + header + ENTRY * len(layout.specs) + MORE
+    return Room(directory, t, weights, say)
 
 
 def _begun_with(run: Path) -> set[Path]:

@@ -9,12 +9,11 @@ from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.saved.checkpoint import State, load_state, newest_intact
-from distgpt.training.guards.bad_steps import RollBack
-from distgpt.training.opening.restore import begin_anew, restore
-from distgpt.training.run import Run
+from distgpt.training.restore import begin_anew, restore
+from distgpt.training.run import BadStep, Run
 
 
-def roll_back(run: Run, bad: RollBack) -> None:
+def roll_back(run: Run, bad: BadStep) -> None:
     """Restore the newest checkpoint, or the first weights. Batches up to the bad one are not seen again.
 
     Collective.
@@ -29,7 +28,9 @@ def roll_back(run: Run, bad: RollBack) -> None:
         begin_anew(run.comm, run.model, run.optimizer_state, run.config.train, run.batches)
     run.load(replace(state, skipped=used - state.step))
     run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
-    run.report.went_back(run.progress.step, f"{bad.reason} at step {bad.step}", run.batches.skipped)
+    step, what = run.progress.step, f"{bad.reason} at step {bad.step}"
+    run.report.remember({"step": step, "bad": what, "back_to": step, "skipped": run.batches.skipped})
+    run.report.note(f"{what}: back to step {step}, and past these data")
 
 
 def _newest(run: Run) -> tuple[str | None, dict[str, Any]]:

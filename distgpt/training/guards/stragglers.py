@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from statistics import fmean
 
 from distgpt.formatting import count, duration
+from distgpt.training.in_flight import Finished
 
 RECENT = 100  # steps
 
 
-class Stragglers:
+class Stragglers(AbstractContextManager["Stragglers"]):
     """Counts which rank was last to reach the exchange in recent steps."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=RECENT)
+
+    def __exit__(self, *ended: object) -> None: ...
+
+    def settled(self, done: Finished) -> dict[str, float]:
+        return self.add(done.result.seconds())
 
     def add(self, seconds: Sequence[float]) -> dict[str, float]:
         """Take each rank's seconds, none if unknown. Return metrics: who was last, and how late."""

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from distgpt.comm.launched import leave_at_once
 from distgpt.errors import DistgptError
 from distgpt.interrupts import Interrupted
-from distgpt.training.guards.watchdog import EVALUATING, EXCHANGING, Watchdog
+from distgpt.training.activity import EVALUATING, EXCHANGING
 from distgpt.training.run import Run
 from distgpt.training.summary import how_to_resume, write_stopped
 
 
-def watchdog(run: Run) -> Watchdog:
-    """Return the watchdog of a run: a context, while which its thread runs."""
-    return Watchdog(
-        run.comm,
-        run.guards.activity,
-        run.guards.stall,
-        usual=run.guards.pace.usual,
-        slowest=run.guards.stragglers.sentence,
-        say=run.report.note,
-        end_job=partial(_save_and_exit, run),
-    )
-
-
-def _save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
+def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
     """Save the last finished step from the watchdog's thread, and end the job.
 
     In an exchange the weights are those of the last finished step. From here on nobody changes them.
     """
     try:
         at_rest = not run.model.kernels.capabilities.is_async and run.step.at_rest.acquire(timeout=1)
-        if at_rest and run.checkpoints.has_all and run.guards.activity.doing in (EXCHANGING, EVALUATING):
-            run.progress.evaluation_pending |= run.guards.activity.doing == EVALUATING
+        if at_rest and run.checkpoints.has_all and run.activity.doing in (EXCHANGING, EVALUATING):
+            run.progress.evaluation_pending |= run.activity.doing == EVALUATING
             run.checkpoints.write_now(run.state())
             run.directory.write_metrics()
         ended.add_note(how_to_resume(run))

@@ -28,6 +28,8 @@ from distgpt.comm.reports import Reports
 from distgpt.errors import DistgptError, print_lines
 from distgpt.formatting import long_duration
 from distgpt.interrupts import ENDING, EXIT_CODES, MEANT, Interrupted, exit_code_of, meaning, signal_of
+from distgpt.training.activity import Activity
+from distgpt.training.in_flight import Finished
 
 SECONDS_BETWEEN = 1.0  # between reports
 QUIET = 3  # reports that are missing, after which a rank counts as silent
@@ -40,25 +42,6 @@ SECONDS_TO_LEAVE = 3.0  # for the main thread to leave after a second signal
 SECONDS_TO_HEAR = 3.0  # for rank 0 to end the job after another rank reports a failure
 SECONDS_APART, MOST_APART = 0.5, 20  # then ranks end it themselves, staggered, so that one does it for all
 FRAMES, LONGEST_STACK = 8, 5000
-
-
-STARTING, COMPUTING, EXCHANGING, UPDATING = "starting", "computing", "in the exchange", "updating"
-EVALUATING, SAVING, SAMPLING = "evaluating", "saving", "writing a sample"
-
-
-class Activity:
-    """Says what the main thread does, after which step, and since when. It alone writes this.
-
-    `count` is the number of activities it has begun.
-    """
-
-    def __init__(self) -> None:
-        self.step, self.count = 0, 0
-        self.enter(STARTING)
-
-    def enter(self, doing: str) -> None:
-        self.doing, self.since = doing, time.monotonic()
-        self.count += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +121,10 @@ class Watchdog:
             self._reports.close()
         for end in (self._woken, self._wakes):
             end.close()
+
+    def settled(self, done: Finished) -> dict[str, float]:
+        """Add nothing to a step's metrics: the activity says how far the run is."""
+        return {}
 
     def _run(self) -> None:
         ends = [self._woken, *([self._reports.socket] if self._reports else [])]

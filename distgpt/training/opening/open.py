@@ -35,48 +35,37 @@ from distgpt.saved.checkpoint import Best, State
 from distgpt.saved.modelfile import Base, Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage, report_compiling
+from distgpt.training.activity import EVALUATING, Activity
 from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.clock import Clock
-from distgpt.training.guards.bad_steps import BadSteps
-from distgpt.training.guards.deadline import Deadline, TimeLimit
-from distgpt.training.guards.full_disk import Room, weights_bytes
-from distgpt.training.guards.stragglers import Stragglers
-from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
 from distgpt.training.micro_batches import MicroBatches
 from distgpt.training.opening.announce import facts, note_short_text, note_surprises
 from distgpt.training.opening.compatibility import refuse_unmeasurable, refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
 from distgpt.training.opening.plan import Plan
-from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
 from distgpt.training.opening.whereabouts import whereabouts
 from distgpt.training.placement import OptimizerState, Placement
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.reading import Reading
 from distgpt.training.report import Listener, Report
-from distgpt.training.run import Guards, Run
-from distgpt.training.step import Step
+from distgpt.training.restore import begin_anew, learns_pairs, restore
+from distgpt.training.run import Judge, Run
+from distgpt.training.seams import Seams
+from distgpt.training.step import Inspector, Step
 from distgpt.training.strategy import Choose, Start, Strategy, agree_on_strategy
+from distgpt.training.votes import Votes
 
-EVALUATION = 0.5  # of the time that a token takes in a step
+PLAIN = Seams()
 NO_DOCUMENTS = (
     "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
     " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
 )
 
 
-def open_run(
-    plan: Plan,
-    stage: Stage,
-    choose: Choose,
-    listener: Listener,
-    end: float | None = None,
-    stall: Stall | None = None,
-) -> Run:
+def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams: Seams = PLAIN) -> Run:
     """Return a run with its weights loaded. All is checked before anything is written. Collective.
 
     The model is built to count its memory (`fit_to_memory`), as it is, and in small to compile the loops.
-    `choose` returns the strategy that the settings ask for. `end` is a moment of time.monotonic() by which
-    the run has to be gone; `stall`: when it counts as stuck.
+    `choose` returns the strategy that the settings ask for.
     """
     comm, say = stage.comm, listener.noted
     config, corpus, hellaswag = _load_texts(comm, plan, say)
@@ -104,16 +93,17 @@ def open_run(
         stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config, strategy)
     micro_batches = _micro_batches(plan, stage, config, settings, strategy, model, is_evaluated, say)
-    room = Room(plan.directory, settings, weights_bytes(model, described), say)
-    gathering = state.gathering(comm)
+    disk, gathering = seams.disk(plan.directory, settings, model, described, say), state.gathering(comm)
     checkpoints = Checkpoints(
-        model, state.optimizer, plan.directory, described, settings, say, comm, best, room, gathering
+        model, state.optimizer, plan.directory, described, settings, say, comm, best, disk, gathering
     )
-    guards = _guards(settings, comm, placement, progress, checkpoints, model, end, stall or Stall())
-    on_batch = partial(guards.activity.enter, EVALUATING)
-    clock = _clock(plan, stage, settings, guards.pace, model, validation)
+    signals, activity, judge = PendingSignals(), Activity(), seams.judge(settings, progress)
+    on_batch = partial(activity.enter, EVALUATING)
+    clock = seams.clock(plan, stage, settings, Pace(progress, placement.rounds), model, validation)
     reading = Reading(batches, settings.batch_size, token_bytes, clock)
-    return Run(
+    inspector = seams.inspector(comm, model, settings) if seams.inspector else None
+    step = _step(strategy, state, comm, settings, micro_batches, judge, inspector, activity, say)
+    run = Run(
         config=config,
         settings=settings,
         stage=stage,
@@ -123,8 +113,8 @@ def open_run(
         optimizer_state=state,
         tokenizer=corpus.tokenizer,
         batches=batches,
-        step=_step(strategy, state, comm, settings, micro_batches, guards, say),
-        assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, guards.signals, on_batch),
+        step=step,
+        assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, signals, on_batch),
         reading=reading,
         directory=plan.directory,
         start=plan.checkpoint,
@@ -133,8 +123,13 @@ def open_run(
         identity=_identity(settings, comm, batches, micro_batches),
         checkpoints=checkpoints,
         report=Report(comm.rank, config, plan.directory, listener, checkpoints, reading),
-        guards=guards,
+        signals=signals,
+        judge=judge,
+        votes=Votes(comm, signals, checkpoints, clock),
+        launch=step.launch,
+        guards=(),
     )
+    return replace(run, guards=tuple(seams.guards(run)))
 
 
 def open_steps(run: RunConfig, stage: Stage, choose: Choose, say: Say) -> tuple[Step, Batches]:
@@ -391,41 +386,6 @@ def _validation(comm: Comm, config: RunConfig, corpus: Corpus) -> Validation | N
     return on_every_rank(comm, lambda: validation_on(tokens, config.model.seq_len, most))
 
 
-def _guards(
-    settings: TrainConfig,
-    comm: Comm,
-    placement: Placement,
-    progress: Progress,
-    checkpoints: Checkpoints,
-    model: Model,
-    end: float | None,
-    stall: Stall,
-) -> Guards:
-    signals, pace, limit = PendingSignals(), Pace(progress, placement.rounds), None
-    if end is not None and comm.rank == 0:
-        saved = placement.saved_buffers(is_common=False)
-        limit = TimeLimit(end, 4 * saved * model.layout.size)
-    return Guards(
-        activity=Activity(),
-        signals=signals,
-        pace=pace,
-        bad_steps=BadSteps(settings, progress),
-        stragglers=Stragglers(),
-        deadline=Deadline(limit, signals, pace, checkpoints, saves=2 if settings.save == "async" else 1),
-        stall=stall,
-    )
-
-
-def _clock(
-    plan: Plan, stage: Stage, settings: TrainConfig, pace: Pace, model: Model, validation: Validation | None
-) -> Clock:
-    """Return the run's clock, which leaves time for the evaluation after the last step."""
-    per_step = settings.batch_size * model.config.seq_len
-    closing = EVALUATION * (validation.count if validation else 0) / per_step
-    is_async = model.kernels.capabilities.is_async
-    return Clock(settings, pace, stage.begun, plan.state.seconds, is_async, closing, plan.until)
-
-
 def _identity(settings: TrainConfig, comm: Comm, batches: Batches, micro_batches: MicroBatches) -> State:
     return State(
         seed=settings.seed,
@@ -443,18 +403,21 @@ def _step(
     comm: Comm,
     settings: TrainConfig,
     micro_batches: MicroBatches,
-    guards: Guards,
+    judge: Judge,
+    inspector: Inspector | None,
+    activity: Activity,
     say: Say,
 ) -> Step:
     """Kernels that work asynchronously leave out an update that is not finite, without `objection`."""
     optimizer = state.optimizer
-    asks = settings.spike_zscore or not optimizer.model.kernels.capabilities.is_async
+    waits = judge.waits or not optimizer.model.kernels.capabilities.is_async
     return Step(
         optimizer,
         comm,
         settings,
         strategy.exchange(comm, state, settings, say),
         micro_batches=micro_batches,
-        objection=guards.bad_steps.reason if asks else None,
-        activity=guards.activity,
+        objection=judge.objection if waits else None,
+        inspector=inspector,
+        activity=activity,
     )

@@ -1,4 +1,4 @@
-"""Guard against weights that are not finite, and against ranks whose weights differ."""
+"""Check the weights: they are finite before they are saved, and all ranks have the same."""
 
 from __future__ import annotations
 

@@ -1,0 +1,123 @@
+"""The seams of a run: what is optional hangs on it, and a run without any of it has the same bits."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import losses
+from test_floors import imports
+
+import distgpt
+from distgpt.config import TrainConfig
+from distgpt.errors import NonFiniteError
+from distgpt.interrupts import PendingSignals
+from distgpt.model.model import FLAG_COUNT
+from distgpt.stages import open_stage
+from distgpt.training.clock import Clock
+from distgpt.training.exchange.choose import Chosen
+from distgpt.training.guards.attach import guarded
+from distgpt.training.guards.bad_steps import BadSteps
+from distgpt.training.judge import FiniteJudge
+from distgpt.training.loop import train
+from distgpt.training.opening.open import open_run
+from distgpt.training.opening.plan import make_plan
+from distgpt.training.progress import Progress
+from distgpt.training.seams import Seams
+from distgpt.training.step import StepResult
+from distgpt.training.votes import Votes
+
+TRAINING = Path(distgpt.__file__).parent / "training"
+SIZE = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "batch_size": 4, "steps": 4, "eval_every": 2}
+
+
+class Listener:
+    def __init__(self):
+        self.metrics = []
+
+    def stepped(self, metrics):
+        self.metrics.append(metrics)
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+class Counting:
+    """A guard of a test's own."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __enter__(self):
+        self.calls.append("entered")
+
+    def __exit__(self, *ended):
+        self.calls.append("left")
+
+    def settled(self, done):
+        self.calls.append(done.loss)
+        return {"settled": len(self.calls)}
+
+
+def trained(out, seams, **settings):
+    """Train a small model with these seams; its directory, the judge of its run, and its metrics."""
+    stage, listener = open_stage("serial", 1), Listener()
+    plan = make_plan(stage.comm, None, None, SIZE | settings, out, None, lambda text: None)
+    try:
+        run = open_run(plan, stage, Chosen, listener, seams)
+        train(run)
+    finally:
+        plan.directory.release()
+    return run, listener.metrics
+
+
+def test_training_imports_nothing_that_hangs_on_it():
+    for path in sorted(TRAINING.rglob("*.py")):
+        if "guards" not in path.parts:
+            found = [name for name in imports(path) if ".training.guards" in name or name.endswith(".timed")]
+            assert not found, path
+
+
+def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_path):
+    """What one of them adds to the metrics is written."""
+    own = Counting()
+    whole = guarded(TrainConfig())
+    turned = replace(whole, guards=lambda run: [own, *reversed(whole.guards(run))])
+    found = []
+    for name, seams in (("plain", Seams()), ("whole", whole), ("turned", turned)):
+        run, metrics = trained(tmp_path / name, seams)
+        out = tmp_path / name
+        files = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
+        found.append((losses(out), (out / "weights.safetensors").read_bytes(), files))
+        assert bool(run.guards) is (name != "plain")
+    assert found[0] == found[1] == found[2]
+    steps = [line["loss"] for line in metrics]
+    assert own.calls == ["entered", *steps, "left"] and [line["settled"] for line in metrics] == [2, 3, 4, 5]
+    lines = [json.loads(line) for line in (tmp_path / "turned" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["settled"] for line in lines if "loss" in line] == [2, 3, 4, 5]
+
+
+def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
+    run, _ = trained(tmp_path / "default", guarded(TrainConfig()))
+    assert isinstance(run.judge, FiniteJudge) and type(run.clock) is Clock and run.step._inspector is None
+    more = {"on_bad_step": "skip", "recheck_every": 2, "train_minutes": 0.01}
+    run, _ = trained(tmp_path / "more", guarded(TrainConfig(**more)), **more)
+    assert isinstance(run.judge, BadSteps) and run.clock.elapsed is not None and run.step._inspector
+
+
+def test_by_default_a_step_that_is_not_finite_ends_the_run():
+    judge = FiniteJudge(TrainConfig(), Progress(step=3))
+    result = StepResult(0.1, 1.0, 1.0, list, list)
+    done = type("Done", (), {"result": result, "loss": 2.0, "norm": 1.0})
+    assert judge.judge(done) == judge.objection(2.0, 1.0) == ""
+    done.norm = float("inf")
+    with pytest.raises(NonFiniteError, match=r"the gradient is not finite at step 4 .*--on-bad-step skip"):
+        judge.judge(done)
+
+
+def test_the_number_of_votes_is_that_of_the_gradient_buffer():
+    checkpoints = type("Failed", (), {"fatal_error": OSError()})
+    votes = Votes(type("Comm", (), {"rank": 0}), PendingSignals(), checkpoints, Clock(1))
+    mine = votes.mine()
+    assert len(mine) == FLAG_COUNT - 1 and mine == [0] * 5 + [1, 0.0]
+    assert votes.heard([0, 2, 0, 0, 0, 0, 0.5]).stop.name == "SIGINT"
