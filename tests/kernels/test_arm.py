@@ -14,7 +14,7 @@ from fake_macos import pretend_macos
 from distgpt.kernels.compiling import arm, processor
 from distgpt.kernels.compiling.registers import NEON, NEON_BF16
 from distgpt.kernels.matmul import mmla, packing
-from distgpt.kernels.matmul.microkernel import module
+from distgpt.kernels.matmul.neon import module
 from distgpt.kernels.matmul.vectors import moves
 from distgpt.kernels.rounded import int4, int8
 

@@ -14,9 +14,8 @@ from numba import types
 from distgpt.kernels.compiling import disk_cache
 from distgpt.kernels.compiling.jit import by_types, inline
 from distgpt.kernels.compiling.processor import processor, shape
-from distgpt.kernels.compiling.registers import BFLOAT16, FLOAT32, Shape
-from distgpt.kernels.matmul import amx, mmla, widening
-from distgpt.kernels.matmul.microkernel import module
+from distgpt.kernels.compiling.registers import BFLOAT16, FLOAT32
+from distgpt.kernels.matmul import tiles
 from distgpt.kernels.matmul.vectors import moves
 
 _binding: Any = llvm
@@ -61,20 +60,8 @@ _I, _P = types.int64, types.voidptr
 
 
 def _tile_of(factor: str, out: str) -> Any:
-    text = partial(module_of(shape(), factor), out)
+    text = partial(tiles.module_of(shape(), factor), out)
     return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
-
-
-def module_of(registers: Shape, factor: str) -> Callable[[str], str]:
-    """Return what writes the tiles of one type of factors, given the type of C."""
-    if factor == BFLOAT16:
-        if registers.amx:
-            return partial(amx.module, registers)
-        if registers.neon and registers.dot:
-            return partial(mmla.module, registers)
-        if registers.widens(factor) and registers.lanes == widening.LANES:
-            return partial(widening.module, registers)
-    return partial(module, registers, factor)
 
 
 NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}
@@ -88,10 +75,12 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _I),
 )
-_FOURS: Any = None
-if shape().neon and shape().dot:
-    _text = partial(mmla.fours, shape().vectors)
-    _FOURS = external("fours", _text, fours=(_P, _I, _P, _I, _I))["fours"]
+# A rearrangement of packed steps, where tiles of bfloat16 want one, and the flag that tells them.
+_STEPS: Any = None
+_STEPS_FLAG = 0
+if (found := tiles.steps_of(shape())) is not None:
+    _write_steps, _STEPS_FLAG = found
+    _STEPS = external("fours", _write_steps, fours=(_P, _I, _P, _I, _I))["fours"]
 _TRANSPOSE, _COPY, _PREFETCH = _MOVES["transpose"], _MOVES["copy"], _MOVES["prefetch"]
 WORDS_BYTES = 4 * shape().lanes
 
@@ -123,9 +112,9 @@ def strip(x, row, to, step, rows):
 
 
 @by_types()
-def fours(panels, count, k):
-    """Zip the steps of packed bfloat16 where tiles want it; see mmla.py. Return the flag that tells them."""
-    routine, bytes = _FOURS, 8 * shape().columns
+def rearranged(panels, count, k):
+    """Rearrange the steps of packed bfloat16 where tiles want it. Return the flag that tells them."""
+    routine, bytes = _STEPS, 8 * shape().columns
     if routine is None or panels.dtype != types.uint16:
         return lambda panels, count, k: 0
 
@@ -133,7 +122,7 @@ def fours(panels, count, k):
         for panel in range(count):
             place = panels[panel].ctypes
             routine(place, bytes, place, bytes, k // 4)
-        return mmla.FOURS
+        return _STEPS_FLAG
 
     return call
 

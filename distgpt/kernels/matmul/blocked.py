@@ -13,7 +13,7 @@ from numba import types
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.compiling.jit import FORCED, by_types, inline, jit, put
-from distgpt.kernels.matmul.assembled import WORDS_BYTES, fours, prefetch, tile, words
+from distgpt.kernels.matmul.assembled import WORDS_BYTES, prefetch, rearranged, tile, words
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import (
     COLUMNS,
@@ -91,7 +91,7 @@ def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
                 pack_transposed(start, stop, scratch.panels, w, begin, end)
             else:
                 pack_plain(start, stop, scratch.panels, w[begin:end])
-            packed = fours(scratch.panels, (stop - start + COLUMNS - 1) // COLUMNS, end - begin)
+            packed = rearranged(scratch.panels, (stop - start + COLUMNS - 1) // COLUMNS, end - begin)
             if end < k:
                 columns, ks = (start, stop), (end, min(end + depth, k))
             else:
@@ -216,7 +216,7 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
         flags = ACCUMULATE if low else accumulate
         pack_plain(begin, end, scratch.panels, y[low:high])
         panels = (end - begin + COLUMNS - 1) // COLUMNS
-        flags |= fours(scratch.panels, panels, high - low)
+        flags |= rearranged(scratch.panels, panels, high - low)
         # Stretches of others are longer, or the only one: they would push out of the cache what is used.
         coming = (high, min(high + depth, k) if depth <= THIN else high), (begin, end)
         for top in range(first, last, most):

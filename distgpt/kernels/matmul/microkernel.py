@@ -15,10 +15,9 @@ from functools import partial
 from itertools import pairwise
 
 from distgpt.kernels.compiling.registers import BFLOAT16, FLOAT32, Shape
-from distgpt.kernels.matmul import neon
 from distgpt.kernels.matmul.vectors import BYTES, LLVM, SUFFIX, Vectors
 
-ACCUMULATE, BIAS = 1, neon.FLAG_BIAS  # flags
+ACCUMULATE, BIAS = 1, 2  # flags
 Sums = dict[tuple[int, int], str]  # by row and vector of columns, or by square
 PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
@@ -31,25 +30,27 @@ ARGUMENTS = (
 
 def module(shape: Shape, factor: str, out: str, tile: type[Tile] | None = None) -> str:
     """Return the IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
-    at_once = shape.at_once
-    shapes = {"tile": shape} if shape.neon else {"tile": shape, "narrow": shape.narrow()}
+    writer, at_once = tile or Tile, shape.at_once
+    shapes = writer.shapes(shape)
     tiles = [
-        (tile or Tile)(each, factor, out, rows, name).text()
+        writer(each, factor, out, rows, name).text()
         for name, each in shapes.items()
         for rows in range(1, at_once + 1)
     ]
-    chosen = choice(shape, shape.rows, at_once, ARGUMENTS, out, tuple(shapes))
-    return "\n".join([*declarations(shape, factor, out), *tiles, chosen])
+    chosen = writer.choice(shape, shape.rows, at_once, ARGUMENTS, out, tuple(shapes))
+    return "\n".join([*writer.declarations(shape, factor, out), *tiles, chosen])
+
+
+def fma(shape: Shape) -> str:
+    v = f"<{shape.lanes} x float>"
+    return f"declare {v} @llvm.fma.v{shape.lanes}f32({v}, {v}, {v})"
 
 
 def declarations(shape: Shape, factor: str, out: str) -> list[str]:
     n = shape.lanes
     stored, pairs = LLVM[out], shape.dot and factor == BFLOAT16
-    fma = f"declare <{n} x float> @llvm.fma.v{n}f32(<{n} x float>, <{n} x float>, <{n} x float>)"
-    if shape.neon:
-        return [fma, neon.MEMCPY, *([neon.MMLA] if pairs else [])]
     declared = [
-        fma,
+        fma(shape),
         f"declare <{n} x float> @llvm.masked.load.v{n}f32.p0(ptr, i32, <{n} x i1>, <{n} x float>)",
         f"declare void @llvm.masked.store.v{n}{SUFFIX[out]}.p0(<{n} x {stored}>, ptr, i32, <{n} x i1>)",
     ]
@@ -59,13 +60,17 @@ def declarations(shape: Shape, factor: str, out: str) -> list[str]:
 
 
 def choice(
-    shape: Shape, most: int, at_once: int, arguments: str, out: str, names: tuple[str, ...] = ("tile",)
+    shape: Shape,
+    most: int,
+    at_once: int,
+    arguments: str,
+    names: tuple[str, ...] = ("tile",),
+    kind: str = "void @tile",
 ) -> str:
-    """`tile`, which calls the function for its number of rows, or those for even parts of them.
+    """`tile` (see `kind`), which calls the function for its number of rows, or those for even parts of them.
 
     The second of two `names` is that of the functions for columns that fit one register.
     """
-    kind = "internal void @whole" if shape.neon else "void @tile"
     lines = [f"define {kind}({arguments}) {{"]
     if len(names) > 1:
         lines.append(f"  %few = icmp ule i64 %columns, {shape.lanes}")
@@ -82,7 +87,7 @@ def choice(
                 lines += _part(name, f"{name}{rows}_{first}", first, last - first, arguments)
             lines.append("  ret void")
     lines.append("none:\n  ret void\n}")
-    return "\n".join([*lines, neon.edges(shape, most, out, arguments)] if shape.neon else lines)
+    return "\n".join(lines)
 
 
 def _part(called: str, name: str, first: int, rows: int, arguments: str) -> list[str]:
@@ -97,6 +102,21 @@ def _part(called: str, name: str, first: int, rows: int, arguments: str) -> list
 
 class Tile(Vectors):
     """Writes the function for one number of rows."""
+
+    attributes = ""  # of the function
+    declarations = staticmethod(declarations)
+
+    @staticmethod
+    def shapes(shape: Shape) -> dict[str, Shape]:
+        """Return the functions' names, and the registers that each takes: fewer where C has few columns."""
+        return {"tile": shape, "narrow": shape.narrow()}
+
+    @staticmethod
+    def choice(
+        shape: Shape, most: int, at_once: int, arguments: str, out: str, names: tuple[str, ...] = ("tile",)
+    ) -> str:
+        """Return `tile`, given the type of C."""
+        return choice(shape, most, at_once, arguments, names)
 
     def __init__(self, shape: Shape, factor: str, out: str, rows: int, name: str = "tile") -> None:
         super().__init__(shape)
@@ -114,14 +134,13 @@ class Tile(Vectors):
         return "\n".join([*self.lines, "  ret void\n}"])
 
     def begin(self, arguments: str) -> None:
-        attributes = neon.SCHEDULED * self.shape.neon
-        self.add(f"define internal void @{self.name}{self.rows}({arguments}) {attributes}{{\nentry:")
+        self.add(f"define internal void @{self.name}{self.rows}({arguments}) {self.attributes}{{\nentry:")
 
     def cells(self) -> list[tuple[int, int]]:
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
 
     def squares(self) -> list[tuple[int, int]]:
-        """Return the numbers of squares of two rows and two columns, which a register of arm64 holds."""
+        """Return the numbers of squares of two rows and two columns, where a register holds one."""
         return [(p, c) for p in range((self.rows + 1) // 2) for c in range(2 * self.shape.vectors)]
 
     def two_rows(self, p: int) -> tuple[int, int]:
@@ -146,7 +165,7 @@ class Tile(Vectors):
             self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
 
     def _loop(self) -> None:
-        last = "seconds" if self._widens and not self.shape.neon else "loop"  # the block in which a step ends
+        last = self.last_of_step
         ways = {"entry": dict.fromkeys(self.cells(), "zeroinitializer"), last: self.named("n")}
         self.add("loop:")
         self.add(f"  %i = phi i64 [0, %entry], [%i1, %{last}]")
@@ -160,6 +179,11 @@ class Tile(Vectors):
         self.add("  br i1 %more, label %loop, label %summed")
         self.add("summed:")
         self.totals = self.phis("t", ways)
+
+    @property
+    def last_of_step(self) -> str:
+        """Return the block in which a step ends."""
+        return "seconds" if self._widens else "loop"
 
     def named(self, name: str) -> Sums:
         return {(r, v): f"%{name}{r}_{v}" for r, v in self.cells()}
@@ -191,11 +215,9 @@ class Tile(Vectors):
         """Add the products of one step where bfloat16 is widened: the first of all pairs, then the second.
 
         Both are loaded: a second half that waits in a register would push a sum out of it, which took three
-        times as long. NEON loads them anew, others after a branch.
+        times as long.
         """
         firsts = self.products(self.named("s"), second=False)
-        if self.shape.neon:
-            return self.products(firsts, second=True, load="load volatile")
         self.between_halves()
         return self.products(firsts, second=True)
 
@@ -229,11 +251,8 @@ class Tile(Vectors):
         return self._in_all("i32", self.new(f"zext i16 {single} to i32"), widened)
 
     def _in_all(self, type: str, value: str, widened: Callable[[str], str] = str) -> str:
-        """Return a value in all lanes, widened if asked for, so that NEON takes it from one."""
-        if not self.shape.neon:
-            return widened(self.everywhere(type, value))
-        kind = type if widened is str else "float"
-        return self.by_lane(kind, widened(self.first_lane(type, value)))
+        """Return a value in all lanes, widened if asked for."""
+        return widened(self.everywhere(type, value))
 
     def _b(self, panel: str, v: int, load: str = "load") -> str:
         place = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
@@ -294,9 +313,6 @@ class Tile(Vectors):
         if self.out == BFLOAT16:
             value = self.rounded(value)
         place = self.new(f"getelementptr i8, ptr {row}, i64 {size * n * v}")
-        if self.shape.neon:
-            self.add(f"  store <{n} x {LLVM[self.out]}> {value}, ptr {place}, align {size}")
-            return
         self.add(
             f"  call void @llvm.masked.store.v{n}{SUFFIX[self.out]}.p0(<{n} x {LLVM[self.out]}> {value}, "
             f"ptr {place}, i32 {size}, <{n} x i1> {masks[v]})"
@@ -323,8 +339,6 @@ class Tile(Vectors):
     def _loaded(self, row: str, v: int, masks: list[str]) -> str:
         n = self.shape.lanes
         place = self.new(f"getelementptr i8, ptr {row}, i64 {4 * n * v}")
-        if self.shape.neon:
-            return self.new(f"load {self.vector}, ptr {place}, align 4")
         return self.new(
             f"call {self.vector} @llvm.masked.load.v{n}f32.p0"
             f"(ptr {place}, i32 4, <{n} x i1> {masks[v]}, {self.vector} zeroinitializer)"

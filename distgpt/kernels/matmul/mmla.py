@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from distgpt.kernels.compiling.registers import BFLOAT16, Shape
 from distgpt.kernels.matmul import microkernel
-from distgpt.kernels.matmul.microkernel import Sums, Tile
+from distgpt.kernels.matmul.microkernel import Sums
+from distgpt.kernels.matmul.neon import NeonTile
 from distgpt.kernels.matmul.vectors import loop_over_rows
 
 Read = Callable[[int, str], str]
@@ -39,7 +40,7 @@ def fours(vectors: int) -> str:
     return loop_over_rows("fours", 1, "\n" + "\n".join(lines))
 
 
-class MmlaTile(Tile):
+class MmlaTile(NeonTile):
     """Writes the function for one number of rows."""
 
     def text(self) -> str:

@@ -54,15 +54,6 @@ class Vectors(Writer):
         lanes = ", ".join(f"i32 {lane}" for lane in order)
         return self.new(f"shufflevector {type} {x}, {type} {y}, <4 x i32> <{lanes}>")
 
-    def by_lane(self, type: str, first: str) -> str:
-        """Return the first lane in all lanes, so that NEON's instructions take it from there.
-
-        Code that the compiler cannot see into is between: it would load into all lanes, which takes an
-        arithmetic unit too.
-        """
-        hidden = self.new(f'call <4 x {type}> asm "", "=w,0"(<4 x {type}> {first})')
-        return self.spread(type, hidden)
-
     def fma(self, a: str, b: str, total: str) -> str:
         n = self.shape.lanes
         v = self.vector

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distgpt.kernels.compiling.registers import FLOAT32, Shape
-from distgpt.kernels.matmul.microkernel import Sums, Tile, choice, declarations
+from distgpt.kernels.matmul.microkernel import Sums, Tile
+from distgpt.kernels.matmul.neon import NeonTile
 from distgpt.kernels.rounded.integers import BLOCKS
 
 BLOCK = BLOCKS[8]
@@ -84,14 +85,19 @@ def dot_of(shape: Shape, features: set[str]) -> Dot:
 
 def module(shape: Shape, dot: Dot) -> str:
     """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
-    return module_of([Int8Tile(shape, dot, rows) for rows in range(1, dot.rows + 1)])
+    of = NeonInt8Tile if shape.neon else Int8Tile
+    return module_of([of(shape, dot, rows) for rows in range(1, dot.rows + 1)])
 
 
 def module_of(tiles: Sequence[Int8Tile], *others: str) -> str:
     """The IR of `tile` by tiles of 1, 2, … rows, more in parts; `others` declares what else they call."""
     shape, dot = tiles[0].shape, tiles[0].dot
-    declared = [*declarations(shape, FLOAT32, FLOAT32), dot.declaration(f"<{shape.lanes} x i32>"), *others]
-    chosen = choice(shape, dot.rows, len(tiles), ARGUMENTS, FLOAT32)
+    declared = [
+        *tiles[0].declarations(shape, FLOAT32, FLOAT32),
+        dot.declaration(f"<{shape.lanes} x i32>"),
+        *others,
+    ]
+    chosen = tiles[0].choice(shape, dot.rows, len(tiles), ARGUMENTS, FLOAT32)
     return "\n".join([*declared, *(tile.text() for tile in tiles), chosen])
 
 
@@ -292,3 +298,7 @@ class Int8Tile(Tile):
         cast = [v if t == self.ints else self.new(f"bitcast {self.ints} {v} to {t}") for t, v in pairs]
         given = ", ".join(f"{type} {value}" for type, value in zip(self.dot.takes, cast, strict=True))
         return self.new(f"call {self.ints} @{self.dot.function}({given})")
+
+
+class NeonInt8Tile(Int8Tile, NeonTile):
+    """Writes the function for one number of rows on arm64."""
