@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import SMALL, distgpt, losses, needs_mpi
 from core.tree import CORE, KEPT, MODULES, as_counts, found
 
@@ -25,7 +26,7 @@ def run(folder, names, commands, ranks=0):
     """Run commands with these modules alone, or with all; give what they print, and which were loaded."""
     folder.mkdir()
     asked = json.dumps([names, [list(map(str, command)) for command in commands]])
-    result = distgpt(asked, folder, program=ALONE, ranks=ranks)
+    result = distgpt(asked, folder, program=ALONE, ranks=ranks, timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout, {name for path in folder.iterdir() for name in path.read_text().split()}
 
@@ -49,6 +50,7 @@ def assert_same(run, other):
 
 
 @needs_mpi
+@pytest.mark.timeout(900)  # where no loop is compiled yet
 def test_the_core_runs_while_nothing_else_can_be_imported(tmp_path):
     """`needed.txt` names what it still cannot do without. That list only becomes shorter, too."""
     needed = set(NEEDED.read_text().split())

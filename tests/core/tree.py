@@ -26,13 +26,14 @@ TREE = {
     "ops": "kernels.api kernels.reference kernels.low_precision",
     "comm": """comm.agree comm.api comm.batch comm.cores comm.joining comm.launched comm.leaving comm.limits
         comm.mpi comm.reports comm.serial""",
-    "cpu": """kernels.cpu kernels.pool kernels.first_use
-        kernels.fused.attention kernels.fused.disk_cache kernels.fused.flat kernels.fused.jit
-        kernels.fused.linear kernels.fused.muon kernels.fused.rowwise kernels.fused.site_cache
-        kernels.fused.softmax kernels.matmul.assembled kernels.matmul.blocked kernels.matmul.gain
-        kernels.matmul.layers kernels.matmul.microkernel kernels.matmul.packing kernels.matmul.processor
-        kernels.matmul.vectors kernels.decoding.cached_attention kernels.decoding.decode
-        kernels.decoding.factors kernels.decoding.weights stages dtypes""",
+    "cpu": """kernels.first_use kernels.compiling.disk_cache kernels.compiling.jit kernels.compiling.processor
+        kernels.compiling.registers kernels.compiling.site_cache
+        kernels.matmul.assembled kernels.matmul.blas kernels.matmul.blocked kernels.matmul.gain
+        kernels.matmul.layers kernels.matmul.microkernel kernels.matmul.packing kernels.matmul.vectors
+        kernels.fused.activations kernels.fused.attention kernels.fused.flat kernels.fused.muon
+        kernels.fused.rowwise kernels.fused.softmax kernels.cpu kernels.pool
+        kernels.decoding.cached_attention kernels.decoding.decode kernels.decoding.operands
+        kernels.decoding.weights stages dtypes""",
     "data": """data.batches data.loading data.named data.shards data.unreadable data.tokenizers.naming
         data.tokenizers.plain""",
     "model": "model.counts model.layers model.memory model.model model.muon model.optim model.passes",
