@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -272,8 +272,7 @@ class LayerActivations:
 class Scratch:
     """Arrays that one layer leaves to the next, in either direction, over N rows; None where not needed.
 
-    A gradient of s is named ds. `last_…` hold what a layer's weight gradients read where those are computed
-    beside the layer below.
+    A gradient of s is named ds.
     """
 
     dh1: Floats2d | None = None  # the gradient of h1, or a projection into the residual stream
@@ -289,14 +288,14 @@ class Scratch:
     in_sums: Wide2d | None = None  # partial sums of the norms: those of norm1, of norm2, of the layer above
     mid_sums: Wide2d | None = None
     out_sums: Wide2d | None = None
-    last_dpre: Floats2d | None = None
-    last_dqkv: Floats2d | None = None
-    last_dgain: Wide2d | None = None
-    last_dmid: Floats2d | None = None
-    last_dout: Floats2d | None = None
-    last_mid_sums: Wide2d | None = None
-    last_out_sums: Wide2d | None = None
     inner: tuple[tuple[Floats2d, Floats2d], ...] = ()  # of each adapter: x Aᵀ and its gradient, (N, rank)
+
+    def of_layer_below(self) -> Scratch:
+        """Return the same arrays by the names that the layer below knows them by: this din is its dout."""
+        return replace(self, dout=self.din, din=self.dout, out_sums=self.in_sums, in_sums=self.out_sums)
+
+
+SUMS = ("in_sums", "mid_sums", "out_sums")  # which have no row per token
 
 
 class Block:
@@ -444,13 +443,12 @@ class Block:
         self,
         acts: LayerActivations,
         tmp: Scratch,
-        dout: Floats2d,
         out_sums: Wide2d | None,
         tokens: SortedTokens,
         accumulate: bool,
     ) -> None:
-        """Compute the gradients of all parameters. out_sums: those of the norm that computed dout."""
-        self.proj.weights(dout, acts.act, accumulate, out_sums)
+        """Compute the gradients of all parameters. out_sums: those of the norm that computed tmp.dout."""
+        self.proj.weights(tmp.dout, acts.act, accumulate, out_sums)
         self.fc.weights(_dpre(acts, tmp), acts.h2, accumulate)
         self.norm2.weights(tmp.mid_sums, tmp.dh2, acts.s2, acts.stats2, accumulate)
         self.out.weights(tmp.dmid, acts.att, accumulate, tmp.mid_sums)
@@ -461,7 +459,7 @@ class Block:
             self.values.weights(tmp.dqkv, tokens)
         self.norm1.weights(tmp.in_sums, tmp.dh1, acts.s1, acts.stats1, accumulate)
         for linear, dy, x in (
-            (self.proj, dout, acts.act),
+            (self.proj, tmp.dout, acts.act),
             (self.fc, _dpre(acts, tmp), acts.h2),
             (self.out, tmp.dmid, acts.att),
             (self.qkv, tmp.dqkv, acts.h1),

@@ -157,13 +157,6 @@ class Rows(Generic[Record]):
         """Return the first rows of the same arrays, in other slabs."""
         return Rows(slabs, self._rows(slice(slabs[-1].stop)), self._uncut)
 
-    def rotate(self, ring: Sequence[str], steps: int = 1) -> None:
-        """Give each of these fields the array of the next one, the last that of the first, everywhere."""
-        for record in (self.all, *self.slabs):
-            arrays = [getattr(record, name) for name in ring]
-            for i, name in enumerate(ring):
-                setattr(record, name, arrays[(i + steps) % len(ring)])
-
     def _rows(self, rows: slice) -> Record:
         values = {field.name: getattr(self.all, field.name) for field in fields(cast(Any, self.all))}
         cut = {name: x if name in self._uncut else _part(x, rows) for name, x in values.items()}

@@ -30,9 +30,8 @@ from distgpt.kernels.api import (
     Stats,
     Wide1d,
     Wide2d,
-    Work,
 )
-from distgpt.model.layers import NORMS, Block, LayerActivations, Part, Scratch
+from distgpt.model.layers import NORMS, SUMS, Block, LayerActivations, Part, Scratch
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
 
@@ -51,18 +50,6 @@ KEPT = {
     "block": ("s1",),
     "all": (),  # for a pass that is never followed by a backward pass
 }
-
-# Scratch that gradients of a layer's weights read and the layer below writes. Pairs are double-buffered:
-# they swap names after a layer, so the layer below reads by the first what this one wrote by the second.
-BUFFERS = (
-    ("dout", "din"),
-    ("out_sums", "in_sums"),
-    ("dpre",),
-    ("dqkv",),
-    ("dgain",),
-    ("dmid",),
-    ("mid_sums",),
-)
 
 Ready = Callable[[int], None]
 
@@ -102,15 +89,9 @@ class Pass:
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
-        # True if the layer below begins before this one's weight gradients are done, with other buffers.
-        # With adapters little is left to compute beside it, and nothing joins a merge before it is read.
-        is_adapted = any(block.adapters for block in model.blocks)
-        self._overlaps = (
-            self.k.capabilities.has_second_stream and self._recompute == "none" and not is_adapted
-        )
-        self._buffers = [(*ring, f"last_{ring[0]}") if self._overlaps else ring for ring in BUFFERS]
         self.layers = self._layers()
         self.tmp = self._scratch(training)
+        self._tmp_below = Rows(self.slabs, self.tmp.all.of_layer_below(), uncut=SUMS)
         norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
         embedded, s, hidden = (self.k.zeros(n, c) for _ in range(3))
         losses = self.k.wide_zeros(n)
@@ -149,7 +130,7 @@ class Pass:
         slabs = [self._forward_slab(i, tokens, caches, start, lanes) for i in range(len(self.slabs))]
         for block in self.model.blocks:
             if block.adapters:  # its matrices are made where those of the layer before were
-                self._run_together(block.merge)
+                self.k.run_together(block.merge)
                 self.k.each(lambda i: next(slabs[i]), len(slabs))
         self.k.each(lambda i: self._finish(slabs[i]), len(slabs))
         return self.ends.all.hidden
@@ -188,7 +169,6 @@ class Pass:
         dhead = model.head_grad
         dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
         along = scale * model.gradient_scale / self.n_rows
-        # Here, before work begins on a second stream: both read it.
         in_order = self.k.sort_tokens(tokens, model.config.padded_vocab)
         self._head_loss(tokens, targets, dhidden, dhead, along, accumulate)
         self.k.sum(model.grads.flags[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
@@ -199,43 +179,24 @@ class Pass:
         for block in model.blocks:
             if block.values is not None and not accumulate:
                 block.values.zero_gradient()
-        under_way: list[Block] = []  # whose weight gradients may not be done
+        rows, below = self.tmp, self._tmp_below
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
             if block.adapters:
-                self._run_together(block.merge)
-            self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))
-            self._join(under_way, ready)
-            of = layer.all, tmp, tmp.dout, out_sums, in_order, accumulate
-            self._run_together(partial(block.weights, *of))
-            under_way.append(block)
-            if not self._overlaps:
-                self._join(under_way, ready)
-            self._swap_buffers(1)
-            out_sums = tmp.out_sums
-        self._embedding_weights(in_order, accumulate)
-        self._join(under_way, ready)
-        self._swap_buffers(-model.config.n_layer)  # back to the start: a recorded pass is repeated as it is
+                self.k.run_together(block.merge)
+            self.k.each(partial(self._backward_slab, block, layer, rows, tokens, accumulate), len(self.slabs))
+            # All workers meet here: these gradients are sums over the whole batch.
+            self.k.run_together(partial(block.weights, layer.all, rows.all, out_sums, in_order, accumulate))
+            ready(self._final_with(block))
+            # The gradient of a layer's input is that of the output of the layer below.
+            rows, below = below, rows
+            out_sums = rows.all.out_sums
+        self._embedding_weights(rows.all, in_order, accumulate)
         ready(model.layout.size)
 
-    def _run_together(self, work: Work) -> None:
-        """Compute on all threads; on the second stream where the layer below may begin, else in order."""
-        if self.k.capabilities.has_second_stream and not self._overlaps:
-            work()
-        else:
-            self.k.run_together(work)
-
-    def _join(self, under_way: list[Block], ready: Ready) -> None:
-        """Wait for these layers' weight gradients, and report that they are final."""
-        while under_way:
-            self.k.join()
-            block = under_way.pop()
-            parts: Sequence[Part] = block.adapters or block.parts
-            ready(self.model.layout.end_of(spec.name for part in parts for spec in part.specs()))
-
-    def _swap_buffers(self, layers: int) -> None:
-        """Make a layer's output the input of the layer below."""
-        for ring in self._buffers:
-            self.tmp.rotate(ring, layers)
+    def _final_with(self, block: Block) -> int:
+        """Return how many gradients are final once this layer's are."""
+        parts: Sequence[Part] = block.adapters or block.parts
+        return self.model.layout.end_of(spec.name for part in parts for spec in part.specs())
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
@@ -267,22 +228,18 @@ class Pass:
     def _scratch(self, training: bool) -> Rows[Scratch]:
         config, k, can = self.model.config, self.k, self.k.capabilities
         widths = Block.scratch(config)
-        if self._overlaps:
-            widths |= {ring[-1]: widths[ring[0]] for ring in self._buffers if ring[0] in widths}
         unused = {"dpre"} if can.overwrites_pre else set()
         unused |= {"dact"} if self._again else set()
         unused |= set() if training else widths.keys() - (set() if can.fuses_residual else {"dh1"})
         arrays = self._arrays({name: width for name, width in widths.items() if name not in unused})
         arrays.setdefault("datt", arrays.get("dh1"))
         if training and config.qk_norm_gain:
-            gains = [name for ring in self._buffers for name in ring if ring[0] == "dgain"]
-            arrays |= {name: k.wide_zeros(self.n_rows, 2 * config.head_size) for name in gains}
-        sums = [name for ring in self._buffers for name in ring if "sums" in ring[0]]
+            arrays["dgain"] = k.wide_zeros(self.n_rows, 2 * config.head_size)
         if training and can.norm_sum_rows and (config.norm_gain or config.bias):
-            arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in sums}
+            arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in SUMS}
         ranks = [adapter.rank for adapter in self.model.blocks[0].adapters if adapter.rank and training]
         arrays["inner"] = tuple((k.zeros(self.n_rows, r), k.zeros(self.n_rows, r)) for r in ranks)
-        return Rows(self.slabs, Scratch(**arrays), uncut=sums)
+        return Rows(self.slabs, Scratch(**arrays), uncut=SUMS)
 
     def _forward_slab(
         self,
@@ -333,9 +290,15 @@ class Pass:
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
     def _backward_slab(
-        self, block: Block, layer: Rows[LayerActivations], tokens: Ints1d, accumulate: bool, slab: int
+        self,
+        block: Block,
+        layer: Rows[LayerActivations],
+        scratch: Rows[Scratch],
+        tokens: Ints1d,
+        accumulate: bool,
+        slab: int,
     ) -> None:
-        acts, tmp = layer.slabs[slab], self.tmp.slabs[slab]
+        acts, tmp = layer.slabs[slab], scratch.slabs[slab]
         if self._recompute == "block":
             block.before_attention(acts, acts.s1, None, tokens[self.slabs[slab]])
             block.attend(acts, self.seq_len, self._positions_of(slab))
@@ -345,9 +308,9 @@ class Pass:
     def _positions_of(self, slab: int) -> Ints1d | None:
         return None if self.positions is None else self.positions[self.slabs[slab]]
 
-    def _embedding_weights(self, tokens: SortedTokens, accumulate: bool) -> None:
+    def _embedding_weights(self, tmp: Scratch, tokens: SortedTokens, accumulate: bool) -> None:
         """Compute gradients from that of the first layer's input, which is in tmp.dout."""
-        model, ends, tmp = self.model, self.ends.all, self.tmp.all
+        model, ends = self.model, self.ends.all
         dx, dwte, dwpe = tmp.dout, model.grads.get("wte"), model.positions.dwpe
         if dwte is None:  # it is not trained
             return
