@@ -218,7 +218,7 @@ class GPT:
             f"{count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, {c.n_embd} wide, context {c.seq_len}"
         )
         spoken = f"{tokenizer.kind} tokenizer of {tokenizer.size}" if tokenizer else "no tokenizer"
-        return f"<GPT of {self._model.layout.elements:,} parameters: {sizes}; {spoken}; {dtype}>"
+        return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {sizes}; {spoken}; {dtype}>"
 
     @property
     def config(self) -> ModelConfig:

@@ -27,7 +27,7 @@ from distgpt.inference.lanes import Draw, Feed, Lanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.decoding.low_rank import Adapters
-from distgpt.model.model import Model, miniature
+from distgpt.model.model import Architecture, Model, miniature
 from distgpt.model.packed import int8_of
 from distgpt.saved.adapter import open_model
 from distgpt.saved.modelfile import Description, read_description
@@ -233,7 +233,7 @@ class ModelSpec:
             compile_ahead(
                 stage.device,
                 dtype,
-                lambda kernels: rehearse(Model(model.config, kernels)),
+                lambda kernels: rehearse(Model(Architecture(model.config), kernels)),
                 stage.gpu.float8,
                 comm.local_rank,
             )

@@ -86,9 +86,9 @@ class Layout:
         return self._names[bisect_right(self._starts, place) - 1]
 
     def end_of(self, names: Iterable[str]) -> int:
-        """Return where the last of these tensors ends."""
+        """Return where the last of these tensors ends; 0 if there is none."""
         sizes = {spec.name: spec.size for spec in self.specs}
-        return max(self.offsets[name] + sizes[name] for name in names)
+        return max((self.offsets[name] + sizes[name] for name in names), default=0)
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Return every tensor of this layout as a zero-copy view of `flat`."""

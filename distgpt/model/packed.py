@@ -16,7 +16,7 @@ from distgpt.kernels.decoding.rounding import rounded
 from distgpt.kernels.decoding.weights import Layer, Weights, checksums_of, packed_weights
 from distgpt.kernels.pool import pool_of
 from distgpt.model.layers import LearnedPositions, Rope
-from distgpt.model.memory import FlatBuffer, bits_of
+from distgpt.model.memory import FlatBuffer, Layout, bits_of
 from distgpt.model.model import Architecture, Model
 
 REFUSED = "a model in {} cannot be trained: its weights are rounded; train it in float32 or bfloat16"
@@ -28,14 +28,13 @@ class Int8Model(Model):
     kernels: Int8Kernels
 
     def __init__(self, config: ModelConfig, kernels: Int8Kernels, params: Mapping[str, Any]) -> None:
-        Architecture.__init__(self, config)
-        self.kernels = kernels
-        self._grads = None
-        self.positions.bind(kernels, {}, {})
-        self.packed = packed_weights(config, params, angles_of(self.positions))
+        architecture = Architecture(config)
+        architecture.positions.bind(kernels, {}, {})  # their angles are packed, too
+        self.packed = packed_weights(config, params, angles_of(architecture.positions))
         of_packed: Any = _by_name(config, self.packed)
-        self.params = self.weights = of_packed | {k: params[k] for k in params if k not in of_packed}
-        self._bind()
+        tensors = of_packed | {k: params[k] for k in params if k not in of_packed}
+        super().__init__(architecture, kernels, Layout(()), tensors)
+        self.params = self.weights = tensors
 
     def train(self, ranks: int = 1, own: slice | None = None) -> None:
         raise UsageError(REFUSED.format(self.kernels.rounded))
@@ -70,7 +69,7 @@ def angles_of(positions: LearnedPositions) -> Angles | None:
 def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
     """Return a model with random weights that computes in any type, int8 and int4 too."""
     kernels = kernels_for("float32" if dtype in ROUNDED_DTYPES else dtype)
-    model = Model(config, kernels)
+    model = Model(Architecture(config), kernels)
     model.initialise(seed)
     return int8_of(model, Int8Kernels(kernels.threads, dtype)) if dtype in ROUNDED_DTYPES else model
 

@@ -8,7 +8,7 @@ and each kernel splits its rows or columns; so it is where reading the weights t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from distgpt.kernels.api import (
     Wide1d,
     Wide2d,
 )
-from distgpt.model.layers import NORMS, SUMS, Block, LayerActivations, Part, Scratch
+from distgpt.model.layers import NORMS, SUMS, Block, LayerActivations, Scratch
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
 
@@ -90,8 +90,10 @@ class Pass:
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
         self.layers = self._layers()
-        self.tmp = self._scratch(training)
-        self._tmp_below = Rows(self.slabs, self.tmp.all.of_layer_below(), uncut=SUMS)
+        scratch = model.blocks[0].scratch(model.config, self.k, self.n_rows, training, self._again)
+        self.tmp = Rows(self.slabs, scratch, uncut=SUMS)
+        self._tmp_below = Rows(self.slabs, scratch.of_layer_below(), uncut=SUMS)
+        self._finished = [model.finished_with(block) for block in model.blocks] if training else []
         norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
         embedded, s, hidden = (self.k.zeros(n, c) for _ in range(3))
         losses = self.k.wide_zeros(n)
@@ -127,18 +129,10 @@ class Pass:
         With `caches` (layers, 2, L, K, T_max, head) the tokens follow `start` others whose k and v are there,
         in `lanes`, as `attention_cached` says. Several sequences then take one slab.
         """
-        slabs = [self._forward_slab(i, tokens, caches, start, lanes) for i in range(len(self.slabs))]
-        for block in self.model.blocks:
-            if block.adapters:  # its matrices are made where those of the layer before were
-                self.k.run_together(block.merge)
-                self.k.each(lambda i: next(slabs[i]), len(slabs))
-        self.k.each(lambda i: self._finish(slabs[i]), len(slabs))
+        for layers in self.model.groups:
+            self.model.prepare(layers)
+            self.k.each(partial(self._forward_slab, layers, tokens, caches, start, lanes), len(self.slabs))
         return self.ends.all.hidden
-
-    @staticmethod
-    def _finish(slab: Iterator[None]) -> None:
-        for _ in slab:
-            pass
 
     def scores(self, out: Floats2d, hidden: Floats2d) -> None:
         """out (n, padded V) ← the score of every token after each of some hidden states (n, C)."""
@@ -180,23 +174,21 @@ class Pass:
             if block.values is not None and not accumulate:
                 block.values.zero_gradient()
         rows, below = self.tmp, self._tmp_below
-        for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
-            if block.adapters:
-                self.k.run_together(block.merge)
-            self.k.each(partial(self._backward_slab, block, layer, rows, tokens, accumulate), len(self.slabs))
-            # All workers meet here: these gradients are sums over the whole batch.
-            self.k.run_together(partial(block.weights, layer.all, rows.all, out_sums, in_order, accumulate))
-            ready(self._final_with(block))
-            # The gradient of a layer's input is that of the output of the layer below.
-            rows, below = below, rows
-            out_sums = rows.all.out_sums
+        for layers in reversed(model.groups):
+            model.prepare(layers)
+            for i in reversed(layers):
+                acts = self.layers[i].all
+                slab = partial(self._backward_slab, i, rows, tokens, accumulate)
+                self.k.each(slab, len(self.slabs))
+                # All workers meet here: these gradients are sums over the whole batch.
+                weights = model.blocks[i].weights
+                self.k.run_together(partial(weights, acts, rows.all, out_sums, in_order, accumulate))
+                ready(self._finished[i])
+                # The gradient of a layer's input is that of the output of the layer below.
+                rows, below = below, rows
+                out_sums = rows.all.out_sums
         self._embedding_weights(rows.all, in_order, accumulate)
         ready(model.layout.size)
-
-    def _final_with(self, block: Block) -> int:
-        """Return how many gradients are final once this layer's are."""
-        parts: Sequence[Part] = block.adapters or block.parts
-        return self.model.layout.end_of(spec.name for part in parts for spec in part.specs())
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
@@ -225,55 +217,51 @@ class Pass:
             layers.append(Rows(self.slabs, LayerActivations(**(self._arrays(own) | statistics | shared))))
         return layers
 
-    def _scratch(self, training: bool) -> Rows[Scratch]:
-        config, k, can = self.model.config, self.k, self.k.capabilities
-        widths = Block.scratch(config)
-        unused = {"dpre"} if can.overwrites_pre else set()
-        unused |= {"dact"} if self._again else set()
-        unused |= set() if training else widths.keys() - (set() if can.fuses_residual else {"dh1"})
-        arrays = self._arrays({name: width for name, width in widths.items() if name not in unused})
-        arrays.setdefault("datt", arrays.get("dh1"))
-        if training and config.qk_norm_gain:
-            arrays["dgain"] = k.wide_zeros(self.n_rows, 2 * config.head_size)
-        if training and can.norm_sum_rows and (config.norm_gain or config.bias):
-            arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in SUMS}
-        ranks = [adapter.rank for adapter in self.model.blocks[0].adapters if adapter.rank and training]
-        arrays["inner"] = tuple((k.zeros(self.n_rows, r), k.zeros(self.n_rows, r)) for r in ranks)
-        return Rows(self.slabs, Scratch(**arrays), uncut=SUMS)
-
     def _forward_slab(
         self,
-        slab: int,
+        layers: range,
         tokens: Ints1d,
         caches: Array | None,
         start: Ints1d | None,
         lanes: Ints1d | None,
-    ) -> Iterator[None]:
-        """Take a slab through all layers, with a pause after each."""
+        slab: int,
+    ) -> None:
+        """Take a slab through these layers, with what comes before the first one and after the last one."""
         model, ends, tmp = self.model, self.ends.slabs[slab], self.tmp.slabs[slab]
-        x, r = self.layers[0].slabs[slab].s1, None
-        first = x if model.embed_norm is None else ends.embedded
-        wte, wpe, own = model.tensors["wte"], model.positions.wpe, tokens[self.slabs[slab]]
-        self.k.embed(first, own, wte, wpe, self.seq_len, start, self._positions_of(slab))
-        if model.embed_norm is not None:
-            model.embed_norm.forward(x, first, ends.embed_stats, first, None)
+        own, positions = tokens[self.slabs[slab]], self._positions_of(slab)
+        acts = [layer.slabs[slab] for layer in self.layers]
         last = ends.hidden if model.final_norm is None else ends.s
-        inputs = [*(each.slabs[slab].s1 for each in self.layers), last]
-        for i, (block, layer) in enumerate(zip(model.blocks, self.layers, strict=True)):
-            acts = layer.slabs[slab]
-            block.before_attention(acts, x, r, own)
-            if caches is None:
-                block.attend(acts, self.seq_len, self._positions_of(slab))
-            else:
-                block.attend_cached(acts, caches[i], self.seq_len, start, lanes)
-            block.after_attention(acts, tmp)
-            x, r = block.project(acts, tmp, inputs[i + 1])
-            yield
-        if model.final_norm is None:
-            if r is not None:
-                self.k.add(ends.hidden, x, r)
+        into = [*(each.s1 for each in acts[1:]), last]  # what reads a layer's output
+        first = layers.start
+        if first == 0:
+            self._embed(acts[0].s1, own, start, slab)
+            x, r = acts[0].s1, None
         else:
+            x, r = model.blocks[first - 1].output(acts[first - 1], tmp, into[first - 1])
+        for i in layers:
+            block = model.blocks[i]
+            block.before_attention(acts[i], x, r, own)
+            if caches is None:
+                block.attend(acts[i], self.seq_len, positions)
+            else:
+                block.attend_cached(acts[i], caches[i], self.seq_len, start, lanes)
+            block.after_attention(acts[i], tmp)
+            block.project(acts[i], tmp, into[i])
+            x, r = block.output(acts[i], tmp, into[i])
+        if layers.stop < model.config.n_layer:
+            return
+        if model.final_norm is not None:
             model.final_norm.forward(ends.hidden, ends.s, ends.stats, x, r)
+        elif r is not None:
+            self.k.add(ends.hidden, x, r)
+
+    def _embed(self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, slab: int) -> None:
+        model, ends, positions = self.model, self.ends.slabs[slab], self._positions_of(slab)
+        embedded = x if model.embed_norm is None else ends.embedded
+        wte, wpe = model.tensors["wte"], model.positions.wpe
+        self.k.embed(embedded, tokens, wte, wpe, self.seq_len, start, positions)
+        if model.embed_norm is not None:
+            model.embed_norm.forward(x, embedded, ends.embed_stats, embedded, None)
 
     def _head_loss(
         self,
@@ -290,15 +278,9 @@ class Pass:
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
     def _backward_slab(
-        self,
-        block: Block,
-        layer: Rows[LayerActivations],
-        scratch: Rows[Scratch],
-        tokens: Ints1d,
-        accumulate: bool,
-        slab: int,
+        self, i: int, scratch: Rows[Scratch], tokens: Ints1d, accumulate: bool, slab: int
     ) -> None:
-        acts, tmp = layer.slabs[slab], scratch.slabs[slab]
+        block, acts, tmp = self.model.blocks[i], self.layers[i].slabs[slab], scratch.slabs[slab]
         if self._recompute == "block":
             block.before_attention(acts, acts.s1, None, tokens[self.slabs[slab]])
             block.attend(acts, self.seq_len, self._positions_of(slab))

@@ -77,8 +77,8 @@ class Description:
         return adapter_layout(self.run) if self.base else Architecture(self.run.model).layout
 
     def refuse_training(self, t: TrainConfig) -> None:
-        """Refuse to train all weights of a rounded file; adapters may stand beside them."""
-        if self.rounded and not t.lora_rank:
+        """Refuse to train the weights of a rounded file."""
+        if self.rounded:
             raise UsageError(
                 f"{t.init} is in {self.rounded}, which cannot be trained further: take the file it is from,"
                 " or train adapters beside it (--lora-rank)"
@@ -134,7 +134,7 @@ def load_model(
     if (small := _rounded(config, kernels, path, comm, merge)) is not None:
         return small, description
     _refuse_too_large(path, config, kernels, comm)
-    model = Model(config, kernels)
+    model = Model(Architecture(config), kernels)
 
     def read(host: Tensors) -> None:
         if description.rounded:

@@ -19,7 +19,7 @@ from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.transport import DeviceComm, HostStaged, Nccl
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.training.exchange.choose import optimizer_for
 from distgpt.training.exchange.sharded import own_shard
 
@@ -55,7 +55,7 @@ def work_of(comm, device, config, say=print):
         kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device, tf32=False), config.dtype)
     else:
         kernels = Bfloat16Kernels() if config.dtype == "bfloat16" else CpuKernels(config.dtype)
-    model = Model(MODEL, kernels)
+    model = Model(Architecture(MODEL), kernels)
     model.train(comm.size, own_shard(config, model.layout, comm))
     model.initialise(1)
     optimizer = optimizer_for(model, config, comm)

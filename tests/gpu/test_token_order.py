@@ -11,7 +11,7 @@ from models import VARIANTS, batch
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 
 pytestmark = needs_the_processor
@@ -36,7 +36,7 @@ def gradients_by(k, layers):
         return k.sorted
 
     k.sort_tokens = sort_tokens
-    model = Model(replace(CONFIG, n_layer=layers), k)
+    model = Model(Architecture(replace(CONFIG, n_layer=layers)), k)
     model.train()
     model.initialise(3)
     work = Pass(model, *SHAPE, training=True, recompute="none")

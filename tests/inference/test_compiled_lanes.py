@@ -13,7 +13,7 @@ from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.low_precision import quantise, quantise4, restored
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.memory import bits_of
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.packed import int8_of
 from distgpt.model.passes import Pass
 
@@ -57,7 +57,7 @@ def config_of(variant):
 
 def build(variant, kernels):
     """A model whose gains and biases are random too, and the same in every type."""
-    model = Model(config_of(variant), kernels)
+    model = Model(Architecture(config_of(variant)), kernels)
     random = np.random.default_rng(7)
     for spec in model.layout.specs:
         values = random.normal(0, 0.1 if spec.decay else 0.3, spec.shape)

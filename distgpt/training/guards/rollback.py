@@ -10,6 +10,7 @@ from typing import Any
 from distgpt.comm.agree import on_root
 from distgpt.saved.checkpoint import State, load_state, newest_intact
 from distgpt.training.guards.bad_steps import RollBack
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.opening.restore import begin_anew, restore
 from distgpt.training.run import Run
 
@@ -26,7 +27,8 @@ def roll_back(run: Run, bad: RollBack) -> None:
     if path:
         restore(run.comm, run.model, run.optimizer, Path(path))
     else:
-        begin_anew(run.comm, run.model, run.optimizer, run.config.train, run.batches)
+        t = run.config.train
+        begin_anew(run.comm, kind_of(t), run.model, run.optimizer, t, run.batches)
     run.load(replace(state, skipped=used - state.step))
     run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
     run.report.went_back(run.progress.step, f"{bad.reason} at step {bad.step}", run.batches.skipped)

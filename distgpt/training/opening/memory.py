@@ -20,7 +20,6 @@ from distgpt.formatting import count
 from distgpt.formatting import size as size_of
 from distgpt.kernels.api import Array, Kernels, Wire, Work
 from distgpt.model.layers import SIDES
-from distgpt.model.lora import model_for, trained_layout
 from distgpt.model.memory import MATRIX
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.stages import Stage
@@ -30,6 +29,7 @@ from distgpt.training.exchange.local_steps import is_local
 from distgpt.training.exchange.reductions import ReduceScatterGather
 from distgpt.training.exchange.sharded import has_shards, own_shard
 from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.step import Step
 
 SPARE = 0.95  # of the free memory: the system needs some too
@@ -94,7 +94,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     counting = Counting(kernels)
     sequences = run.train.batch_size // ((run.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=ranks - 1))  # whose part is the largest
-    model = model_for(run, cast(Kernels, counting))
+    model = kind_of(run.train).build(run, cast(Kernels, counting))
     taken = [0]
 
     def more() -> int:
@@ -174,7 +174,7 @@ def copy_bytes(run: RunConfig, kernels: Kernels, ranks: int) -> int:
     """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
     if run.train.save == "sync" or has_shards(run.train, ranks) or is_local(run.train, ranks):
         return 0
-    layout, optimizer = trained_layout(run), OPTIMIZERS[run.train.optimizer]
+    layout, optimizer = kind_of(run.train).trained(run), OPTIMIZERS[run.train.optimizer]
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 

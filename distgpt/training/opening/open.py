@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,12 @@ from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.lanes import Feed
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
-from distgpt.model.lora import model_for
 from distgpt.model.model import Model, small
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW, Outer
 from distgpt.model.passes import Pass
-from distgpt.saved.adapter import base_of
 from distgpt.saved.checkpoint import Best, State
-from distgpt.saved.modelfile import Base, Description, load_description
+from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage, report_compiling
 from distgpt.training.checkpoints import Checkpoints
@@ -49,7 +47,9 @@ from distgpt.training.guards.watchdog import EVALUATING, Activity, Stall
 from distgpt.training.opening.announce import facts, note_short_text, note_surprises
 from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares
 from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.opening.memory import fit_to_memory, have_memory
+from distgpt.training.opening.model_kind import ModelKind
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.restore import begin_anew, learns_pairs, restore
 from distgpt.training.opening.whereabouts import whereabouts
@@ -83,10 +83,11 @@ def open_run(
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
     compile_ahead_on_gpu(stage, config)
 
-    described = _described(comm, config, corpus.tokenizer)
-    model, progress = _model(config, kernels, comm), Progress()
+    kind = kind_of(config.train)
+    described = kind.describe(comm, config, corpus.tokenizer)
+    model, progress = _model(kind, config, kernels, comm), Progress()
     optimizer = optimizer_for(model, config.train, comm)
-    _load_state(plan, comm, model, optimizer, batches, progress, say)
+    _load_state(plan, comm, kind, model, optimizer, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
     where = whereabouts(stage)
     on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
@@ -139,7 +140,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
         )
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
-        on_root(comm, lambda: origin.refuse_training(t))
+        on_root(comm, lambda: kind_of(t).refuse_origin(origin, Path(t.init), t, resumed=False))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, Path("runs"), say)
     return make_steps(run, stage, corpus.train, say, corpus.separator)
 
@@ -152,9 +153,11 @@ def make_steps(
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
     compile_ahead_on_gpu(stage, run)
-    model, batches = _model(run, kernels, comm), _batches(comm, run, tokens, separator)
+    kind = kind_of(t)
+    model, batches = _model(kind, run, kernels, comm), _batches(comm, run, tokens, separator)
     optimizer = optimizer_for(model, t, comm)
-    begin_anew(comm, model, optimizer, t, None)
+    kind.load_frozen(comm, model, t)
+    begin_anew(comm, kind, model, optimizer, t, None)
     stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run)
     return Step(optimizer, comm, settings, make_exchange(comm, optimizer, settings, say)), batches
@@ -206,16 +209,8 @@ def _vocab_size(run: RunConfig, origin: Description | None, tokenizer: Tokenizer
     return size
 
 
-def _described(comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
-    """Return what the files of a run say of it: adapters also name their model. Collective."""
-    if not run.train.lora_rank:
-        return Description(run, tokenizer)
-    found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
-    return Description(run, tokenizer, base=Base(**found))
-
-
-def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
-    model = model_for(run, kernels)
+def _model(kind: ModelKind, run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
+    model = kind.build(run, kernels)
     model.train(comm.size, own_shard(run.train, model.layout, comm))
     return model
 
@@ -242,6 +237,7 @@ def _with_batches(comm: Comm, run: RunConfig, corpus: Corpus) -> tuple[RunConfig
 def _load_state(
     plan: Plan,
     comm: Comm,
+    kind: ModelKind,
     model: Model,
     optimizer: AdamW,
     batches: Batches,
@@ -249,12 +245,14 @@ def _load_state(
     say: Say,
 ) -> None:
     """Load the checkpoint's weights, moments and step; else weights of a file, or new ones. Collective."""
+    if plan.checkpoint is not None:
+        on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
+    kind.load_frozen(comm, model, plan.run.train)
     if plan.checkpoint is None:
         if comm.rank == 0 and learns_pairs(plan.run):
             say("first weights: from how often each token of the text follows each other one")
-        begin_anew(comm, model, optimizer, plan.run.train, batches)
+        begin_anew(comm, kind, model, optimizer, plan.run.train, batches)
         return
-    on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
     restore(comm, model, optimizer, plan.checkpoint)
     progress.load(plan.state)
     batches.skipped = plan.state.skipped
@@ -322,7 +320,7 @@ def compile_ahead_on_gpu(stage: Stage, run: RunConfig) -> None:
 
 def _rehearse(kernels: Kernels, run: RunConfig) -> None:
     """Take one training step of such a model, which compiles every loop it needs."""
-    model = model_for(run, kernels)
+    model = kind_of(run.train).build(run, kernels)
     model.train()
     tokens = kernels.integers(np.zeros(run.model.seq_len))
     packed = run.train.chats or run.train.pack

@@ -14,19 +14,17 @@ from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.errors import DataError
 from distgpt.model.bigrams import MOST_TOKENS, learn_bigrams
-from distgpt.model.lora import AdaptedModel
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.saved.adapter import load_frozen
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill, read_shortened
 from distgpt.saved.tensors import Tensors
 from distgpt.training.exchange.checkpointing import host_buffer, restore_parts, restore_replicas
+from distgpt.training.opening.model_kind import ModelKind
 
 
 def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
     """Fill them from a verified checkpoint. Collective."""
-    _load_frozen(comm, model, optimizer.config)
     load_weights(comm, model, partial(load_group, checkpoint, "weights"))
     if optimizer.is_part:
         restore_parts(comm, model, optimizer, checkpoint)
@@ -37,11 +35,18 @@ def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> Non
         restore_replicas(comm, model, optimizer, optimizer.outer, checkpoint)
 
 
-def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig, batches: Batches | None) -> None:
+def begin_anew(
+    comm: Comm,
+    kind: ModelKind,
+    model: Model,
+    optimizer: AdamW,
+    t: TrainConfig,
+    batches: Batches | None,
+) -> None:
     """Bring model and optimizer into their state before the first step. Collective."""
     for moment in (optimizer.m, optimizer.v):
         model.kernels.zero(moment.flat)
-    first_weights(comm, model, t, batches)
+    first_weights(comm, kind, model, t, batches)
     if optimizer.outer:
         optimizer.outer.begin()
 
@@ -51,17 +56,15 @@ def learns_pairs(run: RunConfig) -> bool:
     return run.model.init_weights == "bigrams" and not run.train.init
 
 
-def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None) -> None:
+def first_weights(comm: Comm, kind: ModelKind, model: Model, t: TrainConfig, batches: Batches | None) -> None:
     """Load the weights of the file that --init names, or draw new ones. Collective.
 
     Some are learned from pairs of the tokens in `batches`, where the model wants that.
     """
-    if isinstance(model, AdaptedModel):
-        _load_frozen(comm, model, t)
-    elif t.init:
-        load_weights(comm, model, partial(read_shortened, Path(t.init)))
+    if init := kind.begins_with(t):
+        load_weights(comm, model, partial(read_shortened, Path(init)))
         if not model.is_finite():
-            raise shared(DataError(f"{t.init} holds weights that are not finite"))
+            raise shared(DataError(f"{init} holds weights that are not finite"))
         return
 
     def draw(host: Tensors) -> None:
@@ -74,12 +77,6 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | N
             learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, threads)
 
     load_weights(comm, model, draw)
-
-
-def _load_frozen(comm: Comm, model: Model, t: TrainConfig) -> None:
-    """Load the model that adapters stand beside, where they are what is trained. Collective."""
-    if isinstance(model, AdaptedModel):
-        load_frozen(comm, model, Path(t.init))
 
 
 def _threads_of_waiting(comm: Comm, model: Model) -> int:
