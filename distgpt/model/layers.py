@@ -32,7 +32,7 @@ from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, MATRIX, VALUES, Spec
 
 Tensors = Mapping[str, Array]
 
-# Of initial weights by `unit`.
+# Standard deviations of initial weights by `unit`, and a factor of the MLP's first matrix.
 EMBEDDING_STD, HEAD_STD, FC_GAIN = 0.8, 0.001, 0.4
 
 

@@ -50,7 +50,7 @@ def pieces_of(linear: Linear) -> list[Piece]:
 
 
 class Adapter(Part):
-    """B (rows, rank) and A (rank, inputs) beside some rows of a matrix. Of rank 0: those rows as they are."""
+    """B (rows, rank) and A (rank, inputs) beside some rows of a matrix; of rank 0 it is those rows alone."""
 
     def __init__(self, linear: Linear, piece: Piece, rank: int, scale: float) -> None:
         block = linear.name.rsplit(".", 1)[0]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
@@ -26,6 +26,9 @@ from distgpt.model.layers import (
     initial_std,
 )
 from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, VALUES, FlatBuffer, FlatPart, Layout, Spec
+
+if TYPE_CHECKING:
+    from distgpt.kernels.decoding.weights import Weights
 
 FLAG_COUNT = 8  # values appended to the gradient buffer: the loss, and seven flags of a training step
 
@@ -77,7 +80,7 @@ class Model:
     """
 
     gradient_scale = 1.0  # a factor that the gradients of all parameters share
-    packing: Any = None  # its packed weights and their checksums (packed.py), once it has generated
+    packing: tuple[Array, Weights] | None = None  # checksums, and what decoding reads (packed.py)
     part: FlatPart | None = None
     _flags = FLAG_COUNT
     _grads: FlatBuffer | None = None

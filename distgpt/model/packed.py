@@ -16,8 +16,9 @@ from distgpt.kernels.decoding.rounding import rounded
 from distgpt.kernels.decoding.weights import Layer, Weights, checksums_of, packed_weights
 from distgpt.kernels.pool import pool_of
 from distgpt.model.layers import LearnedPositions, Rope
-from distgpt.model.memory import FlatBuffer, Layout, bits_of
+from distgpt.model.memory import FlatBuffer, Layout
 from distgpt.model.model import Architecture, Model
+from distgpt.model.rounding import bits_of
 
 REFUSED = "a model in {} cannot be trained: its weights are rounded; train it in float32 or bfloat16"
 
@@ -110,5 +111,4 @@ def packed_of(model: Model) -> Weights:
         known = model.packing = None  # before there are two
         known = checksums, packed_weights(model.config, model.params, angles_of(model.positions))
         model.packing = known
-    found: Weights = known[1]
-    return found
+    return known[1]

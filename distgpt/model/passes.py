@@ -1,4 +1,4 @@
-"""Forward and backward passes over a batch of one shape, with all their memory made beforehand; a trace.
+"""Forward and backward passes over a batch of one shape, with all their memory made beforehand.
 
 A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
 slabs through all layers, one after the other, without waiting for the other workers; all meet for the weight
@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from distgpt.kernels.api import (
     ALL_ROWS,
@@ -99,6 +96,7 @@ class Pass:
         losses = self.k.wide_zeros(n)
         embed_stats, stats = (norm.stats(self.k, n) for _ in range(2))
         self.ends = Rows(self.slabs, Ends(embedded, embed_stats, s, stats, hidden, losses))
+        # Logits (N, V) would be the largest array of all: the head takes chunks of rows, all about alike.
         row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
         chunks = -(-n * row_bytes // self.k.logits_bytes)
         even = -(-n // chunks)
@@ -129,7 +127,7 @@ class Pass:
         With `caches` (layers, 2, L, K, T_max, head) the tokens follow `start` others whose k and v are there,
         in `lanes`, as `attention_cached` says. Several sequences then take one slab.
         """
-        for layers in self.model.groups:
+        for layers in self.model.groups:  # all at once, unless their weights are made in turn
             self.model.prepare(layers)
             self.k.each(partial(self._forward_slab, layers, tokens, caches, start, lanes), len(self.slabs))
         return self.ends.all.hidden
@@ -160,34 +158,34 @@ class Pass:
         on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
         """
         model, tmp, ready = self.model, self.tmp.all, on_ready or _nothing
-        dhead = model.head_grad
+        # Without a final norm, the gradient of the hidden states (N, C) is that of the last layer's output.
         dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
         along = scale * model.gradient_scale / self.n_rows
+        # Once for the embedding and all value embeddings, which add up their gradients in this order.
         in_order = self.k.sort_tokens(tokens, model.config.padded_vocab)
-        self._head_loss(tokens, targets, dhidden, dhead, along, accumulate)
+        self._head_loss(tokens, targets, dhidden, model.head_grad, along, accumulate)
         self.k.sum(model.grads.flags[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
             ends = self.ends.all
             model.final_norm.backward(tmp.dout, None, out_sums, tmp.dh1, None, ends.s, ends.stats)
             model.final_norm.weights(out_sums, tmp.dh1, ends.s, ends.stats, accumulate)
-        for block in model.blocks:
+        for block in model.blocks:  # before workers add to it together: see `ValueEmbedding.weights`
             if block.values is not None and not accumulate:
                 block.values.zero_gradient()
-        rows, below = self.tmp, self._tmp_below
+        scratch, below = self.tmp, self._tmp_below
         for layers in reversed(model.groups):
             model.prepare(layers)
             for i in reversed(layers):
-                acts = self.layers[i].all
-                slab = partial(self._backward_slab, i, rows, tokens, accumulate)
+                slab = partial(self._backward_slab, i, scratch, tokens, accumulate)
                 self.k.each(slab, len(self.slabs))
-                # All workers meet here: these gradients are sums over the whole batch.
-                weights = model.blocks[i].weights
-                self.k.run_together(partial(weights, acts, rows.all, out_sums, in_order, accumulate))
+                # All workers meet here: gradients of weights are sums over the rows of all slabs.
+                of = self.layers[i].all, scratch.all, out_sums, in_order, accumulate
+                self.k.run_together(partial(model.blocks[i].weights, *of))
                 ready(self._finished[i])
-                # The gradient of a layer's input is that of the output of the layer below.
-                rows, below = below, rows
-                out_sums = rows.all.out_sums
-        self._embedding_weights(rows.all, in_order, accumulate)
+                # The gradient of this layer's input is that of the output of the layer below.
+                scratch, below = below, scratch
+                out_sums = scratch.all.out_sums
+        self._embedding_weights(scratch.all, in_order, accumulate)
         ready(model.layout.size)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
@@ -323,63 +321,3 @@ def _layer_bytes(model: Model) -> int:
 
 def _nothing(ready: int) -> None:
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Hidden states and attention weights of one forward pass over tokens (…, T), as arrays on the host.
-
-    `hidden[i]` (…, T, C) is what layer i reads; the last one is what the output layer reads.
-    `attention[i]` (…, H, T, T) says how much each position looks at each other one; rows sum to 1.
-    `logits` (…, T, V) are the scores of the next token.
-    """
-
-    hidden: tuple[NDArray[Any], ...]
-    attention: tuple[NDArray[Any], ...]
-    logits: NDArray[Any]
-
-    def of_one(self) -> Trace:
-        """Return the trace of the first sequence, without the axis of sequences."""
-        hidden, attention = (tuple(x[0] for x in parts) for parts in (self.hidden, self.attention))
-        return Trace(hidden, attention, self.logits[0])
-
-    def __repr__(self) -> str:
-        layers = len(self.attention)
-        return (
-            f"<Trace of {layers} layers: hidden {self.hidden[0].shape}, attention {self.attention[0].shape}>"
-        )
-
-
-def trace(model: Model, tokens: Array, n_seq: int, seq_len: int) -> Trace:
-    """Run the model over tokens (n_seq · seq_len,), keeping every layer's activations."""
-    config, k = model.config, model.kernels
-    work = Pass(model, n_seq, seq_len, training=True, recompute="none")
-    last = work.hidden(tokens)
-    scores = k.zeros(n_seq * seq_len, config.padded_vocab)
-    work.scores(scores, last)
-
-    def host(array: Array, *inner: int) -> NDArray[Any]:
-        return np.array(k.to_host(array)).reshape(n_seq, seq_len, *inner)
-
-    read = [layer.all.s1 for layer in work.layers]
-    return Trace(
-        tuple(host(x, config.n_embd) for x in (*read, last)),
-        tuple(
-            _attention(host(layer.all.qkv, -1, config.head_size), config.n_head, block.window)
-            for layer, block in zip(work.layers, model.blocks, strict=True)
-        ),
-        host(scores, config.padded_vocab)[..., : config.vocab_size],
-    )
-
-
-def _attention(qkv: NDArray[Any], n_head: int, window: int) -> NDArray[Any]:
-    """softmax(q kᵀ / √head, causal) (B, H, T, T) of qkv (B, T, H + 2K, head), positions included."""
-    wide = np.moveaxis(qkv.astype(np.promote_types(qkv.dtype, np.float32)), 1, 2)
-    q, k, _ = np.split(wide, [n_head, (n_head + wide.shape[1]) // 2], axis=1)
-    k = np.repeat(k, n_head // k.shape[1], axis=1)
-    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=wide.dtype)
-    seen = np.tri(scores.shape[-1], dtype=bool)
-    scores[..., ~(np.triu(seen, 1 - window) if window else seen)] = -np.inf
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    weights: NDArray[Any] = p / p.sum(-1, keepdims=True)
-    return weights

@@ -22,8 +22,8 @@ from distgpt.kernels.decoding.rounding import rounded
 from distgpt.kernels.low_precision import Quantised, from_bfloat16, nearest, restored
 from distgpt.kernels.matmul.int4 import BLOCK
 from distgpt.model.layers import Block
-from distgpt.model.memory import bits_of
 from distgpt.model.passes import Pass
+from distgpt.model.rounding import bits_of
 from distgpt.saved.modelfile import load_model
 
 TOKENS, LENGTH = 32768, 512  # of the text that is read, and of a sequence, at most

@@ -12,10 +12,10 @@ from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.low_precision import quantise, quantise4, restored
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.memory import bits_of
 from distgpt.model.model import Architecture, Model
 from distgpt.model.packed import int8_of
 from distgpt.model.passes import Pass
+from distgpt.model.rounding import bits_of
 
 VARIANTS = {
     "gpt2": {},

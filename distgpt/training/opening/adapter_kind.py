@@ -43,7 +43,7 @@ class AdapterKind:
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         """Accept a model that is rounded: adapters may stand beside it."""
         if not resumed:
-            origin.refuse_adapter(weights)
+            origin.refuse_incomplete(weights)
         elif origin.base:
             refuse_other_base(weights, origin, Path(t.init))
 

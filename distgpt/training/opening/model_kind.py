@@ -60,7 +60,7 @@ class WholeModel:
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         origin.refuse_training(t)
         if not resumed:
-            origin.refuse_adapter(weights)
+            origin.refuse_incomplete(weights)
 
     def refuse_moved(self, t: TrainConfig) -> None:
         """Its own checkpoint is all that it needs."""
