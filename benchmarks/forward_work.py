@@ -18,7 +18,7 @@ from distgpt.files import bundled
 from distgpt.kernels.api import Kernels
 from distgpt.measure.bench.results import Row
 from distgpt.model import layers
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.stages import Stage
 
 METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")  # ours, in the order of tables
@@ -75,7 +75,7 @@ def measure(job: Job, stage: Stage, kind: type[MeanLoss] = MeanLoss) -> dict[str
 
 def initialised(name: str, kernels: Kernels) -> Model:
     """Return the preset's model with the weights that every method computes with."""
-    model = Model(preset(name).model, kernels)
+    model = Model(Architecture(preset(name).model), kernels)
     model.initialise(SEED)
     return model
 

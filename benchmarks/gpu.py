@@ -28,7 +28,6 @@ from peer_process import for_torch
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
-from distgpt.gpu.device import SECOND_STREAM
 from distgpt.jobs.processes import TIMED_OUT, run
 
 HERE = Path(__file__).resolve().parent
@@ -67,7 +66,6 @@ class Measurements:
         if "autotune" in (args.only or ()):
             self._train("autotune", "gpt2", "bfloat16", 64, "PyTorch, max-autotune")
         self._kernels("ablation", "ablation")
-        self._second_stream("GPT-2 second stream")
 
     def _add(self, name: str, most: float, command: list[Any]) -> None:
         if not self._args.only or name.split("/")[0] in self._args.only:
@@ -102,14 +100,6 @@ class Measurements:
             how = {"shape": shape, "batch": batch, "precision": dtype, "steps": steps, **PEERS[who]}
             self._ask(f"{group}/{who}", 400 if group == "autotune" else 150, do="train", **how)
         self._add(f"{group}/ours again", 90, ours)
-
-    def _second_stream(self, group: str) -> None:
-        """With and without gradients of weights on a stream of their own."""
-        ours = self._ours("gpt2", "bfloat16", 64, "bench train", 20)
-        ours += ["--sample-every", 0, "--json", "--out", self._scratch / "bench"]
-        for turn in ("", " again"):
-            for value, who in (("0", "ours, one stream"), ("1", "ours, two streams")):
-                self._add(f"{group}/{who}{turn}", 90, ["env", f"{SECOND_STREAM}={value}", *ours])
 
     def _decoding(self, group: str, new: int) -> list[Any]:
         """Return a command that decodes with weights which the group makes first."""

@@ -25,7 +25,7 @@ from distgpt.gpu.accelerator import kernels_on, open_device
 from distgpt.gpu.api import STORAGE, Matmul
 from distgpt.gpu.compiling import storage_define
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 
@@ -106,7 +106,7 @@ def step(host: bool, quick: bool) -> Iterator[Row]:
     yield {"row": "copy", "bytes_per_s": copy}
     shape, n_seq = (TOY, 2) if quick else (preset("gpt2").model, 64)
     kernels = kernels_on(device, "bfloat16", GpuConfig(), complain)
-    model = Model(shape, kernels)
+    model = Model(Architecture(shape), kernels)
     model.train()
     model.initialise(1)
     tokens = np.random.default_rng(3).integers(0, shape.vocab_size, n_seq * shape.seq_len)

@@ -295,7 +295,7 @@ four() {
     return $code
 }
 speed() {
-    into speed 110 "${host[@]}" benchmarks/training_ways.py gpu --only bfloat16 float8 "two streams" \
+    into speed 110 "${host[@]}" benchmarks/training_ways.py gpu --only bfloat16 float8 \
         "fast, 8k tokens" "fast by AdamW, 8k tokens" --turns 2 --out "$out/speed.json" "${quick[@]}"
     local code=$?
     grep '^{' "$out/speed.txt"
@@ -370,7 +370,7 @@ small() {
 
 ways() {
     into ways 150 "${host[@]}" benchmarks/training_ways.py gpu --turns 2 --out "$out/ways.json" --only bfloat16 float8 \
-        "two streams" "heads of 128" "fast, 8k tokens" smollm2 "${quick[@]}"
+        "heads of 128" "fast, 8k tokens" smollm2 "${quick[@]}"
     local code=$?
     grep '^{' "$out/ways.txt"
     return $code

@@ -20,7 +20,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import State
 from distgpt.saved.modelfile import Description
@@ -37,7 +37,7 @@ class Trial:
     """A run's steps, and a saver of each kind."""
 
     def __init__(self, run: RunConfig, folder: Path) -> None:
-        model = Model(run.model, open_stage("serial").kernels("float32"))
+        model = Model(Architecture(run.model), open_stage("serial").kernels("float32"))
         model.initialise(1)
         optimizer = AdamW(model, run.train)
         description, directory = Description(run, None), RunDirectory(folder)

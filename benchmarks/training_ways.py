@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 from dataclasses import replace
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.config.presets import preset
-from distgpt.gpu.device import SECOND_STREAM
 from distgpt.stages import ON_GPU, STAGES, Stage, open_stage
 from distgpt.training.opening.within import measured_speed
 
@@ -30,7 +28,6 @@ class Way(NamedTuple):
     preset: str
     changes: dict[str, Any]
     float8: bool = False
-    two_streams: bool = False
 
 
 GPT2 = {"vocab_size": 50257, "batch_size": 64, "grad_accum": 1, "recompute": "none", "dtype": "bfloat16"}
@@ -39,8 +36,6 @@ BYTES = {"vocab_size": 256, "grad_accum": 1}
 GPU = {
     "bfloat16": Way("gpt2", GPT2),
     "float8": Way("gpt2", GPT2, float8=True),
-    "two streams": Way("gpt2", GPT2, two_streams=True),
-    "float8, two streams": Way("gpt2", GPT2, float8=True, two_streams=True),
     "heads of 128": Way("gpt2", GPT2 | {"n_head": 6}),
     "fast, 8k tokens": Way("gpt2-fast", GPT2 | {"batch_size": 8}),
     "fast by AdamW, 8k tokens": Way("gpt2-fast", GPT2 | {"batch_size": 8, "optimizer": "adamw"}),
@@ -75,7 +70,6 @@ def run_of(way: Way, args: Any, cores: int) -> RunConfig:
 
 
 def measured(stage: Stage, way: Way, args: Any) -> dict[str, Any]:
-    os.environ[SECOND_STREAM] = str(int(way.two_streams))  # read when kernels are made
     on = replace(stage, gpu=replace(stage.gpu, float8=way.float8)) if stage.name in ON_GPU else stage
     cores = stage.threads * stage.comm.size
     tokens_per_s, _ = measured_speed(on, run_of(way, args, cores))

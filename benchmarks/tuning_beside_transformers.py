@@ -26,7 +26,7 @@ from distgpt.config.presets import preset
 from distgpt.data.chats.examples import ExampleBatches, Examples
 from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import Bfloat16Kernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.step import Step
@@ -41,7 +41,7 @@ class Ours:
     def __init__(self, rows: int, seq_len: int, chat: int, threads: int) -> None:
         more = {"seq_len": seq_len, "batch_size": rows, "grad_accum": 1, "recompute": "mlp"}
         run = preset(SHAPE, {**more, "chats": True, "dtype": "bfloat16", "lr": 1e-3, "weight_decay": 0.0})
-        model, random = Model(run.model, Bfloat16Kernels(threads)), np.random.default_rng(0)
+        model, random = Model(Architecture(run.model), Bfloat16Kernels(threads)), np.random.default_rng(0)
         model.train()
         for name, values in model.initial(0):
             model.put(name, values)

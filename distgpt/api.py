@@ -26,7 +26,8 @@ from distgpt.formatting import count
 from distgpt.inference.python_api import Writer, tokens_in
 from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, random_model
-from distgpt.model.passes import Pass, Trace, trace
+from distgpt.model.passes import Pass
+from distgpt.model.trace import Trace, trace
 from distgpt.saved.adapter import open_model
 from distgpt.saved.modelfile import Description, on_host, save_model
 from distgpt.stages import Stage, connected, open_stage
@@ -220,7 +221,7 @@ class GPT:
             f"{count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, {c.n_embd} wide, context {c.seq_len}"
         )
         spoken = f"{tokenizer.kind} tokenizer of {tokenizer.size}" if tokenizer else "no tokenizer"
-        return f"<GPT of {self._model.layout.elements:,} parameters: {sizes}; {spoken}; {dtype}>"
+        return f"<GPT of {self._model.architecture.layout.elements:,} parameters: {sizes}; {spoken}; {dtype}>"
 
     @property
     def config(self) -> ModelConfig:

@@ -230,7 +230,7 @@ def passes() -> tuple[list[Call], list[Call | None], list[Call | None]]:
     """
     config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=3, n_embd=12)
     kernels = Recorded()
-    model = Model(config, kernels)
+    model = Model(Architecture(config), kernels)
     work = Pass(model, 2, config.seq_len, training=True, recompute="none")
     model.train()
     tokens = kernels.integers([0] * work.n_rows)

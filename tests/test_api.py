@@ -9,7 +9,7 @@ import distgpt
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
@@ -28,7 +28,7 @@ def batch():
 
 def reference(model, shape, training):
     """A pass of the same weights in plain array code."""
-    plain = Model(model.config, ReferenceKernels("float64"))
+    plain = Model(Architecture(model.config), ReferenceKernels("float64"))
     for name, values in model.parameters().items():
         plain.params[name][...] = values
     return Pass(plain, *shape, training=training)

@@ -20,7 +20,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.profile.operations import ORDER
 from distgpt.measure.profile.report import RankProfile, result
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.saved import checkpoint
 
@@ -61,7 +61,9 @@ def test_adamw_against_numbers_written_down(make):
     m̂ = 0.25 g / 0.75, v̂ = 0.1875 g² / 0.4375.
     """
     settings = {"lr": 0.1, "weight_decay": 0.5, "clip": 2.0, "beta1": 0.5, "beta2": 0.75, "eps": 0.1}
-    model = Model(ModelConfig(vocab_size=3, seq_len=2, n_layer=1, n_head=1, n_embd=2), make("float64"))
+    model = Model(
+        Architecture(ModelConfig(vocab_size=3, seq_len=2, n_layer=1, n_head=1, n_embd=2)), make("float64")
+    )
     model.train()
     model.weights.flat[:] = 2.0
     model.grads.flat[:] = 0.0

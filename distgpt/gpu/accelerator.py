@@ -14,7 +14,7 @@ from distgpt.errors import Say, UsageError, first_line
 from distgpt.gpu import cublaslt, cudnn_attention, probe
 from distgpt.gpu.api import Attention
 from distgpt.gpu.cudnn_attention import SLOWER, CheckedAttention, CudnnAttention
-from distgpt.gpu.device import CupyDevice, second_stream_enabled
+from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 
@@ -59,10 +59,9 @@ def _one_line(index: int) -> Iterator[None]:
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """Make the kernels on this device; `say` reports what is slower than it could be."""
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
-    second_stream = options.graphs and second_stream_enabled()
     with _one_line(device.index):
         matmuls = _matmuls(device, options)
-    return CudaKernels(device, matmuls, dtype, attention, second_stream, options.float8)
+    return CudaKernels(device, matmuls, dtype, attention, options.float8)
 
 
 def kernels_for_estimate(dtype: str, memory: int | None, float8: bool = False) -> CudaKernels:
@@ -71,13 +70,7 @@ def kernels_for_estimate(dtype: str, memory: int | None, float8: bool = False) -
     device = SimpleNamespace(
         multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=(9, 0), memory=lambda: (total, total)
     )
-    return CudaKernels(
-        cast(CupyDevice, device),
-        cast(LtMatmul, None),
-        dtype,
-        has_second_stream=second_stream_enabled(),
-        float8=float8,
-    )
+    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype, float8=float8)
 
 
 def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -25,8 +24,6 @@ HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
 MOST_BYTES_DOWN = 32 << 20  # of a piece of a download, two of which are under way
-SECOND_STREAM = "DISTGPT_SECOND_STREAM"  # 1: gradients of weights have a stream of their own
-FIRST_STREAM = "DISTGPT_FIRST_STREAM"  # 1: what layers wait for goes before gradients of weights
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -51,7 +48,7 @@ class CupyDevice:
         self.xp: Any = import_module("cupy") if xp is None else xp
         self._cuda = self.xp.cuda
         self._cuda.Device(index).use()
-        self.stream = self._cuda.Stream(non_blocking=True, **_priority())
+        self.stream = self._cuda.Stream(non_blocking=True)
         self.stream.use()
         facts = self._cuda.runtime.getDeviceProperties(index)
         self.index, self.deterministic = index, deterministic
@@ -61,7 +58,7 @@ class CupyDevice:
         # The same GPU has the same place in all processes, whatever index they know it by. The parts of a
         # divided one (MIG) share an address on the bus, and each has a `uuid`.
         self.place = f"{_machine()} {uuid or self._cuda.runtime.deviceGetPCIBusId(index)}"
-        self.recording = self.is_aside = False
+        self.recording = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
         self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
@@ -240,22 +237,18 @@ class CupyDevice:
         last = self.stream.end_capture()
         return Graphs(self._cut, last) if self._cut else last
 
-    def second_stream(self) -> Any:
-        """Return another stream; `after` orders the two."""
+    def new_stream(self) -> Any:
+        """Make another stream; `after` orders the two."""
         return self._cuda.Stream(non_blocking=True)
 
     @contextmanager
-    def on(self, stream: Any, aside: bool = False) -> Iterator[None]:
-        """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host.
-
-        `aside`: with scratch memory of its own.
-        """
-        usual = self.stream, self.is_aside
-        self.stream, self.is_aside = stream, aside
+    def on(self, stream: Any) -> Iterator[None]:
+        """Send exchanges to another stream; arrays are not made there, nor copied to the host."""
+        usual, self.stream = self.stream, stream
         try:
             yield
         finally:
-            self.stream, self.is_aside = usual
+            self.stream = usual
 
     def after(self, stream: Any, other: Any) -> None:
         """Let later work of `stream` wait for the work of `other` so far."""
@@ -371,47 +364,3 @@ class Graphs:
             graph.launch(stream)
             act()
         self._last.launch(stream)
-
-
-def second_stream_enabled() -> bool:
-    """Return whether the variable turns it on. Nobody has measured yet whether it is faster."""
-    return os.environ.get(SECOND_STREAM) == "1"
-
-
-def _priority() -> dict[str, int]:
-    """Return the option that lets the main stream go before the second, where the variable asks for it.
-
-    Kernels of a graph keep the priority of their stream. Nobody has measured it: else all are equal.
-    """
-    return {"priority": -1} if os.environ.get(FIRST_STREAM) == "1" else {}
-
-
-class SecondStream:
-    """A second stream for gradients of weights, which no layer waits for, used while the device records.
-
-    Otherwise work is done in order, since what is timed must run alone.
-    """
-
-    def __init__(self, device: CupyDevice) -> None:
-        self._device = device
-        self._stream: Any = None
-        self._under_way = False
-
-    def start(self, work: Work) -> None:
-        """Let work() begin after everything so far; later work does not wait for it until `join`."""
-        device = self._device
-        if not device.recording:
-            with device.on(device.stream, aside=True):
-                work()
-            return
-        self._stream = self._stream or device.second_stream()
-        device.after(self._stream, device.stream)
-        with device.on(self._stream, aside=True):
-            work()
-        self._under_way = True
-
-    def join(self) -> None:
-        """Let later work wait for that work."""
-        if self._under_way:
-            self._device.after(self._device.stream, self._stream)
-        self._under_way = False

@@ -10,7 +10,7 @@ import numpy as np
 
 from distgpt.gpu.api import STORAGE, WIDE, Attention, address
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, SecondStream
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
 from distgpt.gpu.float8 import Float8Linears
 from distgpt.gpu.launcher import DeviceWire, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
@@ -49,7 +49,7 @@ HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 t
 class CudaKernels:
     """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own.
 
-    `has_second_stream`: gradients of weights have a stream of their own. `float8`: as in float8.py.
+    `float8`: as in float8.py.
     """
 
     threads = 1
@@ -61,16 +61,14 @@ class CudaKernels:
         matmuls: LtMatmul,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
-        has_second_stream: bool = False,
         float8: bool = False,
     ) -> None:
-        self._device, self._second_stream = device, SecondStream(device)
+        self._device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.capabilities = Capabilities(
             is_async=True,
             fuses_residual=True,
-            has_second_stream=has_second_stream,
-            sums_bias_gradients=not has_second_stream,  # passes for them go to the second stream, too
+            sums_bias_gradients=True,
             norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
             copies_factors=float8,
         )
@@ -132,17 +130,11 @@ class CudaKernels:
             work(i)
 
     def run_together(self, work: Work) -> None:
-        if self.capabilities.has_second_stream:
-            self._second_stream.start(work)
-        else:
-            work()
+        work()
 
     def precisely(self, work: Work) -> None:
         with self.linears.precise():
             work()
-
-    def join(self) -> None:
-        self._second_stream.join()
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)

@@ -53,7 +53,7 @@ class Launcher:
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return memory for one operation at a time, made when it is first needed: never while recording."""
-        key = (name, shape, self.device.is_aside)
+        key = (name, shape)
         if key not in self._scratch:
             self._scratch[key] = self.device.zeros(shape, dtype)
         return self._scratch[key]

@@ -20,7 +20,7 @@ from distgpt.kernels.api import Array, Kernels, Work
 class Notes:
     """Stands in for a `CupyDevice`: arrays have a shape and no memory, and what is launched is noted."""
 
-    deterministic = recording = is_aside = False
+    deterministic = recording = False
 
     def __init__(self, device: CupyDevice) -> None:
         self.capability, self.multiprocessors = device.capability, device.multiprocessors

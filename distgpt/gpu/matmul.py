@@ -115,7 +115,7 @@ class LtMatmul:
     ) -> None:
         self._lt, self._device, self._tf32, self._kept = lt, device, tf32, kept or Kept(None)
         self._deterministic = device.deterministic
-        self._workspaces = {False: device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))}
+        self._workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
         self._adopted: Mapping[str, str] = {}
         self._factors: dict[tuple[bool, float], Any] = {}  # which live on, since the library reads them
@@ -196,12 +196,8 @@ class LtMatmul:
         return alpha, beta
 
     def _resources(self) -> tuple[int, int, int]:
-        """Return the workspace's address and bytes, and the stream: work aside has its own."""
-        aside, main = self._device.is_aside, self._workspaces[False]
-        if aside not in self._workspaces:
-            self._workspaces[aside] = self._device.zeros(main.shape, main.dtype)
-        workspace = self._workspaces[aside]
-        return address(workspace), workspace.nbytes, self._device.stream.ptr
+        """Return the workspace's address and bytes, and the stream."""
+        return address(self._workspace), self._workspace.nbytes, self._device.stream.ptr
 
     def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, ...]) -> None:
         if tuple(map(bool, extras)) != plan.wants:
@@ -231,7 +227,7 @@ class LtMatmul:
         def accepts(kept: bytes) -> bool:
             if len(kept) != ctypes.sizeof(Algorithm):
                 return False
-            algorithm, room = Algorithm.from_buffer_copy(kept), self._workspaces[False].nbytes
+            algorithm, room = Algorithm.from_buffer_copy(kept), self._workspace.nbytes
             if not self._lt.fits(algorithm, plan.descriptor, plan.b, plan.a, plan.out, room):
                 return False
             return self._start(plan, ctypes.addressof(algorithm), at) == Status.SUCCESS
@@ -328,7 +324,7 @@ class LtMatmul:
         # added up in place come in the order in which they are done.
         parts_apart = self._deterministic or kind.out_type == "bfloat16"
         preferences = {
-            Pref.MAX_WORKSPACE_BYTES: self._workspaces[False].nbytes,
+            Pref.MAX_WORKSPACE_BYTES: self._workspace.nbytes,
             Pref.REDUCTION_SCHEME_MASK: Reduction.COMPUTE_TYPE if parts_apart else Reduction.MASK,
             Pref.MIN_ALIGNMENT_A_BYTES: b_bytes,  # the library's A is our b
             Pref.MIN_ALIGNMENT_B_BYTES: a_bytes,

@@ -26,7 +26,7 @@ from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Draw, Feed, Lanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding.low_rank import Adapters
-from distgpt.model.model import Model, miniature
+from distgpt.model.model import Architecture, Model, miniature
 from distgpt.saved.adapter import open_model
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.named import weights_of
@@ -230,7 +230,7 @@ class ModelSpec:
             compile_ahead(
                 stage.device,
                 dtype,
-                lambda kernels: rehearse(Model(model.config, kernels)),
+                lambda kernels: rehearse(Model(Architecture(model.config), kernels)),
                 stage.gpu.float8,
                 comm.local_rank,
             )

@@ -55,7 +55,6 @@ class Capabilities:
     is_async: bool = False  # calls return before their work is done
     fuses_residual: bool = False  # `linear` adds a residual along the way, so that the next norm need not
     overwrites_pre: bool = False  # `linear_backward_act` wants dpre to be pre itself
-    has_second_stream: bool = False  # what `run_together` was given may be under way until `join`
     sums_bias_gradients: bool = False  # backward passes add up the gradients of biases that they are given
     norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` leaves for gradients of parameters
     copies_factors: bool = False  # matmuls keep room for their factors in bytes
@@ -267,9 +266,6 @@ class Kernels(Protocol):
 
     def precisely(self, work: Work) -> None:
         """Call work(), whose results are judged or read: without roundings that only training tolerates."""
-
-    def join(self) -> None:
-        """Let further operations wait for `run_together`, where the backend has a second stream for it."""
 
     def zero(self, x: Array) -> None:
         """x ← 0"""

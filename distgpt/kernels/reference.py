@@ -89,9 +89,6 @@ class OnHost:
     def between(self, act: Work) -> None:
         act()
 
-    def join(self) -> None:
-        pass
-
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
         pass
 

@@ -17,12 +17,12 @@ from distgpt.formatting import count, duration, long_duration, size, size_in_col
 from distgpt.kernels.api import Kernels
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
-from distgpt.model.lora import trained_layout
 from distgpt.model.model import Architecture, Model, flag_count
 from distgpt.model.passes import Pass
 from distgpt.stages import ON_GPU, Stage, open_stage
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.opening.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.training.strategy import Strategy
 
@@ -82,7 +82,7 @@ def estimate(
     if minutes and "step_s" in time:
         steps = max(1, int(60 * minutes / time["step_s"]))
     memory = _memory(train, site, strategy) | {"trouble": trouble}
-    counted, trained = parameters(model), trained_layout(run)
+    counted, trained = parameters(model), kind_of(run.train).trained(run)
     wide = site.kernels.wide.itemsize
     return {
         "stage": question.stage,
@@ -195,7 +195,7 @@ def _memory(run: RunConfig, site: Site, strategy: Strategy) -> Facts:
         return needed(changed, kernels, strategy, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
-    gradients = (trained_layout(run).size + flag_count(ranks)) * kernels.wide.itemsize
+    gradients = (kind_of(run.train).trained(run).size + flag_count(ranks)) * kernels.wide.itemsize
     logits = _logits(run, kernels, _each(t, ranks))
     per_rank = t.batch_size // ranks
     possible = divisors(per_rank)
@@ -223,7 +223,9 @@ def _memory(run: RunConfig, site: Site, strategy: Strategy) -> Facts:
 
 def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
     counting = cast(Kernels, Counting(kernels))
-    rows, width = Pass(Model(run.model, counting), sequences, run.model.seq_len, training=True).logits_shape
+    rows, width = Pass(
+        Model(Architecture(run.model), counting), sequences, run.model.seq_len, training=True
+    ).logits_shape
     found: int = rows * width * kernels.dtype.itemsize
     return found
 

@@ -16,7 +16,7 @@ from distgpt.evaluation.assessment import evaluate
 from distgpt.inference.engine_setup import rehearse
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.matmul.gain import SAMPLES, gain
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.saved.adapter import open_model
 from distgpt.saved.calibration import calibrated
 from distgpt.saved.modelfile import quantize
@@ -79,7 +79,8 @@ def _exchange(dtype: str) -> None:
     kernels = CpuKernels("float32", 1)
     rehearse_reductions(kernels, dtype)
     rehearse_tree(kernels)
-    model = Model(ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=32), kernels)
+    config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=32)
+    model = Model(Architecture(config), kernels)
     model.train()
     LocalPlacement(TrainConfig(outer_every=2), 2).rehearse(model)
 

@@ -15,9 +15,9 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.api import Kernels
-from distgpt.model.lora import model_for
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.training.exchange.api import Exchange
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.step import Step
 
 CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends
@@ -105,7 +105,7 @@ class Trial:
     """A small model and what it takes to train it."""
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
-        model, t = model_for(run, kernels), run.train
+        model, t = kind_of(run.train).build(run, kernels), run.train
         model.train()
         model.initialise(t.seed)
         self._optimizer = OPTIMIZERS[t.optimizer](model, t)

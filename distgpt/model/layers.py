@@ -8,9 +8,8 @@ all rows at once. The variant of each part is chosen here, once, when the model 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, MATRIX, VALUES, Spec
 
 Tensors = Mapping[str, Array]
 
-# Of initial weights by `unit`.
+# Standard deviations of initial weights by `unit`, and a factor of the MLP's first matrix.
 EMBEDDING_STD, HEAD_STD, FC_GAIN = 0.8, 0.001, 0.4
 
 
@@ -272,8 +271,7 @@ class LayerActivations:
 class Scratch:
     """Arrays that one layer leaves to the next, in either direction, over N rows; None where not needed.
 
-    A gradient of s is named ds. `last_…` hold what a layer's weight gradients read where those are computed
-    beside the layer below.
+    A gradient of s is named ds.
     """
 
     dh1: Floats2d | None = None  # the gradient of h1, or a projection into the residual stream
@@ -289,14 +287,13 @@ class Scratch:
     in_sums: Wide2d | None = None  # partial sums of the norms: those of norm1, of norm2, of the layer above
     mid_sums: Wide2d | None = None
     out_sums: Wide2d | None = None
-    last_dpre: Floats2d | None = None
-    last_dqkv: Floats2d | None = None
-    last_dgain: Wide2d | None = None
-    last_dmid: Floats2d | None = None
-    last_dout: Floats2d | None = None
-    last_mid_sums: Wide2d | None = None
-    last_out_sums: Wide2d | None = None
-    inner: tuple[tuple[Floats2d, Floats2d], ...] = ()  # of each adapter: x Aᵀ and its gradient, (N, rank)
+
+    def of_layer_below(self) -> Scratch:
+        """Return the same arrays by the names that the layer below knows them by: this din is its dout."""
+        return replace(self, dout=self.din, din=self.dout, out_sums=self.in_sums, in_sums=self.out_sums)
+
+
+SUMS = ("in_sums", "mid_sums", "out_sums")  # which have no row per token
 
 
 class Block:
@@ -317,7 +314,6 @@ class Block:
         self.fc = Linear(f"{name}.mlp.fc", width, sum(sides), bias, heights=sides)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
         self.values = ValueEmbedding(f"{name}.values", config) if index in config.value_layers else None
-        self.adapters: list[Any] = []  # of lora.py
         # In the order in which the backward pass finishes their gradients.
         parts = [self.proj, self.fc, self.norm2, self.out, self.head_norm, self.qkv, self.norm1]
         self.parts: list[Part] = [part for part in parts if part is not None]
@@ -340,15 +336,30 @@ class Block:
         rstd = {"qk_rstd": kernels.wide_zeros(n, heads)} if config.qk_norm else {}
         return {"stats1": stats(kernels, n), "stats2": stats(kernels, n), "lse": lse, **rstd}
 
-    @staticmethod
-    def scratch(config: ModelConfig) -> dict[str, int]:
-        """Return the widths of Scratch that are of `dtype`."""
-        widths = dict.fromkeys(("dh1", "dh2", "din", "dmid", "dout"), config.n_embd)
-        pre = SIDES[config.mlp] * config.hidden
-        widths |= {"dact": config.hidden, "dpre": pre, "dqkv": config.qkv_width}
-        if config.attention_width != config.n_embd:
-            widths["datt"] = config.attention_width
-        return widths
+    def scratch(self, config: ModelConfig, kernels: Kernels, n: int, training: bool, again: bool) -> Scratch:
+        """Make the memory that layers leave to each other, for n rows. `again`: as in `backward`."""
+        can, c = kernels.capabilities, config.n_embd
+        if not training:
+            return Scratch(dh1=None if can.fuses_residual else kernels.zeros(n, c))
+        dh1, dh2, din, dmid, dout = (kernels.zeros(n, c) for _ in range(5))
+        sums = can.norm_sum_rows if config.norm_gain or config.bias else 0
+        in_sums, mid_sums, out_sums = (kernels.wide_zeros(sums, 3 * c) if sums else None for _ in range(3))
+        own_width = config.attention_width != c
+        return Scratch(
+            dh1=dh1,
+            dh2=dh2,
+            din=din,
+            dmid=dmid,
+            dout=dout,
+            dact=None if again else kernels.zeros(n, config.hidden),
+            dpre=None if can.overwrites_pre else kernels.zeros(n, SIDES[config.mlp] * config.hidden),
+            datt=kernels.zeros(n, config.attention_width) if own_width else dh1,  # read before dh1 is written
+            dqkv=kernels.zeros(n, config.qkv_width),
+            dgain=kernels.wide_zeros(n, 2 * config.head_size) if config.qk_norm_gain else None,
+            in_sums=in_sums,
+            mid_sums=mid_sums,
+            out_sums=out_sums,
+        )
 
     def bind(self, kernels: Kernels) -> None:
         self.k = kernels
@@ -395,15 +406,18 @@ class Block:
             self.norm2.forward(acts.h2, acts.s2, acts.stats2, acts.s1, tmp.dh1)
         self.k.linear_act(acts.act, acts.pre, acts.h2, self.fc.wb, self.act)
 
-    def project(
-        self, acts: LayerActivations, tmp: Scratch, into: Floats2d
-    ) -> tuple[Floats2d, Floats2d | None]:
-        """Return what the next layer adds up, s2 and mlp(…), or their sum, in `into`, and None."""
+    def project(self, acts: LayerActivations, tmp: Scratch, into: Floats2d) -> None:
+        """Compute mlp(…), and where that costs nothing its sum with s2, in `into`: see `output`."""
         if self.k.capabilities.fuses_residual:
             self.proj.forward(into, acts.act, acts.s2)
-            return into, None
-        self.proj.forward(tmp.dh1, acts.act)
-        return acts.s2, tmp.dh1
+        else:
+            self.proj.forward(tmp.dh1, acts.act)
+
+    def output(
+        self, acts: LayerActivations, tmp: Scratch, into: Floats2d
+    ) -> tuple[Floats2d, Floats2d | None]:
+        """Return what the next layer adds up: s2 and mlp(…), or their sum and None."""
+        return (into, None) if self.k.capabilities.fuses_residual else (acts.s2, tmp.dh1)
 
     def backward(
         self,
@@ -421,14 +435,11 @@ class Block:
         """
         h1, h2 = (acts.h1, acts.h2) if again else (None, None)
         dact = acts.act if again else tmp.dact
-        through = (_dpre(acts, tmp), dact, tmp.dout, self.proj.wb.w, acts.pre)
+        through = (gradient_of_pre(acts, tmp), dact, tmp.dout, self.proj.wb.w, acts.pre)
         self.k.linear_backward_act(*through, self.act, again, self.fc.bias_along(accumulate))
-        self._adapters_backward(self.proj, tmp, tmp.dout, acts.act)
-        self.fc.backward(tmp.dh2, _dpre(acts, tmp))
+        self.fc.backward(tmp.dh2, gradient_of_pre(acts, tmp))
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
-        self._adapters_backward(self.fc, tmp, _dpre(acts, tmp), acts.h2)
         self.out.backward(tmp.datt, tmp.dmid)
-        self._adapters_backward(self.out, tmp, tmp.dmid, acts.att)
         of, db = (acts.att, acts.lse, acts.qkv, seq_len), self.qkv.bias_along(accumulate)
         self.k.attention_backward(tmp.dqkv, tmp.datt, *of, db, positions, self.window)
         if self.qk_norm and self.head_norm is None:
@@ -438,20 +449,18 @@ class Block:
             self.head_norm.backward(tmp.dqkv, tmp.dgain, acts.xhat, acts.qk_rstd)
         self.qkv.backward(tmp.dh1, tmp.dqkv)
         self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)
-        self._adapters_backward(self.qkv, tmp, tmp.dqkv, acts.h1)
 
     def weights(
         self,
         acts: LayerActivations,
         tmp: Scratch,
-        dout: Floats2d,
         out_sums: Wide2d | None,
         tokens: SortedTokens,
         accumulate: bool,
     ) -> None:
-        """Compute the gradients of all parameters. out_sums: those of the norm that computed dout."""
-        self.proj.weights(dout, acts.act, accumulate, out_sums)
-        self.fc.weights(_dpre(acts, tmp), acts.h2, accumulate)
+        """Compute the gradients of all parameters. out_sums: those of the norm that computed tmp.dout."""
+        self.proj.weights(tmp.dout, acts.act, accumulate, out_sums)
+        self.fc.weights(gradient_of_pre(acts, tmp), acts.h2, accumulate)
         self.norm2.weights(tmp.mid_sums, tmp.dh2, acts.s2, acts.stats2, accumulate)
         self.out.weights(tmp.dmid, acts.att, accumulate, tmp.mid_sums)
         if self.head_norm is not None:
@@ -460,34 +469,9 @@ class Block:
         if self.values is not None:
             self.values.weights(tmp.dqkv, tokens)
         self.norm1.weights(tmp.in_sums, tmp.dh1, acts.s1, acts.stats1, accumulate)
-        for linear, dy, x in (
-            (self.proj, dout, acts.act),
-            (self.fc, _dpre(acts, tmp), acts.h2),
-            (self.out, tmp.dmid, acts.att),
-            (self.qkv, tmp.dqkv, acts.h1),
-        ):
-            for adapter, inner in self._adapters_of(linear, tmp):
-                adapter.weights(*inner, dy, x, accumulate)
-
-    def merge(self) -> None:
-        """Make the matrices that this layer computes with, in memory that it shares with the others."""
-        for adapter in self.adapters:
-            adapter.merge()
-
-    def _adapters_backward(self, linear: Linear, tmp: Scratch, dy: Floats2d, x: Floats2d) -> None:
-        """Compute what the gradients of a layer's adapters are made of, while dy and x are in a cache."""
-        for adapter, inner in self._adapters_of(linear, tmp):
-            adapter.backward(*inner, dy, x)
-
-    def _adapters_of(self, linear: Linear, tmp: Scratch) -> Iterator[tuple[Any, tuple[Floats2d, Floats2d]]]:
-        """Give each adapter of a linear layer and its memory."""
-        trained = (adapter for adapter in self.adapters if adapter.rank)
-        for adapter, inner in zip(trained, tmp.inner, strict=True):
-            if adapter.linear is linear:
-                yield adapter, inner
 
 
-def _dpre(acts: LayerActivations, tmp: Scratch) -> Floats2d:
+def gradient_of_pre(acts: LayerActivations, tmp: Scratch) -> Floats2d:
     """Return the memory for the gradient of acts.pre: its own, or scratch memory."""
     return acts.pre if tmp.dpre is None else tmp.dpre
 

@@ -6,15 +6,25 @@ the passes cost what they did, and of the model's weights there is one copy, in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 
-from distgpt.config import RunConfig, TrainConfig
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.errors import UsageError
-from distgpt.kernels.api import Affine, Array, Floats2d, Kernels
-from distgpt.model.layers import Block, Linear, Part, Tensors
+from distgpt.kernels.api import Affine, Array, Floats2d, Ints1d, Kernels, SortedTokens, Wide2d
+from distgpt.model.layers import (
+    Block,
+    LayerActivations,
+    LearnedPositions,
+    Linear,
+    Part,
+    Scratch,
+    Tensors,
+    gradient_of_pre,
+)
 from distgpt.model.memory import MATRIX, FlatBuffer, Layout, Spec
 from distgpt.model.model import Architecture, Model
 
@@ -40,7 +50,7 @@ def pieces_of(linear: Linear) -> list[Piece]:
 
 
 class Adapter(Part):
-    """B (rows, rank) and A (rank, inputs) beside some rows of a matrix. Of rank 0: those rows as they are."""
+    """B (rows, rank) and A (rank, inputs) beside some rows of a matrix; of rank 0 it is those rows alone."""
 
     def __init__(self, linear: Linear, piece: Piece, rank: int, scale: float) -> None:
         block = linear.name.rsplit(".", 1)[0]
@@ -88,31 +98,96 @@ def adapters_of(block: Block, t: TrainConfig) -> list[Adapter]:
     return found
 
 
+@dataclass(slots=True)
+class AdaptedScratch(Scratch):
+    inner: tuple[tuple[Floats2d, Floats2d], ...] = ()  # of each adapter: x Aᵀ and its gradient, (N, rank)
+
+
+class AdaptedBlock(Block):
+    """A layer whose adapters alone are trained."""
+
+    def __init__(self, t: TrainConfig, config: ModelConfig, index: int, positions: LearnedPositions) -> None:
+        super().__init__(config, index, positions)
+        self.adapters = adapters_of(self, t)
+        self.parts = [*self.parts, *self.adapters]
+
+    def scratch(
+        self, config: ModelConfig, kernels: Kernels, n: int, training: bool, again: bool
+    ) -> AdaptedScratch:
+        plain = super().scratch(config, kernels, n, training, again)
+        ranks = [adapter.rank for adapter in self.adapters if adapter.rank and training]
+        inner = tuple((kernels.zeros(n, rank), kernels.zeros(n, rank)) for rank in ranks)
+        return AdaptedScratch(**{each.name: getattr(plain, each.name) for each in fields(plain)}, inner=inner)
+
+    def merge(self) -> None:
+        """Make the matrices that this layer computes with, in memory that it shares with the others."""
+        for adapter in self.adapters:
+            adapter.merge()
+
+    def backward(
+        self,
+        acts: LayerActivations,
+        tmp: Scratch,
+        seq_len: int,
+        again: bool,
+        accumulate: bool,
+        positions: Ints1d | None,
+    ) -> None:
+        super().backward(acts, tmp, seq_len, again, accumulate, positions)
+        for adapter, inner, dy, x in self._trained(acts, tmp):
+            adapter.backward(*inner, dy, x)
+
+    def weights(
+        self,
+        acts: LayerActivations,
+        tmp: Scratch,
+        out_sums: Wide2d | None,
+        tokens: SortedTokens,
+        accumulate: bool,
+    ) -> None:
+        super().weights(acts, tmp, out_sums, tokens, accumulate)
+        for adapter, inner, dy, x in self._trained(acts, tmp):
+            adapter.weights(*inner, dy, x, accumulate)
+
+    def _trained(
+        self, acts: LayerActivations, tmp: Scratch
+    ) -> Iterator[tuple[Adapter, tuple[Floats2d, Floats2d], Floats2d, Floats2d]]:
+        """Give each adapter that has a rank, its memory, and dy and x of its matrix."""
+        assert isinstance(tmp, AdaptedScratch)
+        of = {
+            self.proj: (tmp.dout, acts.act),
+            self.fc: (gradient_of_pre(acts, tmp), acts.h2),
+            self.out: (tmp.dmid, acts.att),
+            self.qkv: (tmp.dqkv, acts.h1),
+        }
+        trained = (adapter for adapter in self.adapters if adapter.rank)
+        for adapter, inner in zip(trained, tmp.inner, strict=True):
+            yield adapter, inner, *of[adapter.linear]
+
+
+def adapted_architecture(run: RunConfig) -> Architecture:
+    """Return the architecture of a run's model with its adapters."""
+    return Architecture(run.model, partial(AdaptedBlock, run.train))
+
+
+def adapters_in(architecture: Architecture) -> list[Adapter]:
+    """Return all adapters, in the order in which the backward pass finishes their gradients."""
+    return [part for part in architecture.parts() if isinstance(part, Adapter)]
+
+
 def adapters_by_matrix(run: RunConfig) -> dict[str, list[Adapter]]:
     """Return the adapters that a run trains, by the name of the matrix beside which they stand."""
     found: dict[str, list[Adapter]] = {}
-    for block in Architecture(run.model).blocks:
-        for adapter in adapters_of(block, run.train):
-            if adapter.rank:
-                found.setdefault(f"{adapter.linear.name}.w", []).append(adapter)
+    for adapter in adapters_in(adapted_architecture(run)):
+        if adapter.rank:
+            found.setdefault(f"{adapter.linear.name}.w", []).append(adapter)
     return found
 
 
 def adapter_layout(run: RunConfig) -> Layout:
     """Return the layout of the adapters that a run trains."""
-    blocks = Architecture(run.model).blocks
     refuse_none(run)
-    return _layout(adapters_of(block, run.train) for block in reversed(blocks))
-
-
-def trained_layout(run: RunConfig) -> Layout:
-    """Return the layout of what a run trains."""
-    return adapter_layout(run) if run.train.lora_rank else Architecture(run.model).layout
-
-
-def model_for(run: RunConfig, kernels: Kernels) -> Model:
-    """Return the model that a run trains."""
-    return AdaptedModel(run, kernels) if run.train.lora_rank else Model(run.model, kernels)
+    return _layout(adapted_architecture(run))
 
 
 def refuse_none(run: RunConfig) -> None:
@@ -131,23 +206,21 @@ class AdaptedModel(Model):
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
         refuse_none(run)
-        Architecture.__init__(self, run.model)
-        self.kernels = kernels
-        self.frozen = FlatBuffer(self.layout, kernels.zeros)
-        for block in self.blocks:
-            block.adapters = adapters_of(block, run.train)
-        self.layout = _layout(block.adapters for block in reversed(self.blocks))
+        architecture = adapted_architecture(run)
+        trained = _layout(architecture)
+        own = (spec for spec in architecture.layout.specs if spec.name not in trained.offsets)
+        self.frozen = FlatBuffer(Layout(own), kernels.zeros)
+        made = _placed(adapters_in(architecture), self.frozen, kernels)
+        super().__init__(architecture, kernels, trained, {**self.frozen, **made})
+        # One layer at a time: its matrices are made where those of the layer before were.
+        self.groups = [range(i, i + 1) for i in range(self.config.n_layer)]
         self.gradient_scale = run.train.lora_scale
-        self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
-        self._tensors = {**self.frozen, **self._places(), **self.params}
-        self._bind()
 
-    @property
-    def tensors(self) -> Mapping[str, Array]:
-        return self._tensors
-
-    def parts(self) -> list[Part]:
-        return [*super().parts(), *(each for block in self.blocks for each in block.adapters)]
+    def prepare(self, layers: range) -> None:
+        for i in layers:
+            block = self.blocks[i]
+            assert isinstance(block, AdaptedBlock)
+            self.kernels.run_together(block.merge)
 
     def initial(self, seed: int) -> Iterable[tuple[str, Array]]:
         """Draw A as usual, so that its rows are about 1/√3 long; B is 0, and the model what it was."""
@@ -156,20 +229,20 @@ class AdaptedModel(Model):
             values = stream.uniform(-bound, bound, spec.shape).astype(np.float32)
             yield spec.name, values * spec.name.endswith("lora_a")
 
-    def _places(self) -> dict[str, Array]:
-        """Return each adapted matrix by its name: those of one layer, as all layers share the memory."""
-        made: dict[str, Array] = {}
-        found = {}
-        for block in self.blocks:
-            for adapter in block.adapters:
-                name = f"{adapter.linear.name}.w"
-                kind = name.split(".", 2)[2]
-                if kind not in made:
-                    made[kind] = self.kernels.zeros(*adapter.linear.shape)
-                found[name] = made[kind]
-                adapter.place(made[kind], self.frozen[name])
-        return found
+
+def _placed(adapters: Iterable[Adapter], frozen: FlatBuffer, kernels: Kernels) -> dict[str, Array]:
+    """Return each adapted matrix by its name: those of one layer, as all layers share the memory."""
+    made: dict[str, Array] = {}
+    found = {}
+    for adapter in adapters:
+        name = f"{adapter.linear.name}.w"
+        kind = name.split(".", 2)[2]
+        if kind not in made:
+            made[kind] = kernels.zeros(*adapter.linear.shape)
+        found[name] = made[kind]
+        adapter.place(made[kind], frozen[name])
+    return found
 
 
-def _layout(adapters: Iterable[list[Adapter]]) -> Layout:
-    return Layout(spec for some in adapters for adapter in some for spec in adapter.specs())
+def _layout(architecture: Architecture) -> Layout:
+    return Layout(spec for adapter in adapters_in(architecture) for spec in adapter.specs())

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from math import prod
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distgpt.kernels.api import Array, Floats1d
 
-Record = TypeVar("Record")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 Value = TypeVar("Value")
 
 ALIGNED = 16  # elements: 64 bytes of float32, and what the widest loads and matmuls on GPUs ask for
@@ -49,18 +52,6 @@ class Spec:
         return [(height, columns) for height in self.heights or (rows,)]
 
 
-def is_quantised(spec: Spec) -> bool:
-    """Return whether int8 models have it in int8: matrices, but not learned positions."""
-    return spec.decay and spec.name != LEARNED
-
-
-def bits_of(spec: Spec, dtype: str) -> int:
-    """Return the bits of its integers in a model rounded to int8 or int4; 0: it stays float32."""
-    if not is_quantised(spec):
-        return 0
-    return 4 if dtype == "int4" and spec.group == MATRIX else 8
-
-
 class Layout:
     """Specs laid out one after the other, in the order given. Arithmetic only: allocates nothing.
 
@@ -86,9 +77,9 @@ class Layout:
         return self._names[bisect_right(self._starts, place) - 1]
 
     def end_of(self, names: Iterable[str]) -> int:
-        """Return where the last of these tensors ends."""
+        """Return where the last of these tensors ends; 0 if there is none."""
         sizes = {spec.name: spec.size for spec in self.specs}
-        return max(self.offsets[name] + sizes[name] for name in names)
+        return max((self.offsets[name] + sizes[name] for name in names), default=0)
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Return every tensor of this layout as a zero-copy view of `flat`."""
@@ -157,22 +148,13 @@ class Rows(Generic[Record]):
         """Return the first rows of the same arrays, in other slabs."""
         return Rows(slabs, self._rows(slice(slabs[-1].stop)), self._uncut)
 
-    def rotate(self, ring: Sequence[str], steps: int = 1) -> None:
-        """Give each of these fields the array of the next one, the last that of the first, everywhere."""
-        for record in (self.all, *self.slabs):
-            arrays = [getattr(record, name) for name in ring]
-            for i, name in enumerate(ring):
-                setattr(record, name, arrays[(i + steps) % len(ring)])
-
     def _rows(self, rows: slice) -> Record:
-        values = {field.name: getattr(self.all, field.name) for field in fields(cast(Any, self.all))}
-        cut = {name: x if name in self._uncut else _part(x, rows) for name, x in values.items()}
-        return cast(Record, cast(Any, type(self.all))(**cut))
+        cut = [field.name for field in fields(self.all) if field.name not in self._uncut]
+        return replace(self.all, **{name: _part(getattr(self.all, name), rows) for name in cut})
 
 
 def _part(x: Any, rows: slice) -> Any:
-    if type(x) is tuple:
-        return tuple(_part(each, rows) for each in x)
     if isinstance(x, tuple):
-        return cast(Any, type(x))(*(_part(each, rows) for each in x))
+        parts = (_part(each, rows) for each in x)
+        return tuple(parts) if type(x) is tuple else type(x)(*parts)  # a named one takes each by itself
     return None if x is None else x[rows]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
@@ -14,8 +14,21 @@ import numpy as np
 from distgpt.config import ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Array, Kernels
-from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
+from distgpt.model.layers import (
+    NORMS,
+    POSITIONS,
+    Block,
+    LayerNorm,
+    LearnedPositions,
+    Linear,
+    Part,
+    Tensors,
+    initial_std,
+)
 from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, VALUES, FlatBuffer, FlatPart, Layout, Spec
+
+if TYPE_CHECKING:
+    from distgpt.kernels.decoding.weights import Weights
 
 FLAG_COUNT = 8  # values appended to the gradient buffer: the loss, and seven flags of a training step
 
@@ -26,14 +39,19 @@ def flag_count(ranks: int) -> int:
 
 
 class Architecture:
-    """The parts that a configuration asks for and the layout of their parameters. Holds no arrays."""
+    """The parts that a configuration asks for and the layout of their parameters. Holds no arrays.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `block` makes a layer from the configuration, its index and the positions.
+    """
+
+    def __init__(
+        self, config: ModelConfig, block: Callable[[ModelConfig, int, LearnedPositions], Block] = Block
+    ) -> None:
         if config.vocab_size < 1:
             raise UsageError("vocab_size is not set: a model needs to know its vocabulary")
         self.config = config
         self.positions = POSITIONS[config.positions](config)
-        self.blocks = [Block(config, i, self.positions) for i in range(config.n_layer)]
+        self.blocks = [block(config, i, self.positions) for i in range(config.n_layer)]
         self.embed_norm = _norm("embed_norm", config, config.embed_norm)
         self.final_norm = _norm("final_norm", config, config.final_norm)
         self._head = None if config.tied else Linear("head", config.n_embd, config.padded_vocab, False, HEAD)
@@ -52,25 +70,54 @@ class Architecture:
         return [*specs, *self.positions.specs(), embedding]
 
 
-class Model(Architecture):
-    """Parameters, and gradients once training asks for them. The passes over it live in `passes.py`.
+class Model:
+    """An architecture with parameters, and gradients once training asks for them; passes.py has the passes.
 
-    `params` are what the passes read. `weights` are the same in full precision: the optimizer's own copy in
-    the wide type where the kernels compute in another and `train` was called, else `params` themselves. Where
-    a rank keeps only a part in full precision, that is `part`, and `weights` are the rounded ones.
+    `params` are what is trained, of this `layout`, as the passes read it. `weights` are the same in full
+    precision: the optimizer's own copy in the wide type where the kernels compute in another and `train` was
+    called, else `params` themselves. Where a rank keeps only a part in full precision, that is `part`, and
+    `weights` are the rounded ones. `tensors` are all that the passes read, by name, trained or not.
     """
 
     gradient_scale = 1.0  # a factor that the gradients of all parameters share
-    packing: Any = None  # its packed weights and their checksums, once it has generated (packing.py)
+    # Weights as decoding reads them (packing.py): with their checksums where a model may change.
+    packing: Weights | tuple[Array, Weights] | None = None
     part: FlatPart | None = None
     _flags = FLAG_COUNT
     _grads: FlatBuffer | None = None
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
-        super().__init__(config)
-        self.kernels = kernels
+    def __init__(
+        self,
+        architecture: Architecture,
+        kernels: Kernels,
+        trained: Layout | None = None,
+        given: Tensors = MappingProxyType({}),
+    ) -> None:
+        """`trained`: the layout of what is trained, if that is not all of it; `given`: the other tensors.
+
+        The architecture becomes this model's own: its parts are bound to the arrays made here.
+        """
+        self.architecture, self.kernels = architecture, kernels
+        self.config, self.blocks = architecture.config, architecture.blocks
+        self.positions = architecture.positions
+        self.embed_norm, self.final_norm = architecture.embed_norm, architecture.final_norm
+        self.layout = architecture.layout if trained is None else trained
+        # A pass takes the layers of a group without a pause; `prepare` makes their weights ready before.
+        self.groups: Sequence[range] = [range(self.config.n_layer)]
         self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
+        self.tensors: Tensors = {**given, **self.params}
         self._bind()
+
+    def prepare(self, layers: range) -> None:
+        """Make the weights of one of `groups` ready: here all weights always are."""
+
+    def finished_with(self, block: Block) -> int:
+        """Return how many elements of the gradient buffer are final once this layer's gradients are.
+
+        A value embedding is not a part of it: that lies behind the matrices, which ranks share.
+        """
+        names = (spec.name for part in block.parts for spec in part.specs())
+        return self.layout.end_of(name for name in names if name in self.layout.offsets)
 
     def train(self, ranks: int = 1, own: slice | None = None) -> None:
         """Keep weights in full precision, or only `own`: write them again, then call `refresh`.
@@ -138,11 +185,6 @@ class Model(Architecture):
         return self.grads.get(self._head_name)
 
     @property
-    def tensors(self) -> Mapping[str, Array]:
-        """Return every tensor that the passes read, trained or not."""
-        return self.params
-
-    @property
     def _head_name(self) -> str:
         return "wte" if self.config.tied else "head.w"
 
@@ -181,10 +223,9 @@ class Model(Architecture):
 
     def _bind(self) -> None:
         grads = MappingProxyType({}) if self._grads is None else self._grads
-        tensors = self.tensors
-        self.positions.bind(self.kernels, tensors, grads)
-        for part in self.parts():
-            part.bind(self.kernels, tensors, grads)
+        self.positions.bind(self.kernels, self.tensors, grads)
+        for part in self.architecture.parts():
+            part.bind(self.kernels, self.tensors, grads)
         for block in self.blocks:
             block.bind(self.kernels)
 
@@ -196,7 +237,7 @@ def small(config: ModelConfig) -> ModelConfig:
 
 
 def miniature(config: ModelConfig, kernels: Kernels) -> Model:
-    return Model(small(config), kernels)
+    return Model(Architecture(small(config)), kernels)
 
 
 def _norm(name: str, config: ModelConfig, present: bool) -> LayerNorm | None:

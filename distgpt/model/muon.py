@@ -1,6 +1,6 @@
 """Muon: the matrices of the layers move along their momentum, made orthogonal; AdamW does the rest.
 
-Of second moments there is one for each row of a matrix, or each column of a wide one (NorMuon). Weight decay
+There is one second moment for each row of a matrix, or each column of a wide one (NorMuon). Weight decay
 acts only where it has the direction of the update, and falls with the learning rate.
 """
 

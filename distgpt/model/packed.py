@@ -16,9 +16,10 @@ from distgpt.kernels.rounded.cpu import Int8Kernels, Packed
 from distgpt.kernels.rounded.integers import Quantised
 from distgpt.kernels.rounded.operands import Integers
 from distgpt.kernels.rounded.rounding import rounded
-from distgpt.model.memory import FlatBuffer, bits_of
+from distgpt.model.memory import FlatBuffer, Layout
 from distgpt.model.model import Architecture, Model
 from distgpt.model.packing import angles_of
+from distgpt.model.rounding import bits_of
 
 FORMS: Forms = {**FLOATS, Quantised: Integers}
 REFUSED = "a model in {} cannot be trained: its weights are rounded; train it in float32 or bfloat16"
@@ -30,14 +31,14 @@ class Int8Model(Model):
     kernels: Int8Kernels
 
     def __init__(self, config: ModelConfig, kernels: Int8Kernels, params: Mapping[str, Any]) -> None:
-        Architecture.__init__(self, config)
-        self.kernels = kernels
-        self._grads = None
-        self.positions.bind(kernels, {}, {})
-        self.packing = packed_weights(config, params, angles_of(self.positions), FORMS)
-        of_packed: Any = _by_name(config, self.packing)
-        self.params = self.weights = of_packed | {k: params[k] for k in params if k not in of_packed}
-        self._bind()
+        architecture = Architecture(config)
+        architecture.positions.bind(kernels, {}, {})  # their angles are packed, too
+        packing = packed_weights(config, params, angles_of(architecture.positions), FORMS)
+        of_packed: Any = _by_name(config, packing)
+        tensors = of_packed | {k: params[k] for k in params if k not in of_packed}
+        super().__init__(architecture, kernels, Layout(()), tensors)
+        self.params = self.weights = tensors
+        self.packing = packing
 
     def train(self, ranks: int = 1, own: slice | None = None) -> None:
         raise UsageError(REFUSED.format(self.kernels.rounded))
@@ -71,7 +72,7 @@ def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
 def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
     """Return a model with random weights that computes in any type, int8 and int4 too."""
     kernels = kernels_for("float32" if dtype in ROUNDED_DTYPES else dtype)
-    model = Model(config, kernels)
+    model = Model(Architecture(config), kernels)
     model.initialise(seed)
     return int8_of(model, Int8Kernels(kernels.threads, dtype)) if dtype in ROUNDED_DTYPES else model
 

@@ -24,10 +24,9 @@ def packed_of(model: Model) -> Weights:
     if isinstance(model.packing, Weights):  # of a model that never changes
         return model.packing
     checksums = checksums_of(model.params.flat, pool_of(model.kernels.threads))
-    known = model.packing  # another thread may ask, too
+    known = model.packing  # another thread may change the attribute
     if known is None or not np.array_equal(known[0], checksums):
         known = model.packing = None  # before there are two
         known = checksums, packed_weights(model.config, model.params, angles_of(model.positions))
         model.packing = known
-    found: Weights = known[1]
-    return found
+    return known[1]

@@ -1,4 +1,4 @@
-"""Forward and backward passes over a batch of one shape, with all their memory made beforehand; a trace.
+"""Forward and backward passes over a batch of one shape, with all their memory made beforehand.
 
 A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
 slabs through all layers, one after the other, without waiting for the other workers; all meet for the weight
@@ -8,15 +8,12 @@ and each kernel splits its rows or columns; so it is where reading the weights t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from distgpt.kernels.api import (
     ALL_ROWS,
@@ -30,9 +27,8 @@ from distgpt.kernels.api import (
     Stats,
     Wide1d,
     Wide2d,
-    Work,
 )
-from distgpt.model.layers import NORMS, Block, LayerActivations, Part, Scratch
+from distgpt.model.layers import NORMS, SUMS, Block, LayerActivations, Scratch
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
 
@@ -51,18 +47,6 @@ KEPT = {
     "block": ("s1",),
     "all": (),  # for a pass that is never followed by a backward pass
 }
-
-# Scratch that gradients of a layer's weights read and the layer below writes. Pairs are double-buffered:
-# they swap names after a layer, so the layer below reads by the first what this one wrote by the second.
-BUFFERS = (
-    ("dout", "din"),
-    ("out_sums", "in_sums"),
-    ("dpre",),
-    ("dqkv",),
-    ("dgain",),
-    ("dmid",),
-    ("mid_sums",),
-)
 
 Ready = Callable[[int], None]
 
@@ -102,20 +86,17 @@ class Pass:
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
-        # True if the layer below begins before this one's weight gradients are done, with other buffers.
-        # With adapters little is left to compute beside it, and nothing joins a merge before it is read.
-        is_adapted = any(block.adapters for block in model.blocks)
-        self._overlaps = (
-            self.k.capabilities.has_second_stream and self._recompute == "none" and not is_adapted
-        )
-        self._buffers = [(*ring, f"last_{ring[0]}") if self._overlaps else ring for ring in BUFFERS]
         self.layers = self._layers()
-        self.tmp = self._scratch(training)
+        scratch = model.blocks[0].scratch(model.config, self.k, self.n_rows, training, self._again)
+        self.tmp = Rows(self.slabs, scratch, uncut=SUMS)
+        self._tmp_below = Rows(self.slabs, scratch.of_layer_below(), uncut=SUMS)
+        self._finished = [model.finished_with(block) for block in model.blocks] if training else []
         norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
         embedded, s, hidden = (self.k.zeros(n, c) for _ in range(3))
         losses = self.k.wide_zeros(n)
         embed_stats, stats = (norm.stats(self.k, n) for _ in range(2))
         self.ends = Rows(self.slabs, Ends(embedded, embed_stats, s, stats, hidden, losses))
+        # Logits (N, V) would be the largest array of all: the head takes chunks of rows, all about alike.
         row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
         chunks = -(-n * row_bytes // self.k.logits_bytes)
         even = -(-n // chunks)
@@ -146,18 +127,10 @@ class Pass:
         With `caches` (layers, 2, L, K, T_max, head) the tokens follow `start` others whose k and v are there,
         in `lanes`, as `attention_cached` says. Several sequences then take one slab.
         """
-        slabs = [self._forward_slab(i, tokens, caches, start, lanes) for i in range(len(self.slabs))]
-        for block in self.model.blocks:
-            if block.adapters:  # its matrices are made where those of the layer before were
-                self._run_together(block.merge)
-                self.k.each(lambda i: next(slabs[i]), len(slabs))
-        self.k.each(lambda i: self._finish(slabs[i]), len(slabs))
+        for layers in self.model.groups:  # all at once, unless their weights are made in turn
+            self.model.prepare(layers)
+            self.k.each(partial(self._forward_slab, layers, tokens, caches, start, lanes), len(self.slabs))
         return self.ends.all.hidden
-
-    @staticmethod
-    def _finish(slab: Iterator[None]) -> None:
-        for _ in slab:
-            pass
 
     def scores(self, out: Floats2d, hidden: Floats2d) -> None:
         """out (n, padded V) ← the score of every token after each of some hidden states (n, C)."""
@@ -185,57 +158,35 @@ class Pass:
         on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
         """
         model, tmp, ready = self.model, self.tmp.all, on_ready or _nothing
-        dhead = model.head_grad
+        # Without a final norm, the gradient of the hidden states (N, C) is that of the last layer's output.
         dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
         along = scale * model.gradient_scale / self.n_rows
-        # Here, before work begins on a second stream: both read it.
+        # Once for the embedding and all value embeddings, which add up their gradients in this order.
         in_order = self.k.sort_tokens(tokens, model.config.padded_vocab)
-        self._head_loss(tokens, targets, dhidden, dhead, along, accumulate)
+        self._head_loss(tokens, targets, dhidden, model.head_grad, along, accumulate)
         self.k.sum(model.grads.flags[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
             ends = self.ends.all
             model.final_norm.backward(tmp.dout, None, out_sums, tmp.dh1, None, ends.s, ends.stats)
             model.final_norm.weights(out_sums, tmp.dh1, ends.s, ends.stats, accumulate)
-        for block in model.blocks:
+        for block in model.blocks:  # before workers add to it together: see `ValueEmbedding.weights`
             if block.values is not None and not accumulate:
                 block.values.zero_gradient()
-        under_way: list[Block] = []  # whose weight gradients may not be done
-        for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
-            if block.adapters:
-                self._run_together(block.merge)
-            self.k.each(partial(self._backward_slab, block, layer, tokens, accumulate), len(self.slabs))
-            self._join(under_way, ready)
-            of = layer.all, tmp, tmp.dout, out_sums, in_order, accumulate
-            self._run_together(partial(block.weights, *of))
-            under_way.append(block)
-            if not self._overlaps:
-                self._join(under_way, ready)
-            self._swap_buffers(1)
-            out_sums = tmp.out_sums
-        self._embedding_weights(in_order, accumulate)
-        self._join(under_way, ready)
-        self._swap_buffers(-model.config.n_layer)  # back to the start: a recorded pass is repeated as it is
+        scratch, below = self.tmp, self._tmp_below
+        for layers in reversed(model.groups):
+            model.prepare(layers)
+            for i in reversed(layers):
+                slab = partial(self._backward_slab, i, scratch, tokens, accumulate)
+                self.k.each(slab, len(self.slabs))
+                # All workers meet here: gradients of weights are sums over the rows of all slabs.
+                of = self.layers[i].all, scratch.all, out_sums, in_order, accumulate
+                self.k.run_together(partial(model.blocks[i].weights, *of))
+                ready(self._finished[i])
+                # The gradient of this layer's input is that of the output of the layer below.
+                scratch, below = below, scratch
+                out_sums = scratch.all.out_sums
+        self._embedding_weights(scratch.all, in_order, accumulate)
         ready(model.layout.size)
-
-    def _run_together(self, work: Work) -> None:
-        """Compute on all threads; on the second stream where the layer below may begin, else in order."""
-        if self.k.capabilities.has_second_stream and not self._overlaps:
-            work()
-        else:
-            self.k.run_together(work)
-
-    def _join(self, under_way: list[Block], ready: Ready) -> None:
-        """Wait for these layers' weight gradients, and report that they are final."""
-        while under_way:
-            self.k.join()
-            block = under_way.pop()
-            parts: Sequence[Part] = block.adapters or block.parts
-            ready(self.model.layout.end_of(spec.name for part in parts for spec in part.specs()))
-
-    def _swap_buffers(self, layers: int) -> None:
-        """Make a layer's output the input of the layer below."""
-        for ring in self._buffers:
-            self.tmp.rotate(ring, layers)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
@@ -264,59 +215,51 @@ class Pass:
             layers.append(Rows(self.slabs, LayerActivations(**(self._arrays(own) | statistics | shared))))
         return layers
 
-    def _scratch(self, training: bool) -> Rows[Scratch]:
-        config, k, can = self.model.config, self.k, self.k.capabilities
-        widths = Block.scratch(config)
-        if self._overlaps:
-            widths |= {ring[-1]: widths[ring[0]] for ring in self._buffers if ring[0] in widths}
-        unused = {"dpre"} if can.overwrites_pre else set()
-        unused |= {"dact"} if self._again else set()
-        unused |= set() if training else widths.keys() - (set() if can.fuses_residual else {"dh1"})
-        arrays = self._arrays({name: width for name, width in widths.items() if name not in unused})
-        arrays.setdefault("datt", arrays.get("dh1"))
-        if training and config.qk_norm_gain:
-            gains = [name for ring in self._buffers for name in ring if ring[0] == "dgain"]
-            arrays |= {name: k.wide_zeros(self.n_rows, 2 * config.head_size) for name in gains}
-        sums = [name for ring in self._buffers for name in ring if "sums" in ring[0]]
-        if training and can.norm_sum_rows and (config.norm_gain or config.bias):
-            arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in sums}
-        ranks = [adapter.rank for adapter in self.model.blocks[0].adapters if adapter.rank and training]
-        arrays["inner"] = tuple((k.zeros(self.n_rows, r), k.zeros(self.n_rows, r)) for r in ranks)
-        return Rows(self.slabs, Scratch(**arrays), uncut=sums)
-
     def _forward_slab(
         self,
-        slab: int,
+        layers: range,
         tokens: Ints1d,
         caches: Array | None,
         start: Ints1d | None,
         lanes: Ints1d | None,
-    ) -> Iterator[None]:
-        """Take a slab through all layers, with a pause after each."""
+        slab: int,
+    ) -> None:
+        """Take a slab through these layers, with what comes before the first one and after the last one."""
         model, ends, tmp = self.model, self.ends.slabs[slab], self.tmp.slabs[slab]
-        x, r = self.layers[0].slabs[slab].s1, None
-        first = x if model.embed_norm is None else ends.embedded
-        wte, wpe, own = model.tensors["wte"], model.positions.wpe, tokens[self.slabs[slab]]
-        self.k.embed(first, own, wte, wpe, self.seq_len, start, self._positions_of(slab))
-        if model.embed_norm is not None:
-            model.embed_norm.forward(x, first, ends.embed_stats, first, None)
+        own, positions = tokens[self.slabs[slab]], self._positions_of(slab)
+        acts = [layer.slabs[slab] for layer in self.layers]
         last = ends.hidden if model.final_norm is None else ends.s
-        inputs = [*(each.slabs[slab].s1 for each in self.layers), last]
-        for i, (block, layer) in enumerate(zip(model.blocks, self.layers, strict=True)):
-            acts = layer.slabs[slab]
-            block.before_attention(acts, x, r, own)
-            if caches is None:
-                block.attend(acts, self.seq_len, self._positions_of(slab))
-            else:
-                block.attend_cached(acts, caches[i], self.seq_len, start, lanes)
-            block.after_attention(acts, tmp)
-            x, r = block.project(acts, tmp, inputs[i + 1])
-            yield
-        if model.final_norm is None:
-            if r is not None:
-                self.k.add(ends.hidden, x, r)
+        into = [*(each.s1 for each in acts[1:]), last]  # what reads a layer's output
+        first = layers.start
+        if first == 0:
+            self._embed(acts[0].s1, own, start, slab)
+            x, r = acts[0].s1, None
         else:
+            x, r = model.blocks[first - 1].output(acts[first - 1], tmp, into[first - 1])
+        for i in layers:
+            block = model.blocks[i]
+            block.before_attention(acts[i], x, r, own)
+            if caches is None:
+                block.attend(acts[i], self.seq_len, positions)
+            else:
+                block.attend_cached(acts[i], caches[i], self.seq_len, start, lanes)
+            block.after_attention(acts[i], tmp)
+            block.project(acts[i], tmp, into[i])
+            x, r = block.output(acts[i], tmp, into[i])
+        if layers.stop < model.config.n_layer:
+            return
+        if model.final_norm is not None:
             model.final_norm.forward(ends.hidden, ends.s, ends.stats, x, r)
+        elif r is not None:
+            self.k.add(ends.hidden, x, r)
+
+    def _embed(self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, slab: int) -> None:
+        model, ends, positions = self.model, self.ends.slabs[slab], self._positions_of(slab)
+        embedded = x if model.embed_norm is None else ends.embedded
+        wte, wpe = model.tensors["wte"], model.positions.wpe
+        self.k.embed(embedded, tokens, wte, wpe, self.seq_len, start, positions)
+        if model.embed_norm is not None:
+            model.embed_norm.forward(x, embedded, ends.embed_stats, embedded, None)
 
     def _head_loss(
         self,
@@ -333,9 +276,9 @@ class Pass:
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
     def _backward_slab(
-        self, block: Block, layer: Rows[LayerActivations], tokens: Ints1d, accumulate: bool, slab: int
+        self, i: int, scratch: Rows[Scratch], tokens: Ints1d, accumulate: bool, slab: int
     ) -> None:
-        acts, tmp = layer.slabs[slab], self.tmp.slabs[slab]
+        block, acts, tmp = self.model.blocks[i], self.layers[i].slabs[slab], scratch.slabs[slab]
         if self._recompute == "block":
             block.before_attention(acts, acts.s1, None, tokens[self.slabs[slab]])
             block.attend(acts, self.seq_len, self._positions_of(slab))
@@ -345,9 +288,9 @@ class Pass:
     def _positions_of(self, slab: int) -> Ints1d | None:
         return None if self.positions is None else self.positions[self.slabs[slab]]
 
-    def _embedding_weights(self, tokens: SortedTokens, accumulate: bool) -> None:
+    def _embedding_weights(self, tmp: Scratch, tokens: SortedTokens, accumulate: bool) -> None:
         """Compute gradients from that of the first layer's input, which is in tmp.dout."""
-        model, ends, tmp = self.model, self.ends.all, self.tmp.all
+        model, ends = self.model, self.ends.all
         dx, dwte, dwpe = tmp.dout, model.grads.get("wte"), model.positions.dwpe
         if dwte is None:  # it is not trained
             return
@@ -378,63 +321,3 @@ def _layer_bytes(model: Model) -> int:
 
 def _nothing(ready: int) -> None:
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Hidden states and attention weights of one forward pass over tokens (…, T), as arrays on the host.
-
-    `hidden[i]` (…, T, C) is what layer i reads; the last one is what the output layer reads.
-    `attention[i]` (…, H, T, T) says how much each position looks at each other one; rows sum to 1.
-    `logits` (…, T, V) are the scores of the next token.
-    """
-
-    hidden: tuple[NDArray[Any], ...]
-    attention: tuple[NDArray[Any], ...]
-    logits: NDArray[Any]
-
-    def of_one(self) -> Trace:
-        """Return the trace of the first sequence, without the axis of sequences."""
-        hidden, attention = (tuple(x[0] for x in parts) for parts in (self.hidden, self.attention))
-        return Trace(hidden, attention, self.logits[0])
-
-    def __repr__(self) -> str:
-        layers = len(self.attention)
-        return (
-            f"<Trace of {layers} layers: hidden {self.hidden[0].shape}, attention {self.attention[0].shape}>"
-        )
-
-
-def trace(model: Model, tokens: Array, n_seq: int, seq_len: int) -> Trace:
-    """Run the model over tokens (n_seq · seq_len,), keeping every layer's activations."""
-    config, k = model.config, model.kernels
-    work = Pass(model, n_seq, seq_len, training=True, recompute="none")
-    last = work.hidden(tokens)
-    scores = k.zeros(n_seq * seq_len, config.padded_vocab)
-    work.scores(scores, last)
-
-    def host(array: Array, *inner: int) -> NDArray[Any]:
-        return np.array(k.to_host(array)).reshape(n_seq, seq_len, *inner)
-
-    read = [layer.all.s1 for layer in work.layers]
-    return Trace(
-        tuple(host(x, config.n_embd) for x in (*read, last)),
-        tuple(
-            _attention(host(layer.all.qkv, -1, config.head_size), config.n_head, block.window)
-            for layer, block in zip(work.layers, model.blocks, strict=True)
-        ),
-        host(scores, config.padded_vocab)[..., : config.vocab_size],
-    )
-
-
-def _attention(qkv: NDArray[Any], n_head: int, window: int) -> NDArray[Any]:
-    """softmax(q kᵀ / √head, causal) (B, H, T, T) of qkv (B, T, H + 2K, head), positions included."""
-    wide = np.moveaxis(qkv.astype(np.promote_types(qkv.dtype, np.float32)), 1, 2)
-    q, k, _ = np.split(wide, [n_head, (n_head + wide.shape[1]) // 2], axis=1)
-    k = np.repeat(k, n_head // k.shape[1], axis=1)
-    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=wide.dtype)
-    seen = np.tri(scores.shape[-1], dtype=bool)
-    scores[..., ~(np.triu(seen, 1 - window) if window else seen)] = -np.inf
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    weights: NDArray[Any] = p / p.sum(-1, keepdims=True)
-    return weights

@@ -22,8 +22,8 @@ from distgpt.kernels.low_precision import from_bfloat16
 from distgpt.kernels.rounded.integers import BLOCKS, Quantised, nearest, restored
 from distgpt.kernels.rounded.rounding import rounded
 from distgpt.model.layers import Block
-from distgpt.model.memory import bits_of
 from distgpt.model.passes import Pass
+from distgpt.model.rounding import bits_of
 from distgpt.saved.modelfile import load_model
 
 TOKENS, LENGTH = 32768, 512  # of the text that is read, and of a sequence, at most

@@ -388,7 +388,7 @@ def exportable(path: Path) -> tuple[Path, Description]:
     """The weights file behind a path, and what it holds."""
     path = find_weights(path)
     description = read_description(path)
-    description.refuse_adapter(path)
+    description.refuse_incomplete(path)
     if description.rounded:
         raise UsageError(f"{path} is in {description.rounded}: export the file that it is from")
     return path, description

@@ -65,7 +65,7 @@ class Description:
     rounded: str = ""  # to int8 or int4
     base: Base | None = None  # of adapters, whose tensors alone are in the file
 
-    def refuse_adapter(self, path: Path | str) -> None:
+    def refuse_incomplete(self, path: Path | str) -> None:
         """Refuse a file that holds no whole model."""
         if self.base:
             merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")
@@ -77,8 +77,8 @@ class Description:
         return adapter_layout(self.run) if self.base else Architecture(self.run.model).layout
 
     def refuse_training(self, t: TrainConfig) -> None:
-        """Refuse to train all weights of a rounded file; adapters may stand beside them."""
-        if self.rounded and not t.lora_rank:
+        """Refuse to train the weights of a rounded file."""
+        if self.rounded:
             raise UsageError(
                 f"{t.init} is in {self.rounded}, which cannot be trained further: take the file it is from,"
                 " or train adapters beside it (--lora-rank)"
@@ -116,7 +116,7 @@ def load_model(
     """
     path = Path(on_root(comm, lambda: str(find_weights(path))))
     description = load_description(path, comm)
-    on_root(comm, lambda: description.refuse_adapter(path))
+    on_root(comm, lambda: description.refuse_incomplete(path))
     if merge:
         description = replace(description, tokenizer=merge.tokenizer or description.tokenizer)
     config = description.run.model
@@ -134,7 +134,7 @@ def load_model(
     if (small := _rounded(config, kernels, path, comm, merge)) is not None:
         return small, description
     _refuse_too_large(path, config, kernels, comm)
-    model = Model(config, kernels)
+    model = Model(Architecture(config), kernels)
 
     def read(host: Tensors) -> None:
         if description.rounded:
@@ -173,7 +173,7 @@ def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any]
     """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
     path = find_weights(path)
     description, header = read_description(path), rounded.verified(path)
-    description.refuse_adapter(path)
+    description.refuse_incomplete(path)
     if description.rounded:
         raise DataError(f"{path} is in {description.rounded} already")
     kept = header.facts()

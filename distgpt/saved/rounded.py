@@ -24,8 +24,9 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array
 from distgpt.kernels.rounded.integers import BLOCKS, MOST, Quantised, from_nibbles, restored, to_nibbles
-from distgpt.model.memory import Spec, bits_of
+from distgpt.model.memory import Spec
 from distgpt.model.model import Architecture
+from distgpt.model.rounding import bits_of
 from distgpt.saved.tensors import (
     Header,
     Kind,

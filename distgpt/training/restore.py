@@ -12,27 +12,30 @@ from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.errors import DataError
 from distgpt.model.bigrams import MOST_TOKENS, learn_bigrams
-from distgpt.model.lora import AdaptedModel
 from distgpt.model.model import Model
-from distgpt.saved.adapter import load_frozen
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import read_shortened
 from distgpt.saved.tensors import Tensors
+from distgpt.training.opening.model_kind import ModelKind
 from distgpt.training.placement import WEIGHTS, OptimizerState
 
 
 def restore(comm: Comm, model: Model, state: OptimizerState, checkpoint: Path) -> None:
     """Fill them from a verified checkpoint. Collective."""
-    _load_frozen(comm, model, state.optimizer.config)
     state.load_weights(comm, partial(load_group, checkpoint, WEIGHTS))
     state.restore(comm, checkpoint)
 
 
 def begin_anew(
-    comm: Comm, model: Model, state: OptimizerState, t: TrainConfig, batches: Batches | None
+    comm: Comm,
+    kind: ModelKind,
+    model: Model,
+    state: OptimizerState,
+    t: TrainConfig,
+    batches: Batches | None,
 ) -> None:
     """Bring model and optimizer into their state before the first step. Collective."""
-    first_weights(comm, model, state, t, batches)
+    first_weights(comm, kind, model, state, t, batches)
     state.begin()
 
 
@@ -42,18 +45,21 @@ def learns_pairs(run: RunConfig) -> bool:
 
 
 def first_weights(
-    comm: Comm, model: Model, state: OptimizerState, t: TrainConfig, batches: Batches | None
+    comm: Comm,
+    kind: ModelKind,
+    model: Model,
+    state: OptimizerState,
+    t: TrainConfig,
+    batches: Batches | None,
 ) -> None:
     """Load the weights of the file that --init names, or draw new ones. Collective.
 
     Some are learned from pairs of the tokens in `batches`, where the model wants that.
     """
-    if isinstance(model, AdaptedModel):
-        _load_frozen(comm, model, t)
-    elif t.init:
-        state.load_weights(comm, partial(read_shortened, Path(t.init)))
+    if init := kind.begins_with(t):
+        state.load_weights(comm, partial(read_shortened, Path(init)))
         if not model.is_finite():
-            raise shared(DataError(f"{t.init} holds weights that are not finite"))
+            raise shared(DataError(f"{init} holds weights that are not finite"))
         return
 
     def draw(host: Tensors) -> None:
@@ -66,12 +72,6 @@ def first_weights(
             learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, threads)
 
     state.load_weights(comm, draw)
-
-
-def _load_frozen(comm: Comm, model: Model, t: TrainConfig) -> None:
-    """Load the model that adapters stand beside, where they are what is trained. Collective."""
-    if isinstance(model, AdaptedModel):
-        load_frozen(comm, model, Path(t.init))
 
 
 def _threads_of_waiting(comm: Comm, model: Model) -> int:

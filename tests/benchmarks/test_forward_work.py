@@ -24,7 +24,7 @@ from distgpt.config.presets import preset
 from distgpt.errors import DisagreementError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.layers import Block
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.stages import Stage
 
 
@@ -73,7 +73,7 @@ def test_speedups_are_over_serial_on_the_same_work():
 
 
 def test_a_batch_on_a_gpu_takes_half_of_what_is_free():
-    model = Model(preset("XL").model, CpuKernels("float32", 1))
+    model = Model(Architecture(preset("XL").model), CpuKernels("float32", 1))
     widths = sum(Block.activations(model.config).values())
 
     def rows_with(free):

@@ -13,7 +13,7 @@ from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.matmul.packing import LANES
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.kernels.rounded.cpu import Int8Kernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 
 CLOSE = 1e-5  # relative
 
@@ -69,4 +69,4 @@ def test_who_has_no_such_call():
         (replace(config, vocab_size=short.MOST_BYTES // (4 * config.n_embd) + 1), CpuKernels("float32")),
         (wide(config, n_embd=32 * LANES, n_head=32), CpuKernels("float32")),
     ):
-        assert short_sequences(Model(other, kernels)) is None
+        assert short_sequences(Model(Architecture(other), kernels)) is None

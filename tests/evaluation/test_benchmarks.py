@@ -19,7 +19,7 @@ from distgpt.evaluation.benchmark import Benchmark
 from distgpt.evaluation.questions import LINES, Question, read_questions
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.saved.modelfile import load_model
 
 CONFIG = ModelConfig(vocab_size=256, seq_len=700, n_layer=2, n_head=2, n_embd=16)
@@ -157,7 +157,7 @@ def test_answers_beyond_the_questions_and_folders_of_another_kind_are_refused(tm
 
 
 def model(dtype="float64"):
-    made = Model(CONFIG, CpuKernels(dtype, 1))
+    made = Model(Architecture(CONFIG), CpuKernels(dtype, 1))
     made.initialise(1)
     return made
 

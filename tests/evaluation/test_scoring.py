@@ -21,7 +21,7 @@ from distgpt.evaluation.assessment import Validation, evaluate
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.files import bundled
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.saved.modelfile import read_description
 from distgpt.stages import open_stage
 
@@ -34,7 +34,7 @@ WORDS = ["ape", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"]
 
 
 def model(dtype="float64", threads=1):
-    made = Model(CONFIG, CpuKernels(dtype, threads))
+    made = Model(Architecture(CONFIG), CpuKernels(dtype, threads))
     made.initialise(1)
     return made
 

@@ -2,9 +2,8 @@
 
 Work is queued as on a GPU: a copy, a kernel, a memset happens when somebody waits for an event behind it or
 for the stream, so that a wait that was forgotten shows as wrong numbers; or, on the further streams of a
-device that is `hasty`, at once, before work elsewhere that it should have waited for. A graph of more than
-one stream does the work of the further ones as late as the events allow, as early where the device is
-`hasty`, or in an order that is `drawn`. While a stream is captured, what CUDA refuses is refused. Dropped
+device that is `hasty`, at once, before work elsewhere that it should have waited for. A graph is of one
+stream. While that is captured, what CUDA refuses is refused. Dropped
 page-locked memory is lent out again at once, as by CuPy's pool. Threads may have a device each, whose work is
 done one after the other.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import random
 import threading
 import time
 import weakref
@@ -47,7 +45,6 @@ class FakeCupy:
         self.current: Any = None
         self.device = 0  # in use
         self.hasty = False
-        self.drawn: random.Random | None = None
         self.pool_bytes = 0
         self.cuda = SimpleNamespace(
             Device=partial(Device, self),
@@ -217,11 +214,10 @@ class Device:
 
 
 class Stream:
-    def __init__(self, xp: FakeCupy, non_blocking: bool = False, priority: int | None = None) -> None:
+    def __init__(self, xp: FakeCupy, non_blocking: bool = False) -> None:
         self._xp, self.ptr = xp, 0x5000 + len(xp.streams)
-        self.non_blocking, self.priority = non_blocking, priority
+        self.non_blocking = non_blocking
         self.captured: Capture | None = None
-        self.behind: frozenset[int] = frozenset()  # works of the capture that the next one waits for
         self.waiting: list[Any] = []
         self.busy = False
         self.begun = self.finished = 0
@@ -242,22 +238,16 @@ class Stream:
     def begin_capture(self) -> None:
         if self.captured is not None:
             raise CudaError("this stream is being captured already")
-        self.captured, self.behind = Capture(self), frozenset()
+        self.captured = Capture()
 
     def end_capture(self) -> Graph:
         captured = self.captured
         if captured is None:
             raise CudaError("this stream is not being captured")
-        if captured.origin is not self:
-            raise CudaError("the capture has begun on another stream")
-        for stream in self._xp.streams:
-            if stream.captured is captured:
-                stream.captured = None
+        self.captured = None
         if captured.broken:
             raise CudaError("the capture was invalidated")
-        if captured.all_behind(self.behind) != set(range(len(captured.works))):
-            raise CudaError("the capture has work of another stream that nothing waits for")
-        return Graph(self._xp, captured)
+        return Graph(captured.works)
 
     def synchronize(self) -> None:
         self.refuse_captured()
@@ -270,7 +260,7 @@ class Stream:
 
     def enqueue(self, work: Any) -> None:
         if self.captured is not None:
-            self.behind = frozenset({self.captured.add(self, work, self.behind)})
+            self.captured.works.append(work)
             return
         with WORLD:
             self.waiting.append(work)
@@ -279,15 +269,9 @@ class Stream:
             self.run(self.begun)
 
     def wait_event(self, event: Event) -> None:
-        """What follows waits for what the event has behind it now. One of a capture takes this stream in."""
-        if event.captured is not None and event.captured.origin.captured is event.captured:
-            if self.captured not in (None, event.captured):
-                raise CudaError("this event was recorded in another capture")
-            self.behind = event.behind | (self.behind if self.captured else frozenset())
-            self.captured = event.captured
-            return
+        """What follows waits for what the event has behind it now."""
         if event.stream is None or event.position is None:
-            raise CudaError("this event was recorded in a capture that has ended, or not at all")
+            raise CudaError("this event was recorded in a capture, or not at all")
         if self.captured is not None:
             self.captured.broken = True
             raise CudaError("work that is captured cannot wait for work that is not")
@@ -317,11 +301,10 @@ class Event:
         self.stream: Stream | None = None
         self.position: int | None = None
         self.captured: Capture | None = None
-        self.behind: frozenset[int] = frozenset()
 
     def record(self, stream: Stream) -> None:
         self.stream, self.position = stream, stream.begun if stream.captured is None else None
-        self.captured, self.behind = stream.captured, stream.behind
+        self.captured = stream.captured
 
     @property
     def done(self) -> bool:
@@ -338,47 +321,21 @@ class Event:
 
 
 class Capture:
-    """Work of one stream and of those that joined it, each with what has to be done before."""
+    """Work of a stream that is recorded, not done."""
 
-    def __init__(self, origin: Stream) -> None:
-        self.origin, self.broken = origin, False
-        self.works: list[tuple[Stream, Any, frozenset[int]]] = []
-
-    def add(self, stream: Stream, work: Any, behind: frozenset[int]) -> int:
-        self.works.append((stream, work, behind))
-        return len(self.works) - 1
-
-    def all_behind(self, last: frozenset[int]) -> set[int]:
-        """These works and all that come before them."""
-        found, open_ = set(last), list(last)
-        while open_:
-            new = self.works[open_.pop()][2] - found
-            found |= new
-            open_ += new
-        return found
+    def __init__(self) -> None:
+        self.broken = False
+        self.works: list[Any] = []
 
 
 class Graph:
-    def __init__(self, xp: FakeCupy, captured: Capture) -> None:
-        self._xp, self._captured = xp, captured
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
 
     def launch(self, stream: Stream) -> None:
         stream.refuse_captured()
-        for number in self.order():
-            stream.enqueue(self._captured.works[number][1])
-
-    def order(self) -> list[int]:
-        """The works in an order that their events allow."""
-        queues: dict[Stream, list[int]] = {self._captured.origin: []}
-        for number, (stream, _, _) in enumerate(self._captured.works):
-            queues.setdefault(stream, []).append(number)
-        found, done = [], set()
-        while any(queues.values()):
-            able = [q for q in queues.values() if q and self._captured.works[q[0]][2] <= done]
-            chosen = self._xp.drawn.choice(able) if self._xp.drawn else able[-1 if self._xp.hasty else 0]
-            found.append(chosen.pop(0))
-            done.add(found[-1])
-        return found
+        for work in self._works:
+            stream.enqueue(work)
 
 
 class Module:

@@ -19,7 +19,7 @@ from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.transport import DeviceComm, HostStaged, Nccl
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.training.exchange.choose import Chosen
 
 MODEL = ModelConfig(vocab_size=32, seq_len=4, n_layer=2, n_head=2, n_embd=32)
@@ -54,7 +54,7 @@ def work_of(comm, device, config, say=print):
         kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device, tf32=False), config.dtype)
     else:
         kernels = Bfloat16Kernels() if config.dtype == "bfloat16" else CpuKernels(config.dtype)
-    model = Model(MODEL, kernels)
+    model = Model(Architecture(MODEL), kernels)
     model.train(comm.size, Chosen(config, comm.size).placement.own(model.layout, comm.rank))
     model.initialise(1)
     return build_step(state_for(model, config, comm), comm, config, say)

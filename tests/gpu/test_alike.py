@@ -21,7 +21,7 @@ from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 
 KIND, OTHER = (replace(PLAIN, m=64, n=64, k=k) for k in (64, 32))
@@ -140,7 +140,7 @@ class Asked(ReferenceKernels):
 
 def test_a_run_asks_once_after_its_first_step():
     k = Asked()
-    model = Model(SMALL, k)
+    model = Model(Architecture(SMALL), k)
     model.train()
     model.initialise(3)
     text = np.arange(400, dtype=np.int32) % SMALL.vocab_size

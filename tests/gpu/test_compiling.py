@@ -26,7 +26,7 @@ from distgpt.gpu.kernels import CudaKernels, norm_shape
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.inference.lanes import Feed
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.passes import Pass
 
@@ -261,7 +261,7 @@ def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
         run = preset(name, {"n_layer": 1, "vocab_size": 40, "seq_len": 512})
         on = device.CupyDevice(0, xp=FakeCupy())
         k = CudaKernels(on, LtMatmul(host_lt(on.xp), on, False), dtype)
-        model = Model(run.model, k)
+        model = Model(Architecture(run.model), k)
         model.train()
         ids = k.integers(np.zeros(8, np.int64))
         for positions in (None, k.integers(np.arange(8))):

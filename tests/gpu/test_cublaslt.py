@@ -137,7 +137,6 @@ class Bench:
 
     capability = (8, 0)
     stream = SimpleNamespace(ptr=STREAM)
-    is_aside = False
     zeros = staticmethod(np.zeros)
 
     def __init__(self, takes=None, deterministic=False, tf32=False):

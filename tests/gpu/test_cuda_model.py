@@ -29,7 +29,7 @@ from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import FLAG_COUNT, Model
+from distgpt.model.model import FLAG_COUNT, Architecture, Model
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
@@ -59,7 +59,10 @@ def gradients(model, n_seq=3, seq_len=7, recompute="mlp", documents=()):
 
 def alike(config, kernels):
     """A model with exactly the values that these kernels store, and its twin on the reference."""
-    model, twin = Model(config, kernels), Model(config, ReferenceKernels("float64"))
+    model, twin = (
+        Model(Architecture(config), kernels),
+        Model(Architecture(config), ReferenceKernels("float64")),
+    )
     for name, values in build(config, ReferenceKernels("float64")).params.items():
         kernels.put(model.params[name], values)
         twin.params[name][...] = kernels.to_host(model.params[name])
@@ -120,7 +123,7 @@ def test_what_is_computed_again_changes_nothing(kind, recompute, cuda_kernels):
 
 def training(kernels, config, t, count=8):
     """The model after some steps, its optimizer, and (loss, norm) of each step."""
-    model = Model(config, kernels)
+    model = Model(Architecture(config), kernels)
     model.train()
     model.initialise(3)
     text = np.random.default_rng(0).zipf(1.5, 400) % config.vocab_size
@@ -206,7 +209,7 @@ def test_a_model_moves_between_stages_as_a_file_and_its_moments_by_the_host(dtyp
 
 def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
     k = cuda_kernels("float32")
-    model = Model(SMALL, k)
+    model = Model(Architecture(SMALL), k)
     model.train()
     model.initialise(3)
     before = k.to_host(model.weights.flat).copy()

@@ -17,7 +17,7 @@ from distgpt.gpu import device as module
 from distgpt.gpu.device import TIMED_CALLS, CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import State, verify
 from distgpt.saved.modelfile import Description
@@ -379,7 +379,7 @@ def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
     run = replace(run, model=replace(run.model, n_layer=8))
     on = HostDevice()
     k = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "float32")
-    model = Model(run.model, k)
+    model = Model(Architecture(run.model), k)
     model.train()
     optimizer = AdamW(model, run.train)
     live = {"a": {"": model.weights}, "b": {"m/": optimizer.m, "v/": optimizer.v}}
@@ -400,7 +400,7 @@ def test_saving_while_training_waits_takes_the_memory_of_a_tensor(tmp_path, monk
     monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 12)
     on = HostDevice()
     kernels = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "float32")
-    model = Model(replace(preset("microgpt").model, n_layer=8, n_embd=128), kernels)
+    model = Model(Architecture(replace(preset("microgpt").model, n_layer=8, n_embd=128)), kernels)
     model.train()
     model.initialise(1)
     settings, directory = TrainConfig(save="sync"), RunDirectory(tmp_path / "run")

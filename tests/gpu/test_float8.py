@@ -19,7 +19,7 @@ from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.api import Affine
 from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 from distgpt.stages import Stage
 
@@ -217,7 +217,7 @@ def test_an_evaluation_stays_in_bfloat16(kernels):
     config = ModelConfig(n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=64)
     ids = np.random.default_rng(7).integers(0, 64, 32)
     for name, k in (("plain", plain), ("float8", kernels)):
-        model = Model(config, k)
+        model = Model(Architecture(config), k)
         model.initialise(3)
         scorer = Scorer(model, SerialComm())
         found[name] = [scorer.sums([Span(ids)]), scorer.likelihoods([Span(ids, 20)])]

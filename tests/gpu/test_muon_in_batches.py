@@ -16,7 +16,7 @@ from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.api import MuonMatrix
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.muon import Muon
 from distgpt.model.passes import Pass
 
@@ -35,7 +35,7 @@ def launches(layers, **how):
         preset("gpt2-fast").model, n_layer=layers, n_embd=24, n_head=3, vocab_size=13, seq_len=8, **how
     )
     k = host_kernels("bfloat16", graphs=False)
-    model = Model(config, k)
+    model = Model(Architecture(config), k)
     model.train()
     model.initialise(1)
     optimizer = Muon(model, TrainConfig(optimizer="muon", lr=0.02))

@@ -10,7 +10,7 @@ from threadranks import on_all_ranks
 
 from distgpt.config import RunConfig
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.saved.checkpoint import Best, State
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
@@ -63,7 +63,7 @@ def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_
         one, other = (tmp_path / name / f"{file}.safetensors" for name in ("allreduce", "sharded"))
         found = {path: path.read_bytes() for path in (one, other)}
         assert found[one] == found[other], file
-    model = Model(MODEL, CpuKernels("float32"))
+    model = Model(Architecture(MODEL), CpuKernels("float32"))
     read_into(tmp_path / "sharded" / "weights.safetensors", dict(model.weights))
     assert dtype == "float32" or (model.weights.flat.view(np.uint32) & 0xFFFF).any(), "rounded weights"
     whole = on_gpus(2, lambda comm, device: trained(comm, device, packed, 4), way)

@@ -1,17 +1,17 @@
 """Tokens are sorted once a micro-batch, for all gradients by token, also where work is repeated."""
 
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from hostgpu import HostDevice
+from hostgpu import HostDevice, host_lt
 from models import VARIANTS, batch
-from test_second_stream import DRAWN, EARLY, LATE, kernels_on
 
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 
 pytestmark = needs_the_processor
@@ -22,11 +22,10 @@ CONFIG = VARIANTS["value embeddings"]  # in the lowest and the highest of three 
 SHAPE = 12, 7  # sequences and tokens: more rows than a block adds up
 
 
-def recorded(layers, graphs=True, aside=False, when=LATE):
+def recorded(layers, graphs=True):
     """The device, and a function from a seed to the gradients of two micro-batches of it."""
     device = HostDevice(graphs=graphs)
-    device.xp.hasty, device.xp.drawn = when == EARLY, random.Random(5) if when == DRAWN else None
-    return device, gradients_by(kernels_on(device, "float32", aside), layers)
+    return device, gradients_by(CudaKernels(device, LtMatmul(host_lt(device.xp), device), "float32"), layers)
 
 
 def gradients_by(k, layers):
@@ -37,7 +36,7 @@ def gradients_by(k, layers):
         return k.sorted
 
     k.sort_tokens = sort_tokens
-    model = Model(replace(CONFIG, n_layer=layers), k)
+    model = Model(Architecture(replace(CONFIG, n_layer=layers)), k)
     model.train()
     model.initialise(3)
     work = Pass(model, *SHAPE, training=True, recompute="none")
@@ -68,18 +67,15 @@ def test_the_layers_with_value_embeddings_sort_no_tokens_again(layers):
     assert len(added) == 2 * (1 + (layers + 1) // 2)
 
 
-@pytest.mark.parametrize("aside", [False, True], ids=["one stream", "two streams"])
-def test_what_is_repeated_sorts_the_tokens_of_its_own_micro_batch(aside):
+def test_what_is_repeated_sorts_the_tokens_of_its_own_micro_batch():
     plain, right = recorded(3, graphs=False)[1], gradients_by(ReferenceKernels("float64"), 3)
-    expected = [(plain(seed), right(seed)) for seed in range(3)]
-    for when in (LATE, EARLY, DRAWN)[: 3 if aside else 1]:
-        device, gradients = recorded(3, aside=aside, when=when)
-        for seed, (bits, values) in enumerate(expected):  # run, recorded, repeated
-            found = gradients(seed)
-            # The stand-in's blocks take turns: sums would be right in a wrong order, too.
-            tokens, order = gradients.k.sorted
-            own = gradients.k.to_host(tokens)
-            np.testing.assert_array_equal(gradients.k.to_host(order), np.argsort(own, kind="stable"))
-            np.testing.assert_array_equal(found, bits, err_msg=f"{when} {seed}")
-            np.testing.assert_allclose(found, values, rtol=0, atol=1e-5 * np.abs(values).max())
-        device.xp.check()
+    device, gradients = recorded(3)
+    for seed in range(3):  # run, recorded, repeated
+        bits, values, found = plain(seed), right(seed), gradients(seed)
+        # The stand-in's blocks take turns: sums would be right in a wrong order, too.
+        tokens, order = gradients.k.sorted
+        own = gradients.k.to_host(tokens)
+        np.testing.assert_array_equal(gradients.k.to_host(order), np.argsort(own, kind="stable"))
+        np.testing.assert_array_equal(found, bits, err_msg=str(seed))
+        np.testing.assert_allclose(found, values, rtol=0, atol=1e-5 * np.abs(values).max())
+    device.xp.check()

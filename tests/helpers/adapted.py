@@ -3,8 +3,8 @@
 import numpy as np
 
 from distgpt.config import RunConfig, TrainConfig
-from distgpt.model.lora import AdaptedModel
-from distgpt.model.model import Model
+from distgpt.model.lora import AdaptedModel, adapters_in
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 
 
@@ -26,7 +26,7 @@ def host(model, tensors):
 def merged(model):
     """The weights of the same model without adapters."""
     whole, low = host(model, model.frozen), host(model, model.params)
-    for adapter in (each for block in model.blocks for each in block.adapters if each.rank):
+    for adapter in (each for each in adapters_in(model.architecture) if each.rank):
         b, a = (low[f"{adapter.name}.lora_{kind}"] for kind in "ba")
         whole[f"{adapter.linear.name}.w"][adapter.rows] += adapter.scale * b @ a
     return whole
@@ -43,11 +43,11 @@ def gradients(model, tokens, targets, recompute="mlp", n_seq=3):
 
 def expected(model, kernels, tokens, targets, n_seq=3):
     """By the chain rule: dB = scale · dW Aᵀ, dA = scale · Bᵀ dW of the merged model."""
-    plain, low, found = Model(model.config, kernels), host(model, model.params), {}
+    plain, low, found = Model(Architecture(model.config), kernels), host(model, model.params), {}
     for name, values in merged(model).items():
         plain.params[name][...] = values
     whole, loss = gradients(plain, tokens, targets, n_seq=n_seq)
-    for adapter in (each for block in model.blocks for each in block.adapters if each.rank):
+    for adapter in (each for each in adapters_in(model.architecture) if each.rank):
         dw = adapter.scale * whole[f"{adapter.linear.name}.w"][adapter.rows]
         b, a = (low[f"{adapter.name}.lora_{kind}"] for kind in "ba")
         found |= {f"{adapter.name}.lora_b": dw @ a.T, f"{adapter.name}.lora_a": b.T @ dw}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from distgpt.config import MLPS, NORMS, POSITIONS, ModelConfig
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 
 BASE = ModelConfig(
@@ -72,7 +72,7 @@ def batch(config, n_seq, seq_len, seed=0):
 
 
 def build(config, kernels):
-    model = Model(config, kernels)
+    model = Model(Architecture(config), kernels)
     model.initialise(7)
     rng = np.random.default_rng(1)  # gains and biases away from their plain initial values
     for spec in model.layout.specs:

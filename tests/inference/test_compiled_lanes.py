@@ -12,10 +12,10 @@ from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.kernels.rounded.cpu import Int8Kernels
 from distgpt.kernels.rounded.integers import quantise, quantise4, restored
-from distgpt.model.memory import bits_of
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.packed import int8_of
 from distgpt.model.passes import Pass
+from distgpt.model.rounding import bits_of
 
 VARIANTS = {
     "gpt2": {},
@@ -57,7 +57,7 @@ def config_of(variant):
 
 def build(variant, kernels):
     """A model whose gains and biases are random too, and the same in every type."""
-    model = Model(config_of(variant), kernels)
+    model = Model(Architecture(config_of(variant)), kernels)
     random = np.random.default_rng(7)
     for spec in model.layout.specs:
         values = random.normal(0, 0.1 if spec.decay else 0.3, spec.shape)

@@ -18,8 +18,8 @@ from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.rounded.cpu import Int8Kernels
 from distgpt.kernels.rounded.integers import LEVELS, quantise, quantise4, restored
-from distgpt.model.memory import is_quantised
 from distgpt.model.packed import int8_of
+from distgpt.model.rounding import is_quantised
 from distgpt.saved.calibration import calibrated, moved, round_for
 from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
 from distgpt.saved.tensors import read_header, read_rows, write_tensors

@@ -8,13 +8,13 @@ from distgpt.config import ModelConfig
 from distgpt.errors import DataError, NonFiniteError, UsageError
 from distgpt.inference.python_api import Writer
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=1, n_head=2, n_embd=16, init_std=0.2)
 
 
 def made(damaged=False):
-    model = Model(CONFIG, CpuKernels("float64", 1))
+    model = Model(Architecture(CONFIG), CpuKernels("float64", 1))
     model.initialise(3)
     if damaged:
         model.params["wte"][...] = np.nan

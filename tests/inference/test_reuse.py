@@ -11,7 +11,7 @@ from distgpt.inference.engine import Engine, complete
 from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.request import Request
 from distgpt.kernels.rounded.cpu import Int8Kernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.packed import int8_of
 from distgpt.stages import open_stage
 
@@ -128,7 +128,7 @@ def test_exact_lanes_give_the_same_bits_whatever_was_taken_over(dtype, monkeypat
     chats = [[i % 3, *range(1, 40), *range(i, 90, 3)] for i in range(6)]
     hot = {"max_new_tokens": 9, "temperature": 1.0, "logprobs": 3, "overflow": "stop"}
     kernels = open_stage("serial", 2).kernels("float32" if dtype == "int8" else dtype)
-    one = Model(replace(VARIANTS["modern"], seq_len=200, vocab_size=97), kernels)
+    one = Model(Architecture(replace(VARIANTS["modern"], seq_len=200, vocab_size=97)), kernels)
     one.initialise(1)
     one = int8_of(one, Int8Kernels(2)) if dtype == "int8" else one
     lanes = Counting(lanes_for(one, 3))

@@ -18,7 +18,7 @@ from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused import muon
 from distgpt.kernels.pool import WorkerMemory
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 
@@ -104,7 +104,7 @@ VARIANTS = {
 
 def model_of(kernels, variant):
     config = ModelConfig(vocab_size=37, seq_len=24, n_layer=2, n_head=2, n_embd=32, **VARIANTS[variant])
-    model = Model(config, kernels)
+    model = Model(Architecture(config), kernels)
     model.train()
     model.initialise(3)
     return model

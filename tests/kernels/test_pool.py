@@ -16,7 +16,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.pool import Pool, pool_of
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.saved.modelfile import Description
 
 
@@ -169,7 +169,8 @@ def test_pools_from_before_a_fork_begin_anew_in_the_child(busy):
 
 def test_a_model_from_before_a_fork_computes_in_the_child():
     model = Model(
-        ModelConfig(vocab_size=5, seq_len=8, n_layer=1, n_head=2, n_embd=16), CpuKernels("float32", 2)
+        Architecture(ModelConfig(vocab_size=5, seq_len=8, n_layer=1, n_head=2, n_embd=16)),
+        CpuKernels("float32", 2),
     )
     model.initialise(1)
     gpt = GPT(model, Description(RunConfig(model=model.config), None), SerialComm())

@@ -17,9 +17,9 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model import bigrams
 from distgpt.model.bigrams import Pairs, learn_bigrams
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
-from distgpt.training.opening import restore
+from distgpt.training import restore
 
 V, C = 37, 16
 
@@ -139,7 +139,7 @@ def test_a_model_begins_with_what_the_pairs_predict():
     tokens = text(2000)
     shape = ModelConfig(V, seq_len=8, n_layer=2, n_head=2, n_embd=C, positions="rope", norm="rmsnorm")
     config = replace(shape, bias=False, tied=False, init_weights="bigrams")
-    model = Model(config, ReferenceKernels())
+    model = Model(Architecture(config), ReferenceKernels())
     model.initialise(1)
     e, h = (model.weights[name][:V] for name in ("wte", "head.w"))
     learn_bigrams(tokens, e, h, centred=False, threads=1)

@@ -12,6 +12,7 @@ from distgpt.config.presets import PRESETS, preset
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model.memory import Layout
 from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import FEW, WIDE, Pass
 
@@ -105,6 +106,43 @@ def test_accumulated_small_batches_equal_the_large_batch():
     assert model.grads.flags[0] == pytest.approx(loss(whole, tokens, targets), rel=1e-12)
 
 
+@pytest.mark.parametrize("cut", [[range(1), range(1, 3)], [range(2), range(2, 3)]])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_layers_that_are_taken_in_groups_give_the_same_bits_and_each_group_is_prepared_before(cut, fuses):
+    config, found = replace(VARIANTS["value embeddings"], n_layer=3), []
+    for groups in ([range(3)], cut):
+        kernels = ReferenceKernels("float64") if fuses else CpuKernels("float64", 2)
+        kernels.capabilities = replace(kernels.capabilities, fuses_residual=fuses)
+        model, prepared = build(config, kernels), []
+        model.groups, model.prepare = groups, prepared.append
+        work = Pass(model, 4, 7, training=True)
+        work.loss_and_gradients(*batch(config, 4, 7), 1.0, accumulate=False)
+        assert prepared == [*groups, *reversed(groups)]
+        found.append(model.grads.with_flags.copy())
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_model_trains_the_tensors_of_its_layout_and_reads_the_others():
+    config, kernels = replace(VARIANTS["gpt2"], n_layer=3), ReferenceKernels("float64")
+    whole = build(config, kernels)
+    some = Layout(
+        spec for spec in whole.layout.specs if spec.name.startswith(("blocks.2.mlp", "blocks.0.attn"))
+    )
+    given = {name: x * (name not in some.offsets) for name, x in whole.params.items()}
+    part = Model(Architecture(config), kernels, some, given)
+    for name, values in part.params.items():
+        values[...] = whole.params[name]
+    ends = []
+    for model in (whole, part):
+        work = Pass(model, 4, 7, training=True)
+        work.loss_and_gradients(*batch(config, 4, 7), 1.0, False, ends.append)
+    assert set(part.grads) == set(some.offsets)
+    for name, values in part.grads.items():
+        np.testing.assert_array_equal(values, whole.grads[name])
+    first = some.end_of(name for name in some.offsets if "2.mlp" in name)
+    assert ends[4:] == [first, 0, some.end_of(some.offsets), some.size]
+
+
 def test_what_is_computed_again_changes_nothing():
     kernels = CpuKernels("float64", 2)
     for kind in ("gpt2", "modern", "microgpt", "scaled queries"):
@@ -143,7 +181,7 @@ def test_a_training_step_allocates_nothing_large():
 
 
 def test_initial_values_depend_on_seed_and_name_alone():
-    one, deeper = (Model(replace(BASE, n_layer=n), ReferenceKernels()) for n in (2, 3))
+    one, deeper = (Model(Architecture(replace(BASE, n_layer=n)), ReferenceKernels()) for n in (2, 3))
     for model in (one, deeper):
         model.initialise(5)
     np.testing.assert_array_equal(one.params["wte"], deeper.params["wte"])
@@ -159,7 +197,7 @@ def test_presets_are_valid_and_of_their_published_sizes():
         config = preset(name).model
         assert config.n_embd % config.n_head == 0, name
     for name, count in (("gpt2", 124_475_904), ("microgpt", 4_192)):
-        assert Model(preset(name).model, ReferenceKernels("float32")).layout.size == count
+        assert Model(Architecture(preset(name).model), ReferenceKernels("float32")).layout.size == count
     for name, count in (
         ("smollm2-135m", 134_515_008),
         ("smollm2-360m", 361_821_120),
@@ -171,7 +209,7 @@ def test_presets_are_valid_and_of_their_published_sizes():
 
 def test_a_model_without_vocabulary_is_refused():
     with pytest.raises(UsageError, match="vocab"):
-        Model(ModelConfig(), ReferenceKernels())
+        Model(Architecture(ModelConfig()), ReferenceKernels())
 
 
 def test_few_rows_of_wide_layers_share_the_reading_of_weights():

@@ -10,7 +10,7 @@ import pytest
 from distgpt.config.presets import preset
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 
 
@@ -18,7 +18,7 @@ from distgpt.model.passes import Pass
 def test_logits_and_losses_agree(changes):
     tokens = [26, *(ord(letter) - ord("a") for letter in "helena"), 26]  # 26 for the boundary at both ends
     for kernels in (ReferenceKernels("float64"), CpuKernels("float64", 1)):
-        model = Model(preset("microgpt", changes).model, kernels)
+        model = Model(Architecture(preset("microgpt", changes).model), kernels)
         assert changes or model.layout.size == 4192  # as published
         model.initialise(3)
         weights = {name: np.array(values).tolist() for name, values in model.weights.items()}

@@ -21,7 +21,6 @@ _LOCAL, _SHARES = "training/test_local_steps.py", "training/test_balance.py"
 _SUMMED, _SAME_BITS = "training/test_gradsync.py", "training/test_same_bits.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
-_BESIDE = "gpu/test_second_stream.py"
 _SERVED, _STRAINED = "serving/test_serve.py", "serving/test_serve_limits.py"
 _FAULTS = {
     ("kernels/decoding/decode.py", _LANES): [
@@ -285,18 +284,11 @@ _FAULTS = {
             "self._cut.append((self.stream.end_capture(), lambda: None))",
         ),
     ],
-    ("gpu/device.py", _BESIDE): [
-        (
-            "gradients of weights begin before what they read is there",
-            "device.after(self._stream, device.stream)",
-            "pass",
-        ),
-    ],
-    ("model/passes.py", _BESIDE): [
+    ("model/layers.py", "model/test_model.py -k gradients"): [
         (
             "a layer writes over what the weights of the last one read",
-            '(*ring, f"last_{ring[0]}") if self._overlaps else ring',
-            "ring",
+            "dout=self.din, din=self.dout",
+            "dout=self.din",
         ),
     ],
     ("gpu/transport.py", _OVERLAPPED): [

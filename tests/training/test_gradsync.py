@@ -173,7 +173,7 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
 def trained(comm, steps=STEPS, kind=MODEL, **how):
     """Weights and moments after some steps."""
     config = replace(CONFIG, **how)
-    model = Model(kind, CpuKernels("float32"))
+    model = Model(Architecture(kind), CpuKernels("float32"))
     model.train(comm.size)
     model.initialise(1)
     batches = Batches(
@@ -266,7 +266,7 @@ def test_stretches_of_a_part_are_those_of_the_whole():
 
 def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
     def gathered(comm, act):
-        model = Model(MODEL, CpuKernels("float32"))
+        model = Model(Architecture(MODEL), CpuKernels("float32"))
         optimizer = AdamW(model, CONFIG, Chosen(SHARDED, comm.size).placement.own(model.layout, comm.rank))
         places = np.arange(model.layout.size, dtype=np.float32)
         optimizer.m.flat[...], optimizer.v.flat[...] = places[optimizer.own], -places[optimizer.own]

@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches, rank_rows
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import learning_rate
 from distgpt.model.passes import Pass
 from distgpt.saved.checkpoint import State, stems
@@ -40,7 +40,7 @@ def batches():
 
 
 def model_of(dtype="float32", ranks=1):
-    model = Model(MODEL, Bfloat16Kernels() if dtype == "bfloat16" else CpuKernels(dtype))
+    model = Model(Architecture(MODEL), Bfloat16Kernels() if dtype == "bfloat16" else CpuKernels(dtype))
     model.train(ranks)
     model.initialise(1)
     return model

@@ -46,7 +46,7 @@ CONFIG = TrainConfig(
 def trained(comm, kernels=None, **how):
     """Weights, moments, and (loss, norm) of some steps."""
     config = replace(CONFIG, **how)
-    model = Model(MODEL, kernels or CpuKernels("float32"))
+    model = Model(Architecture(MODEL), kernels or CpuKernels("float32"))
     model.train(comm.size)
     model.initialise(1)
     tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
@@ -80,7 +80,7 @@ def test_a_run_s_optimizer_is_the_one_that_the_table_names(monkeypatch):
         pass
 
     monkeypatch.setitem(muon.OPTIMIZERS, "adamw", Other)
-    model = Model(MODEL, ReferenceKernels())
+    model = Model(Architecture(MODEL), ReferenceKernels())
     model.train()
     assert type(state_for(model, replace(CONFIG, optimizer="adamw"), SerialComm()).optimizer) is Other
 
@@ -88,7 +88,7 @@ def test_a_run_s_optimizer_is_the_one_that_the_table_names(monkeypatch):
 def test_a_matrix_moves_by_the_learning_rate_in_every_direction():
     """The singular values of the first update are about as large, whatever the gradient's are."""
     k = ReferenceKernels()
-    model = Model(MODEL, k)
+    model = Model(Architecture(MODEL), k)
     model.train()
     model.initialise(1)
     optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))

@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import DistgptError
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.guards import recheck
 from distgpt.training.guards.recheck import Recheck
@@ -27,7 +27,8 @@ STEPS = 8
 def steps(comm, config=CONFIG, faulty=None, at=None):
     """Some steps; on rank `faulty` one bit flips in the gradients of its first micro-batch of step `at`."""
     model = Model(
-        ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16), CpuKernels("float32")
+        Architecture(ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16)),
+        CpuKernels("float32"),
     )
     model.train(comm.size)
     model.initialise(1)

@@ -15,7 +15,7 @@ from distgpt.errors import UsageError
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused import flat
 from distgpt.model.memory import FlatBuffer, Layout, Spec
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.saved.tensors import DATA_SUM, read_header
 from distgpt.training.exchange import reductions as ways
 from distgpt.training.exchange.choose import Chosen
@@ -80,7 +80,7 @@ def trained(comm, dtype, threads, config):
     )
     run = replace(config, dtype=dtype)
     run = replace(run, grad_accum=config.reproducible_parts // comm.size or 1)
-    model = Model(MODEL, kernels)
+    model = Model(Architecture(MODEL), kernels)
     model.train(comm.size)
     model.initialise(1)
     batches = Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, run.batch_size, run.seed)

@@ -17,7 +17,7 @@ from distgpt.config.presets import preset
 from distgpt.errors import StorageError
 from distgpt.files import append
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import Best, State, load_group, load_state, newest_step, verify
 from distgpt.saved.modelfile import Description
@@ -39,7 +39,7 @@ def run(*words):
 @pytest.fixture
 def made(tmp_path):
     """A model of ones with moments of twos and threes, and what makes its saver, which says into a list."""
-    model = Model(preset("microgpt").model, CpuKernels("float32"))
+    model = Model(Architecture(preset("microgpt").model), CpuKernels("float32"))
     optimizer = AdamW(model, TrainConfig())
     for value, buffer in enumerate((model.weights, optimizer.m, optimizer.v), 1):
         buffer.flat[...] = value

@@ -12,7 +12,7 @@ from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused.muon import bytes_of
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.muon import Muon
 from distgpt.model.optim import AdamW
 from distgpt.training.exchange.api import Exchange
@@ -62,7 +62,7 @@ def test_the_need_is_what_is_allocated():
     for dtype, recompute in product(("float32", "float64"), RECOMPUTE):
         run = with_train(recompute=recompute, dtype=dtype)
         kernels = Weighing(dtype)
-        model = Model(run.model, kernels)
+        model = Model(Architecture(run.model), kernels)
         model.train()
         assert needed(run, CpuKernels(dtype), one(run)).weights == kernels.taken, (dtype, recompute)
         Step(AdamW(model, run.train), SerialComm(), run.train, Exchange())
@@ -74,7 +74,7 @@ def test_muon_s_updates_need_memory_too():
     muon = with_train(optimizer="muon")
     for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
         kernels = CpuKernels(dtype, threads) if dtype == "float32" else Bfloat16Kernels(threads)
-        need, model = needed(muon, kernels, one(muon)), Model(RUN.model, kernels)
+        need, model = needed(muon, kernels, one(muon)), Model(Architecture(RUN.model), kernels)
         model.train()
         Muon(model, muon.train).step(0, 1.0)
         kept = [made for key, made in kernels._memory._made.items() if key[1] is kernels.polar[1]]
@@ -166,7 +166,7 @@ def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
 
 def test_what_is_held_out_takes_memory_too():
     kernels = Weighing("float32")
-    model, span = Model(RUN.model, kernels), Span(np.zeros(RUN.model.seq_len + 1, np.uint16))
+    model, span = Model(Architecture(RUN.model), kernels), Span(np.zeros(RUN.model.seq_len + 1, np.uint16))
     Scorer(model, SerialComm()).sums([span])  # what the kernels keep for themselves
     before = kernels.taken
     Scorer(model, SerialComm()).sums([span] * 1000)

@@ -28,7 +28,7 @@ from distgpt.inference.engine_setup import ModelSpec
 from distgpt.kernels.api import IGNORED
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, read_description, save_model
@@ -126,7 +126,7 @@ def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
 
 def one_by_one(config, examples, rows, batches):
     """The mean loss of the answers in these rows and its gradient, each example a sequence of its own."""
-    model = Model(config, ReferenceKernels("float64"))
+    model = Model(Architecture(config), ReferenceKernels("float64"))
     for name, values in model.initial(3):
         model.weights[name][...] = values
     model.train()
@@ -153,7 +153,7 @@ def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, m
     loss, gradient = one_by_one(config, examples, batches._order(0, slice(None))[0], batches)
 
     def work(comm):
-        model = Model(config, CpuKernels("float64", 1))
+        model = Model(Architecture(config), CpuKernels("float64", 1))
         for name, values in model.initial(3):
             model.weights[name][...] = values
         model.train(comm.size)
@@ -234,7 +234,7 @@ def chats_of(folder):
 def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, tmp_path):
     tokenizer = write_family(tmp_path / "model", "smollm2", **settings("smollm2"))
     config = replace(VARIANTS["modern"], vocab_size=tokenizer.size, seq_len=96)
-    model = Model(config, CpuKernels("float32", 1))
+    model = Model(Architecture(config), CpuKernels("float32", 1))
     for name, values in model.initial(3):
         model.weights[name][...] = values
     base = tmp_path / "base.safetensors"

@@ -81,7 +81,7 @@ class Overlapped(AfterBackward):
 
 
 class OverlappedNccl(AfterBackward):
-    """NCCL sums the buckets on a second stream. The recorded pass is cut where it is called."""
+    """NCCL sums the buckets on a stream of its own. The recorded pass is cut where it is called."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.saved.checkpoint import State, load_state, newest_intact
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.restore import begin_anew, restore
 from distgpt.training.run import BadStep, Run
 
@@ -25,7 +26,8 @@ def roll_back(run: Run, bad: BadStep) -> None:
     if path:
         restore(run.comm, run.model, run.optimizer_state, Path(path))
     else:
-        begin_anew(run.comm, run.model, run.optimizer_state, run.config.train, run.batches)
+        t = run.config.train
+        begin_anew(run.comm, kind_of(t), run.model, run.optimizer_state, t, run.batches)
     run.load(replace(state, skipped=used - state.step))
     run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
     step, what = run.progress.step, f"{bad.reason} at step {bad.step}"

@@ -20,12 +20,12 @@ from distgpt.formatting import count
 from distgpt.formatting import size as size_of
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.model.layers import SIDES
-from distgpt.model.lora import model_for, trained_layout
 from distgpt.model.memory import MATRIX
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.stages import Stage
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.placement import Placement
 from distgpt.training.step import Step
 from distgpt.training.strategy import Strategy
@@ -93,7 +93,7 @@ def needed(run: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool
     last = ranks - 1  # the rank whose part is the largest
     sequences = run.train.batch_size // ((run.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
-    model = model_for(run, cast(Kernels, counting))
+    model = kind_of(run.train).build(run, cast(Kernels, counting))
     taken = [0]
 
     def more() -> int:
@@ -174,7 +174,7 @@ def copy_bytes(run: RunConfig, kernels: Kernels, placement: Placement) -> int:
     """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
     if run.train.save == "sync" or not placement.may_copy:
         return 0
-    layout, optimizer = trained_layout(run), OPTIMIZERS[run.train.optimizer]
+    layout, optimizer = kind_of(run.train).trained(run), OPTIMIZERS[run.train.optimizer]
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,11 @@ from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.lanes import Feed
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
-from distgpt.model.lora import model_for
 from distgpt.model.model import Model, small
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.passes import Pass
-from distgpt.saved.adapter import base_of
 from distgpt.saved.checkpoint import Best, State
-from distgpt.saved.modelfile import Base, Description, load_description
+from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage, report_compiling
 from distgpt.training.activity import EVALUATING, Activity
@@ -40,7 +38,9 @@ from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.micro_batches import MicroBatches
 from distgpt.training.opening.announce import facts, note_short_text, note_surprises
 from distgpt.training.opening.compatibility import refuse_unmeasurable, refuse_unsuited
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.opening.memory import fit_to_memory, have_memory
+from distgpt.training.opening.model_kind import ModelKind
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.whereabouts import whereabouts
 from distgpt.training.placement import OptimizerState, Placement
@@ -78,10 +78,11 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, plan.micro_batches(comm.size))
     compile_ahead_on_gpu(stage, config, strategy)
 
-    described = _described(comm, config, corpus.tokenizer)
-    model, progress = _model(config, kernels, comm, placement), Progress()
+    kind = kind_of(config.train)
+    described = kind.describe(comm, config, corpus.tokenizer)
+    model, progress = _model(kind, config, kernels, comm, placement), Progress()
     state = placement.state(model, comm.rank)
-    _load_state(plan, comm, model, state, batches, progress, say)
+    _load_state(plan, comm, kind, model, state, batches, progress, say)
     best = _saved_best(plan, comm, batches, validation, say)
     where = whereabouts(stage)
     on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
@@ -139,7 +140,7 @@ def open_steps(run: RunConfig, stage: Stage, choose: Choose, say: Say) -> tuple[
     on_root(comm, lambda: refuse_unmeasurable(t, comm.size))
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
-        on_root(comm, lambda: origin.refuse_training(t))
+        on_root(comm, lambda: kind_of(t).refuse_origin(origin, Path(t.init), t, resumed=False))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, Path("runs"), say)
     return make_steps(run, stage, choose, corpus.train, say, corpus.separator)
 
@@ -153,10 +154,12 @@ def make_steps(
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(run, stage, kernels, strategy, evaluated=False)
     compile_ahead_on_gpu(stage, run, strategy)
-    model = _model(run, kernels, comm, strategy.placement)
+    kind = kind_of(t)
+    model = _model(kind, run, kernels, comm, strategy.placement)
     batches = _batches(comm, run, tokens, separator)
     state = strategy.placement.state(model, comm.rank)
-    begin_anew(comm, model, state, t, None)
+    kind.load_frozen(comm, model, t)
+    begin_anew(comm, kind, model, state, t, None)
     stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run, strategy)
     micro_batches = strategy.micro_batches(settings, comm.rank, model)
@@ -217,16 +220,8 @@ def _vocab_size(run: RunConfig, origin: Description | None, tokenizer: Tokenizer
     return size
 
 
-def _described(comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
-    """Return what the files of a run say of it: adapters also name their model. Collective."""
-    if not run.train.lora_rank:
-        return Description(run, tokenizer)
-    found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
-    return Description(run, tokenizer, base=Base(**found))
-
-
-def _model(run: RunConfig, kernels: Kernels, comm: Comm, placement: Placement) -> Model:
-    model = model_for(run, kernels)
+def _model(kind: ModelKind, run: RunConfig, kernels: Kernels, comm: Comm, placement: Placement) -> Model:
+    model = kind.build(run, kernels)
     model.train(comm.size, placement.own(model.layout, comm.rank))
     return model
 
@@ -253,6 +248,7 @@ def _with_batches(comm: Comm, run: RunConfig, corpus: Corpus) -> tuple[RunConfig
 def _load_state(
     plan: Plan,
     comm: Comm,
+    kind: ModelKind,
     model: Model,
     state: OptimizerState,
     batches: Batches,
@@ -260,12 +256,14 @@ def _load_state(
     say: Say,
 ) -> None:
     """Load the checkpoint's weights, moments and step; else weights of a file, or new ones. Collective."""
+    if plan.checkpoint is not None:
+        on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
+    kind.load_frozen(comm, model, plan.run.train)
     if plan.checkpoint is None:
         if comm.rank == 0 and learns_pairs(plan.run):
             say("first weights: from how often each token of the text follows each other one")
-        begin_anew(comm, model, state, plan.run.train, batches)
+        begin_anew(comm, kind, model, state, plan.run.train, batches)
         return
-    on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
     restore(comm, model, state, plan.checkpoint)
     progress.load(plan.state)
     batches.skipped = plan.state.skipped
@@ -331,7 +329,7 @@ def compile_ahead_on_gpu(stage: Stage, run: RunConfig, strategy: Strategy) -> No
 
 def _rehearse(kernels: Kernels, run: RunConfig, strategy: Strategy) -> None:
     """Take one training step of such a model, which compiles every loop it needs."""
-    model = model_for(run, kernels)
+    model = kind_of(run.train).build(run, kernels)
     model.train()
     tokens = kernels.integers(np.zeros(run.model.seq_len))
     packed = run.train.chats or run.train.pack

@@ -19,7 +19,6 @@ from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, Say, UsageError, refuse_beside
 from distgpt.formatting import count
-from distgpt.saved.adapter import refuse_other_base
 from distgpt.saved.checkpoint import State, load_state
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.named import weights_of
@@ -27,6 +26,7 @@ from distgpt.saved.rundir import RunDirectory, place_for
 from distgpt.training.exchange.reproducible import usual_parts
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.dial import DEPTH, DIALLED, TOKENS, WITHIN, Dial
+from distgpt.training.opening.kinds import kind_of
 from distgpt.training.opening.resumption import (
     Resumption,
     changed,
@@ -186,11 +186,7 @@ def _origin(run: RunConfig, checkpoint: Path | None) -> Description | None:
     if not weights:
         return None
     origin = read_description(Path(weights))
-    origin.refuse_training(run.train)
-    if not checkpoint:
-        origin.refuse_adapter(weights)
-    elif origin.base:
-        refuse_other_base(Path(weights), origin, Path(run.train.init))
+    kind_of(run.train).refuse_origin(origin, Path(weights), run.train, resumed=checkpoint is not None)
     return origin
 
 
@@ -216,8 +212,7 @@ def _refuse_moved(t: TrainConfig) -> None:
             resolve_data(text)
         except DataError as error:
             raise DataError(f"{error}: {option} says where the text of this run is now") from None
-    if t.lora_rank and not Path(t.init).is_file():
-        raise DataError(f"{t.init} is not there: --init says where the model of this run's adapters is now")
+    kind_of(t).refuse_moved(t)
 
 
 def begins_anew(

@@ -1,0 +1,54 @@
+"""A run that trains adapters beside a model, which it reads from --init and leaves as it is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.config import RunConfig, TrainConfig
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.errors import DataError
+from distgpt.kernels.api import Kernels
+from distgpt.model.lora import AdaptedModel, adapter_layout
+from distgpt.model.memory import Layout
+from distgpt.model.model import Model
+from distgpt.saved.adapter import base_of, load_frozen, refuse_other_base
+from distgpt.saved.modelfile import Base, Description
+
+
+class AdapterKind:
+    """A `ModelKind`: of an `AdaptedModel`."""
+
+    def build(self, run: RunConfig, kernels: Kernels) -> Model:
+        return AdaptedModel(run, kernels)
+
+    def trained(self, run: RunConfig) -> Layout:
+        return adapter_layout(run)
+
+    def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
+        """Name the model that the adapters stand beside, too."""
+        found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
+        return Description(run, tokenizer, base=Base(**found))
+
+    def begins_with(self, t: TrainConfig) -> str:
+        """Adapters are drawn: --init names the model beside which they stand."""
+        return ""
+
+    def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
+        assert isinstance(model, AdaptedModel)
+        load_frozen(comm, model, Path(t.init))
+
+    def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
+        """Accept a model that is rounded: adapters may stand beside it."""
+        if not resumed:
+            origin.refuse_incomplete(weights)
+        elif origin.base:
+            refuse_other_base(weights, origin, Path(t.init))
+
+    def refuse_moved(self, t: TrainConfig) -> None:
+        if not Path(t.init).is_file():
+            raise DataError(
+                f"{t.init} is not there: --init says where the model of this run's adapters is now"
+            )
