@@ -9,7 +9,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from distgpt.kernels.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16
-from distgpt.kernels.matmul import assembled, widening
+from distgpt.kernels.matmul import assembled, tiles, widening
 from distgpt.kernels.matmul.microkernel import Tile, declarations, module
 from distgpt.kernels.rounded import int4, int8
 from distgpt.kernels.rounded.int4 import Int4Tile
@@ -109,7 +109,7 @@ def test_what_another_process_wrote_meanwhile_is_replaced_whole(made, tmp_path):
 def test_every_shape_of_registers_assembles():
     for registers in (AVX2, AVX512, AVX512_BF16, AMX):
         for factor, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
-            text = assembled.module_of(registers, factor)(out)
+            text = tiles.module_of(registers, factor)(out)
             assert assembled._verified(text)
             assert ("dpbf16ps" in text) == (registers.dot and factor == "bfloat16")
 
