@@ -11,9 +11,11 @@ import pytest
 from threadranks import on_all_ranks
 
 from distgpt import components
-from distgpt.config import TrainConfig
+from distgpt.config import ModelConfig, TrainConfig
 from distgpt.config.settings import GRAD_SYNCS
 from distgpt.errors import UsageError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.model.model import Model
 from distgpt.training.exchange import choose
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.placement import Placement
@@ -69,6 +71,31 @@ def test_ranks_that_choose_differently_do_not_start():
     (found,) = set(on_all_ranks(3, lambda comm: refusal(comm, 1)))
     assert "ranks 0, 2: replicas, even, allreduce; rank 1: sharded, even, sharded" in found
     assert on_all_ranks(3, refusal) == [None] * 3
+
+
+def test_only_what_was_chosen_is_compiled_before_the_first_step():
+    called = []
+
+    class Watched(CpuKernels):
+        def nesterov(self, *args):
+            called.append("the outer step")
+            super().nesterov(*args)
+
+        def each(self, *args):
+            called.append("a tree")
+            super().each(*args)
+
+    model = Model(ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32), Watched(threads=1))
+    model.train()
+    for how, ranks, wanted in (
+        ({}, 2, set()),
+        ({"outer_every": 2}, 1, set()),
+        ({"outer_every": 2}, 2, {"the outer step"}),
+        ({"reproducible_parts": 4}, 1, {"a tree"}),
+    ):
+        called.clear()
+        Chosen(replace(PLAIN, **how), ranks).rehearse(model)
+        assert set(called) == wanted, how
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
