@@ -41,7 +41,7 @@ TREE = {
         inference.python_api inference.request inference.sample inference.sampling inference.single
         inference.uncompiled_lanes""",
     "train": """evaluation.assessment evaluation.bits evaluation.scoring training.activity
-        training.checkpoints training.clock training.exchange.api training.exchange.reductions
+        training.checkpoints training.clock training.exchange.api
         training.in_flight training.judge training.loop training.micro_batches
         training.opening.announce training.opening.finished training.opening.memory
         training.opening.open training.opening.plan training.opening.resumption

@@ -10,7 +10,6 @@ from distgpt.config import TrainConfig
 from distgpt.errors import Say
 from distgpt.model.model import Model
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.exchange.reductions import ReduceScatterGather, rehearse_reductions
 from distgpt.training.micro_batches import MicroBatches
 from distgpt.training.placement import OptimizerState, Placement
 from distgpt.training.strategy import Start, Strategy
@@ -53,8 +52,11 @@ class Chosen(Strategy):
         return exchange_for(comm, state, t, say)
 
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
-        if wire := model.kernels.wire:
-            for _ in range(parts_made(t, self.ranks)):
+        count, wire = parts_made(t, self.ranks), model.kernels.wire
+        if count and wire:
+            from distgpt.training.exchange.reductions import ReduceScatterGather
+
+            for _ in range(count):
                 ReduceScatterGather(comm, model.grads.flat, t.gradient_dtype, 0, wire)
 
     def rehearse(self, model: Model) -> None:
@@ -62,6 +64,8 @@ class Chosen(Strategy):
         if model.kernels.capabilities.is_async:
             return
         if self._exchange:
+            from distgpt.training.exchange.reductions import rehearse_reductions
+
             rehearse_reductions(model.kernels, self.config.gradient_dtype)
         if self.config.reproducible_parts:
             from distgpt.training.exchange.reproducible import rehearse_tree

@@ -7,8 +7,6 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import refuse_uneven
 from distgpt.errors import UsageError, refuse_beside
-from distgpt.training.exchange.local_steps import check_local
-from distgpt.training.exchange.reproducible import check_parts
 
 WITHOUT_THREADS = (
     "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
@@ -32,10 +30,14 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     if t.chats and not t.init:
         raise UsageError("chats are for a model that has learned to read: distgpt tune --weights")
     if t.reproducible_parts:
+        from distgpt.training.exchange.reproducible import check_parts
+
         check_parts(t, ranks, on_gpu)
     else:
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     if t.outer_every and ranks > 1:
+        from distgpt.training.exchange.local_steps import check_local
+
         check_local(t)
     if t.balance == "auto" and ranks > 1:
         _check_balance(t)
