@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import attention_short
 import numpy as np
 from attention_short import SHORT, ShortScratch, attend_short
-from distgpt.kernels.decoding.factors import UNIT
+from distgpt.kernels.decoding.operands import UNIT
 from mean_loss import MeanLoss, Sequences
 from numpy.typing import ArrayLike
 
