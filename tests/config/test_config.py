@@ -24,6 +24,7 @@ from distgpt.config import (
 )
 from distgpt.config.presets import PRESETS, PRETRAINED, preset, resolve
 from distgpt.config.setting import brief
+from distgpt.config.settings import COMPONENTS
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
@@ -119,6 +120,20 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
         *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
     } == CHANGEABLE
+
+
+def test_each_setting_names_components_that_there_are_and_no_default_needs_one():
+    named = set()
+    for config in (ModelConfig, TrainConfig, GpuConfig):
+        for name, about in settings_of(config).items():
+            assert about.needs(DEFAULTS[name], DEFAULTS[name]) == "", name
+            assert {choice for choice, _ in about.components} <= set(about.choices), name
+            named |= {about.component, *(component for _, component in about.components)}
+    assert named - {""} == set(COMPONENTS)
+    of_adapters = {name for name, about in SETTINGS.items() if about.component == "lora"}
+    assert of_adapters == {"lora_rank", "lora_alpha", "lora_matrices"}
+    needs = SETTINGS["grad_sync"].needs
+    assert (needs("sharded", "allreduce"), needs("chunked", "allreduce")) == ("sharded", "")
 
 
 # Where values come from
