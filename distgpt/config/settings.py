@@ -1,4 +1,4 @@
-"""Every setting, declared once: default, help, choices, range, flag, component, and if a run may change it."""
+"""Every setting, declared once: default, help, choices, range, flag, component, whether it may change."""
 
 from __future__ import annotations
 

@@ -419,7 +419,8 @@ def _clock(plan: Plan, stage: Stage, pace: Pace, model: Model, validation: Valid
     per_step = pace.config.batch_size * model.config.seq_len
     closing = EVALUATION * (validation.count if validation else 0) / per_step
     is_async = model.kernels.capabilities.is_async
-    return Clock(pace.config, pace, stage.begun, plan.state.seconds, is_async, closing, plan.until)
+    begun = stage.begun + plan.uncounted
+    return Clock(pace.config, pace, begun, plan.state.seconds, is_async, closing, plan.until)
 
 
 def _identity(
