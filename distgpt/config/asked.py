@@ -13,7 +13,6 @@ from distgpt.config.presets import (
     base_preset,
     layered,
     parse_toml,
-    preset,
     read_text,
     renamed,
 )
@@ -115,7 +114,7 @@ def resolve(asked: Asked, weights: ModelConfig | None = None) -> RunConfig:
     if not chosen:
         chosen = PRETRAINED_PRESET if said.get("init") else DEFAULT_PRESET
     held = _of_weights(weights, said) if weights else {}
-    run = preset(chosen, held, asked.derived, file, given)
+    run = layered(RunConfig(), base_preset(chosen), held, asked.derived, file, given)
     for key, value in asdict(weights).items() if weights else ():
         wanted = getattr(run.model, key)
         if wanted != value and not (key == "seq_len" and _fits(run.model, value)):
