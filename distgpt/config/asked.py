@@ -32,6 +32,8 @@ PRETRAINED: dict[str, Any] = {
 }
 ADAPTED_LR = 2e-3  # at most
 
+RECIPES = ("decay_from", "within", "depth", "deterministic")  # their words, which are no settings
+
 Value = bool | int | float | str
 
 
@@ -86,9 +88,6 @@ class Asked:
         """Return what flags, file or preset say of a setting; None where none of them names it."""
         chosen, file, given = self.layers()
         return {**(base_preset(chosen) if chosen else {}), **file, **given}.get(setting)
-
-
-RECIPES = ("decay_from", "within", "depth", "deterministic")
 
 
 def asked_for(
