@@ -103,8 +103,9 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return what settings were and are now, by name. What is not known yet differs from none: a
-    vocabulary size, and the steps of some epochs."""
+    """Return the settings that differ, by name: the value before, and the value now.
+
+    Values still unknown (vocabulary size, steps of an epoch run) do not count as different."""
     old, new = ({**asdict(run.model), **asdict(run.train)} for run in (before, now))
     if not now.model.vocab_size:
         del new["vocab_size"]

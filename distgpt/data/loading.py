@@ -91,7 +91,7 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
 
 
 def vocabulary_size(tokenizer: str, path: Path) -> int:
-    """Return the entries of a tokenizer by its name. The text is read only if they are made of it."""
+    """Return the vocabulary size. Reads the text only for tokenizers that are learned from it."""
     if tokenizer == "gpt2":
         return GPT2_SIZE
     if tokenizer in FROM_INPUTS:

@@ -15,7 +15,7 @@ from distgpt.saved.named import weights_of
 from distgpt.training.opening.resumption import begins_anew
 
 NAME = "tune"  # of the run
-TOKENS = 4096  # of a step, about
+TOKENS = 4096  # tokens of a step, about
 
 
 def tuned(asked: Asked, ranks: int) -> Asked:
