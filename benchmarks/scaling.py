@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from alphabeta import parse_network
@@ -27,7 +27,7 @@ from distgpt.comm.cores import usable_cores
 from distgpt.commands.bench import result_options, to_options
 from distgpt.commands.options import FiniteRange, settings
 from distgpt.config import RunConfig
-from distgpt.config.presets import resolve
+from distgpt.config.asked import asked_for, resolve
 from distgpt.errors import UsageError
 from distgpt.formatting import count
 from distgpt.jobs.launchers import find_launcher
@@ -101,13 +101,12 @@ class ScalingOptions(BenchOptions):
 @result_options(name="the preset's")
 def main(**given: Any) -> None:
     options = to_options(ScalingOptions, given)
-    chosen, run = resolve(options.preset, None, {"steps": STEPS, **options.settings}, _no_weights)
-    found = {"preset": chosen, **scaling(options, run, say)}
-    options.finish("scaling", chosen, found, blocks(found), all_charts(found))
-
-
-def _no_weights(path: str) -> NoReturn:
-    raise UsageError("scaling.py trains new models: leave --init out")
+    if "init" in options.settings:
+        raise UsageError("scaling.py trains new models: leave --init out")
+    asked = asked_for({"steps": STEPS, **options.settings}, options.preset)
+    run = resolve(asked)
+    found = {"preset": asked.name, **scaling(options, run, say)}
+    options.finish("scaling", asked.name, found, blocks(found), all_charts(found))
 
 
 def numbers(flag: str, words: str) -> list[int]:

@@ -21,12 +21,22 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from distgpt.api import init, load, train
+    from distgpt.config import ModelConfig
+    from distgpt.files import bundled
 
-__all__ = ["__version__", "init", "load", "train"]
+__all__ = ["ModelConfig", "__version__", "bundled", "init", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the library when it is first used, so that `distgpt --help` stays fast."""
+    if name == "ModelConfig":
+        from distgpt.config import ModelConfig
+
+        return ModelConfig
+    if name == "bundled":
+        from distgpt.files import bundled
+
+        return bundled
     if name in ("init", "load", "train"):
         from distgpt import api
 

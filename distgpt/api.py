@@ -19,6 +19,7 @@ from distgpt.comm.api import Comm
 from distgpt.comm.launched import leave
 from distgpt.comm.leaving import watch_exit
 from distgpt.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig
+from distgpt.config.asked import asked_for
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -34,12 +35,10 @@ from distgpt.stages import Stage, connected, open_stage
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.guards.attach import guarded
 from distgpt.training.loop import train as train_run
-from distgpt.training.opening.decay import with_decay
-from distgpt.training.opening.dtype import with_dtype
 from distgpt.training.opening.finished import leave_finished
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import Plan, make_plan
-from distgpt.training.opening.within import with_clock
+from distgpt.training.opening.recipes import followed
 
 
 @contextmanager
@@ -152,10 +151,8 @@ def train(
     """
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
-    settings, directory, resume = with_decay(ready.comm, settings, directory, resume)
-    ready, settings = with_clock(ready, preset, toml, settings, directory, resume, told.noted)
-    settings = with_dtype(ready, preset, toml, settings, directory, resume, told.noted)
-    plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
+    asked = followed(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
+    plan = make_plan(ready.comm, asked, told.noted)
     if plan.is_finished:
         return _finished(plan, ready, told)
     try:

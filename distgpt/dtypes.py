@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from distgpt.comm.agree import on_root
@@ -36,11 +37,15 @@ class Dtype:
     why: str = ""
 
 
-def for_training(stage: Stage, run: RunConfig) -> Dtype:
-    """Return what a run takes: rank 0 decides for all, by the oldest of their GPUs. Collective."""
+def for_training(stage: Stage, configured: Callable[[], RunConfig]) -> Dtype:
+    """Return what a run takes: rank 0, which configures it, decides for all, by the oldest of their GPUs.
+
+    Collective.
+    """
     oldest = _oldest(stage)
 
     def decide() -> list[str]:
+        run = configured()
         found = _decided(oldest, run.model.n_embd, run.train.matmul, stage.gpu.tf32)
         return [found.name, found.why]
 

@@ -47,6 +47,12 @@ def test_a_saved_model_comes_back_in_another_precision_up_to_rounding(model, bat
     np.testing.assert_allclose(narrow.logits(batch[0]), model.logits(batch[0]), atol=1e-4)
 
 
+def test_the_package_names_what_a_first_model_needs():
+    assert distgpt.ModelConfig is ModelConfig
+    assert distgpt.bundled("data", "names.txt").read_text()
+    assert all(hasattr(distgpt, name) for name in distgpt.__all__)
+
+
 def test_logits_are_those_of_the_reference(model, batch):
     for b, t in ((3, 7), (1, 1), (2, 4)):
         tokens = batch[0][:b, :t]

@@ -77,10 +77,10 @@ def chosen(width=128, stage="serial", **settings):
 
 def test_gpus_take_bfloat16_from_capability_8_on_and_the_oldest_decides(free):
     run = RunConfig()
-    assert dtypes.for_training(on_gpus((8, 0)), run).name == "bfloat16"
-    assert dtypes.for_training(on_gpus((9, 0), (8, 6)), run).name == "bfloat16"
+    assert dtypes.for_training(on_gpus((8, 0)), lambda: run).name == "bfloat16"
+    assert dtypes.for_training(on_gpus((9, 0), (8, 6)), lambda: run).name == "bfloat16"
     for stage in (on_gpus((7, 5)), on_gpus((9, 0), (7, 5)), on_gpus((9, 0), tf32=True)):
-        found = dtypes.for_training(stage, run)
+        found = dtypes.for_training(stage, lambda: run)
         assert found.name == "float32" and found.why
         assert dtypes.for_generation(stage, 64, 1 << 40).name == "float32"
     assert dtypes.for_generation(on_gpus((9, 0)), 64, 1000).name == "bfloat16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from distgpt.commands.options import (
     stage_options,
 )
 from distgpt.config import GpuConfig
+from distgpt.config.asked import Asked, asked_for
 from distgpt.errors import print_lines, refuse_beside
 from distgpt.formatting import parse_count, parse_duration
 from distgpt.stages import ON_GPU, open_stage
@@ -64,29 +66,36 @@ def estimate(
     from distgpt.measure.estimate import Question, render_terminal
     from distgpt.measure.estimate import estimate as estimated
     from distgpt.show.progress import ItemProgress
-    from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, Dial
+    from distgpt.training.opening.derived import derived
+    from distgpt.training.opening.dial import Dial
     from distgpt.training.opening.dtype import foreseen
     from distgpt.training.opening.within import with_clock
 
     say = partial(print_lines, err=True)
-    gpu, flags = deterministic_as_parts(stage, gpu, flags)
-    chosen = set_by_user(flags)
+    asked = replace(asked_for(set_by_user(flags), preset, config), fetches=False)
+    gpu, asked = deterministic_as_parts(stage, gpu, asked)
     here = None  # the stage, where it is open
-    if WITHIN in chosen and not preset:
+    if asked.within is not None and not preset:
         others = {"no-measure": measured is False, "rate": rate, "ranks 2 or more": ranks > 1}
         refuse_beside("--within", others, "it chooses by the speed of one rank here; --depth names a model")
         here = open_stage("cuda" if stage in ON_GPU else "serial", threads, gpu)
-        here, chosen = with_clock(here, preset, config, chosen, None, None, say)
-    elif WITHIN in chosen:
-        chosen = {**chosen, "train_minutes": parse_duration(str(chosen[WITHIN])) / 60}
-    name, run = foreseen(stage, preset, config, chosen, gpu.tf32, ranks)
-    if DEPTH in chosen:
-        say(Dial(chosen[DEPTH], chosen.get(TOKENS, 0.0), ranks).described(run))
+        asked = with_clock(asked, here, say)
+    elif asked.within is not None:
+        asked = _ending_by_clock(asked, parse_duration(asked.within))
+    plain = derived(asked, ranks)
+    run = foreseen(stage, plain, gpu.tf32)
+    if asked.depth is not None:
+        say(Dial(asked.depth, asked.tokens, ranks).described(run))
     total = parse_count(tokens, "--tokens") if tokens is not None else None
     question = Question(run, stage, ranks, threads, gpu, total, rate, measured, gpu_memory)
     with closing(ItemProgress("steps", with_tokens=False)) as progress:
         facts = estimated(question, say, progress, here)
     if as_json:
-        print(json.dumps({"name": name, **facts}, indent=1))
+        print(json.dumps({"name": plain.name, **facts}, indent=1))
     else:
-        print_lines(render_terminal(name, facts))
+        print_lines(render_terminal(plain.name, facts))
+
+
+def _ending_by_clock(asked: Asked, seconds: float) -> Asked:
+    """Return what --within stands for where the model is given."""
+    return replace(asked, given={**asked.given, "train_minutes": seconds / 60})

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from distgpt.config import GROUPS, ModelConfig, RunConfig
-from distgpt.config.presets import PRESETS, resolve
+from distgpt.config import GROUPS, RunConfig
+from distgpt.config.presets import PRESETS, preset
 from distgpt.data.named import BUNDLED_TEXTS
 from distgpt.errors import UsageError, nearest, print_lines
 from distgpt.files import bundled
@@ -111,7 +111,7 @@ class Command(click.Command):
     def sections(self, context: click.Context, everything: bool) -> dict[str, list[tuple[str, str]]]:
         """Return what --help lists, or --help-all, by the name of the section."""
         name = _preset_of(context)
-        run = resolve(name, None, {}, lambda path: ModelConfig())[1] if name else None
+        run = preset(name) if name else None
         found: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
         for param in self.get_params(context):
             group, shown = "", param.get_help_record(context)

@@ -27,6 +27,7 @@ from distgpt.config import (
     Setting,
     settings_of,
 )
+from distgpt.config.asked import Asked
 from distgpt.config.dial import DEEPEST
 from distgpt.config.presets import DEFAULT_PRESET
 from distgpt.errors import UsageError
@@ -329,13 +330,11 @@ def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
     return replace(gpu, graphs=False) if stage in ON_GPU else gpu
 
 
-def deterministic_as_parts(
-    stage: str, gpu: GpuConfig, flags: dict[str, Any]
-) -> tuple[GpuConfig, dict[str, Any]]:
-    """Turn --deterministic of a CPU stage into a setting of the run."""
+def deterministic_as_parts(stage: str, gpu: GpuConfig, asked: Asked) -> tuple[GpuConfig, Asked]:
+    """Turn --deterministic of a CPU stage into a recipe of the run."""
     if stage in ON_GPU or not gpu.deterministic:
-        return gpu, flags
-    return replace(gpu, deterministic=False), {**flags, "deterministic": True}
+        return gpu, asked
+    return replace(gpu, deterministic=False), replace(asked, deterministic=True)
 
 
 def spelled(name: str, about: Setting) -> str:

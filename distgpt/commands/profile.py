@@ -21,6 +21,7 @@ from distgpt.commands.options import (
     without_graphs,
 )
 from distgpt.config import GpuConfig, parse_toml
+from distgpt.config.asked import asked_for
 from distgpt.errors import Say, print_lines
 from distgpt.stages import open_stage
 
@@ -63,19 +64,18 @@ def profile(
     is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
     are saved.
     """
-    gpu, flags = deterministic_as_parts(stage, gpu, flags)
+    asked = asked_for({**set_by_user(flags), "steps": warmup_steps + steps}, preset, config)
+    gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.measure.profile.session import Session, prepare
     from distgpt.training.exchange.choose import Chosen
-    from distgpt.training.opening.dtype import with_dtype
+    from distgpt.training.opening.derived import configured
     from distgpt.training.opening.open import open_steps
-    from distgpt.training.opening.plan import configure
+    from distgpt.training.opening.recipes import followed
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
-    chosen = {**set_by_user(flags), "steps": warmup_steps + steps}
-    chosen = with_dtype(ready, preset, config, chosen, None, None, say)
-    _, run = configure(ready.comm, preset, config, chosen)
+    run = configured(ready.comm, followed(asked, ready, say))
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
     step, batches = open_steps(run, ready, Chosen, say)

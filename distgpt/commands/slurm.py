@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import train
 from distgpt.commands.tune import as_train, tune
 from distgpt.config import RunConfig
+from distgpt.config.asked import asked_for
 from distgpt.errors import UsageError, command_line, print_lines
 from distgpt.jobs import array
 from distgpt.jobs.array import ELEMENT
@@ -188,11 +190,11 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
 
     Refuses settings that would fail when the job starts.
     """
-    from distgpt.comm.serial import SerialComm
     from distgpt.data.batches import refuse_uneven
     from distgpt.data.loading import AUTO
     from distgpt.saved.rundir import RunDirectory, place_for
-    from distgpt.training.opening.plan import configure
+    from distgpt.training.opening.derived import derived
+    from distgpt.training.opening.plan import new_run
 
     if asked["resume"] not in (None, "auto"):
         raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
@@ -203,9 +205,10 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own
-    name, run = configure(SerialComm(), asked["preset"], asked["config"], flags, ranks, fetches=False)
+    wanted = derived(replace(asked_for(flags, asked["preset"], asked["config"]), fetches=False), ranks)
+    run = new_run(wanted)
     refuse_uneven(run.train.batch_size, ranks, run.train.grad_accum or 1)
-    return out or place_for(Path("runs"), name, resuming=False), run
+    return out or place_for(Path("runs"), wanted.name, resuming=False), run
 
 
 def _mpi_of(stage: str) -> str:

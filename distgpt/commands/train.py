@@ -25,8 +25,8 @@ from distgpt.commands.options import (
     stage_options,
     without_graphs,
 )
-from distgpt.config import BATCH_TOKENS, SETTINGS, GpuConfig, ModelConfig
-from distgpt.config.presets import merged, resolve
+from distgpt.config import GpuConfig
+from distgpt.config.asked import Asked, asked_for, resolve
 from distgpt.data.named import resolve_data
 from distgpt.errors import command_line, escape, escape_model_text
 from distgpt.formatting import loss_and_bits, parse_duration
@@ -114,10 +114,11 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
-    if launched_as() == 1 and resume is None and not flags.get("decay_from"):
-        _refuse_early(preset, config, set_by_user(flags))
+    asked = asked_for(set_by_user(flags), preset, config, out, resume)
+    if launched_as() == 1:
+        _refuse_early(asked)
     end = job_end(time_limit)
-    gpu, flags = deterministic_as_parts(stage, gpu, flags)
+    gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
@@ -126,22 +127,18 @@ def train(
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run
     from distgpt.training.opening.announce import note_small_model
-    from distgpt.training.opening.decay import with_decay
-    from distgpt.training.opening.dtype import with_dtype
     from distgpt.training.opening.finished import leave_finished
     from distgpt.training.opening.open import open_run
     from distgpt.training.opening.plan import make_plan
-    from distgpt.training.opening.within import with_clock
+    from distgpt.training.opening.recipes import followed
     from distgpt.training.summary import how_to_resume
 
     shown = listeners(ready.comm, progress, tensorboard, log_lines)
     plan = run = session = None
     try:
-        chosen, out, resume = with_decay(ready.comm, set_by_user(flags), out, resume)
-        note_small_model(ready, preset, config, chosen, resume, shown.noted)
-        ready, chosen = with_clock(ready, preset, config, chosen, out, resume, shown.noted)
-        chosen = with_dtype(ready, preset, config, chosen, out, resume, shown.noted)
-        plan = make_plan(ready.comm, preset, config, chosen, out, resume, shown.noted)
+        note_small_model(ready, asked, shown.noted)
+        asked = followed(asked, ready, shown.noted)
+        plan = make_plan(ready.comm, asked, shown.noted)
         if plan.is_finished:
             leave_finished(ready.comm, plan, shown.noted)
             return
@@ -168,14 +165,15 @@ def train(
         _report(run)
 
 
-def _refuse_early(preset: str | None, config: Path | None, flags: dict[str, Any]) -> None:
+def _refuse_early(asked: Asked) -> None:
     """Refuse what makes no sense before NumPy and Numba are imported, which takes a second."""
-    given = {name: value for name, value in flags.items() if name in SETTINGS or name == BATCH_TOKENS}
-    known = merged(config, given)
-    if "within" in flags:
-        parse_duration(flags["within"])
-    elif "depth" not in flags and "init" not in known:  # whose models are not known yet
-        resolve(preset, config, given, lambda path: ModelConfig())
+    if asked.resume is not None or asked.decay_from is not None:
+        return
+    known = asked.settings()
+    if asked.within is not None:
+        parse_duration(asked.within)
+    elif asked.depth is None and "init" not in known:  # whose models are not known yet
+        resolve(asked)
     for name in () if known.get("chats") else ("data", "val"):
         if text := known.get(name):
             resolve_data(str(text))

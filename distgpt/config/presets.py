@@ -1,9 +1,9 @@
-"""A run's configuration: TOML, presets, and which values count: defaults, preset, weights, file, flags."""
+"""A run's configuration: both halves, TOML, and presets."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ class RunConfig:
         model = {key: value for key, value in values.items() if key in MODEL}
         train = {key: value for key, value in values.items() if key in TRAIN}
         return RunConfig(replace(self.model, **model), replace(self.train, **train))
+
+    @staticmethod
+    def from_dict(halves: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+        """Return the configuration of which dataclasses.asdict made this."""
+        return RunConfig(ModelConfig(**halves["model"]), TrainConfig(**halves["train"]))
 
     def to_toml(self) -> str:
         return "\n".join(f"[{title}]\n{as_toml(half)}" for title, half in asdict(self).items())
@@ -300,70 +305,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-WARMUP_PART = 5  # a preset's warm-up takes no more than this part of a run with fewer steps
-# Of a model that is trained further: a preset's learning rates are for random weights.
-PRETRAINED_PRESET = "tiny-adamw"
-PRETRAINED: dict[str, Any] = {
-    "lr": 5e-5,
-    "min_lr": 0.0,
-    "embedding_lr": 0.0,
-    "value_lr": 0.0,
-    "head_lr": 0.0,
-    "vector_lr": 0.0,
-}
-ADAPTED_LR = 2e-3  # at most
-
-
-def adapted(width: int) -> dict[str, Any]:
-    """Return the settings of adapters beside a model of this width: they begin at 0 (docs/how-to/lora.md)."""
-    return {"lr": float(f"{min(ADAPTED_LR, 1 / width):.2g}"), "weight_decay": 0.0}
-
-
-TUNING_TOKENS = 4096  # tokens of a step, about
-
-
-def tuning(ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return default settings for tuning on chats, for those not in `given`."""
-    if not given.get("init"):
-        raise UsageError("which model is to be tuned? --weights says that (distgpt help tuning)")
-    settings_of(ModelConfig)["seq_len"].check("seq_len", given["seq_len"])
-    rows = max(1, TUNING_TOKENS // given["seq_len"])
-    batch = {} if BATCH_KEYS & given.keys() else {"batch_size": -(-rows // ranks) * ranks}
-    epochs = {} if {"steps", "train_minutes"} & given.keys() else {"epochs": 3.0}
-    return {"schedule": "linear", "warmup": 0, "weight_decay": 0.0, **batch, **epochs}
-
-
 def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
     """Return the full configuration behind a preset's name, with changes to it, later ones over earlier ones.
 
     `batch_tokens` is `batch_size` in tokens: the later one of the two counts.
     """
-    return _layered(RunConfig(), _named(name), *changes)
+    return layered(RunConfig(), base_preset(name), *changes)
 
 
-def resumed(
-    base: RunConfig, preset_name: str | None, toml: Path | None, flags: Mapping[str, Any]
-) -> RunConfig:
-    """Return the configuration of a run that resumes: what it was, changed by what is given now."""
-    from_file = _read(toml) if toml else {}
-    in_file = from_file.pop("preset", None)
-    chosen = preset_name or in_file
-    named = _named(str(chosen)) if chosen else {}
-    # The model that it began with overrides a preset.
-    held = (
-        asdict(base.model) | {key: getattr(base.train, key) for key in PRETRAINED} if base.train.init else {}
-    )
-    run = _layered(base, named, held, from_file, flags)
-    return _with_fitting_warmup(run, from_file, flags) if named else run
-
-
-def _named(name: str) -> dict[str, Any]:
+def base_preset(name: str) -> dict[str, Any]:
+    """Return a preset as differences from the defaults."""
     if name not in PRESETS:
         raise UsageError(f"unknown preset {_unknown(name, PRESETS)}")
     return PRESETS[name]
 
 
-def _layered(base: RunConfig, *layers: Mapping[str, Any]) -> RunConfig:
+def layered(base: RunConfig, *layers: Mapping[str, Any]) -> RunConfig:
+    """Return a configuration changed by these layers, later ones over earlier ones."""
     values: dict[str, Any] = {}
     for layer in map(renamed, layers):
         if BATCH_KEYS & layer.keys():
@@ -390,67 +348,6 @@ def _sequences(tokens: Any, seq_len: int) -> int:
             f"batch_tokens is {brief(tokens)}: it must be a multiple of seq_len {seq_len}, or use batch_size"
         )
     return tokens // seq_len
-
-
-def resolve(
-    preset_name: str | None,
-    toml: Path | None,
-    flags: Mapping[str, Any],
-    model_in: Callable[[str], ModelConfig],
-    dial: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: {},
-) -> tuple[str, RunConfig]:
-    """Return the run's name and its configuration. A TOML file may name a preset too; a flag overrides it.
-
-    `model_in` reads the architecture from the weights file that `init` names. What `dial` makes of that and
-    the settings in file and flags lies between these and the preset.
-    """
-    from_file = _read(toml) if toml else {}
-    named = from_file.pop("preset", None)
-    init = {**from_file, **flags}.get("init")
-    chosen = preset_name or named or (PRETRAINED_PRESET if init else DEFAULT_PRESET)
-    initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
-    dialled = dial({**initial, **from_file, **flags})
-    held = initial | PRETRAINED if initial else {}
-    held |= adapted(initial["n_embd"]) if initial and {**from_file, **flags}.get("lora_rank") else {}
-    run = preset(str(chosen), held, dialled, from_file, flags)
-    for key, value in initial.items():
-        asked = getattr(run.model, key)
-        if asked != value and not (key == "seq_len" and _fits(run.model, value)):
-            raise UsageError(f"{init} holds a model whose {key} is {value!r}; {asked!r} is asked for")
-    return run_name(preset_name, toml), _with_fitting_warmup(run, dialled, from_file, flags)
-
-
-def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, Any]) -> RunConfig:
-    """Make a preset's warm-up shorter for a run of few steps, unless the user has chosen one."""
-    if any("warmup" in layer for layer in chosen):
-        return run
-    return run.with_values({"warmup": min(run.train.warmup, run.train.steps // WARMUP_PART)})
-
-
-def _fits(model: ModelConfig, trained: int) -> bool:
-    """Return whether the model can take weights that were trained on another context length."""
-    return model.positions != "learned" or model.seq_len < trained
-
-
-def merged(toml: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what file and flags say, "preset" included."""
-    return {**renamed(_read(toml) if toml else {}), **flags}
-
-
-def named(preset_name: str | None, toml: Path | None, flags: Mapping[str, Any], setting: str) -> Any:
-    """Return what flags, file or preset say of a setting; None where none of them names it."""
-    given = merged(toml, flags)
-    chosen = preset_name or given.get("preset")
-    return given.get(setting, _named(str(chosen)).get(setting) if chosen else None)
-
-
-def run_name(preset_name: str | None, toml: Path | None) -> str:
-    """Return the name of a run: that of its preset, or of the file with its settings."""
-    return preset_name or (toml.stem if toml else DEFAULT_PRESET)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return parse_toml(read_text(path, "--config"), str(path))
 
 
 def read_text(path: Path, what: str) -> str:

@@ -35,6 +35,12 @@ class Setting:
     formerly: str = ""  # a name that files and scripts may still have
     former_choices: tuple[tuple[str, str], ...] = ()  # such values, and what they are called now
     undecided: str = ""  # an option's and a file's default: opening a run decides, so no configuration has it
+    component: str = ""  # what a value other than the default needs; "": the core alone
+    components: tuple[tuple[str, str], ...] = ()  # the same, of single choices
+
+    def needs(self, value: Any, default: Any) -> str:
+        """Return the name of the component that a value needs; "" for the core alone, as of each default."""
+        return "" if value == default else dict(self.components).get(value, self.component)
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value of the wrong type or out of range with a UsageError."""

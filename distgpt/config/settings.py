@@ -1,4 +1,4 @@
-"""Every setting, declared once: default, help, choices, range, flag, and whether it may change on resume."""
+"""Every setting, declared once: default, help, choices, range, flag, component, whether it may change."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ RECOMPUTE = ("auto", "none", "mlp", "block")
 SAVES = ("auto", "sync", "async")
 ON_DISK_ERROR = ("keep-going", "stop")
 ON_BAD_STEP = ("stop", "skip", "rollback")
+
+# What a setting may need beside the core.
+COMPONENTS = (
+    *("balance", "bigrams", "chats", "gpu", "hellaswag", "hierarchical", "local steps", "lora", "overlapped"),
+    *("packing", "recheck", "reproducible", "rollback", "sharded", "trial", "within"),
+)
 
 # The sections of --help-all.
 GROUPS = (
@@ -129,6 +135,7 @@ class ModelConfig:
         "Draw initial weights as GPT-2's, or (unit) such that layers keep a size of 1 and add nothing."
         " bigrams: as unit, with embedding and output layer learned from the counts of the text's pairs.",
         choices=INITS,
+        components=(("bigrams", "bigrams"),),
     )
     init_std: float = of_model(0.02, "Standard deviation of GPT-2's initial weights.", above=0)
     init_residual: bool = of_model(
@@ -238,11 +245,13 @@ class TrainConfig:
         False,
         "Begin each sequence with a document, and fill it by best fit. What does not fit is left out.",
         flag="--pack/--no-pack",
+        component="packing",
     )
     chats: bool = of_data(
         False,
         "Read --data and --val as chats, in lines of JSON, and learn their answers alone: distgpt tune.",
         flag="--chats/--no-chats",
+        component="chats",
     )
     init: str = of_model(
         "",
@@ -255,14 +264,20 @@ class TrainConfig:
         " the matrices of its layers (LoRA). 0: off.",
         low=0,
         most=1 << 12,
+        component="lora",
     )
     lora_alpha: float = of_model(
-        0.0, "Scale what adapters add by this number over their rank. 0: twice the rank.", low=0, most=1e6
+        0.0,
+        "Scale what adapters add by this number over their rank. 0: twice the rank.",
+        low=0,
+        most=1e6,
+        component="lora",
     )
     lora_matrices: str = of_model(
         "all",
         "Put adapters beside these matrices, separated by commas: q, k, v, o (of attention), gate, up, down"
         " (of the MLP; gate with swiglu alone). all: beside each.",
+        component="lora",
     )
     steps: int = of_schedule(600, "Train for this many optimizer steps.", low=1, changeable=True, first=True)
     epochs: float = of_schedule(
@@ -279,6 +294,7 @@ class TrainConfig:
         low=0,
         most=1e7,
         changeable=True,
+        component="within",
     )
     within_minutes: float = of_schedule(
         0.0,
@@ -286,6 +302,7 @@ class TrainConfig:
         low=0,
         most=1e7,
         changeable=True,
+        component="within",
     )
     batch_size: int = of_optimizer(
         16, "Sequences per optimizer step, on all ranks together.", low=1, most=1 << 32, first=True
@@ -368,6 +385,7 @@ class TrainConfig:
         choices=GRAD_SYNCS,
         changeable=True,
         former_choices=(("packed", "allreduce"),),
+        components=(("auto", "trial"), *((name, name) for name in ("hierarchical", "overlapped", "sharded"))),
     )
     gradient_dtype: str = of_ranks(
         "float32",
@@ -382,15 +400,22 @@ class TrainConfig:
         " for slow networks; mpi, mpi-cuda). 0: exchange gradients in every step.",
         low=0,
         changeable=True,
+        component="local steps",
     )
     outer_lr: float = of_ranks(
         0.9,
         "With --outer-every: learning rate of the step that all ranks then take together.",
         above=0,
         changeable=True,
+        component="local steps",
     )
     outer_momentum: float = of_ranks(
-        0.7, "With --outer-every: Nesterov momentum of that step.", low=0, below=1, changeable=True
+        0.7,
+        "With --outer-every: Nesterov momentum of that step.",
+        low=0,
+        below=1,
+        changeable=True,
+        component="local steps",
     )
     reproducible_parts: int = of_ranks(
         0,
@@ -400,6 +425,7 @@ class TrainConfig:
         most=1 << 20,
         changeable=True,
         formerly="units",
+        component="reproducible",
     )
     balance: str = of_ranks(
         "even",
@@ -407,6 +433,7 @@ class TrainConfig:
         " (mpi, mpi-cuda).",
         choices=BALANCES,
         changeable=True,
+        component="balance",
     )
     recompute: str = of_computing(
         "auto",
@@ -450,7 +477,10 @@ class TrainConfig:
         0, "Use this many validation tokens per evaluation. 0: all.", low=0, changeable=True
     )
     hellaswag: str = of_data(
-        "", "Also score the model on this HellaSwag file at evaluations.", changeable=True
+        "",
+        "Also score the model on this HellaSwag file at evaluations.",
+        changeable=True,
+        component="hellaswag",
     )
     on_bad_step: str = of_trouble(
         "stop",
@@ -458,6 +488,7 @@ class TrainConfig:
         " checkpoint and leave these data out (rollback).",
         choices=ON_BAD_STEP,
         changeable=True,
+        component="rollback",
     )
     spike_zscore: float = of_trouble(
         0.0,
@@ -465,9 +496,14 @@ class TrainConfig:
         " deviations. 0: never.",
         low=0,
         changeable=True,
+        component="rollback",
     )
     bad_steps_allowed: int = of_trouble(
-        10, "End a run after more bad steps than this.", low=0, changeable=True
+        10,
+        "End a run after more bad steps than this.",
+        low=0,
+        changeable=True,
+        component="rollback",
     )
     recheck_every: int = of_trouble(
         0,
@@ -475,6 +511,7 @@ class TrainConfig:
         low=0,
         changeable=True,
         formerly="replay_every",
+        component="recheck",
     )
     verify_every: int = of_trouble(
         100, "Compare the ranks' weights every N steps. 0: never.", low=0, changeable=True
@@ -518,20 +555,30 @@ class GpuConfig:
         True,
         "Record each step once as a CUDA graph and replay it (cuda stages).",
         flag="--cuda-graph/--no-cuda-graph",
+        component="gpu",
     )
     # auto: nccl where each rank has a GPU of its own, else host
-    allreduce: str = of_ranks("auto", "How GPUs sum their gradients (mpi-cuda).", choices=ALLREDUCES)
+    allreduce: str = of_ranks(
+        "auto",
+        "How GPUs sum their gradients (mpi-cuda).",
+        choices=ALLREDUCES,
+        component="gpu",
+    )
     deterministic: bool = of_computing(
         False,
         "Compute the same bits in every run. On CPUs: see --reproducible-parts.",
+        component="gpu",
     )
     tf32: bool = of_computing(
-        False, "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages)."
+        False,
+        "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages).",
+        component="gpu",
     )
     float8: bool = of_computing(
         False,
         "Multiply bfloat16 matrices in float8 where that is faster (Ada, Hopper and newer). A run's"
         " evaluations and samples stay in bfloat16.",
+        component="gpu",
     )
 
     def __post_init__(self) -> None:

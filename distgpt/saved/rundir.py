@@ -58,6 +58,12 @@ class RunDirectory:
         self._lock_path = self.running.absolute()
         self._unwritten: list[bytes] = []  # lines of metrics
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunDirectory) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
     # One process trains here. It holds the kernel's lock on running.json, which ends with the process.
 
     @contextmanager

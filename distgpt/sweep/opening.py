@@ -24,7 +24,7 @@ from distgpt.model.optim import learning_rate
 from distgpt.stages import Stage
 from distgpt.sweep.grid import BITS, Grid, Run, read_grid
 from distgpt.sweep.ledger import Ledger, begin, has_begun, read_back
-from distgpt.sweep.work import configured
+from distgpt.sweep.work import asked_of, configured
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.dial import holds_out
 from distgpt.training.opening.dtype import DTYPE, is_open
@@ -55,13 +55,13 @@ def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
     A sweep that has begun keeps its own; one of an earlier version has none, which is float32.
     """
     first = next(grid.runs())
-    if not is_open(None, None, first.values):
+    if not is_open(asked_of(first)):
         return grid
     fixed = {name: value for name, value in grid.fixed.items() if name != DTYPE}
     if out and has_begun(out):
         known = {name: value for name, value in read_back(out).fixed.items() if name == DTYPE}
     else:
-        known = {DTYPE: for_training(ready, configured(first)).name}
+        known = {DTYPE: for_training(ready, lambda: configured(first)).name}
     return replace(grid, fixed={**fixed, **known})
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
+from distgpt.config.asked import Asked, asked_for
 from distgpt.errors import DistgptError, Say, StorageError, first_line
 from distgpt.formatting import clock
 from distgpt.interrupts import Interrupted
@@ -24,8 +24,9 @@ from distgpt.training.exchange.choose import Chosen
 from distgpt.training.guards.attach import guarded
 from distgpt.training.guards.deadline import LEAVING
 from distgpt.training.loop import train
+from distgpt.training.opening.derived import derived
 from distgpt.training.opening.open import open_run
-from distgpt.training.opening.plan import configure, make_plan
+from distgpt.training.opening.plan import make_plan, new_run
 
 PAUSE = 0.5  # seconds before a process without work looks again
 SECONDS_BETWEEN_LINES = 10.0  # about a run that trains
@@ -123,8 +124,8 @@ class Worker:
     def _to_rung(self, rung: int, run: Run) -> int:
         """Train a run, from its last checkpoint if it has one, to the step of a rung; return that step."""
         ledger, stage = self.ledger, replace(self.stage, begun=time.monotonic())
-        out, preset = ledger.directory(run).path, run.values.get(PRESET)
-        plan = make_plan(stage.comm, preset, None, _settings(run), out, "auto", lambda text: None)
+        asked = replace(asked_of(run), out=ledger.directory(run).path, resume="auto")
+        plan = make_plan(stage.comm, derived(asked, 1), lambda text: None)
         by_clock = bool(plan.run.train.train_minutes)
         until = None if by_clock else ledger.grid.until(rung, plan.run.train.steps)
         is_there = until is not None and plan.step >= until and not plan.state.evaluation_pending
@@ -144,13 +145,15 @@ class Worker:
 def configured(run: Run) -> RunConfig:
     """Return a run's whole configuration; refuse values that do not go together."""
     try:
-        return configure(SerialComm(), run.values.get(PRESET), None, _settings(run))[1]
+        return new_run(derived(asked_of(run), 1))
     except DistgptError as error:
         raise type(error)(f"{run.name}: {error}") from None
 
 
-def _settings(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in run.values.items() if name != PRESET}
+def asked_of(run: Run) -> Asked:
+    """Return what a run of the grid is asked for."""
+    settings = {name: value for name, value in run.values.items() if name != PRESET}
+    return asked_for(settings, run.values.get(PRESET))
 
 
 def _rung(directory: RunDirectory, step: int, result: Result) -> Rung:

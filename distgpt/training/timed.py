@@ -72,4 +72,4 @@ def timed_clock(
     per_step = t.batch_size * model.config.seq_len
     closing = EVALUATION * (validation.count if validation else 0) / per_step
     is_async = model.kernels.capabilities.is_async
-    return TimedClock(t, pace, stage.begun, plan.state.seconds, is_async, closing)
+    return TimedClock(t, pace, stage.begun + plan.uncounted, plan.state.seconds, is_async, closing)

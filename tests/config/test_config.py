@@ -22,17 +22,15 @@ from distgpt.config import (
     parse_toml,
     settings_of,
 )
-from distgpt.config.presets import PRESETS, PRETRAINED, preset, resolve
+from distgpt.config.asked import PRETRAINED, asked_for, resolve
+from distgpt.config.presets import PRESETS, preset
 from distgpt.config.setting import brief
+from distgpt.config.settings import COMPONENTS
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
 
 DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
-
-
-def nowhere(path):
-    raise AssertionError(f"{path} was read")
 
 
 def other(name, about):
@@ -73,7 +71,7 @@ def test_every_option_reaches_the_configuration():
         about, value = SETTINGS[name], other(name, SETTINGS[name])
         flags = command.main(words(name, about, value), standalone_mode=False)
         assert flags == {name: value}
-        run = resolve(None, None, flags, {"x": preset("tiny-adamw").model}.get)[1]
+        run = resolve(asked_for(flags), preset("tiny-adamw").model if name == "init" else None)
         implied = PRETRAINED if name == "init" else {}
         base = preset("tiny-adamw" if name == "init" else "tiny")
         assert run == base.with_values({name: value, **implied}), name
@@ -121,20 +119,35 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
     } == CHANGEABLE
 
 
+def test_each_setting_names_components_that_there_are_and_no_default_needs_one():
+    named = set()
+    for config in (ModelConfig, TrainConfig, GpuConfig):
+        for name, about in settings_of(config).items():
+            assert about.needs(DEFAULTS[name], DEFAULTS[name]) == "", name
+            assert {choice for choice, _ in about.components} <= set(about.choices), name
+            named |= {about.component, *(component for _, component in about.components)}
+    assert named - {""} == set(COMPONENTS)
+    of_adapters = {name for name, about in SETTINGS.items() if about.component == "lora"}
+    assert of_adapters == {"lora_rank", "lora_alpha", "lora_matrices"}
+    needs = SETTINGS["grad_sync"].needs
+    assert (needs("sharded", "allreduce"), needs("chunked", "allreduce")) == ("sharded", "")
+
+
 # Where values come from
 
 
 def test_defaults_then_preset_then_file_then_flags(tmp_path):
     toml = tmp_path / "mine.toml"
     toml.write_text('preset = "gpt-mini"\nsteps = 7\n[train]\nlr = 0.5\n[model]\nn_layer = 3\n')
-    name, run = resolve(None, toml, {"steps": 9}, nowhere)
-    assert name == "mine"
+    asked = asked_for({"steps": 9}, toml=toml)
+    run = resolve(asked)
+    assert asked.name == "mine"
     assert (run.train.steps, run.train.lr, run.model.n_layer) == (9, 0.5, 3)
     assert run.train.data == "story"  # from the preset
     assert run.train.beta2 == TrainConfig().beta2  # from the defaults
-    name, run = resolve("microgpt", toml, {}, nowhere)  # the flag's preset overrides the file's
-    assert (name, run.train.data) == ("microgpt", "names")
-    assert resolve(None, None, {}, nowhere) == ("tiny", preset("tiny"))
+    asked = asked_for({}, "microgpt", toml)  # the flag's preset overrides the file's
+    assert (asked.name, resolve(asked).train.data) == ("microgpt", "names")
+    assert (asked_for({}).name, resolve(asked_for({}))) == ("tiny", preset("tiny"))
 
 
 def test_former_names_of_settings_are_understood_and_flags_say_the_new_one(tmp_path):
@@ -147,7 +160,7 @@ def test_former_names_of_settings_are_understood_and_flags_say_the_new_one(tmp_p
     text = '[train]\nwire = "bfloat16"\nreplay_every = 3\nunits = 4\ngrad_sync = "packed"\n'
     assert parse_toml(text, "a file") == now
     (tmp_path / "old.toml").write_text(text.replace("units = 4\n", ""))
-    run = resolve(None, tmp_path / "old.toml", {"reproducible_parts": 4}, nowhere)[1]
+    run = resolve(asked_for({"reproducible_parts": 4}, toml=tmp_path / "old.toml"))
     assert all(getattr(run.train, name) == value for name, value in now.items())
 
     command = click.command()(settings(lambda **flags: click.echo(json.dumps(set_by_user(flags)))))
@@ -169,12 +182,12 @@ def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
         ({"batch_size": 5}, 5, 5),
     ):
         assert preset("gpt2", changes).train.batch_size == alone
-        assert resolve("gpt2", toml, changes, nowhere)[1].train.batch_size == on_file
+        assert resolve(asked_for(changes, "gpt2", toml)).train.batch_size == on_file
 
 
 def test_a_run_that_begins_with_weights_has_their_model():
     held = ModelConfig(vocab_size=99, n_layer=2, seq_len=64, positions="learned")
-    _, run = resolve("gpt2", None, {"init": "w", "steps": 5}, {"w": held}.get)
+    run = resolve(asked_for({"init": "w", "steps": 5}, "gpt2"), held)
     assert run.model == held
     assert run.train.batch_size == (1 << 19) // 64 and run.train.steps == 5
     for changes, message in (
@@ -182,9 +195,9 @@ def test_a_run_that_begins_with_weights_has_their_model():
         ({"seq_len": 128}, "seq_len"),
     ):
         with pytest.raises(UsageError, match=message):
-            resolve("gpt2", None, {"init": "w", **changes}, {"w": held}.get)
+            resolve(asked_for({"init": "w", **changes}, "gpt2"), held)
     rotary = replace(held, positions="rope")
-    assert resolve("tiny", None, {"init": "w", "seq_len": 128}, {"w": rotary}.get)[1].model.seq_len == 128
+    assert resolve(asked_for({"init": "w", "seq_len": 128}, "tiny"), rotary).model.seq_len == 128
 
 
 def test_every_preset_survives_toml():
@@ -402,7 +415,7 @@ def test_every_option_reaches_the_run(tmp_path):
 def test_a_warm_up_that_nobody_chose_fits_a_short_run(tmp_path):
     def warmup(toml="", **flags):
         (tmp_path / "c.toml").write_text(toml)
-        return resolve("tiny-adamw", tmp_path / "c.toml", flags, None)[1].train.warmup
+        return resolve(asked_for(flags, "tiny-adamw", tmp_path / "c.toml")).train.warmup
 
     assert (warmup(), warmup(steps=600), warmup(steps=40), warmup(steps=1)) == (120, 120, 8, 0)
     assert warmup(steps=40, warmup=30) == warmup("warmup = 30", steps=40) == 30

@@ -10,7 +10,8 @@ from core.tree import CORE, KEPT, MODULES, as_counts, found
 
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
 COMMANDS = "complete help infer options sample train"
-FACE = {"__main__", "cli", "api", *(f"commands.{name}" for name in COMMANDS.split())}
+# Recipes stand in their order in a file that commands and `api` share.
+FACE = {"__main__", "cli", "api", "training.opening.recipes", *(f"commands.{c}" for c in COMMANDS.split())}
 FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 NEEDED = Path(__file__).with_name("needed.txt")
 

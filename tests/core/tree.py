@@ -22,7 +22,7 @@ KEPT = Path(__file__).with_name("leads_out.txt")
 # The folders of the core from the ground up, each with the modules that will live in it.
 TREE = {
     "base": "errors interrupts formatting checked files system version",
-    "config": "config config.setting config.settings config.presets",
+    "config": "config config.setting config.settings config.presets config.asked",
     "ops": "kernels.api kernels.reference kernels.low_precision",
     "comm": """comm.agree comm.api comm.batch comm.cores comm.joining comm.launched comm.leaving comm.limits
         comm.mpi comm.reports comm.serial""",
@@ -44,7 +44,7 @@ TREE = {
     "train": """evaluation.assessment evaluation.bits evaluation.scoring training.activity
         training.checkpoints training.clock training.exchange.api
         training.in_flight training.judge training.loop training.micro_batches
-        training.opening.announce training.opening.finished training.opening.memory
+        training.opening.announce training.opening.dtype training.opening.finished training.opening.memory
         training.opening.open training.opening.plan training.opening.resumption
         training.opening.whereabouts training.placement training.progress training.reading
         training.report training.restore training.run training.sanity training.schedule

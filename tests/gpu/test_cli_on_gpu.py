@@ -12,6 +12,7 @@ from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 
 from distgpt import dtypes
 from distgpt.comm.serial import SerialComm
+from distgpt.config.asked import Asked, asked_for
 from distgpt.config.dial import flops, text_to_learn_from
 from distgpt.dtypes import SLOW_FLOAT32
 from distgpt.saved.rundir import RunDirectory
@@ -138,11 +139,11 @@ def test_a_gpu_takes_bfloat16_unless_float32_is_named_which_notes_what_that_cost
 
 def test_a_larger_model_is_suggested_for_a_gpu_where_none_was_chosen(tmp_path):
     said, stage = [], Stage("cuda", SerialComm(), 0, device=object())
-    note_small_model(stage, None, None, {"data": "a b.txt", "steps": 3}, None, said.append)
+    note_small_model(stage, asked_for({"data": "a b.txt", "steps": 3}), said.append)
     assert len(said) == 1 and "tiny is small for a GPU: --within 5m" in said[0]
     for preset, flags in (("fast", {}), (None, {"depth": 3}), (None, {"n_embd": 64}), (None, {"init": "x"})):
-        note_small_model(stage, preset, None, flags, None, said.append)
-    note_small_model(replace(stage, device=None), None, None, {}, None, said.append)
+        note_small_model(stage, asked_for(flags, preset), said.append)
+    note_small_model(replace(stage, device=None), Asked(), said.append)
     assert len(said) == 1
 
 
@@ -164,7 +165,7 @@ def chosen_within(monkeypatch, seconds, cold, probes):
     monkeypatch.setattr(within, "measured_speed", speed)
     monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stage = Stage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)
-    choice, _ = within.measured_choice(stage, None, {}, seconds, text, lambda text: None, probes)
+    choice, _ = within.measured_choice(Asked(), stage, seconds, text, lambda text: None, probes)
     return measured, choice
 
 

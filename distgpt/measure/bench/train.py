@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.comm.agree import gather_ints
-from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
+from distgpt.config.asked import asked_for
 from distgpt.doctor.speed import measure_peaks
 from distgpt.errors import UsageError
 from distgpt.formatting import duration
@@ -26,7 +26,7 @@ from distgpt.saved.rundir import RunDirectory
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.stages import WITH_MPI, open_stage
 from distgpt.training.opening.dtype import DTYPE, foreseen
-from distgpt.training.opening.plan import configure
+from distgpt.training.opening.plan import new_run
 
 STEPS = 20  # without --steps
 
@@ -70,7 +70,8 @@ def measure_peak(options: TrainOptions) -> None:
 
 
 def bench(options: TrainOptions) -> None:
-    _, run = foreseen(options.stage, options.preset, None, options.settings, options.gpu.tf32)
+    asked = replace(asked_for(options.settings, options.preset), fetches=False)
+    run = foreseen(options.stage, asked, options.gpu.tf32)
     options = replace(options, settings={**options.settings, DTYPE: run.train.dtype})
     found = measure(options)
     options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
@@ -89,7 +90,7 @@ def prepared(options: TrainOptions) -> tuple[Launcher | None, RunConfig]:
     """Return the launcher and the run; refuse what cannot be measured here, before anything is."""
     launcher = find_launcher(options.launcher, options.hostfile) if options.stage in WITH_MPI else None
     jobs.check_gpu(options.stage, options.dtype, options.launcher, options.hostfile)
-    _, run = configure(SerialComm(), options.preset, None, {"steps": STEPS, **options.settings})
+    run = new_run(asked_for({"steps": STEPS, **options.settings}, options.preset))
     options.prepare()
     return launcher, run
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
+from distgpt.config.asked import asked_for
 from distgpt.config.presets import preset
 from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.errors import UsageError
@@ -16,7 +17,8 @@ from distgpt.measure import published
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
 from distgpt.saved.modelfile import read_description
-from distgpt.training.opening.plan import DETERMINISTIC, configure
+from distgpt.training.opening.derived import derived
+from distgpt.training.opening.plan import new_run
 
 SHORT = 21  # epochs: enough for the published losses of epoch 20
 PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project
@@ -69,15 +71,15 @@ def find_workload(
     if flags.get("log_every", 1) != 1:
         raise UsageError("--log-every: the losses of all steps are compared, so all have to be logged")
     default = published.PRESET if toml is None else None
-    name, run = configure(SerialComm(), preset_name or default, toml, {**flags, DETERMINISTIC: deterministic})
-    run = run.with_values({"log_every": 1})
+    asked = asked_for({**flags, "deterministic": deterministic}, preset_name or default, toml)
+    run = new_run(derived(asked, 1)).with_values({"log_every": 1})
     is_projects = _is_projects(run)
     if full and not (is_projects and run.train.steps == published.EPOCHS):
         raise UsageError("--full is for the course project's workload; set the length of others with --steps")
     if is_projects and run.train.steps == published.EPOCHS and not full and "steps" not in flags:
         # Its first steps, at the learning rates that a linear schedule has there.
         run = run.with_values({"steps": SHORT, "min_lr": learning_rate(run.train, SHORT)})
-    return Workload(name, run, is_projects)
+    return Workload(asked.name, run, is_projects)
 
 
 def _is_projects(run: RunConfig) -> bool:

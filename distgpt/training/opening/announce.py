@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from distgpt.config import RunConfig, TrainConfig
+from distgpt.config.asked import Asked
 from distgpt.config.dial import PARAMETERS_PER_TOKEN
 from distgpt.config.presets import DEFAULT_PRESET
 from distgpt.data.batches import Batches
@@ -24,13 +24,12 @@ from distgpt.formatting import count, size, size_in_column
 from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.clock import is_over
-from distgpt.training.opening.dial import DEPTH, WITHIN
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.resumption import described
 from distgpt.training.opening.whereabouts import shown_hosts
 from distgpt.training.progress import Progress
 
-CHOOSES_MODEL = {DEPTH, WITHIN, "init", "chats", "decay_from", "n_layer", "n_embd"}
+CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
 BY_HEART = 40  # times that a text is read, from which on a large model knows it
 
 
@@ -66,7 +65,7 @@ def facts(
 def _seconds_left(plan: Plan, stage: Stage) -> float | None:
     """Return the seconds until the end of a run that ends by the clock."""
     total = 60 * plan.run.train.train_minutes
-    return stage.begun + total - plan.state.seconds - time.monotonic() if total else None
+    return stage.begun + plan.uncounted + total - plan.state.seconds - time.monotonic() if total else None
 
 
 def _of_examples(batches: ExampleBatches, t: TrainConfig) -> str:
@@ -79,20 +78,14 @@ def _of_examples(batches: ExampleBatches, t: TrainConfig) -> str:
     )
 
 
-def note_small_model(
-    stage: Stage,
-    preset: str | None,
-    toml: Path | None,
-    flags: Mapping[str, Any],
-    resume: str | None,
-    say: Say,
-) -> None:
+def note_small_model(stage: Stage, asked: Asked, say: Say) -> None:
     """Suggest a larger model than the default one for a GPU. For all ranks."""
-    is_chosen = preset or toml or resume or flags.keys() & CHOOSES_MODEL
+    by_recipe = asked.depth or asked.within or asked.decay_from
+    is_chosen = by_recipe or asked.preset or asked.toml or asked.resume or asked.given.keys() & CHOOSES_MODEL
     if stage.device is None or stage.comm.rank or is_chosen:
         return
     # The bundled text is read too fast: five minutes of it would be learned by heart.
-    own = "" if "data" in flags else "with a text of your own (--data) "
+    own = "" if "data" in asked.given else "with a text of your own (--data) "
     say(f"{DEFAULT_PRESET} is small for a GPU: {own}--within 5m chooses what learns most in 5 minutes")
 
 

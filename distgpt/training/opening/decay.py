@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
+from distgpt.config.asked import Asked
 from distgpt.errors import DataError, UsageError, refuse_beside
 from distgpt.model.optim import learning_rate
 from distgpt.saved.checkpoint import load_state
 from distgpt.saved.rundir import RunDirectory, place_for
-from distgpt.training.opening.dial import DEPTH, WITHIN
+from distgpt.training.opening.derived import everywhere
 from distgpt.training.opening.resumption import find_run
 
-DECAY_FROM = "decay_from"
-OTHERS = (DEPTH, WITHIN, "train-minutes", "schedule", "decay-fraction", "init")
-
-Asked = tuple[dict[str, Any], Path | None, str | None]  # flags, --out and --resume
+OTHERS = ("train-minutes", "schedule", "decay-fraction", "init")
 
 
-def with_decay(comm: Comm, flags: Mapping[str, Any], out: Path | None, resume: str | None) -> Asked:
+def with_decay(asked: Asked, comm: Comm) -> Asked:
     """Return what --decay-from stands for: a branch whose schedule falls. Collective."""
-    if DECAY_FROM not in flags:
-        return dict(flags), out, resume
-    found = on_root(comm, lambda: _decided(flags, out, resume))
-    rest = {name: value for name, value in flags.items() if name != DECAY_FROM}
-    return {**rest, **found["settings"]}, Path(found["out"]), found["resume"]
+    return everywhere(comm, lambda: _branch(asked, str(asked.decay_from)))
 
 
-def _decided(flags: Mapping[str, Any], out: Path | None, resume: str | None) -> dict[str, Any]:
-    """Return the settings of the fall, the new run's directory, and the checkpoint."""
-    path, steps = Path(flags[DECAY_FROM]), flags.get("steps")
-    others = {name: flags.get(name.replace("-", "_")) for name in OTHERS}
-    refuse_beside("--decay-from", {"resume": resume, **others}, "it says where a run begins and how it ends")
-    if not steps:
+def _branch(asked: Asked, origin: str) -> Asked:
+    """Return the branch: the settings of the fall, the new run's directory, and the checkpoint."""
+    path, steps, out = Path(origin), asked.given.get("steps"), asked.out
+    others = {name: asked.given.get(name.replace("-", "_")) for name in OTHERS}
+    others = {"resume": asked.resume, "depth": asked.depth, "within": asked.within, **others}
+    refuse_beside("--decay-from", others, "it says where a run begins and how it ends")
+    if not steps or not isinstance(steps, int):
         raise UsageError("--decay-from lets the learning rate fall over the next --steps: say how many")
     if not path.is_dir():
         raise DataError(f"--decay-from {path}: there is no such checkpoint or run directory")
@@ -50,7 +43,8 @@ def _decided(flags: Mapping[str, Any], out: Path | None, resume: str | None) -> 
     _refuse_fallen(found.settings.train, step, found.checkpoint)
     end = step + steps
     fall = {"steps": end, "schedule": "wsd", "decay_fraction": steps / end, "train_minutes": 0.0}
-    return {"settings": fall, "out": str(out), "resume": str(found.checkpoint)}
+    given = {**asked.given, **fall}
+    return replace(asked, decay_from=None, given=given, out=out, resume=str(found.checkpoint))
 
 
 def _refuse_fallen(t: TrainConfig, step: int, checkpoint: Path) -> None:

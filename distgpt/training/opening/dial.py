@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distgpt.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS, RunConfig
+from distgpt.config.asked import Asked
 from distgpt.config.dial import (
     DEEPEST,
     EPOCHS,
@@ -24,15 +25,30 @@ from distgpt.data.prepare.documents import find_inputs
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.errors import UsageError, refuse_beside
 from distgpt.formatting import clock, count, three_digits
+from distgpt.training.opening.resumption import begins_anew
 
 DIALLED = "fast"  # the preset that the laws are for
-DEPTH, WITHIN, TOKENS = "depth", "within", "dial_tokens"  # flags that are no settings
 BYTES_PER_WORD = 6
 # Of runs by the clock. A token that is evaluated takes half of the time of one that is learned from.
 EVALUATIONS, VAL_SHARE, LEAST_VAL_TOKENS = 6, 64, 1 << 12
 UNPACKED = 3  # times its size is a compressed text, about
 # Settings of the user from which others follow.
 FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TOKENS, "steps"}
+
+
+def titled(asked: Asked) -> Asked:
+    """Return what is asked for with the name of the preset that a depth belongs to, unless it has another."""
+    return replace(asked, title=asked.name if asked.preset or asked.toml else DIALLED)
+
+
+def with_depth(asked: Asked, ranks: int) -> Asked:
+    """Return what is asked for with the settings that follow from its depth. For rank 0."""
+    dial, asked = Dial(asked.depth or 0, asked.tokens, ranks), replace(titled(asked), depth=None)
+    if not begins_anew(asked):  # a resumed run has its settings: the same depth is no other model
+        return replace(asked, given={"n_layer": dial.depth, **asked.given})
+    if asked.preset not in (None, DIALLED):
+        raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {asked.preset}")
+    return replace(asked, preset=DIALLED, derived=dial.settings(asked.settings()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distgpt.config import CHANGEABLE, RunConfig, differences
+from distgpt.config.asked import Asked
 from distgpt.errors import DataError, Say, UsageError, escape
-from distgpt.saved.checkpoint import MANIFEST, STATE, newest_intact, verify
+from distgpt.saved.checkpoint import MANIFEST, STATE, State, newest_intact, verify
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.rundir import RunDirectory, differing, place_for
 from distgpt.training.clock import is_over
+
+Change = tuple[object, object]  # what a setting was, and what it is now
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,32 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
 
 
-def is_finished(found: Resumption, run: RunConfig, state: Mapping[str, Any], changes: Container[str]) -> bool:
+def begins_anew(asked: Asked) -> bool:
+    """Return whether there is no run yet that is asked for by `resume`."""
+    return asked.resume is None or (asked.resume == "auto" and saved_run(asked) is None)
+
+
+def saved_run(asked: Asked) -> RunConfig | None:
+    """Return the settings so far of the run that `resume` names; None where there is none.
+
+    Without a look at its checkpoints, which takes long.
+    """
+    if asked.resume is None:
+        return None
+    if asked.resume == "auto":
+        return RunDirectory(asked.out or place_for(Path("runs"), asked.name, resuming=True)).saved()
+    path = Path(asked.resume)
+    return RunDirectory(path).saved() or RunDirectory(path.resolve().parent.parent).saved()
+
+
+def is_finished(found: Resumption, run: RunConfig, state: State, changes: Container[str]) -> bool:
     """Return whether a run has nothing left to do: it was finished at this step, and no more is wanted."""
-    t, step, directory = run.train, state["step"], found.directory
+    t, step, directory = run.train, state.step, found.directory
     if not found.checkpoint or not directory.owns(found.checkpoint):
         return False
     if t.epochs and ("epochs" in changes or "data" in changes):  # the steps follow from the examples
         return False
-    is_done = is_over(state.get("seconds", 0.0), t) if t.train_minutes else step == t.steps
+    is_done = is_over(state.seconds, t) if t.train_minutes else step == t.steps
     return is_done and directory.finished_at() == step
 
 
@@ -79,12 +99,12 @@ def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
         )
 
 
-def described(changes: dict[str, tuple[object, object]]) -> str:
+def described(changes: dict[str, Change]) -> str:
     """Return the changes as a text, like "lr 0.01 → 0.001, steps 600 → 900"."""
     return ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in changes.items())
 
 
-def changed(before: RunConfig | None, now: RunConfig) -> dict[str, tuple[object, object]]:
+def changed(before: RunConfig | None, now: RunConfig) -> dict[str, Change]:
     """The settings that a resumed run changes, in the order in which they are declared."""
     return differences(before, now) if before else {}
 

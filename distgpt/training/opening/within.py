@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ import numpy as np
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig
+from distgpt.config.asked import Asked
 from distgpt.config.dial import Choice, Text, choose
-from distgpt.config.presets import merged
 from distgpt.data.batches import ArrayTokens
 from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.bpe import LARGE
@@ -26,11 +25,12 @@ from distgpt.kernels import first_use
 from distgpt.stages import Notes, Stage, report_compiling
 from distgpt.training.clock import KEPT
 from distgpt.training.exchange.choose import Chosen
-from distgpt.training.opening.dial import DEPTH, TOKENS, WITHIN, holds_out, text_of
+from distgpt.training.opening.derived import configured, everywhere
+from distgpt.training.opening.dial import holds_out, text_of, titled
 from distgpt.training.opening.difficulty import difficulty
 from distgpt.training.opening.dtype import decided, is_open
 from distgpt.training.opening.open import compile_once_per_node, make_steps
-from distgpt.training.opening.plan import begins_anew, configure
+from distgpt.training.opening.resumption import begins_anew, saved_run
 
 STEP_SECONDS = 1.5  # time steps of a depth for this long
 MOST_MEASURING = 0.04  # of the time
@@ -58,45 +58,47 @@ GPU_PROBES = Probes((4, 12), 2e8, needed=2, most=0.3, warms_up=True)
 CPU_PROBES = Probes((2, 4), 2e6, needed=1, most=MOST_MEASURING, warms_up=False)
 
 
-def with_clock(
-    stage: Stage,
-    preset: str | None,
-    toml: Path | None,
-    flags: Mapping[str, Any],
-    out: Path | None,
-    resume: str | None,
-    say: Say,
-) -> tuple[Stage, dict[str, Any]]:
-    """Return the stage, and the flags with what --within stands for: the clock, for a new run a depth too.
+def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
+    """Return what --within stands for: the clock, for a new run a depth too.
 
-    A preset or a model that is given stays, and so does a depth. The stage's time begins when its loops are
+    A preset or a model that is given stays, and so does a depth. The run's time begins when its loops are
     compiled: that happens once on a machine, and would take a third of a minute's run. Collective.
     """
-    if WITHIN not in flags:
-        return stage, dict(flags)
-    refuse_beside("--within", {"train-minutes": flags.get("train_minutes")}, "each says when a run ends")
-    seconds = parse_duration(str(flags[WITHIN]))
-    flags = {**flags, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
-
-    def chooses() -> bool:
-        given = merged(toml, flags)
-        stays = preset or given.keys() & {"preset", "init"}
-        return not stays and begins_anew(preset, toml, flags, out, resume)
-
-    if not on_root(stage.comm, chooses):
-        return stage, flags
-    text, held_out = _text(stage.comm, toml, flags)
+    others = {"train-minutes": asked.given.get("train_minutes")}
+    refuse_beside("--within", others, "each says when a run ends")
+    seconds = parse_duration(str(asked.within))
+    given = {**asked.given, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
+    asked = replace(titled(asked), within=None, given=given)
+    if not on_root(stage.comm, lambda: _chooses(asked)):
+        return everywhere(stage.comm, lambda: _as_before(asked))
+    text, held_out = _text(stage.comm, asked)
     probes = CPU_PROBES if stage.device is None else GPU_PROBES
 
     def smallest() -> RunConfig:
-        return _run(stage, toml, flags, flags.get(DEPTH, 1), probes.tokens, text)
+        return _run(asked, stage, asked.depth or 1, probes.tokens, text)
 
-    stage = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
-    found, rest = measured_choice(stage, toml, flags, seconds, text, say, probes)
-    flags["train_minutes"] = rest / 60
+    compiled = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
+    found, rest = measured_choice(asked, compiled, seconds, text, say, probes)
     if stage.comm.rank == 0:
         _report(found, rest, seconds, text, held_out, say)
-    return stage, {**flags, DEPTH: found.depth, TOKENS: found.tokens}
+    given["train_minutes"] = rest / 60
+    uncounted = compiled.begun - stage.begun
+    return replace(asked, given=given, depth=found.depth, tokens=found.tokens, uncounted=uncounted)
+
+
+def _chooses(asked: Asked) -> bool:
+    """Return whether a new run has a model to be chosen."""
+    preset, file, given = asked.layers()
+    return not preset and "init" not in {**file, **given} and begins_anew(asked)
+
+
+def _as_before(asked: Asked) -> Asked:
+    """Let a run that needs less time keep its own, by the same command again, as of a requeued job."""
+    given = dict(asked.given)
+    before = saved_run(asked)
+    if before and before.train.within_minutes == given["within_minutes"]:
+        del given["train_minutes"]
+    return replace(asked, given=given)
 
 
 def _report(found: Choice, rest: float, seconds: float, text: Text, held_out: bool, say: Say) -> None:
@@ -116,11 +118,11 @@ def _report(found: Choice, rest: float, seconds: float, text: Text, held_out: bo
         say("--within: nothing is held out to measure that: --val-fraction 0.1 does so")
 
 
-def _text(comm: Comm, toml: Path | None, flags: Mapping[str, Any]) -> tuple[Text, bool]:
+def _text(comm: Comm, asked: Asked) -> tuple[Text, bool]:
     """Return what is known of the text before it is read, and whether some of it is held out. Collective."""
 
     def find() -> list[Any]:
-        given = merged(toml, flags)
+        given = asked.settings()
         text = text_of(given)
         hard = difficulty(resolve_data(given.get("data", "corpus")))
         return [text.tokens, text.vocab_size, text.tokenizer, hard, holds_out(given)]
@@ -146,9 +148,8 @@ def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: boo
 
 
 def measured_choice(
+    asked: Asked,
     stage: Stage,
-    toml: Path | None,
-    flags: Mapping[str, Any],
     seconds: float,
     text: Text,
     say: Say,
@@ -158,7 +159,7 @@ def measured_choice(
 
     Collective.
     """
-    comm, only = stage.comm, flags.get(DEPTH, 0)
+    comm, only = stage.comm, asked.depth or 0
     end, warm = stage.begun + KEPT * seconds, 0.0
     speeds: dict[int, float] = {}
 
@@ -181,7 +182,7 @@ def measured_choice(
     while depths:
         depth = depths.pop(0)
         tokens = probes.tokens if len(speeds) < probes.needed else best(depth)[0].tokens
-        speeds[depth], cold = measured_speed(stage, _run(stage, toml, flags, depth, tokens, text))
+        speeds[depth], cold = measured_speed(stage, _run(asked, stage, depth, tokens, text))
         warm = warm or cold * probes.warms_up
         if comm.rank == 0:
             say(f"--within: this machine trains depth {depth} with {speeds[depth]:,.0f} tokens/s")
@@ -219,13 +220,11 @@ def measured_speed(stage: Stage, run: RunConfig) -> tuple[float, float]:
     return per_step / min(once, seconds(3, min(50, max(1, int(STEP_SECONDS / once))))), cold
 
 
-def _run(
-    stage: Stage, toml: Path | None, flags: Mapping[str, Any], depth: int, tokens: float, text: Text
-) -> RunConfig:
+def _run(asked: Asked, stage: Stage, depth: int, tokens: float, text: Text) -> RunConfig:
     """Return the run of a depth and these tokens, with what can be measured without a text. Collective."""
-    flags = {**flags, DEPTH: depth, TOKENS: tokens}
-    _, run = configure(stage.comm, None, toml, flags)
-    if on_root(stage.comm, lambda: is_open(None, toml, flags)):
+    asked = replace(asked, depth=depth, tokens=tokens)
+    run = configured(stage.comm, asked)
+    if on_root(stage.comm, lambda: is_open(asked)):
         run = decided(stage, run)
     t = replace(run.train, grad_sync="allreduce" if run.train.grad_sync == "auto" else run.train.grad_sync)
     t = replace(t, balance="even")

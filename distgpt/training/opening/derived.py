@@ -1,0 +1,63 @@
+"""The recipes that need no stage, from what is asked for to settings: --depth, tuning, --deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.config import RunConfig
+from distgpt.config.asked import Asked
+from distgpt.errors import Say
+from distgpt.training.opening.plan import new_run
+from distgpt.training.opening.resumption import begins_anew
+
+
+def derived(asked: Asked, ranks: int) -> Asked:
+    """Return what is asked for with the settings that these recipes stand for. For rank 0."""
+    if asked.depth is not None:
+        from distgpt.training.opening.dial import with_depth
+
+        asked = with_depth(asked, ranks)
+    elif asked.given.get("chats"):
+        from distgpt.training.opening.tuning import tuned
+
+        asked = tuned(asked, ranks)
+    if asked.deterministic:  # last: its parts divide the batch
+        from distgpt.training.opening.deterministic import with_parts
+
+        asked = with_parts(asked)
+    return asked
+
+
+def reported(asked: Asked, ranks: int, say: Say) -> Asked:
+    """Return the same, and show what follows from a depth. For rank 0."""
+    found = derived(asked, ranks)
+    if asked.depth is not None and begins_anew(found):
+        from distgpt.training.opening.dial import Dial
+
+        say(Dial(asked.depth, asked.tokens, ranks).described(new_run(found)))
+    return found
+
+
+def everywhere(comm: Comm, find: Callable[[], Asked]) -> Asked:
+    """Return on every rank what rank 0 makes of what is asked for. Collective."""
+    if comm.size == 1:
+        return find()
+
+    def wire() -> dict[str, object]:
+        found = find()
+        paths = {"toml": found.toml, "out": found.out}
+        return {**asdict(found), **{name: path and str(path) for name, path in paths.items()}}
+
+    found = on_root(comm, wire)
+    return Asked(**{**found, **{name: found[name] and Path(found[name]) for name in ("toml", "out")}})
+
+
+def configured(comm: Comm, asked: Asked) -> RunConfig:
+    """Return the configuration of a new run, as rank 0 resolves it. Collective."""
+    if comm.size == 1:
+        return new_run(derived(asked, 1))
+    return RunConfig.from_dict(on_root(comm, lambda: asdict(new_run(derived(asked, comm.size)))))

@@ -1,0 +1,94 @@
+"""From what is asked for to a plan: one object in one process, equal ones on several ranks; and recipes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from threadranks import on_all_ranks
+
+from distgpt.comm.serial import SerialComm
+from distgpt.config.asked import Asked, asked_for
+from distgpt.config.presets import PRESETS, preset
+from distgpt.errors import UsageError
+from distgpt.training.opening import plan as planning
+from distgpt.training.opening.derived import derived, everywhere
+from distgpt.training.opening.plan import decode, encode, make_plan, new_run
+
+RECIPES = ("decay", "within", "dial", "tuning", "deterministic", "derived")
+
+
+def silent(text):
+    """Nobody listens."""
+
+
+def sent(plan):
+    return decode(json.loads(json.dumps(encode(plan))))
+
+
+def test_each_preset_s_plan_comes_over_the_wire_as_it_is(tmp_path):
+    for name in PRESETS:
+        plan = make_plan(SerialComm(), asked_for({}, name, out=tmp_path / name), silent)
+        assert sent(plan) == plan and plan.run == new_run(Asked(name)), name
+        assert plan != replace(plan, until=3) and sent(replace(plan, until=3)).until == 3
+
+
+def test_so_does_the_plan_of_a_run_that_resumes(trained):
+    asked = asked_for({"lr": 1e-4, "steps": 40}, out=trained, resume="auto")
+    plan = make_plan(SerialComm(), replace(asked, uncounted=1.5), silent)
+    plan = replace(plan, state=replace(plan.state, recent=((5.5, 0.25),), shares=[3, 5]))
+    assert plan.checkpoint and plan.changes["steps"] == (30, 40) and plan.uncounted
+    back = sent(plan)
+    own, same = plan.origin.tokenizer, back.origin.tokenizer
+    assert own.to_json() == same.to_json() and own is not same
+    assert back == replace(plan, origin=replace(plan.origin, tokenizer=same))
+
+
+def test_one_process_has_the_plan_itself_and_several_ranks_an_equal_one(tmp_path, monkeypatch):
+    asked = asked_for({"n_layer": 1}, out=tmp_path / "run")
+    plan = make_plan(SerialComm(), asked, silent)
+    assert on_all_ranks(2, lambda comm: make_plan(comm, asked, silent)) == [plan, plan]
+    monkeypatch.setattr(planning, "encode", None)
+    assert make_plan(SerialComm(), asked, silent) == plan
+
+
+def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):
+    toml = tmp_path / "c.toml"
+    toml.write_text("lr = 0.005\n")
+    asked = asked_for({"data": "story", "depth": 2}, toml=toml, out=tmp_path)
+    found = derived(asked, 2)
+    assert on_all_ranks(2, lambda comm: everywhere(comm, lambda: derived(asked, 2))) == [found, found]
+    assert (found.depth, found.preset, found.name) == (None, "fast", "c")
+    run = new_run(found)
+    assert (run.model.n_layer, run.train.lr) == (2, 0.005) and run.train.steps != preset("fast").train.steps
+
+
+def test_parts_of_deterministic_runs_divide_the_batch_and_leave_those_that_are_named():
+    for settings, parts in (({"batch_size": 12}, 4), ({"batch_size": 12, "reproducible_parts": 2}, 2)):
+        asked = derived(asked_for({**settings, "deterministic": True}), 1)
+        assert new_run(asked).train.reproducible_parts == parts and not asked.deterministic
+
+
+def test_words_of_recipes_are_no_settings_and_others_are_refused():
+    asked = asked_for({"within": "3m", "depth": 2, "lr": 0.1, "decay_from": "run"})
+    assert (asked.within, asked.depth, asked.decay_from, asked.given) == ("3m", 2, "run", {"lr": 0.1})
+    with pytest.raises(UsageError, match="unknown setting 'lrr'"):
+        new_run(asked_for({"lrr": 0.1}))
+    with pytest.raises(UsageError, match="--steps and --epochs exclude each other"):
+        new_run(asked_for({"steps": 3, "epochs": 1.0}))
+
+
+def test_a_run_without_recipes_does_not_load_them(tmp_path):
+    words = "train --steps 1 --n-layer 1 --n-embd 8 --seq-len 8 --batch-size 1 --dtype float32 --threads 1"
+    script = f"""import sys; sys.argv = ["distgpt", *{words.split()!r}, "--out", {str(tmp_path / "r")!r}]
+from distgpt.cli import main
+try:
+    main()
+finally:
+    print(*(name for name in sys.modules if name.startswith("distgpt.training.opening.")))"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = {name.rsplit(".")[-1] for name in result.stdout.splitlines()[-1].split()}
+    assert "plan" in loaded and not loaded & set(RECIPES)
+    assert all((Path(planning.__file__).parent / f"{name}.py").exists() for name in RECIPES)
