@@ -11,7 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 ORDER = (
     *(
         "version",
+        "kinds",
         "errors",
+        "tables",
         "interrupts",
         "formatting",
         "checked",

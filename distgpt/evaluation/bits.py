@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from distgpt.data.batches import Batches
-from distgpt.data.chats.examples import ExampleBatches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.kernels.api import Array
@@ -26,9 +25,7 @@ def text_bytes(ids: Array, tokenizer: Tokenizer) -> int:
 
 
 def bytes_per_token(batches: Batches, tokenizer: Tokenizer) -> float | None:
-    """Return how many bytes a token of the training text has; None of chats, of which not all is text."""
-    if isinstance(batches, ExampleBatches):
-        return None
+    """Return how many bytes a token of the training text has; None where it has none."""
     ids = batches.sample(SAMPLED)
     if not isinstance(tokenizer, BytesDecoder):
         ids = ids[:DECODED]

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from distgpt.checked import parse_object
 from distgpt.config import ModelConfig, RunConfig
-from distgpt.data.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.data.tokenizers.foreign import CHAT_FILES
+from distgpt.data.tokenizers.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError, command_line

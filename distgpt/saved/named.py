@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from distgpt.data.hub import PREFIX
+from distgpt.data.tokenizers.hub import PREFIX
 from distgpt.errors import UsageError, command_line, print_lines
 from distgpt.files import cache_folder
 from distgpt.saved.huggingface import import_model

@@ -407,3 +407,9 @@ def refuse_repeated(vocabulary: Sequence[str], source: str) -> None:
     commonest, times = Counter(vocabulary).most_common(1)[0] if vocabulary else ("", 0)
     if times > 1:
         raise DataError(f"{source}: the vocabulary lists {commonest!r:.80} {times} times")
+
+
+def unreadable(name: str, error: OSError | ValueError) -> DataError:
+    """Return the error for a file of a tokenizer that cannot be read."""
+    reason = getattr(error, "strerror", None) or error
+    return DataError(f"{name!r} cannot be read as a saved tokenizer: {reason}")

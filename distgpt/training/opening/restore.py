@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.limits import granted_cores
-from distgpt.config import RunConfig, TrainConfig
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.errors import DataError
-from distgpt.model.bigrams import MOST_TOKENS, learn_bigrams
+from distgpt.kernels.api import Array
 from distgpt.model.lora import AdaptedModel
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -21,7 +21,21 @@ from distgpt.saved.adapter import load_frozen
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill, read_shortened
 from distgpt.saved.tensors import Tensors
+from distgpt.tables import Table
 from distgpt.training.exchange.checkpointing import host_buffer, restore_parts, restore_replicas
+
+
+class FirstWeights(Protocol):
+    """A row of the table of first weights: what random ones are replaced by, learned from the text."""
+
+    note: str  # about it, for people
+    tokens: int  # of the text, that it looks at
+
+    def learn(self, tokens: Array, weights: Tensors, config: ModelConfig, threads: int) -> None:
+        """Change these weights in place. Called on rank 0 alone, while the others wait."""
+
+
+FIRST_WEIGHTS: Table[FirstWeights] = Table("first weights", "first weights", {})  # by init_weights
 
 
 def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
@@ -46,15 +60,15 @@ def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig, batch
         optimizer.outer.begin()
 
 
-def learns_pairs(run: RunConfig) -> bool:
-    """Return whether first weights are learned from pairs of tokens."""
-    return run.model.init_weights == "bigrams" and not run.train.init
+def learned_first(run: RunConfig) -> FirstWeights | None:
+    """Return what first weights are learned by; None where they are random, or those of a file."""
+    return None if run.train.init else FIRST_WEIGHTS.get(run.model.init_weights)
 
 
 def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None) -> None:
     """Load the weights of the file that --init names, or draw new ones. Collective.
 
-    Some are learned from pairs of the tokens in `batches`, where the model wants that.
+    Some are then learned from the tokens in `batches`, where the model wants that.
     """
     if isinstance(model, AdaptedModel):
         _load_frozen(comm, model, t)
@@ -67,11 +81,10 @@ def first_weights(comm: Comm, model: Model, t: TrainConfig, batches: Batches | N
     def draw(host: Tensors) -> None:
         for name, values in model.initial(t.seed):
             host[name][...] = values
-        if model.config.init_weights == "bigrams" and not t.init and batches is not None:
-            tokens, vocab = batches.sample(MOST_TOKENS), model.config.vocab_size
-            centred = model.config.norm == "layernorm"
-            threads = _threads_of_waiting(comm, model)
-            learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, threads)
+        learned = None if t.init else FIRST_WEIGHTS.get(model.config.init_weights)
+        if learned is not None and batches is not None:
+            tokens, threads = batches.sample(learned.tokens), _threads_of_waiting(comm, model)
+            learned.learn(tokens, host, model.config, threads)
 
     load_weights(comm, model, draw)
 
