@@ -31,6 +31,8 @@ ORDER = (
     *("measure", "sweep", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )
+# Folders inside a folder, "" for its own files, from the ground up.
+INSIDE = {"data": ("tokenizers", "", "prepare", "chats"), "saved": ("", "gguf")}
 LONGEST = 50  # lines of a function
 LONGER = {
     "commands.bench:add",
@@ -53,6 +55,12 @@ def room(module):
     return module.split(".")[0]
 
 
+def inner(module):
+    """Return the folder of a file inside its top folder, "" for none."""
+    parts = module.split(".")
+    return parts[1] if (PACKAGE / Path(*parts[:2])).is_dir() and len(parts) > 1 else ""
+
+
 def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -73,6 +81,16 @@ def test_imports_run_down_only():
             target = name.removeprefix("distgpt.") if name.startswith("distgpt.") else room(module)
             lower = ORDER.index(room(target)) <= ORDER.index(room(module))
             assert lower, f"{module} must not import {target}"
+
+
+def test_imports_run_down_inside_a_folder():
+    for module, path in MODULES.items():
+        order = INSIDE.get(room(module), ())
+        for name in imports(path) if order else ():
+            target = name.removeprefix("distgpt.")
+            if room(target) == room(module):
+                lower = order.index(inner(target)) <= order.index(inner(module))
+                assert lower, f"{module} must not import {target}"
 
 
 def test_only_the_entry_point_imports_the_package_root():

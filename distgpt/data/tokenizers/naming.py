@@ -68,20 +68,6 @@ class TokenizerKind:
     means: Callable[[str, Tokenizer], bool] | None = None
 
 
-def _entries(kind: str, made: type[CharTokenizer] | type[WordTokenizer]) -> TokenizerKind:
-    """Return the kind of tokenizers whose vocabulary is all that stands in the texts."""
-
-    def from_json(document: Document, source: str) -> Tokenizer:
-        return made(checked_vocabulary(document.get("vocabulary"), kind, source))
-
-    return TokenizerKind(
-        kind,
-        learn=lambda argument, texts, are_documents: collect(kind, texts),
-        from_json=from_json,
-        means=partial(_is_of_kind, kind),
-    )
-
-
 def _is_of_kind(kind: str, argument: str, tokenizer: Tokenizer) -> bool:
     return tokenizer.kind == kind
 
@@ -96,8 +82,22 @@ TOKENIZERS = Table(
             from_json=lambda document, source: ByteTokenizer(),
             means=partial(_is_of_kind, "byte"),
         ),
-        "char": _entries("char", CharTokenizer),
-        "word": _entries("word", WordTokenizer),
+        "char": TokenizerKind(
+            "char",
+            learn=lambda argument, texts, are_documents: collect("char", texts),
+            from_json=lambda document, source: CharTokenizer(
+                checked_vocabulary(document.get("vocabulary"), "char", source)
+            ),
+            means=partial(_is_of_kind, "char"),
+        ),
+        "word": TokenizerKind(
+            "word",
+            learn=lambda argument, texts, are_documents: collect("word", texts),
+            from_json=lambda document, source: WordTokenizer(
+                checked_vocabulary(document.get("vocabulary"), "word", source)
+            ),
+            means=partial(_is_of_kind, "word"),
+        ),
     },
 )
 

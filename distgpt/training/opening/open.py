@@ -83,7 +83,7 @@ def open_run(
     best = _saved_best(plan, comm, batches, validation, say)
     where = whereabouts(stage)
     on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
-    token_bytes = on_root(comm, lambda: _bytes_per_token(corpus, batches))
+    token_bytes = on_root(comm, lambda: bytes_per_token(corpus, batches))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
         note_short_text(plan, config.train, model, batches, token_bytes, say)
@@ -208,10 +208,6 @@ def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
     model = model_for(run, kernels)
     model.train(comm.size, own_shard(run.train, model.layout, comm))
     return model
-
-
-def _bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
-    return bytes_per_token(batches, corpus.tokenizer) if corpus.is_text else None
 
 
 def _with_batches(comm: Comm, run: RunConfig, corpus: Corpus) -> tuple[RunConfig, Batches]:
