@@ -16,6 +16,8 @@ TABLES = {
         "hub": "distgpt.data.tokenizers.foreign:HUB",
         "library": "distgpt.data.tokenizers.foreign:LIBRARY",
     },
+    # By what it is called in a tokenizer's saved form (data/tokenizers/naming.py).
+    "extras": {"chat": "distgpt.data.tokenizers.chat_template:checked_chat"},
     # By the setting that names its file (evaluation/assessment.py).
     "metrics": {"hellaswag": "distgpt.evaluation.benchmark:HellaSwag"},
     # By the name that a setting has for it, or by how names of files end; "/" is a folder (data/loading.py).

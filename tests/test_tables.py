@@ -11,6 +11,7 @@ from distgpt import tables
 from distgpt.comm.serial import SerialComm
 from distgpt.data.loading import TEXTS, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import (
+    EXTRAS,
     TOKENIZERS,
     TokenizerKind,
     build_tokenizer,
@@ -27,6 +28,7 @@ from distgpt.training.opening.restore import FIRST_WEIGHTS
 ROWS = {
     "tokenizers": (TOKENIZERS, lambda row: isinstance(row, TokenizerKind)),
     "texts": (TEXTS, lambda row: callable(row.load) and callable(row.refuse_missing)),
+    "extras": (EXTRAS, lambda row: hasattr(row({"source": "", "tokens": {}, "ends": []}, 9, "here"), "ends")),
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "first weights": (FIRST_WEIGHTS, lambda row: callable(row.learn) and row.note and row.tokens),
 }

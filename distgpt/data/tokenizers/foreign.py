@@ -8,8 +8,9 @@ from typing import Any
 from distgpt.checked import parse_object
 from distgpt.data.tokenizers import hub
 from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT, SEPARATOR, BpeTokenizer, checked_bpe, spelled
+from distgpt.data.tokenizers.chat_template import ChatTemplate, checked_chat, with_chat
 from distgpt.data.tokenizers.naming import Document, TokenizerKind, read_json
-from distgpt.data.tokenizers.plain import ChatTemplate, Tokenizer, checked_chat, fingerprint, unreadable
+from distgpt.data.tokenizers.plain import Tokenizer, fingerprint, unreadable
 from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
 from distgpt.errors import DataError
 from distgpt.files import read_small
@@ -29,7 +30,7 @@ def from_foreign(document: dict[str, Any], path: Path) -> Tokenizer | None:
         found = _from_vocab_and_merges(document, path)
     else:
         return None
-    return found.with_chat(_chat_beside(path.parent, found))
+    return with_chat(found, _chat_beside(path.parent, found))
 
 
 def from_document(document: dict[str, Any], source: str) -> Tokenizer:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from distgpt.checked import parse_json
 from distgpt.data.tokenizers.plain import (
@@ -17,10 +17,10 @@ from distgpt.data.tokenizers.plain import (
     VERSION,
     ByteTokenizer,
     CharTokenizer,
+    Extra,
     Ids,
     Tokenizer,
     WordTokenizer,
-    checked_chat,
     checked_vocabulary,
     collect,
     encoded,
@@ -102,6 +102,16 @@ TOKENIZERS = Table(
 )
 
 
+class ExtraKind(Protocol):
+    """A row of the table of extras, by their names in a tokenizer's saved form."""
+
+    def __call__(self, value: Any, size: int, source: str) -> Extra:
+        """Return what was saved with a tokenizer of `size` entries; a DataError where it is damaged."""
+
+
+EXTRAS: Table[ExtraKind] = Table("extras", "what a tokenizer has besides", {})
+
+
 def find_kind(name: str) -> tuple[TokenizerKind | None, str]:
     """Return the row that `--tokenizer NAME` means, and its argument; no row where NAME may be a path."""
     key, _, argument = name.partition(":")
@@ -166,7 +176,11 @@ def _from_document(document: Any, source: str) -> Tokenizer:
         known = ", ".join(each for each, row in TOKENIZERS.rows() if row.from_json)
         raise DataError(f"{source} is a tokenizer of an unknown kind {name!r}; known: {known}")
     tokenizer = kind.from_json(document, source)
-    return tokenizer.with_chat(checked_chat(document.get("chat"), tokenizer.size, source))
+    found = {each: document[each] for each in EXTRAS if document.get(each) is not None}
+    if not found:
+        return tokenizer
+    extras = {each: EXTRAS[each](value, tokenizer.size, source) for each, value in found.items()}
+    return tokenizer.with_extras(extras)
 
 
 def _from_path(name: str) -> Tokenizer:
