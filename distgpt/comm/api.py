@@ -7,24 +7,23 @@ from typing import Any, Protocol
 
 Array = Any  # a contiguous numpy array
 
-CHUNK_BYTES = 4 << 20  # of `sum_chunked`: a piece that stays in cache while it is summed
+CHUNK_BYTES = 4 << 20  # what `sum_chunked` sums at a time: it stays in cache meanwhile
 
 
 class NcclComm(Protocol):
     """Arrays of GPUs between GPUs, by NCCL: without the host, and without waiting. Collective."""
 
     def reduce(self, array: Array, bounds: Sequence[int]) -> None:
-        """array[bounds[own] : bounds[own + 1]] ← Σ over ranks; what other parts hold then is left open.
+        """Reduce-scatter: array[bounds[rank] : bounds[rank + 1]] ← Σ over ranks of that part.
 
-        All parts are as long but the last one, which may be longer.
+        The rest of `array` is undefined afterwards. All parts have equal length; the last may be longer.
         """
 
     def on_side_stream(self, work: Callable[[], None]) -> None:
-        """Do work(), exchanges and what they compute, once the work so far is done, and beside that which
-        follows until `join`."""
+        """Run work() on a stream of its own: after all work queued so far, beside all work until `join`."""
 
     def join(self) -> None:
-        """Work from here on waits for what is done beside it."""
+        """Let all work queued from here on wait for the other stream."""
 
     def trouble(self) -> str:
         """Return what has failed, "" if nothing has. Any thread may call it; not collective."""
@@ -78,7 +77,7 @@ class Comm(Protocol):
     def split_by_node(self) -> tuple[Comm, Comm] | None:
         """Return this node's ranks, and the ranks with this local rank on all nodes.
 
-        None where that says nothing: one node, one rank on each, or nodes of unequal size.
+        None if splitting is pointless: one node, one rank on each node, or nodes of unequal size.
         """
 
     def barrier(self) -> None:

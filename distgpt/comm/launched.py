@@ -141,23 +141,23 @@ def leave_at_once(error: Interrupted | DistgptError, comm: Comm) -> NoReturn:
 
 
 def let_rank_0_speak() -> None:
-    """Before a rank leaves that rank 0 alone gives the reason for, and that MPI does not hold back.
+    """Sleep a moment before this rank exits, so that rank 0 can print the reason first.
 
-    Open MPI's mpirun ends the others as soon as one has failed, so that this costs no time; MPICH's does not.
+    Open MPI's mpirun ends all ranks as soon as one has failed. MPICH's does not, and needs no sleep.
     """
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         time.sleep(SECONDS_TO_START)
 
 
 def _die_of(number: signal.Signals) -> None:
-    """Before MPI has started, a launcher ends the other ranks only if one dies: they would wait for it."""
+    """Die of this signal, so that a launcher ends the other ranks, which wait before MPI has started."""
     sys.stdout.flush()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def ignore_further() -> None:
-    """Launchers repeat a signal, and so do impatient fingers."""
+    """Ignore further signals: launchers repeat them, and so do impatient fingers."""
     for number in ENDING:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_IGN)

@@ -141,7 +141,8 @@ class MpiComm:
 def foreign_launcher() -> str:
     """Return what is wrong if the launcher belongs to another MPI; "" if nothing is.
 
-    Asked before MPI starts. What this cannot know, as of a foreign srun, shows in a world of one rank.
+    Called before MPI starts. A launcher that this cannot recognise, such as the srun of another MPI, is
+    detected later: the world then has one rank.
     """
     by_open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     by_mpich = "MPI_LOCALNRANKS" in os.environ and not by_open_mpi and launched_as() > 1

@@ -36,22 +36,20 @@ def data() -> None:
 @click.option(
     "--val-fraction",
     type=float,
-    help=f"How much of the tokens is for validation, at most one shard.  [default: {VAL_FRACTION}]",
+    help=f"Share of the tokens kept for validation, at most one shard.  [default: {VAL_FRACTION}]",
 )
-@click.option("--val-shards", type=click.IntRange(0), help="The same, as a number of whole shards.")
+@click.option("--val-shards", type=click.IntRange(0), help="Validation size as a number of whole shards.")
 @click.option(
     "--separator",
     default="auto",
     show_default=True,
     metavar="auto|none|TEXT",
-    help="Between documents; auto: the tokenizer's end of text, or \\n, a line break; \\t is a tab.",
+    help="Text between documents. auto: the tokenizer's end of text, or \\n, a line break; \\t is a tab.",
 )
 @click.option(
     "--field", default="text", show_default=True, help="Where a line of JSON, or a table, has the text."
 )
-@click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), help="Of the order of the documents.  [default: 0]"
-)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed for shuffling documents.  [default: 0]")
 @click.option(
     "--no-shuffle", is_flag=True, help="Keep documents in order; the first tokens are for validation."
 )

@@ -27,7 +27,11 @@ DEFAULTS = {"max_new_tokens": 200, "temperature": DEFAULT_TEMPERATURE}  # where 
     type=PATH,
     help='File with a prompt per line, as in {"prompt": "Once", "max_new_tokens": 9}: settings of its own.',
 )
-@click.option("--out", type=PATH, help="Where their samples go, a line for each prompt; is resumed.")
+@click.option(
+    "--out",
+    type=PATH,
+    help="File for their samples, a line each. Prompts that it has already are left out.",
+)
 @request_options(DEFAULTS)
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")

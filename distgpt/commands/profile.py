@@ -38,9 +38,13 @@ UNUSED = (
 @settings_but(*UNUSED)
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps to measure.")
 @click.option(
-    "--warmup-steps", type=click.IntRange(min=1), default=2, show_default=True, help="Steps before those."
+    "--warmup-steps",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Steps to run before measuring.",
 )
-@click.option("--out", type=PATH, default=Path("profile"), show_default=True, help="Directory.")
+@click.option("--out", type=PATH, default=Path("profile"), show_default=True, help="Output directory.")
 def profile(
     stage: str,
     threads: int | None,

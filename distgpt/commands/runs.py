@@ -20,9 +20,9 @@ _SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "
     type=click.Choice(_SORTED_BY),
     default="name",
     show_default=True,
-    help="The order: the lowest loss, the highest speed, the latest first.",
+    help="Sort by this: the lowest loss, the highest speed or the latest run first.",
 )
-@click.option("--reverse", is_flag=True, help="The other way round.")
+@click.option("--reverse", is_flag=True, help="Reverse the order.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     """List the runs in a directory, runs/ if left out.

@@ -37,7 +37,9 @@ def limit_options(command: Any) -> Any:
 @stage_options
 @click.option("--name", type=LocaleText(), help="The model's name for clients; that of the file if left out.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0: pick a free one."
+)
 @click.option(
     "--api-key",
     envvar="DISTGPT_API_KEY",
@@ -58,7 +60,13 @@ def limit_options(command: Any) -> Any:
     metavar="ADDRESS",
     help="Log the addresses that X-Forwarded-For of this proxy, or network, gives; may be repeated.",
 )
-@click.option("--lanes", type=click.IntRange(1), default=32, show_default=True, help="Samples side by side.")
+@click.option(
+    "--lanes",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Sequences generated at the same time.",
+)
 @limit_options
 @model_options_but_adapter
 @click.option(

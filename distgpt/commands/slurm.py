@@ -32,12 +32,12 @@ SECONDS_FOR_SLURM = 60
     context_settings={"allow_interspersed_args": False},
     example="distgpt slurm --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh",
 )
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Machines.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of nodes.")
 @click.option(
-    "--ranks-per-node", type=click.IntRange(1), help="Processes on each machine. [default: its GPUs, or 1]"
+    "--ranks-per-node", type=click.IntRange(1), help="Ranks on each node. [default: its GPUs, or 1]"
 )
 @click.option("--cpus-per-task", type=click.IntRange(1), help="CPUs and threads of each rank. [default: 1]")
-@click.option("--gpus-per-node", type=click.IntRange(1), help="Train on this many GPUs of each machine.")
+@click.option("--gpus-per-node", type=click.IntRange(1), help="GPUs of each node to train on.")
 @click.option(
     "--time",
     "seconds",

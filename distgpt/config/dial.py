@@ -37,7 +37,7 @@ def matrices(depth: int) -> int:
 
 
 def parameters(depth: int, vocab_size: int) -> int:
-    """Count those that tokens are counted by: the layers' matrices and the output layer."""
+    """Count the parameters of the tokens-per-parameter ratio: the layers' matrices and the output layer."""
     return matrices(depth) + vocab_size * width(depth)
 
 
@@ -54,7 +54,7 @@ def bytes_per_token(vocab_size: int) -> float:
 
 
 def text_to_learn_from(size: float, entries: int = 0) -> Text:
-    """Return what becomes of a text of this many bytes without a tokenizer, or with so many `entries`."""
+    """Return the tokens of a text of this many bytes, with its own vocabulary or this many `entries`."""
     entries = entries or vocabulary(size)
     if entries <= 256:
         return Text(size, entries, "byte")
@@ -82,7 +82,7 @@ def recipe(
 ) -> dict[str, Any]:
     """Return the settings of a run over this many tokens, as changes to the preset `fast`.
 
-    They follow from the settings that are `given`, where these say something else.
+    Settings in `given` override the derived ones, and the rest is derived from them.
     """
     given = given or {}
     seq_len = given.get("seq_len", context(depth, text.tokens))

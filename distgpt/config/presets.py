@@ -98,8 +98,9 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return what settings were and are now, by name. What is not known yet differs from none: a
-    vocabulary size, and the steps of some epochs."""
+    """Return the settings that differ, by name: the value before, and the value now.
+
+    Values still unknown (vocabulary size, steps of an epoch run) do not count as different."""
     old, new = ({**asdict(run.model), **asdict(run.train)} for run in (before, now))
     if not now.model.vocab_size:
         del new["vocab_size"]
@@ -318,11 +319,11 @@ def adapted(width: int) -> dict[str, Any]:
     return {"lr": float(f"{min(ADAPTED_LR, 1 / width):.2g}"), "weight_decay": 0.0}
 
 
-TUNING_TOKENS = 4096  # of a step, about
+TUNING_TOKENS = 4096  # tokens of a step, about
 
 
 def tuning(ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a model that is tuned on chats, where `given`, with its own, names no others."""
+    """Return default settings for tuning on chats, for those not in `given`."""
     if not given.get("init"):
         raise UsageError("which model is to be tuned? --weights says that (distgpt help tuning)")
     settings_of(ModelConfig)["seq_len"].check("seq_len", given["seq_len"])

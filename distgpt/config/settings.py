@@ -501,7 +501,7 @@ class TrainConfig:
 
     @property
     def lora_scale(self) -> float:
-        """Return the factor of what adapters add."""
+        """Return LoRA's scale, alpha / rank; alpha is twice the rank by default."""
         return (self.lora_alpha or 2.0 * self.lora_rank) / max(1, self.lora_rank)
 
     @property

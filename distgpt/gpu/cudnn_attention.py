@@ -301,9 +301,9 @@ Batch = tuple[int, int]  # rows, tokens of a sequence
 class CheckedAttention:
     """Implements `distgpt.gpu.api.Attention`.
 
-    Short sequences are our own's at once. Of a longer shape the first sequence goes through both ways. Where
-    the library refuses, fails or differs, `say` reports it and the shape stays with our own. Work is run once
-    before it is recorded, so that nothing is checked while recording.
+    Short sequences use our own kernels. The first sequence of a longer shape runs through both, and the
+    results are compared. Where the library refuses, fails or differs, `say` reports it and the shape keeps
+    our own. Work is run once before it is recorded, so that nothing is checked while recording.
     """
 
     def __init__(

@@ -202,12 +202,15 @@ class Linears:
 
 
 def _sizes(y: Array, act: str) -> tuple[int, ...]:
-    """Arguments of an activation's kernel: swiglu's also takes the width, as it reads rows of twice that."""
+    """Return an activation kernel's arguments. Swiglu's takes the width too: its rows are twice as wide."""
     return (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
 
 
 def sum_parts(launcher: Launcher, out: Array, partial: Array, columns: slice, accumulate: bool) -> None:
-    """out, and what lies behind it if the columns are more, ← the sums of columns of partial (parts, all)."""
+    """out[c] ← Σ over parts of partial[:, columns][:, c].
+
+    If `columns` is longer than `out`, the extra sums go into the memory after it.
+    """
     (parts, stride), width = partial.shape, columns.stop - columns.start
     args = (out, partial.reshape(-1)[columns.start :], parts, stride, width, int(accumulate))
     launcher.start("reduce", "sum_parts", -(-width // WARP), LARGEST_BLOCK, *args)

@@ -308,7 +308,7 @@ class Kernels(Protocol):
     ) -> None:
         """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n], or dwpe[positions[n]]. Always accumulates.
 
-        Where dx is wider than dwte, its last columns count.
+        If dx has more columns than dwte, its last dwte.shape[1] columns are used.
         """
 
     def add_embedding(self, x: Floats2d, tokens: Ints1d, w: Floats2d) -> None:

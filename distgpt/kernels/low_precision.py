@@ -1,4 +1,4 @@
-"""bfloat16, int8 and int4 in plain NumPy, which has no type for the one: bits in arrays of uint16.
+"""bfloat16, int8 and int4 in plain NumPy. NumPy has no bfloat16, so its bits are kept in arrays of uint16.
 
 A matrix in int8 is symmetric: w ≈ q · scale, q in -127 … 127, with one scale for each block of k of a row. A
 scale is a bfloat16, rounded up, so that the largest element of a block still fits. In int4 blocks are

@@ -98,7 +98,7 @@ def test_a_bad_step_is_left_out(ruined, tmp_path):
     assert weights(out) == weights(other)
 
 
-def test_a_run_bears_so_many_bad_steps(ruined, tmp_path):
+def test_a_run_tolerates_that_many_bad_steps(ruined, tmp_path):
     ruined({3, 5, 6}, math.nan)
     words = [*WORDS, "--on-bad-step", "skip", "--bad-steps-allowed", "2"]
     ended = run(*words, "--out", tmp_path / "run")
@@ -106,7 +106,7 @@ def test_a_run_bears_so_many_bad_steps(ruined, tmp_path):
         ended,
         76,
         "not finite at step 6",
-        "more than the 2 bad steps that --bad-steps-allowed bears",
+        "more than the 2 bad steps that --bad-steps-allowed permits",
         late=True,
     )
     ended = run("--resume", tmp_path / "run", "--threads", "1", "--bad-steps-allowed", "3")

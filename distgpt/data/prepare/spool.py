@@ -37,7 +37,10 @@ def spool_names(number: int) -> tuple[str, str]:
 
 
 class Spool:
-    """`sizes` say what is valid of each file; what lies behind that, an earlier process left unnoted."""
+    """Token ids on disk before they are shuffled, in several files.
+
+    `sizes` are the valid lengths of each file. Bytes beyond were written by a process that died: ignored.
+    """
 
     def __init__(self, folder: Path, dtype: str, seed: int | None, sizes: Sizes) -> None:
         self._folder, self._dtype, self._seed = folder, np.dtype(dtype), seed
@@ -116,9 +119,9 @@ class Spool:
             os.fsync(file.fileno())
 
     def documents(self, number: int) -> Iterator[tuple[Array, Array]]:
-        """Return where the ids of each document of a file begin, and how many, in order of keys, in parts.
+        """Yield the first position and the number of ids of a file's documents, in order of keys, in batches.
 
-        A document in several parts, which follow each other, is one again.
+        Adjacent parts of a document that was split are joined.
         """
         starts, lengths, order = self._in_order(number)
         for begin in range(0, len(order), DOCUMENTS_AT_ONCE):

@@ -12,7 +12,7 @@ from distgpt.data.tokenizers.naming import find_kind, load_tokenizer
 
 
 def vocabulary_size(tokenizer: str, path: Path) -> int:
-    """Return the entries of a tokenizer by its name. The text is read only if they are made of it."""
+    """Return the vocabulary size. Reads the text only for tokenizers that are learned from it."""
     if tokenizer == "gpt2":  # whose files may not be here
         return GPT2_SIZE
     if size := learned_size(tokenizer):  # which takes long

@@ -145,13 +145,13 @@ def _pack(out, q, scales, halves, block_size):
 
 @inline
 def byte_of(place, i):
-    """Return the byte of a column's k number i in a block of int8."""
+    """Return the byte index of a column's element k = i within a block of int8."""
     return (i // STEP * COLUMNS + place) * STEP + ORDER[i % STEP]
 
 
 @inline
 def half_of(place, i):
-    """Return the byte of a column's k number i in a block of int4, and the bits to its right in there."""
+    """Return (byte index, bit shift) of a column's element k = i within a block of int4."""
     if STEP == 8:
         return (i // 8 * COLUMNS // 2 + place // 4 * 2 + place % 2) * 8 + i % 8, place // 2 % 2 * 4
     return (i // 8 * COLUMNS + place) * 4 + ORDER[i % 4], i // 4 % 2 * 4

@@ -42,7 +42,7 @@ def _round_rows(first, last, q, scales, w, importance):
 
 @inline
 def _best_scale(x, importance):
-    """Return the scale that leaves a block the least error, of those that those tried lead to."""
+    """Return the candidate scale with the smallest squared error on this block."""
     top: Any = np.float32(0)
     best: Any = np.float32(0)
     scale: Any = np.float32(0)

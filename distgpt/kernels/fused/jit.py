@@ -53,7 +53,7 @@ def jit(function: Loop) -> Loop:
 
 
 def by_types(**options: Any) -> Callable[[Loop], Loop]:
-    """Make a function for compiled loops of one that returns an implementation for its arguments' types."""
+    """Decorate a function that picks an implementation for its argument types when a loop is compiled."""
 
     def made(choose: Loop) -> Loop:
         @wraps(choose)

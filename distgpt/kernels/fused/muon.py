@@ -44,7 +44,7 @@ def bytes_of(memory: tuple[Any, ...]) -> int:
 
 
 def scratch(low: int, long: int, dtype: str) -> tuple[Any, ...]:
-    """Make the memory for a matrix with these sides: two of its shape, lying down, and two squares."""
+    """Make two (low, long) buffers and two (low, low) ones. A matrix taller than wide is transposed."""
     return tuple(np.empty(shape, dtype) for shape in ((low, long), (low, long), (low, low), (low, low)))
 
 

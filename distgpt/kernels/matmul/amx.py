@@ -58,7 +58,7 @@ none:
 
 
 def _by_rows() -> str:
-    """16 lines of a buffer, `apart` bytes apart ← k bfloat16 of each of some rows, and zeros."""
+    """Fill a tile of 16 rows (stride `apart` bytes) with k bfloat16 of the given rows, padded with zeros."""
     to = Writer()
     to.add("define internal void @by_rows(ptr %from, i64 %row, i64 %rows, i64 %k, ptr %to, i64 %apart) {")
     seen = _below(to, list(range(DEPTH)), "%k")
@@ -69,7 +69,7 @@ def _by_rows() -> str:
 
 
 def _by_pairs() -> str:
-    """16 lines of a buffer ← k bfloat16 of each of some rows of an A that lies by pairs of k, and zeros."""
+    """Fill a tile of 16 rows with k bfloat16 of rows of an A stored by pairs of k, padded with zeros."""
     to = Writer()
     to.add("define internal void @by_pairs(ptr %from, i64 %step, i64 %rows, i64 %k, ptr %to) {")
     seen = _below(to, [half // 2 for half in range(DEPTH)], "%rows")

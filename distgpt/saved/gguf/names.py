@@ -54,14 +54,14 @@ def named(mapping: TensorMapping) -> str:
 
 
 def shape_of(mapping: TensorMapping) -> tuple[int, ...]:
-    """Matrices lie as in our models: (out, in)."""
+    """Return the shape of our matrix, (out, in)."""
     return mapping.shape[::-1] if mapping.transposed else mapping.shape
 
 
 def order_of(mapping: TensorMapping, family: Family, config: ModelConfig) -> Array | None:
-    """Return which of our rows each row there is; None: in our order.
+    """Return, for each row of the GGUF tensor, the index of our row; None if the order is the same.
 
-    A llama's RoPE rotates neighbours there, and here the first half of a head against the second.
+    In GGUF a llama's RoPE rotates neighbouring elements, here the halves of a head.
     """
     if family.model_type != "llama" or not re.search(r"self_attn\.[qk]_proj", mapping.theirs):
         return None
@@ -70,7 +70,7 @@ def order_of(mapping: TensorMapping, family: Family, config: ModelConfig) -> Arr
 
 
 def family_in_gguf(config: ModelConfig, source: object) -> Family:
-    """The family that a model of ours can be written as, or a UsageError that names what is in the way."""
+    """Return the family as which our model can be written. Raises a UsageError that names the obstacle."""
     family = family_for(config, source, "GGUF")
     if config.mlp == "relu":
         raise UsageError(f"{source} cannot be exported: GPT-2 has no ReLU in GGUF")

@@ -91,7 +91,10 @@ def _refused(source: object, why: str) -> UsageError:
 
 
 def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
-    """Ids by role. llama.cpp has defaults for absent ones: such get a byte that no text has."""
+    """Return ids by role.
+
+    llama.cpp assigns default ids to absent special tokens. So these get a byte that never occurs in text.
+    """
     chat, special = chat_of(tokenizer), tokenizer.specials
     named = {role: special.get(chat.tokens.get(name, "")) if chat else None for role, name in _NAMED.items()}
     own = [named["eos"], *(chat.ends if chat else ())]

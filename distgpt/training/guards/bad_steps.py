@@ -83,5 +83,5 @@ class BadSteps:
             return kind(f"{what}{hint}; earlier checkpoints are kept")
         if self._progress.bad_steps > c.bad_steps_allowed:
             allowed = count(c.bad_steps_allowed, "bad step")
-            return kind(f"{what}: more than the {allowed} that --bad-steps-allowed bears")
+            return kind(f"{what}: more than the {allowed} that --bad-steps-allowed permits")
         return None

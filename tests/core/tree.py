@@ -1,0 +1,136 @@
+"""The modules that are the core, and what still leads out of it: `leads_out.txt`, which only becomes shorter.
+
+    python tests/core/tree.py            what leads out now, and how far the core is from its aims
+    python tests/core/tree.py --write    keep that, once it has become less
+
+The core is what a plain `distgpt train` and a plain `distgpt infer` need. It is to lie in one folder that
+imports nothing from outside itself. Until the files move there, it is this list.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "distgpt"
+KEPT = Path(__file__).with_name("leads_out.txt")
+
+# The folders of the core from the ground up, each with the modules that will live in it.
+TREE = {
+    "base": "errors interrupts formatting checked files system tables version",
+    "config": "config config.setting config.settings config.presets",
+    "ops": "kernels.api kernels.reference kernels.low_precision",
+    "comm": """comm.agree comm.api comm.batch comm.cores comm.joining comm.launched comm.leaving comm.limits
+        comm.mpi comm.reports comm.serial""",
+    "cpu": """kernels.cpu kernels.pool kernels.first_use
+        kernels.fused.attention kernels.fused.disk_cache kernels.fused.flat kernels.fused.jit
+        kernels.fused.linear kernels.fused.muon kernels.fused.rowwise kernels.fused.site_cache
+        kernels.fused.softmax kernels.matmul.assembled kernels.matmul.blocked kernels.matmul.gain
+        kernels.matmul.layers kernels.matmul.microkernel kernels.matmul.packing kernels.matmul.processor
+        kernels.matmul.vectors kernels.decoding.cached_attention kernels.decoding.decode
+        kernels.decoding.factors kernels.decoding.weights stages dtypes""",
+    "data": """data.batches data.loading data.named data.shards data.unreadable data.tokenizers.naming
+        data.tokenizers.plain""",
+    "model": "model.counts model.layers model.memory model.model model.muon model.optim model.passes",
+    "saved": "saved.checkpoint saved.modelfile saved.named saved.rundir saved.tensors",
+    "generate": """inference.compiled_lanes inference.engine inference.engine_setup inference.lanes
+        inference.python_api inference.request inference.sample inference.sampling inference.single
+        inference.uncompiled_lanes""",
+    "train": """evaluation.assessment evaluation.bits evaluation.scoring
+        training.checkpoints training.clock training.exchange.api training.exchange.reductions
+        training.guards.flags training.guards.sanity training.in_flight training.loop
+        training.opening.announce training.opening.finished training.opening.memory training.opening.open
+        training.opening.plan training.opening.restore training.opening.resumption
+        training.opening.whereabouts training.progress training.reading training.report training.run
+        training.schedule training.step training.summary""",
+}
+CORE = frozenset(name for names in TREE.values() for name in names.split())
+# What components are called. The settings name them, so `config` is left out.
+WORDS = (
+    *("lora", "adapter", "outer", "recheck", "reproducible", "int8", "int4"),
+    *("chat", "hellaswag", "nccl", "float8", "slurm"),
+)
+AIMS = {"Any": 80, "cast": 17}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Find every module of the package by its name below `distgpt`."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield ".".join(part for part in parts if part != "__init__"), path
+
+
+MODULES = dict(modules())
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Find the modules of the package that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("distgpt.") in MODULES else node.module for name in members]
+        else:
+            continue
+        yield from (name.removeprefix("distgpt.") for name in names if name.startswith("distgpt."))
+
+
+def leading_out() -> Iterator[str]:
+    """Find imports from core of what is not core."""
+    for module in sorted(CORE):
+        for target in sorted(set(imports(MODULES[module])) - CORE):
+            yield f"{module} imports {target}"
+
+
+def going_up() -> Iterator[str]:
+    """Find imports within the core from a higher folder of it than the importing file's own."""
+    floor = {name: i for i, names in enumerate(TREE.values()) for name in names.split()}
+    for module in sorted(CORE):
+        for target in sorted(set(imports(MODULES[module])) & CORE):
+            if floor[target] > floor[module]:
+                yield f"{module} climbs to {target}"
+
+
+def words() -> Iterator[str]:
+    """Count the names of components in the core, in each folder of it but `config`."""
+    for folder, names in TREE.items():
+        texts = [MODULES[name].read_text() for name in names.split() if folder != "config"]
+        for word in WORDS:
+            if count := sum(len(re.findall(word, text, re.IGNORECASE)) for text in texts):
+                yield f"{folder} says {word} {count}"
+
+
+def loose_types() -> Iterator[str]:
+    """Count in the core what a type checker cannot follow."""
+    found = Counter(
+        word for name in CORE for word in re.findall(r"\bAny\b|\bcast\(", MODULES[name].read_text())
+    )
+    for word, aim in AIMS.items():
+        yield f"{word} {max(found[word] + found[word + '('], aim)}"
+
+
+def found() -> list[str]:
+    return [*leading_out(), *going_up(), *words(), *loose_types()]
+
+
+def as_counts(lines: list[str]) -> dict[str, int]:
+    """Read lines that end with a number as that number; others count once."""
+    split = (line.rsplit(" ", 1) for line in lines)
+    return {
+        name if last.isdigit() else f"{name} {last}": int(last) if last.isdigit() else 1
+        for name, last in split
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        KEPT.write_text("\n".join(found()) + "\n")
+    now = found()
+    kinds = Counter(word for line in now for word in ("imports", "climbs") if f" {word} " in line)
+    print(*now, sep="\n")
+    print(f"{kinds['imports']} imports lead out of the core, {kinds['climbs']} up within it")
