@@ -21,6 +21,7 @@ from distgpt.data.tokenizers.naming import (
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation.assessment import METRICS
 from distgpt.kinds import TABLES
+from distgpt.saved.named import WEIGHTS
 from distgpt.tables import Table
 from distgpt.training.opening.restore import FIRST_WEIGHTS
 
@@ -29,6 +30,7 @@ ROWS = {
     "tokenizers": (TOKENIZERS, lambda row: isinstance(row, TokenizerKind)),
     "texts": (TEXTS, lambda row: callable(row.load) and callable(row.refuse_missing)),
     "extras": (EXTRAS, lambda row: hasattr(row({"source": "", "tokens": {}, "ends": []}, 9, "here"), "ends")),
+    "weights": (WEIGHTS, callable),
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "first weights": (FIRST_WEIGHTS, lambda row: callable(row.learn) and row.note and row.tokens),
 }

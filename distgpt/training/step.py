@@ -96,10 +96,12 @@ class Step:
         # Gradients are the mean over this rank's rows. The update takes the mean over the ranks.
         weight = n_seq * comm.size / config.batch_size
         self._weight = 1 / config.reproducible_parts if config.reproducible_parts else weight
-        # Tokens, targets and, for chats side by side, positions.
-        self._host = tuple(np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.chats else 2))
+        # Tokens, targets and, for examples side by side, positions.
+        self._host = tuple(
+            np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.is_of_examples else 2)
+        )
         self._inputs = tuple(k.integers(np.zeros(n_seq * seq_len)) for _ in self._host)
-        positions = self._inputs[2] if config.chats else None
+        positions = self._inputs[2] if config.is_of_examples else None
         how: dict[str, Any] = {"training": True, "recompute": config.recompute, "positions": positions}
         self._pass = Pass(self.model, n_seq, seq_len, **how)
         self._tree = (
