@@ -23,7 +23,7 @@ import numpy as np
 
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.config.presets import preset
-from distgpt.data.batches import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.inference.engine import complete
 from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.request import Request
@@ -64,7 +64,8 @@ def trained(stage: Stage, run: RunConfig, steps: int) -> Found:
     """Train on tokens that have something to learn, and continue a prompt."""
     size = run.train.batch_size * run.model.seq_len * 4 + 1
     ids = np.random.default_rng(0).zipf(1.5, size) % run.model.vocab_size
-    step, batches = make_steps(run, stage, Chosen, ArrayTokens(ids.astype(np.uint32)), lambda text: None)
+    step = make_steps(run, stage, Chosen, lambda text: None)
+    batches = Batches.of_run(ArrayTokens(ids.astype(np.uint32)), run)
     losses = [float(step.launch(number, batches).read()[0]) for number in range(steps)]
     request = Request([1, 2, 3], min(NEW, run.model.seq_len - 4))
     ((text,),) = complete(engine_for(step.model, None), [request])

@@ -18,7 +18,6 @@ import numpy as np
 from distgpt.comm.agree import gather_bytes
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig
-from distgpt.data.batches import ArrayTokens
 from distgpt.stages import Stage, open_stage
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.open import make_steps
@@ -41,10 +40,8 @@ def measured(stage: Stage, parameters: int, ways: dict[str, Any], rounds: int) -
     """All ways in turn, round by round, after one of each that warms up. Collective."""
     model = {**MODEL, "vocab_size": parameters // WIDTH}
     base = RunConfig().with_values({**model, "batch_size": stage.comm.size})
-    tokens = ArrayTokens(np.zeros(1000, np.int32))
     steps = {
-        way: make_steps(base.with_values(how), stage, Chosen, tokens, lambda line: None)[0]
-        for way, how in ways.items()
+        way: make_steps(base.with_values(how), stage, Chosen, lambda line: None) for way, how in ways.items()
     }
     seconds = [
         {way: slowest(stage.comm, exchanged(step, number)) for way, step in steps.items()}

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from distgpt.kinds import TABLES
+from distgpt.tables import hand_in
 from distgpt.version import __version__
 
 if sys.platform == "win32":
@@ -18,6 +20,8 @@ if sys.platform == "win32":
     if sys.argv[0].removesuffix(".exe").endswith(("distgpt", "-m")):  # the command: no traceback
         sys.exit(_REFUSED)
     raise ImportError(_REFUSED)
+
+hand_in(TABLES)  # the core names no component: here it is told where they lie
 
 if TYPE_CHECKING:
     from distgpt.api import init, load, train

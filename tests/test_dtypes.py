@@ -14,7 +14,7 @@ from distgpt import dtypes
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.errors import UsageError
-from distgpt.evaluation.assessment import evaluate
+from distgpt.evaluation.evaluate import evaluate
 from distgpt.inference.engine_setup import ModelSpec
 from distgpt.kernels.compiling import processor
 from distgpt.kernels.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16, NEON_BF16

@@ -12,7 +12,9 @@ ORDER = (
     *(
         "version",
         "components",
+        "kinds",
         "errors",
+        "tables",
         "interrupts",
         "formatting",
         "checked",
@@ -30,7 +32,8 @@ ORDER = (
     *("measure", "sweep", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )
-# The same inside kernels/.
+# Folders inside a folder, "" for its own files, from the ground up. Of kernels also its files.
+INSIDE = {"data": ("tokenizers", "", "prepare", "chats"), "saved": ("", "gguf")}
 KERNELS = (
     *("first_use", "api", "low_precision", "pool", "compiling", "matmul", "fused", "decoding"),
     *("reference", "cpu", "rounded"),
@@ -55,6 +58,12 @@ def modules():
 
 def room(module):
     return module.split(".")[0]
+
+
+def inner(module):
+    """Return the folder of a file inside its top folder, "" for none."""
+    parts = module.split(".")
+    return parts[1] if (PACKAGE / Path(*parts[:2])).is_dir() and len(parts) > 1 else ""
 
 
 def imports(path):
@@ -86,6 +95,16 @@ def test_kernels_import_down_only():
             if name.startswith("distgpt.kernels."):
                 target, own = (each.split("kernels.")[1].split(".")[0] for each in (name, module))
                 assert KERNELS.index(target) <= KERNELS.index(own), f"{module} must not import {name}"
+
+
+def test_imports_run_down_inside_a_folder():
+    for module, path in MODULES.items():
+        order = INSIDE.get(room(module), ())
+        for name in imports(path) if order else ():
+            target = name.removeprefix("distgpt.")
+            if room(target) == room(module):
+                lower = order.index(inner(target)) <= order.index(inner(module))
+                assert lower, f"{module} must not import {target}"
 
 
 def test_only_the_entry_point_imports_the_package_root():

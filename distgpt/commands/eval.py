@@ -56,7 +56,7 @@ def eval(
     """Measure a model on a text, on shards or on benchmarks, in files as their authors publish them."""
     import json
 
-    from distgpt.evaluation.assessment import evaluate, page
+    from distgpt.evaluation.evaluate import evaluate, page
     from distgpt.show.progress import ItemProgress
 
     benchmarks = {name: path for name in BENCHMARKS if (path := options.pop(name)) is not None}

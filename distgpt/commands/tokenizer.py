@@ -56,7 +56,8 @@ def info(name_or_path: str, text: str | None) -> None:
 
     NAME_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
     """
-    from distgpt.data.tokenizers.naming import describe, load_tokenizer
+    from distgpt.data.tokenizers.naming import load_tokenizer
+    from distgpt.data.tokenizers.shown import describe
 
     for line in describe(load_tokenizer(name_or_path), text):
         print_lines(line)

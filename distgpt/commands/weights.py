@@ -124,7 +124,7 @@ def info(path: Path, as_json: bool) -> None:
     """Describe a file or directory: a model, a checkpoint, a model of transformers."""
     import json
 
-    from distgpt.saved.info import inspect, page
+    from distgpt.show.weightspage import inspect, page
 
     found = inspect(path)
     if as_json:

@@ -546,6 +546,23 @@ class TrainConfig:
         """Return what multiplies matrices: our own loops where bits must not depend on threads."""
         return "own" if self.reproducible_parts and self.matmul == "auto" else self.matmul
 
+    @property
+    def text_kind(self) -> str:
+        """Return the kind of the texts where a setting says it; "" where their path does."""
+        if self.chats:
+            return "chats"
+        return "packing" if self.pack else ""
+
+    @property
+    def is_of_examples(self) -> bool:
+        """Return whether a row holds several examples side by side that do not see each other."""
+        return self.chats
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """Return the files of what evaluations measure beside the loss, by the names of metrics."""
+        return {"hellaswag": self.hellaswag} if self.hellaswag else {}
+
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:

@@ -9,12 +9,14 @@ at any time, so there is nothing to save for a resumed run but how many batches 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isqrt
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 from zlib import crc32
 
 import numpy as np
 
+from distgpt.config import RunConfig
 from distgpt.errors import UsageError
 from distgpt.formatting import count
 from distgpt.kernels.api import Array
@@ -36,6 +38,20 @@ class Tokens(Protocol):
 
     def read(self, start: int, stop: int) -> Array:
         """The ids [start, stop), for 0 ≤ start ≤ stop ≤ length; uint16 or uint32, maybe a view."""
+
+
+class Window(NamedTuple):
+    """Tokens to score, each but the first predicted from those before it."""
+
+    ids: Array
+    learned: Array | None = None  # which predictions count: bool, one for each but the first id; None: all
+
+
+def windows_of(tokens: Tokens, seq_len: int, most: int = 0) -> list[Window]:
+    """Cut the first `most` tokens (0: all) into windows as long as the context: each is predicted once."""
+    end = min(most + 1, len(tokens)) if most else len(tokens)
+    starts = range(0, end - 1, seq_len)
+    return [Window(tokens.read(start, min(start + seq_len + 1, end))) for start in starts]
 
 
 class ArrayTokens:
@@ -64,6 +80,18 @@ class Batches:
         self.skipped = 0  # batches that are left out from here on
         self.tokens, self.fingerprint = len(tokens), tokens.fingerprint
         self.windows_per_epoch = -(-len(tokens) // seq_len)
+
+    @classmethod
+    def of_run(cls, tokens: Tokens, run: RunConfig) -> Self:
+        """Return the batches of a run over these tokens."""
+        t = run.train
+        return cls(tokens, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
+
+    def notes(self, steps: int) -> Iterator[str]:
+        """Yield what people may not expect of these batches in a run of this many steps."""
+        if self.tokens < (window := self.seq_len + 1):
+            few = f"the training text has {self.tokens} tokens, fewer than seq_len + 1 = {window}"
+            yield f"{few}: sequences repeat it"
 
     def sample(self, most: int) -> Array:
         """Return the text's tokens, or so many of them: pieces at even distances."""

@@ -1,6 +1,6 @@
-"""From `--data` and `--val` to tokens on every rank: a text that rank 0 reads and shares, or shards of all.
+"""From `--data` and `--val` to tokens on every rank.
 
-Shards are given, or made of texts of other kinds.
+Each kind of text is a row of a table. Plain texts and shards stand here, others are handed in.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 
 from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
-from distgpt.data.batches import ArrayTokens, Tokens
-from distgpt.data.chats.examples import load_examples
-from distgpt.data.hub import PREFIX
+from distgpt.config import RunConfig
+from distgpt.data.batches import ArrayTokens, Batches, Tokens, Window, windows_of
 from distgpt.data.named import resolve_data
-from distgpt.data.prepare.documents import FIELD, documents, find_inputs, is_plain
-from distgpt.data.prepare.preparing import FROM_INPUTS
 from distgpt.data.shards import (
     Manifest,
     ShardTokens,
@@ -29,45 +26,89 @@ from distgpt.data.shards import (
     shards_tokenizer,
     verify_shards,
 )
-from distgpt.data.tokenized import tokenized
-from distgpt.data.tokenizers.bpe import GPT2_SIZE
-from distgpt.data.tokenizers.learn import learn_entries
 from distgpt.data.tokenizers.naming import (
-    GPT2_FINGERPRINT,
-    KINDS,
     Ids,
     Tokenizer,
     build_tokenizer,
+    can_mean,
+    find_kind,
     fingerprint,
-    learned_size,
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.data.unreadable import way_out
+from distgpt.data.unreadable import refuse_by_name, way_out
 from distgpt.errors import DataError, DistgptError, Say
 from distgpt.files import open_regular
 from distgpt.formatting import count
+from distgpt.tables import Table
 
 LONGEST_PROMPT = 64 << 20  # bytes
 BYTE = "byte"
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
+PLAIN, SHARDS, FOLDER = "plain", "shards", "/"  # rows of TEXTS
 
 
-def refuse_missing(texts: Iterable[str], tokenizer: str) -> None:
-    """Refuse files for training that are missing, shards of another tokenizer, and what cannot be read.
+@dataclass(frozen=True, slots=True)
+class DataRequest:
+    """A request to load data. `existing` is the tokenizer of a model that there is already.
 
-    Texts are not read, and tokenizers of a hub not downloaded.
+    `val_fraction` holds out the first part of a text, or some of several documents; shards have their own.
     """
-    for path in map(resolve_data, texts):
-        if is_shards(path):
-            made_with = shards_tokenizer(path, read_manifest(path))
-            if not tokenizer.startswith(PREFIX):
-                _refuse_other_tokenizer(made_with, DataRequest(str(path), tokenizer), path)
-        elif not is_plain(path):
-            find_inputs((path,))
-    needs_no_file = tokenizer in (AUTO, *KINDS, "gpt2") or learned_size(tokenizer)
-    if not needs_no_file and not tokenizer.startswith(PREFIX):
-        load_tokenizer(tokenizer)
+
+    data: str
+    tokenizer: str = AUTO
+    seq_len: int = 1
+    val_fraction: float = 0.0
+    verify: bool = True  # read the shards before anything else
+    splits: tuple[str, ...] = ("train", "val")  # of shards; all that there is if none of these
+    existing: Tokenizer | None = None
+    val: str = ""  # a held-out text, instead of a part of `data`
+    kind: str = ""  # the row of TEXTS, where a setting chooses it; by default the path does
+    kept: Path = Path("runs/tokenized")  # here lie texts of other kinds, tokenized
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Tokens by split, and the batches and windows that are cut of them.
+
+    A text is all for training, unless part of it is held out.
+    """
+
+    tokenizer: Tokenizer
+    splits: dict[str, Tokens]
+    separator: int | None = None  # the token before each document, if there is one
+    is_text: ClassVar[bool] = True  # so that a loss has a unit in bytes
+
+    @property
+    def train(self) -> Tokens:
+        return self.splits["train"]
+
+    @property
+    def val(self) -> Tokens | None:
+        return self.splits.get("val")
+
+    @property
+    def held_out(self) -> Tokens:
+        """Return what there is for validation: a part, or all where no part is."""
+        return self.splits.get("val") or self.splits["train"]
+
+    def batches(self, comm: Comm, run: RunConfig) -> Batches:
+        """Return the batches to train on. Collective."""
+        return Batches.of_run(self.train, run)
+
+    def held_out_windows(self, seq_len: int, most: int) -> list[Window]:
+        """Cut what is held out, or its first `most` tokens (0: all), into windows to score."""
+        return windows_of(self.held_out, seq_len, most)
+
+
+class TextKind(Protocol):
+    """A row of the table of texts."""
+
+    def refuse_missing(self, request: DataRequest) -> None:
+        """Refuse what cannot be loaded. Reads no text, and fetches no tokenizer."""
+
+    def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
+        """Load the same corpus on every rank, without `request.val`. Collective."""
 
 
 def read_text(path: Path, stream: BinaryIO | None = None) -> str:
@@ -90,95 +131,47 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
     return text
 
 
-def vocabulary_size(tokenizer: str, path: Path) -> int:
-    """Return the vocabulary size. Reads the text only for tokenizers that are learned from it."""
-    if tokenizer == "gpt2":
-        return GPT2_SIZE
-    if tokenizer in FROM_INPUTS:
-        texts = [read_text(path)] if is_plain(path) else documents((path,), FIELD)
-        return learn_entries(tokenizer, texts).size
-    return learned_size(tokenizer) or load_tokenizer(BYTE if tokenizer == AUTO else tokenizer).size
+def kind_of(data: str) -> str:
+    """Return the row of TEXTS that a file or folder belongs to, by its name and what lies in it."""
+    path = resolve_data(data)
+    if is_shards(path):
+        return SHARDS
+    if path.is_dir():
+        return FOLDER
+    endings = (name for name in TEXTS if name.startswith("."))
+    return next((ending for ending in endings if path.name.lower().endswith(ending)), PLAIN)
 
 
-@dataclass(frozen=True, slots=True)
-class DataRequest:
-    """A request to load data. `existing` is the tokenizer of a model that there is already.
+def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None:
+    """Refuse files for training that are missing, shards of another tokenizer, and what cannot be read.
 
-    `val_fraction` holds out the first part of a text, or some of several documents; shards have their own.
+    Texts are not read, and tokenizers of a hub not downloaded.
     """
-
-    data: str
-    tokenizer: str = AUTO
-    seq_len: int = 1
-    val_fraction: float = 0.0
-    verify: bool = True  # read the shards before anything else
-    splits: tuple[str, ...] = ("train", "val")  # of shards; all that there is if none of these
-    existing: Tokenizer | None = None
-    val: str = ""  # a held-out text, instead of a part of `data`
-    chats: bool = False  # `data` and `val` are examples to learn from
-    kept: Path = Path("runs/tokenized")  # here lie texts of other kinds, tokenized
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Tokens by split. A text is all for training, unless part of it is held out."""
-
-    tokenizer: Tokenizer
-    splits: dict[str, Tokens]
-    separator: int | None = None  # the token before each document, if there is one
-
-    @property
-    def train(self) -> Tokens:
-        return self.splits["train"]
-
-    @property
-    def val(self) -> Tokens | None:
-        return self.splits.get("val")
-
-    @property
-    def held_out(self) -> Tokens:
-        """Return what there is for validation: a part, or all where no part is."""
-        return self.splits.get("val") or self.splits["train"]
+    for data in texts:
+        TEXTS[kind or kind_of(data)].refuse_missing(DataRequest(data, tokenizer))
+    if tokenizer != AUTO and find_kind(tokenizer)[0] is None:
+        load_tokenizer(tokenizer)
 
 
 def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) -> Corpus:
     """Load the same corpus on every rank. What any rank finds wrong is raised on all of them. Collective."""
     if not request.val:
-        return _load(comm, request, say)
-    if not request.chats:
-        on_root(comm, lambda: refuse_missing([request.val], AUTO))  # before the other text is tokenized
-    corpus = _load(comm, replace(request, splits=("train",)), say)
+        return load_one(comm, request, say)
+    # Before the other text is tokenized, which may take hours.
+    on_root(comm, lambda: refuse_missing([request.val], AUTO, request.kind))
+    corpus = load_one(comm, replace(request, splits=("train",)), say)
     others = replace(request, data=request.val, tokenizer=AUTO, existing=corpus.tokenizer, splits=("val",))
-    held_out = _load(comm, others, say).held_out
+    held_out = load_one(comm, others, say).held_out
     return replace(corpus, splits={"train": corpus.train, "val": held_out})
 
 
-def _load(comm: Comm, request: DataRequest, say: Say) -> Corpus:
-    if request.chats:
-        return _load_chats(comm, request, say)
-    folder = on_root(comm, lambda: _folder_of_shards(request, say))
-    return _load_shards(comm, Path(folder), request, say) if folder else _load_text(comm, request)
+def load_one(comm: Comm, request: DataRequest, say: Say) -> Corpus:
+    """Load `request.data` alone. Collective."""
+    kind = request.kind or on_root(comm, lambda: kind_of(request.data))
+    return TEXTS[kind].load(comm, request, say)
 
 
-def _load_chats(comm: Comm, request: DataRequest, say: Say) -> Corpus:
-    tokenizer, path = request.existing, Path(request.data)
-    if tokenizer is None:
-        raise shared(DataError("chats are read by the tokenizer of the weights, and these have none"))
-    found = load_examples(comm, path, tokenizer, request.seq_len, request.val_fraction, say)
-    return Corpus(tokenizer, dict(found))
-
-
-def _folder_of_shards(request: DataRequest, say: Say) -> str:
-    """Return where the shards of the data lie, which may have to be made; "" for a plain text."""
-    path = resolve_data(request.data)
-    if is_shards(path):
-        return str(path)
-    if is_plain(path):
-        return ""
-    return str(tokenized(path, _tokenizer(request), request.val_fraction, request.kept, say))
-
-
-def _tokenizer(request: DataRequest) -> str | Tokenizer:
+def requested_tokenizer(request: DataRequest) -> str | Tokenizer:
     """Return the model's tokenizer, or else the name of one."""
     if request.existing is not None and not _has_name(request.existing, request.tokenizer):
         raise DataError(
@@ -188,37 +181,43 @@ def _tokenizer(request: DataRequest) -> str | Tokenizer:
     return request.existing or (BYTE if request.tokenizer == AUTO else request.tokenizer)
 
 
-def _load_text(comm: Comm, request: DataRequest) -> Corpus:
-    """Rank 0 reads and tokenizes; the ids travel as one plain buffer."""
-    of_root: list[Ids] = []
+class _PlainText:
+    """One file of UTF-8. Rank 0 reads and tokenizes it; the ids travel as one plain buffer."""
 
-    def read() -> dict[str, Any]:
-        path = resolve_data(request.data)
-        tokenizer, ids = _tokenize(path, request)
-        held_out = round(len(ids) * request.val_fraction)
-        if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):
-            aside = f", {held_out} of them for validation" if request.val_fraction else ""
-            raise DataError(
-                f"{path} gives {count(len(ids), 'token')}{aside}: at least 2 are needed to learn what follows"
-                f" what (fewer than seq_len + 1 = {request.seq_len + 1} are repeated)"
-            )
-        of_root.append(ids)
-        sizes = {"dtype": ids.dtype.name, "length": len(ids), "held_out": held_out}
-        return {"tokenizer": tokenizer.to_json(), **sizes}
+    def refuse_missing(self, request: DataRequest) -> None:
+        refuse_by_name(resolve_data(request.data))
 
-    found = on_root(comm, read)
-    ids = of_root[0] if of_root else np.empty(found["length"], found["dtype"])
-    comm.broadcast(ids)
-    tokenizer = tokenizer_from_json(found["tokenizer"], "rank 0's tokenizer")
-    val, train = np.split(ids, [found["held_out"]])
-    splits: dict[str, Tokens] = {"train": ArrayTokens(train)}
-    if len(val):
-        splits["val"] = ArrayTokens(val)
-    return Corpus(tokenizer, splits)
+    def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
+        of_root: list[Ids] = []
+
+        def read() -> dict[str, Any]:
+            path = resolve_data(request.data)
+            tokenizer, ids = _tokenize(path, request)
+            held_out = round(len(ids) * request.val_fraction)
+            if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):
+                aside = f", {held_out} of them for validation" if request.val_fraction else ""
+                raise DataError(
+                    f"{path} gives {count(len(ids), 'token')}{aside}: at least 2 are needed to learn"
+                    f" what follows what (fewer than seq_len + 1 = {request.seq_len + 1} are repeated)"
+                )
+            of_root.append(ids)
+            sizes = {"dtype": ids.dtype.name, "length": len(ids), "held_out": held_out}
+            return {"tokenizer": tokenizer.to_json(), **sizes}
+
+        found = on_root(comm, read)
+        ids = of_root[0] if of_root else np.empty(found["length"], found["dtype"])
+        comm.broadcast(ids)
+        tokenizer = tokenizer_from_json(found["tokenizer"], "rank 0's tokenizer")
+        val, train = np.split(ids, [found["held_out"]])
+        splits: dict[str, Tokens] = {"train": ArrayTokens(train)}
+        if len(val):
+            splits["val"] = ArrayTokens(val)
+        return Corpus(tokenizer, splits)
 
 
 def _tokenize(path: Path, request: DataRequest) -> tuple[Tokenizer, Ids]:
-    text, choice = read_text(path), _tokenizer(request)
+    refuse_by_name(path)
+    text, choice = read_text(path), requested_tokenizer(request)
     tokenizer = choice if isinstance(choice, Tokenizer) else build_tokenizer(choice, text)
     try:
         return tokenizer, tokenizer.encode(text)
@@ -226,7 +225,24 @@ def _tokenize(path: Path, request: DataRequest) -> tuple[Tokenizer, Ids]:
         raise DataError(f"{path}: {error}") from None
 
 
-def _load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Corpus:
+class _Shards:
+    """A folder of token shards."""
+
+    def refuse_missing(self, request: DataRequest) -> None:
+        path = resolve_data(request.data)
+        made_with = shards_tokenizer(path, read_manifest(path))
+        kind, _ = find_kind(request.tokenizer)
+        if kind is None or kind.means is not None:  # else it had to be fetched
+            _refuse_other_tokenizer(made_with, request, path)
+
+    def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
+        return load_shards(comm, Path(on_root(comm, lambda: str(resolve_data(request.data)))), request, say)
+
+
+TEXTS: Table[TextKind] = Table("texts", "a text of kind", {PLAIN: _PlainText(), SHARDS: _Shards()})
+
+
+def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Corpus:
     """Rank 0 says what there must be; the ranks of each node open it there, and share the verifying."""
 
     def describe() -> list[str]:
@@ -278,12 +294,4 @@ def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: 
 
 def _has_name(tokenizer: Tokenizer, name: str) -> bool:
     """Return if `--tokenizer NAME` can mean this tokenizer."""
-    if name == AUTO:
-        return True
-    if name == "gpt2":  # known without its files
-        return fingerprint(tokenizer) == GPT2_FINGERPRINT
-    if name in KINDS:
-        return tokenizer.kind == name
-    if size := learned_size(name):
-        return tokenizer.kind == "bpe" and tokenizer.size <= size
-    return fingerprint(load_tokenizer(name)) == fingerprint(tokenizer)
+    return name == AUTO or can_mean(name, tokenizer)

@@ -11,15 +11,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from distgpt.comm.agree import on_every_rank, shared
+from distgpt.comm.api import Comm
+from distgpt.config import RunConfig
 from distgpt.data.batches import Batches, Tokens
-from distgpt.errors import DataError
+from distgpt.data.loading import TEXTS, Corpus, DataRequest, kind_of, load_one
+from distgpt.errors import DataError, Say, UsageError
+from distgpt.formatting import count
 from distgpt.kernels.api import Array
 
 AT_ONCE = 1 << 22  # tokens that are searched together
+NO_DOCUMENTS = (
+    "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
+    " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
+)
 
 Row = list[tuple[int, int]]  # of each piece its part's length, and how many of its tokens are taken
 
@@ -52,12 +61,43 @@ class PackedBatches(Batches):
         self.plan = pack(parts, len(tokens), room)
         self.windows_per_epoch = len(self.plan)
 
+    def notes(self, steps: int) -> Iterator[str]:
+        yield from super().notes(steps)
+        rows, cut_off = count(len(self.plan), "sequence"), self.plan.cut_off / self.tokens
+        yield f"--pack: {rows}; {cut_off:.1%} of the tokens, ends of documents that do not fit, are left out"
+
     def _starts(self, step: int, rows: slice) -> Array:
         return self._order(step, rows)[0].astype(np.int64)
 
     def _window(self, start: int) -> Array:
         pieces = [self._tokens.read(begin, begin + length) for begin, length in self.plan.row(start)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCorpus(Corpus):
+    """Documents that batches put together in rows."""
+
+    def batches(self, comm: Comm, run: RunConfig) -> Batches:
+        separator, t = self.separator, run.train
+        if separator is None:
+            raise shared(UsageError(NO_DOCUMENTS))
+        length = run.model.seq_len
+        return on_every_rank(comm, lambda: PackedBatches(self.train, length, t.batch_size, t.seed, separator))
+
+
+class _Packed:
+    """A row of the table of texts, by --pack: texts of the kind that the path tells, in other batches."""
+
+    def refuse_missing(self, request: DataRequest) -> None:
+        TEXTS[kind_of(request.data)].refuse_missing(request)
+
+    def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
+        found = load_one(comm, replace(request, kind=""), say)
+        return PackedCorpus(found.tokenizer, found.splits, found.separator)
+
+
+PACKED = _Packed()
 
 
 def document_starts(tokens: Tokens, separator: int) -> Array:

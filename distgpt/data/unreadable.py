@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from distgpt.errors import DataError
+
 _UNPACKERS = {
     **dict.fromkeys((".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"), "tar xf"),
     ".zip": "unzip",
@@ -45,6 +47,12 @@ def advice(path: Path, ending: str = "") -> str:
     name = ending or path.name.lower()
     words = {"path": shlex.quote(str(path)), "text": shlex.quote(str(path.with_suffix(".txt")))}
     return next((how.format(**words) for each, how in ADVICE.items() if name.endswith(each)), "")
+
+
+def refuse_by_name(path: Path) -> None:
+    """Refuse a file that is no text by the ending of its name."""
+    if why := advice(path):
+        raise DataError(f"{path} is not read, by the ending of its name: {why}")
 
 
 def way_out(path: Path | None, content: bytes, at: int = 0) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,33 +14,10 @@ from distgpt.comm.api import Comm
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
 from distgpt.evaluation.questions import Question, read_questions
-from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.kernels.api import Array
+from distgpt.evaluation.scoring import Progress, Scorer, Span, with_progress
 
 NORMALISED = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # whose choices differ in length
 SHOWN = ("acc", "acc_norm")
-
-
-class Progress(Protocol):
-    """Shows how far a measurement has come. Called on rank 0 alone."""
-
-    def noted(self, text: str) -> None: ...
-    def began(self, total: int, done: int) -> None: ...
-    def advanced(self, done: int, tokens: int) -> None: ...
-    def close(self) -> None: ...
-
-
-def with_progress(
-    measure: Callable[..., Array], spans: list[Span], comm: Comm, progress: Progress | None
-) -> Array:
-    """Return what a Scorer measures of these spans, and show how far that has come. Collective."""
-    if progress is None or comm.rank:
-        return measure(spans)
-    progress.began(len(spans), 0)
-    try:
-        return measure(spans, progress.advanced)
-    finally:
-        progress.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +78,17 @@ class Benchmark:
             loss=total,
             topics={topic: float(fractions[places, 0].mean()) for topic, places in topics.items() if topic},
         )
+
+
+class HellaSwag:
+    """A row of the table of metrics: fractions of right answers, measured while a model is trained."""
+
+    def __init__(self, comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> None:
+        self._benchmark = load_benchmark(comm, "hellaswag", path, tokenizer, seq_len)
+
+    def fields(self, scorer: Scorer) -> dict[str, Any]:
+        result = self._benchmark.measure(scorer)
+        return {"hellaswag": result.acc_norm, "hellaswag_examples": result.examples}
 
 
 def load_benchmark(comm: Comm, name: str, path: Path, tokenizer: Tokenizer, seq_len: int) -> Benchmark:

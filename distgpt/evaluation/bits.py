@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from distgpt.data.batches import Batches
-from distgpt.data.chats.examples import ExampleBatches
+from distgpt.data.loading import Corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.kernels.api import Array
@@ -25,11 +25,11 @@ def text_bytes(ids: Array, tokenizer: Tokenizer) -> int:
     return len(tokenizer.decode(ids).encode())
 
 
-def bytes_per_token(batches: Batches, tokenizer: Tokenizer) -> float | None:
-    """Return how many bytes a token of the training text has; None of chats, of which not all is text."""
-    if isinstance(batches, ExampleBatches):
+def bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
+    """Return how many bytes a token of the training text has; None where it has none."""
+    if not corpus.is_text:
         return None
-    ids = batches.sample(SAMPLED)
+    ids, tokenizer = batches.sample(SAMPLED), corpus.tokenizer
     if not isinstance(tokenizer, BytesDecoder):
         ids = ids[:DECODED]
     return text_bytes(ids, tokenizer) / len(ids) or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -215,3 +215,25 @@ class Scorer:
         while padded < length:
             padded *= 2
         return min(padded, self.model.config.seq_len)
+
+
+class Progress(Protocol):
+    """Shows how far a measurement has come. Called on rank 0 alone."""
+
+    def noted(self, text: str) -> None: ...
+    def began(self, total: int, done: int) -> None: ...
+    def advanced(self, done: int, tokens: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def with_progress(
+    measure: Callable[..., Array], spans: list[Span], comm: Comm, progress: Progress | None
+) -> Array:
+    """Return what a Scorer measures of these spans, and show how far that has come. Collective."""
+    if progress is None or comm.rank:
+        return measure(spans)
+    progress.began(len(spans), 0)
+    try:
+        return measure(spans, progress.advanced)
+    finally:
+        progress.close()

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 from distgpt.config import RunConfig
-from distgpt.data import hub
 from distgpt.data.loading import refuse_missing
 from distgpt.data.named import resolve_data
 from distgpt.data.shards import is_shards
+from distgpt.data.tokenizers import hub
 from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.errors import DataError
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from distgpt.comm.limits import granted_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.data.loading import vocabulary_size
 from distgpt.data.named import BUNDLED_TEXTS, resolve_data
+from distgpt.data.prepare.vocabulary import vocabulary_size
 from distgpt.data.shards import Manifest, is_shards, read_manifest
 from distgpt.errors import Say, UsageError
 from distgpt.formatting import count, duration, long_duration, size, size_in_column, three_digits

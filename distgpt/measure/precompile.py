@@ -12,7 +12,7 @@ from distgpt import api
 from distgpt.config import ROUNDED_DTYPES, ModelConfig, TrainConfig
 from distgpt.data.loading import read_text
 from distgpt.data.named import resolve_data
-from distgpt.evaluation.assessment import evaluate
+from distgpt.evaluation.evaluate import evaluate
 from distgpt.inference.engine_setup import rehearse
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.matmul.gain import SAMPLES, gain

@@ -8,11 +8,13 @@ costs V² products of width C, however long the text is.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from distgpt.config import ModelConfig
 from distgpt.config.dial import PAIR_ROWS
 from distgpt.kernels.api import Array
 
@@ -23,6 +25,22 @@ ROWS = 256  # of a piece of work
 PHASES = ((0.25, 12), (0.5, 6), (1.0, 9))
 EMBEDDING_LR, BETA1, BETA2, EPS = 0.3, 0.7, 0.9, 1e-12
 HEAD_LR = 5.0  # divided by the width, over which a score sums
+
+
+class PairWeights:
+    """A row of the table of first weights (training/opening/restore.py)."""
+
+    note = "first weights: from how often each token of the text follows each other one"
+    tokens = MOST_TOKENS
+
+    def learn(self, tokens: Array, weights: Mapping[str, Array], config: ModelConfig, threads: int) -> None:
+        """Learn embedding and output layer in place."""
+        vocab = config.vocab_size
+        centred = config.norm == "layernorm"
+        learn_bigrams(tokens, weights["wte"][:vocab], weights["head.w"][:vocab], centred, threads)
+
+
+PAIRS = PairWeights()
 
 
 @dataclass(frozen=True, slots=True)

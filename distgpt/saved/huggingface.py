@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from distgpt.checked import parse_object
 from distgpt.config import ModelConfig, RunConfig
-from distgpt.data.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
+from distgpt.data.tokenizers.chat_template import chat_of
 from distgpt.data.tokenizers.foreign import CHAT_FILES
+from distgpt.data.tokenizers.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError, command_line
@@ -414,7 +415,7 @@ def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[
 def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dtype: str) -> dict[str, str]:
     """The small files by name; the configuration comes last, since a directory without it is no model."""
     separator = tokenizer.separator if tokenizer else None
-    ends = list(dict.fromkeys(tokenizer.chat.ends)) if tokenizer and tokenizer.chat else []
+    ends = list(dict.fromkeys(chat.ends)) if tokenizer and (chat := chat_of(tokenizer)) else []
     first = tokenizer.first[0] if tokenizer and tokenizer.first else separator
     tokens = {"bos_token_id": first, "eos_token_id": ends or separator}
     settings = {
@@ -467,8 +468,8 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    if tokenizer.chat:
-        settings |= {**tokenizer.chat.tokens, "chat_template": tokenizer.chat.source}
+    if chat := chat_of(tokenizer):
+        settings |= {**chat.tokens, "chat_template": chat.source}
     if isinstance(tokenizer, LibraryTokenizer):
         whole = json.dumps(tokenizer.contents()["document"], ensure_ascii=False)
         return {"tokenizer.json": whole, "tokenizer_config.json": json.dumps(settings, indent=1)}

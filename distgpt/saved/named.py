@@ -1,37 +1,26 @@
-"""Names that users give weights: a file, the directory of a run, or hub:ORG/NAME of the Hugging Face Hub."""
+"""Names that users give weights: a file, the directory of a run, or a name that a table knows."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
-from distgpt.data.hub import PREFIX
-from distgpt.errors import UsageError, command_line, print_lines
-from distgpt.files import cache_folder
-from distgpt.saved.huggingface import import_model
 from distgpt.saved.rundir import find_weights
-from distgpt.saved.tensors import read_header
+from distgpt.tables import Table
+
+
+class WeightsSource(Protocol):
+    """A row of the table of weights, by what their names begin with before a colon."""
+
+    def __call__(self, name: str, fetches: bool) -> Path:
+        """Return the weights file of this name. Without `fetches` refuse one that is not on this machine."""
+
+
+WEIGHTS: Table[WeightsSource] = Table("weights", "weights of", {})
 
 
 def weights_of(name: Path, fetches: bool = True) -> Path:
-    """Return the weights file of this name. A model of the hub that is not in the user's cache yet is
-    imported into it; without `fetches` it is refused."""
-    if not str(name).startswith(PREFIX) or name.exists():
-        return find_weights(name)
-    repository = str(name).removeprefix(PREFIX)
-    folder = cache_folder("models")
-    if folder is None:
-        raise UsageError(f"{name} has no place: set XDG_CACHE_HOME to a folder that only you can write to")
-    found = folder / f"{repository.replace('/', '--')}.safetensors"
-    if not found.exists():
-        if not fetches:
-            own = command_line("weights", "import", name, "--out", "model.safetensors")
-            raise UsageError(f"{name} is not on this machine yet: first {own}, then name that file")
-        note = partial(print_lines, err=True)
-        import_model(str(name), found, None, note)
-        if not read_header(found).metadata["tokenizer"]:
-            found.unlink()
-            own = command_line("weights", "import", name, "--tokenizer", "…", "--out", "…")
-            raise UsageError(f"{name} has no tokenizer that can be used; import it with another: {own}")
-        note(f"{name} is kept as {found}; remove it to fetch it anew")
-    return found
+    """Return the weights file of this name. What is not on this machine is fetched, or refused."""
+    key, _, rest = str(name).partition(":")
+    source = WEIGHTS.get(key) if rest and not name.exists() else None
+    return find_weights(name) if source is None else source(rest, fetches)

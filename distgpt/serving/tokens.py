@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.config import Setting
+from distgpt.data.tokenizers.chat_template import chat_of
 from distgpt.errors import DataError
 from distgpt.serving.completions import ECHOED, SWITCH, Served, checked, named_model, parse_object, tokens_of
 from distgpt.serving.limits import Limits, invalid
@@ -19,7 +20,7 @@ def about_tokenizer(served: Served) -> dict[str, Any]:
         "tokenizer_class": type(tokenizer).__name__,
         "bos_token": next(map(spelled.get, begins), None),
         "eos_token": next(map(spelled.get, ends), None),
-        "chat_template": tokenizer.chat.source if tokenizer.chat else None,
+        "chat_template": chat.source if (chat := chat_of(tokenizer)) else None,
     }
 
 

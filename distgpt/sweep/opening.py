@@ -10,10 +10,7 @@ from distgpt.comm.agree import on_every_rank, on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
-from distgpt.data.loading import DataRequest, load_corpus, refuse_missing
-from distgpt.data.named import resolve_data
-from distgpt.data.prepare.documents import is_plain
-from distgpt.data.shards import is_shards
+from distgpt.data.loading import PLAIN, SHARDS, DataRequest, kind_of, load_corpus, refuse_missing
 from distgpt.dtypes import for_training
 from distgpt.errors import DistgptError, Say, UsageError
 from distgpt.formatting import count, long_duration
@@ -102,8 +99,8 @@ def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:
     for run in runs.values():
         t = run.train
         key = (t.data, t.val, t.tokenizer, t.val_fraction)
-        paths = [resolve_data(text) for text in filter(None, (t.data, t.val))]
-        if key not in seen and not all(is_shards(path) or is_plain(path) for path in paths):
+        kinds = {kind_of(text) for text in (t.data, t.val) if text}
+        if key not in seen and not kinds <= {PLAIN, SHARDS}:
             kept = out / "tokenized"
             load_corpus(
                 SerialComm(), DataRequest(t.data, t.tokenizer, 1, t.val_fraction, val=t.val, kept=kept), say

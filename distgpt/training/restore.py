@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from distgpt.comm.agree import shared
 from distgpt.comm.api import Comm
 from distgpt.comm.limits import granted_cores
-from distgpt.config import RunConfig, TrainConfig
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.errors import DataError
-from distgpt.model.bigrams import MOST_TOKENS, learn_bigrams
+from distgpt.kernels.api import Array
 from distgpt.model.model import Model
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import read_shortened
 from distgpt.saved.tensors import Tensors
+from distgpt.tables import Table
 from distgpt.training.opening.model_kind import ModelKind
 from distgpt.training.placement import WEIGHTS, OptimizerState
+
+
+class FirstWeights(Protocol):
+    """A row of the table of first weights: what random ones are replaced by, learned from the text."""
+
+    note: str  # about it, for people
+    tokens: int  # of the text, that it looks at
+
+    def learn(self, tokens: Array, weights: Tensors, config: ModelConfig, threads: int) -> None:
+        """Change these weights in place. Called on rank 0 alone, while the others wait."""
+
+
+FIRST_WEIGHTS: Table[FirstWeights] = Table("first weights", "first weights", {})  # by init_weights
 
 
 def restore(comm: Comm, model: Model, state: OptimizerState, checkpoint: Path) -> None:
@@ -39,9 +54,9 @@ def begin_anew(
     state.begin()
 
 
-def learns_pairs(run: RunConfig) -> bool:
-    """Return whether first weights are learned from pairs of tokens."""
-    return run.model.init_weights == "bigrams" and not run.train.init
+def learned_first(run: RunConfig) -> FirstWeights | None:
+    """Return what first weights are learned by; None where they are random, or those of a file."""
+    return None if run.train.init else FIRST_WEIGHTS.get(run.model.init_weights)
 
 
 def first_weights(
@@ -54,7 +69,7 @@ def first_weights(
 ) -> None:
     """Load the weights of the file that --init names, or draw new ones. Collective.
 
-    Some are learned from pairs of the tokens in `batches`, where the model wants that.
+    Some are then learned from the tokens in `batches`, where the model wants that.
     """
     if init := kind.begins_with(t):
         state.load_weights(comm, partial(read_shortened, Path(init)))
@@ -65,11 +80,10 @@ def first_weights(
     def draw(host: Tensors) -> None:
         for name, values in model.initial(t.seed):
             host[name][...] = values
-        if model.config.init_weights == "bigrams" and not t.init and batches is not None:
-            tokens, vocab = batches.sample(MOST_TOKENS), model.config.vocab_size
-            centred = model.config.norm == "layernorm"
-            threads = _threads_of_waiting(comm, model)
-            learn_bigrams(tokens, host["wte"][:vocab], host["head.w"][:vocab], centred, threads)
+        learned = None if t.init else FIRST_WEIGHTS.get(model.config.init_weights)
+        if learned is not None and batches is not None:
+            tokens, threads = batches.sample(learned.tokens), _threads_of_waiting(comm, model)
+            learned.learn(tokens, host, model.config, threads)
 
     state.load_weights(comm, draw)
 

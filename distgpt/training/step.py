@@ -111,10 +111,12 @@ class Step:
         k, seq_len = self.model.kernels, self.model.config.seq_len
         self._micro_batches = micro_batches or MicroBatches(config, comm.size)
         n_seq = self._micro_batches.sequences
-        # Tokens, targets and, for chats side by side, positions.
-        self._host = tuple(np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.chats else 2))
+        # Tokens, targets and, for examples side by side, positions.
+        self._host = tuple(
+            np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.is_of_examples else 2)
+        )
         self._inputs = tuple(k.integers(np.zeros(n_seq * seq_len)) for _ in self._host)
-        positions = self._inputs[2] if config.chats else None
+        positions = self._inputs[2] if config.is_of_examples else None
         self._pass = Pass(
             self.model, n_seq, seq_len, training=True, recompute=config.recompute, positions=positions
         )

@@ -21,7 +21,8 @@ from distgpt.config.dial import (
     vocabulary,
 )
 from distgpt.config.presets import preset
-from distgpt.data.tokenizers.naming import build_tokenizer, learned_size
+from distgpt.data.tokenizers.learn import learned_size
+from distgpt.data.tokenizers.naming import build_tokenizer
 
 DOCS = Text(9.7e6, 8192)
 

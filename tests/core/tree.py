@@ -21,7 +21,7 @@ KEPT = Path(__file__).with_name("leads_out.txt")
 
 # The folders of the core from the ground up, each with the modules that will live in it.
 TREE = {
-    "base": "errors interrupts formatting checked files system version",
+    "base": "errors interrupts formatting checked files system tables version",
     "config": "config config.setting config.settings config.presets config.asked",
     "ops": "kernels.api kernels.reference kernels.low_precision",
     "comm": """comm.agree comm.api comm.batch comm.cores comm.joining comm.launched comm.leaving comm.limits

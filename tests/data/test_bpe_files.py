@@ -9,8 +9,9 @@ from conftest import inside, refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizing import GPT2, STORY, TEXT, gpt2, needs_gpt2, small
 
+from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT
 from distgpt.data.tokenizers.learn import learn_bpe
-from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, build_tokenizer, fingerprint, load_tokenizer
+from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint, load_tokenizer
 from distgpt.errors import DataError, UsageError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distgpt.data import shards
-from distgpt.data.batches import Batches
+from distgpt.data.batches import Batches, windows_of
 from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import (
     Manifest,
@@ -27,7 +27,6 @@ from distgpt.data.shards import (
 )
 from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint
 from distgpt.errors import DataError, StorageError
-from distgpt.evaluation.assessment import Validation
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)
@@ -158,7 +157,7 @@ def test_an_id_beyond_the_vocabulary_is_named_whenever_it_is_read(folder):
             for step in range(4):
                 each.fill(step, slice(None), x, y)
     with pytest.raises(DataError, match="position 5"):
-        Validation(tokens, seq_len=16)
+        windows_of(tokens, 16)
 
 
 def test_fingerprints_tell_contents_apart(folder):

@@ -14,8 +14,9 @@ from threadranks import on_all_ranks
 from tokenizing import small
 
 from distgpt.comm.serial import SerialComm
-from distgpt.data import loading, tokenized
+from distgpt.data import loading
 from distgpt.data.loading import DataRequest, load_corpus
+from distgpt.data.prepare import tokenized
 from distgpt.data.prepare.preparing import prepare
 from distgpt.data.prepare.progress import reserved
 from distgpt.data.tokenizers.naming import build_tokenizer
@@ -157,7 +158,7 @@ def test_shards_that_another_node_does_not_see_are_named(asked, monkeypatch):
     gone = folder.rename(asked.kept / "gone")
     monkeypatch.setattr(loading, "read_manifest", lambda path: manifest)
     monkeypatch.setattr(loading, "shards_tokenizer", lambda path, manifest: tokenizer)
-    errors = on_all_ranks(2, lambda comm: loading._load_shards(comm, folder, asked, lambda text: None))
+    errors = on_all_ranks(2, lambda comm: loading.load_shards(comm, folder, asked, lambda text: None))
     assert gone.is_dir() and all("all nodes must share the disk" in str(error) for error in errors)
 
 

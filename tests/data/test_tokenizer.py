@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.data.tokenizers.bpe import symbols
+from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT, symbols
 from distgpt.data.tokenizers.learn import learn_bpe
 from distgpt.data.tokenizers.naming import (
-    GPT2_FINGERPRINT,
-    KINDS,
     build_tokenizer,
     fingerprint,
     id_dtype,
@@ -45,7 +43,7 @@ BYTES = {
 
 @functools.cache
 def one_of_each_kind():
-    return [*(build_tokenizer(kind, PROSE + ALPHABET) for kind in KINDS), small()]
+    return [*(build_tokenizer(kind, PROSE + ALPHABET) for kind in ("byte", "char", "word")), small()]
 
 
 def saved(document):

@@ -11,13 +11,14 @@ import distgpt
 from distgpt.cli import cli
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig
-from distgpt.data.batches import ArrayTokens
+from distgpt.data.batches import ArrayTokens, windows_of
 from distgpt.data.loading import read_text
 from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import UsageError
 from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Validation, evaluate
+from distgpt.evaluation.assessment import Validation
+from distgpt.evaluation.evaluate import evaluate
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.files import bundled
 from distgpt.kernels.cpu import CpuKernels
@@ -67,7 +68,7 @@ def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
 
 def test_validation_predicts_every_token_once():
     for most, count in ((0, 1999), (100, 100), (1, 1), (5000, 1999)):
-        validation = Validation(ArrayTokens(IDS), 48, most)
+        validation = Validation(windows_of(ArrayTokens(IDS), 48, most))
         predicted = np.concatenate([span.ids[1:] for span in validation.spans])
         np.testing.assert_array_equal(predicted, IDS[1 : count + 1])
         held = validation.measure(Scorer(model(), SerialComm()))
@@ -82,14 +83,16 @@ def test_the_predicted_text_is_as_long_as_it_is_written():
     for kind, text in (("byte", wide), ("char", wide), ("word", "a cat, a dog.")):
         tokenizer = build_tokenizer(kind, text)
         for window in (1, 2, 3, 7):
-            validation = Validation(ArrayTokens(tokenizer.encode(text)), window)
+            validation = Validation(windows_of(ArrayTokens(tokenizer.encode(text)), window))
             size = validation.count / validation.bits_per_byte(math.log(2), tokenizer)
             assert size == pytest.approx(len(text[1:].encode())), (kind, window)
     ids = np.array([60, 97, 98, 60, 99], np.uint16)
     tokenizer = build_tokenizer("byte", "")
     tokenizer.separator = 60  # which is no text
-    assert Validation(ArrayTokens(ids), 2).bits_per_byte(math.log(2), tokenizer) == pytest.approx(4 / 3)
-    assert Validation(ArrayTokens(ids[[0, 3]]), 2).bits_per_byte(1.0, tokenizer) is None
+    assert Validation(windows_of(ArrayTokens(ids), 2)).bits_per_byte(math.log(2), tokenizer) == pytest.approx(
+        4 / 3
+    )
+    assert Validation(windows_of(ArrayTokens(ids[[0, 3]]), 2)).bits_per_byte(1.0, tokenizer) is None
 
 
 def test_an_evaluation_counts_bits_by_the_byte_under_either_name_of_its_length(capsys):

@@ -9,8 +9,8 @@ from families import document
 from foreignmodels import MODERN, shape, tensors_in
 
 from distgpt.config import ModelConfig, RunConfig
+from distgpt.data.tokenizers.chat_template import checked_chat, with_chat
 from distgpt.data.tokenizers.foreign import from_document
-from distgpt.data.tokenizers.plain import checked_chat
 from distgpt.saved.gguf.container import Numbers, read_container, write_container
 from distgpt.saved.modelfile import Description
 from distgpt.saved.tensors import write_tensors
@@ -43,7 +43,7 @@ def tokenizer_like(family):
     begin = {"llama3": "<|begin_of_text|>", "tinyllama": "<s>", "mistral": "<s>"}.get(family)
     tokens = {"eos_token": end} | ({"bos_token": begin} if begin else {})
     chat = {"source": TEMPLATES[family], "tokens": tokens, "ends": [tokenizer.specials[end]]}
-    return tokenizer.with_chat(checked_chat(chat, tokenizer.size, family))
+    return with_chat(tokenizer, checked_chat(chat, tokenizer.size, family))
 
 
 def with_tokenizer(path, tokenizer, **more):

@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager
 
 from distgpt.comm.serial import SerialComm
-from distgpt.data.tokenizers.plain import ChatTemplate
+from distgpt.data.tokenizers.chat_template import ChatTemplate, with_chat
 from distgpt.errors import DistgptError
 from distgpt.files import bundled
 from distgpt.inference.engine_setup import LoadedModel, ModelSpec, lanes_for
@@ -55,7 +55,7 @@ class Server:
         if loaded is None:
             model, tokenizer = sample()
             if template:
-                tokenizer = tokenizer.with_chat(ChatTemplate(template, {}, ()))
+                tokenizer = with_chat(tokenizer, ChatTemplate(template, {}, ()))
             loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
         self.lanes = Paced(lanes_for(loaded.model, lanes, loaded.adapters), seconds)
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))

@@ -51,7 +51,6 @@ _FAULTS = {
         ("min_lr is ignored", "config.min_lr + (", "("),
     ],
     ("training/opening/open.py", _WIRED): [
-        ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         (
             "the best loss is forgotten",
             "say, comm, best, disk, gathering",
@@ -102,7 +101,7 @@ _FAULTS = {
     ("training/sanity.py", "training/test_mpi.py -k drift"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -"),
     ],
-    ("evaluation/assessment.py", "evaluation/test_scoring.py"): [
+    ("data/batches.py", "evaluation/test_scoring.py"): [
         ("one token too few is validated", "min(most + 1,", "min(most,"),
     ],
     ("training/step.py", _ON_RANKS): [
@@ -130,6 +129,7 @@ _FAULTS = {
         ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", ""),
     ],
     ("data/batches.py", _WIRED): [
+        ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         ("targets are the inputs", "window[1:]", "window[:-1]"),
     ],
     ("training/opening/plan.py", _WIRED): [

@@ -7,6 +7,7 @@ from foreignmodels import SHAPES, random_model, same, shape, tensors_in
 from gguffiles import LLAMA, rewritten_gguf, tokenizer_like, with_tokenizer
 from tokenizing import STORY, TEXT, small
 
+from distgpt.data.tokenizers.chat_template import chat_of
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.saved.gguf.blocks import NUMBERS, TYPES, quantised, restored
@@ -110,7 +111,7 @@ def test_tokenizers_come_back_with_their_chat_templates(tmp_path, family):
         ids = ours.encode(text)
         assert np.array_equal(found.encode(text), ids)
         assert found.decode(ids) == ours.decode(ids)
-    assert (found.chat, found.first, found.separator) == (ours.chat, ours.first, ours.separator)
+    assert (chat_of(found), found.first, found.separator) == (chat_of(ours), ours.first, ours.separator)
     assert found.specials == ours.specials and found.size == ours.size
 
 

@@ -15,6 +15,7 @@ from tokenizing import TEXT, small
 import distgpt
 from distgpt.data.loading import read_text
 from distgpt.data.named import resolve_data
+from distgpt.data.tokenizers.chat_template import chat_of
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.files import bundled
 from distgpt.saved.gguf.blocks import NUMBERS, TYPES, quantised, restored
@@ -166,6 +167,6 @@ def test_texts_become_the_same_tokens_there(tmp_path, kind):
     ids, in_chat, end, template = llama_cpp(["tokens", str(file), TEXTS, spelled])[0]
     assert ids == [tokenizer.encode_prompt(text) for text in TEXTS]
     assert in_chat == tokenizer.encode_parts(parts)[0].tolist()
-    chat = tokenizer.chat
+    chat = chat_of(tokenizer)
     assert end == (chat.ends[0] if chat else 255 if kind == "byte" else tokenizer.separator)
     assert template == (chat.source if chat else None)

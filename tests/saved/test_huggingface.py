@@ -28,7 +28,8 @@ from foreignmodels import (
 )
 from tokenizing import GPT2, needs_gpt2
 
-from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, fingerprint, load_tokenizer
+from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT
+from distgpt.data.tokenizers.naming import fingerprint, load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.saved.huggingface import export_model, import_model
 from distgpt.saved.modelfile import read_description

@@ -9,8 +9,8 @@ from foreignmodels import SHAPES, change_json, exported, in_parts, random_model,
 
 from distgpt.errors import DataError, command_line
 from distgpt.saved.huggingface import import_model
-from distgpt.saved.info import inspect, page
 from distgpt.saved.tensors import read_header, write_tensors
+from distgpt.show.weightspage import inspect, page
 
 
 def test_a_trained_model_is_described(trained, tmp_path):

@@ -10,7 +10,7 @@ from serving import sample, server, until
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
-from distgpt.data.tokenizers.plain import ChatTemplate
+from distgpt.data.tokenizers.chat_template import ChatTemplate, with_chat
 from distgpt.inference.adapters import adapters_of
 from distgpt.inference.engine_setup import LoadedModel, ModelSpec
 from distgpt.model.lora import adapter_layout
@@ -261,7 +261,7 @@ def adapted(*names, template=TEMPLATE, base=True):
     for _ in names:
         tensors = {spec.name: rng.standard_normal(spec.shape, np.float32) for spec in specs}
         found.append(Folding(Description(run, None), tensors))
-    taught = tokenizer.with_chat(ChatTemplate(template, {}, ()) if template else None)
+    taught = with_chat(tokenizer, ChatTemplate(template, {}, ()) if template else None)
     beside = adapters_of(model.config, found), dict.fromkeys(names, taught)
     how = SerialComm(), ModelSpec(None, "auto"), None, "float32"
     return LoadedModel(model, taught if base else tokenizer, *how, *beside)

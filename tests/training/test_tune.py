@@ -22,6 +22,7 @@ from threadranks import on_all_ranks
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.chats.examples import ExampleBatches, Examples, load_examples
+from distgpt.data.tokenizers.chat_template import chat_of
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.files import bundled
 from distgpt.inference.engine_setup import ModelSpec
@@ -243,7 +244,7 @@ def test_the_chat_template_and_the_special_tokens_stay_with_the_weights(chats, t
     result = inside("tune", *words)
     assert result.returncode == 0, result.stderr
     kept = read_description(tmp_path / "run" / "weights.safetensors").tokenizer
-    assert kept.to_json() == tokenizer.to_json() and kept.chat.source
+    assert kept.to_json() == tokenizer.to_json() and chat_of(kept).source
     answered = inside("infer", "--weights", tmp_path / "run", "--prompt", "a", "--max-new-tokens", "2")
     assert answered.returncode == 0, answered.stderr
 

@@ -7,17 +7,22 @@ left at their end, which is not learned.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from distgpt.comm.agree import on_root
+from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.config import RunConfig
+from distgpt.data.batches import ArrayTokens, Batches, Tokens, Window
 from distgpt.data.chats.format import ChatFormat, Example
 from distgpt.data.chats.rows import read_examples
+from distgpt.data.loading import Corpus, DataRequest
 from distgpt.data.packing import pack
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say
@@ -61,6 +66,16 @@ class ExampleBatches(Batches):
         of_piece = until[self.plan.starts + self.plan.lengths] - until[self.plan.starts]
         self._learned = np.add.reduceat(of_piece, self.plan.ends[:-1])  # targets, by row
 
+    def notes(self, steps: int) -> Iterator[str]:
+        examples, rows = self.examples, self.windows_per_epoch
+        full, learned = len(examples) / (rows * self.seq_len), examples.learned / len(examples)
+        batch_size = len(self._rows)
+        yield (
+            f"{count(examples.count, 'example')} of {len(examples):,} tokens, of which {learned:.0%} are"
+            f" learned, in {count(rows, 'sequence')}, {full:.0%} full: {batch_size * steps / rows:.3g} epochs"
+            f" are {count(steps, 'step')} of {count(batch_size, 'sequence')}"
+        )
+
     def learned_fraction(self, step: int) -> float:
         rows = self._order(step, slice(None))[0]
         return float(self._learned[rows].sum()) / (len(rows) * self.seq_len)
@@ -78,6 +93,51 @@ class ExampleBatches(Batches):
                 positions[here] = np.arange(length)
                 at += length
             positions[at:] = np.arange(len(positions) - at)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCorpus(Corpus):
+    """Chats, of which the answers are learned, and scored where they are held out."""
+
+    is_text = False  # answers end with tokens that are no text
+
+    def batches(self, comm: Comm, run: RunConfig) -> Batches:
+        t = run.train
+        return ExampleBatches(_examples(self.train), run.model.seq_len, t.batch_size, t.seed)
+
+    def held_out_windows(self, seq_len: int, most: int) -> list[Window]:
+        """Return the examples, the first of them with `most` tokens to learn (0: all)."""
+        examples, found, answers = _examples(self.held_out), list[Window](), 0
+        for start, stop in pairwise(examples.starts.tolist()):
+            targets = examples.targets[start:stop]
+            ids = np.append(examples.read(start, stop), targets[-1:].clip(0).astype(np.uint32))
+            found.append(Window(ids, learned := targets != IGNORED))
+            answers += int(learned.sum())
+            if 0 < most <= answers:
+                break
+        return found
+
+
+def _examples(tokens: Tokens) -> Examples:
+    assert isinstance(tokens, Examples)
+    return tokens
+
+
+class _Chats:
+    """A row of the table of texts, by --chats."""
+
+    def refuse_missing(self, request: DataRequest) -> None:
+        """Refuse nothing: what is wrong with chats is found where they are read."""
+
+    def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
+        tokenizer, path = request.existing, Path(request.data)
+        if tokenizer is None:
+            raise shared(DataError("chats are read by the tokenizer of the weights, and these have none"))
+        found = load_examples(comm, path, tokenizer, request.seq_len, request.val_fraction, say)
+        return ChatCorpus(tokenizer, dict(found))
+
+
+CHATS = _Chats()
 
 
 def load_examples(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distgpt.data.chats.template import renderer
+from distgpt.data.tokenizers.chat_template import chat_of
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import Ids
 from distgpt.errors import DataError, nearest
@@ -74,7 +75,7 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        chat, special = tokenizer.chat, tokenizer.specials
+        chat, special = chat_of(tokenizer), tokenizer.specials
         self.tokenizer, self._tokens = tokenizer, dict(chat.tokens) if chat else {}
         self.source, self.is_own = (chat.source if chat else ""), not (chat and chat.source)
         if self.is_own:

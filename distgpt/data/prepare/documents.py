@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from distgpt.checked import Count
-from distgpt.data.unreadable import ADVICE, advice, way_out
+from distgpt.data.unreadable import advice, refuse_by_name, way_out
 from distgpt.errors import DataError, StorageError, UsageError, escape, first_line
 from distgpt.files import open_regular, storage_errors
 from distgpt.formatting import count
@@ -54,12 +54,6 @@ class Input:
         return self.path.name.lower().endswith(".gz")
 
 
-def is_plain(path: Path) -> bool:
-    """Return if this is one text, as it lies there: no folder, lines of JSON or table, and not compressed."""
-    kind = _by_ending({**ADVICE, **ENDINGS}, path.name) or TEXT
-    return kind == TEXT and not path.name.lower().endswith(".gz") and not path.is_dir()
-
-
 def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
     """List these files and, for a folder, the files of known kinds below it, sorted."""
     found = []
@@ -75,8 +69,7 @@ def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
                 raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}{_others(files)}")
             found += [_described(file, file.relative_to(path).as_posix()) for file in taken]
         else:
-            if why := advice(path):
-                raise DataError(f"{path} is not read, by the ending of its name: {why}")
+            refuse_by_name(path)
             found.append(_described(path, path.name))
     for source in found:  # before any work is done
         if source.kind != ROWS:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distgpt.data.prepare.documents import FIELD, MAX_DOCUMENT, documents
-from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe, learn_entries
-from distgpt.data.tokenizers.plain import Tokenizer
+from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe, not_empty
+from distgpt.data.tokenizers.plain import Tokenizer, collect
 from distgpt.errors import UsageError
 from distgpt.files import atomic_file
 
@@ -42,7 +42,7 @@ def learn_file(
     if vocab_size is not None:
         learned = learn_bpe(texts, vocab_size, min_frequency or LEAST_PAIRS, separator or "last")
     else:
-        learned = learn_entries(kind, texts)
+        learned = collect(kind, not_empty(texts))
     with atomic_file(out) as file:
         file.write(learned.to_json().encode())
     fewer = vocab_size and learned.size < vocab_size

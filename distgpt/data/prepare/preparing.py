@@ -46,13 +46,13 @@ from distgpt.data.shards import (
     read_tokenizer,
     shard_name,
 )
-from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe, learn_entries
+from distgpt.data.tokenizers.learn import not_empty
 from distgpt.data.tokenizers.naming import (
     Ids,
     Tokenizer,
+    find_kind,
     fingerprint,
     id_dtype,
-    learned_size,
     load_tokenizer,
 )
 from distgpt.errors import DataError, DistgptError, UsageError
@@ -60,7 +60,6 @@ from distgpt.files import atomic_file, storage_errors
 from distgpt.formatting import count
 from distgpt.kernels.api import Array
 
-FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary comes from the inputs, as that of bpe:N does
 LEAST = 2  # tokens: one to see, one to predict
 EVERY, EACH = 1 << 24, 1 << 18  # tokens from one note of the progress to the next; more for each file
 PARTS = 16  # of validation: a longer document gives a share of its own tokens
@@ -102,14 +101,15 @@ class Request:
         """Return the tokenizer, unless it has to be made from the inputs."""
         if isinstance(self.tokenizer, Tokenizer):
             return self.tokenizer
-        is_made = self.tokenizer in FROM_INPUTS or learned_size(self.tokenizer)
-        return None if is_made else load_tokenizer(self.tokenizer)
+        kind, _ = find_kind(self.tokenizer)
+        return None if kind and kind.learn else load_tokenizer(self.tokenizer)
 
     def made_tokenizer(self) -> Tokenizer:
         """Return the tokenizer made from the inputs."""
-        name, texts = str(self.tokenizer), documents(self.inputs, self.field, self.max_document)
-        size = learned_size(name)
-        return learn_bpe(texts, size, LEAST_PAIRS, "last") if size else learn_entries(name, texts)
+        kind, argument = find_kind(str(self.tokenizer))
+        assert kind is not None and kind.learn is not None
+        texts = documents(self.inputs, self.field, self.max_document)
+        return kind.learn(argument, not_empty(texts), True)
 
     def settings(self, tokenizer: Tokenizer | None) -> Settings:
         """Return what the shards depend on, besides the inputs."""

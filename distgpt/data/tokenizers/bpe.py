@@ -162,8 +162,3 @@ def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str
         commonest, times = Counter(pairs).most_common(1)[0]
         raise DataError(f"{source}: the merge {commonest[0]!r} + {commonest[1]!r} is listed {times} times")
     return pairs
-
-
-def unreadable(name: str, error: OSError | ValueError) -> DataError:
-    reason = getattr(error, "strerror", None) or error
-    return DataError(f"{name!r} cannot be read as a saved tokenizer: {reason}")

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.checked import parse_object
-from distgpt.data.hub import TOKENIZER_FILES
-from distgpt.data.tokenizers.bpe import SEPARATOR, BpeTokenizer, checked_bpe, spelled, unreadable
-from distgpt.data.tokenizers.plain import ChatTemplate, Tokenizer, checked_chat
+from distgpt.data.tokenizers import hub
+from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT, SEPARATOR, BpeTokenizer, checked_bpe, spelled
+from distgpt.data.tokenizers.chat_template import ChatTemplate, checked_chat, with_chat
+from distgpt.data.tokenizers.naming import Document, TokenizerKind, read_json
+from distgpt.data.tokenizers.plain import Tokenizer, fingerprint, unreadable
 from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
 from distgpt.errors import DataError
 from distgpt.files import read_small
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 CHAT_FILES = (CONFIG, TEMPLATE, "generation_config.json", "config.json")
+GPT2_REPOSITORY = "openai-community/gpt2"
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # as templates know them
 
 
@@ -27,7 +30,7 @@ def from_foreign(document: dict[str, Any], path: Path) -> Tokenizer | None:
         found = _from_vocab_and_merges(document, path)
     else:
         return None
-    return found.with_chat(_chat_beside(path.parent, found))
+    return with_chat(found, _chat_beside(path.parent, found))
 
 
 def from_document(document: dict[str, Any], source: str) -> Tokenizer:
@@ -37,7 +40,7 @@ def from_document(document: dict[str, Any], source: str) -> Tokenizer:
 
 
 def _from_vocab_and_merges(vocab: dict[str, Any], path: Path) -> BpeTokenizer:
-    beside = path.with_name(TOKENIZER_FILES[2])
+    beside = path.with_name(hub.TOKENIZER_FILES[2])
     if not beside.exists():
         raise DataError(f"{path} is a vocabulary without its merges: {beside.name} must lie beside it")
     try:
@@ -141,3 +144,40 @@ def _content(token: Any) -> str:
     """The text of a token, which may be described by an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
+
+
+def _from_file(path: Path, document: Any) -> Tokenizer | None:
+    """The tokenizer in a file of others, or in a folder with vocab.json and merges.txt."""
+    if path.is_dir():
+        _, vocab, merges = (path / name for name in hub.TOKENIZER_FILES)
+        if not vocab.is_file() or not merges.is_file():
+            raise DataError(
+                f"{path} holds no tokenizer: neither tokenizer.json nor vocab.json with merges.txt"
+            )
+        path, document = vocab, read_json(vocab)
+    return from_foreign(document, path) if isinstance(document, dict) else None
+
+
+def _from_hub(repository: str) -> Tokenizer:
+    path = hub.download_tokenizer(repository)
+    document = read_json(path)
+    tokenizer = from_foreign(document, path) if isinstance(document, dict) else None
+    if tokenizer is None:
+        raise DataError(f"{path} of {repository} is not a tokenizer")
+    return tokenizer
+
+
+def _from_saved(document: Document, source: str) -> Tokenizer:
+    inner = document.get("document")
+    if not isinstance(inner, dict) or not isinstance(inner.get("model"), dict):
+        raise DataError(f"{source}: the tokenizer has no document with a model")
+    return LibraryTokenizer(inner, source)
+
+
+LIBRARY = TokenizerKind(from_json=_from_saved, from_file=_from_file)
+GPT2 = TokenizerKind(
+    "gpt2",
+    from_name=lambda argument: _from_hub(GPT2_REPOSITORY),
+    means=lambda argument, tokenizer: fingerprint(tokenizer) == GPT2_FINGERPRINT,  # without its files
+)
+HUB = TokenizerKind("hub:ORG/NAME", accepts=lambda argument: True, from_name=_from_hub)

@@ -1,4 +1,4 @@
-"""Learning a vocabulary from texts: merges by counting pairs, or all characters or words there are."""
+"""BPE, learned from texts by counting pairs: `--tokenizer bpe:N`, and how it is read again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from distgpt.data.tokenizers import bpe
-from distgpt.data.tokenizers.plain import Tokenizer, collect
+from distgpt.data.tokenizers.naming import Document, TokenizerKind
+from distgpt.data.tokenizers.plain import Tokenizer
 from distgpt.errors import DataError, UsageError
 
+LEARNED = "bpe:"  # and the entries of a BPE to learn
 SMALLEST = 256
 LEAST_PAIRS = 2  # how often two tokens follow each other that become one, if nobody says
 # Merging takes time with the square of a piece's length. No word is that long; what has no blanks is cut.
@@ -41,7 +43,7 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
         initial_alphabet=list(bpe.symbols()),
         show_progress=False,
     )
-    _interruptible(lambda: library.train_from_iterator(_short_pieces(_not_empty(texts)), trainer))
+    _interruptible(lambda: library.train_from_iterator(_short_pieces(not_empty(texts)), trainer))
     learned = json.loads(library.to_str())["model"]
     vocabulary = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
     token_id = {"last": len(vocabulary), "first": 0, "none": None}[separator]
@@ -77,15 +79,41 @@ def _interruptible(work: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def learn_entries(kind: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of all characters ("char") or words ("word") of the texts; there must be some."""
-    return collect(kind, _not_empty(texts))
-
-
-def _not_empty(texts: Iterable[str]) -> Iterator[str]:
+def not_empty(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts; a DataError where there is nothing in them."""
     empty = True
     for text in texts:
         empty = empty and not text
         yield text
     if empty:
         raise DataError("there is no text to learn from")
+
+
+def learned_size(name: str) -> int:
+    """Return the N of "bpe:N", a BPE of N entries to be learned from the text; 0 for other names."""
+    size = name.removeprefix(LEARNED)
+    return int(size) if name.startswith(LEARNED) and size.isdecimal() and len(size) < 10 else 0
+
+
+def _learn(argument: str, texts: Iterable[str], are_documents: bool) -> Tokenizer:
+    """Learn from texts. Only between documents stands a separator."""
+    return learn_bpe(texts, int(argument), LEAST_PAIRS, "last" if are_documents else "none")
+
+
+def _from_json(document: Document, source: str) -> Tokenizer:
+    vocabulary, merges = document.get("vocabulary"), document.get("merges")
+    return bpe.checked_bpe(vocabulary, merges, document.get("separator"), source)
+
+
+def _can_mean(argument: str, tokenizer: Tokenizer) -> bool:
+    """Fewer entries than requested are learned where a text has too few pairs."""
+    return tokenizer.kind == "bpe" and tokenizer.size <= int(argument)
+
+
+BPE = TokenizerKind(
+    "bpe:N",
+    accepts=lambda argument: learned_size(LEARNED + argument) > 0,
+    learn=_learn,
+    from_json=_from_json,
+    means=_can_mean,
+)

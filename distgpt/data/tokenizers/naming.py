@@ -1,103 +1,161 @@
-"""Tokenizers by name: a kind, a model on the hub, or a file; and what one is, for people."""
+"""Tokenizers by the name of their kind, from their saved form, or from a file.
+
+Each kind is a row of a table. Plain ones stand here, others are handed in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from distgpt.checked import parse_json
-from distgpt.config import nearest
-from distgpt.data import hub
-from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT, checked_bpe, unreadable
-from distgpt.data.tokenizers.foreign import from_foreign
-from distgpt.data.tokenizers.learn import LEAST_PAIRS, learn_bpe
 from distgpt.data.tokenizers.plain import (
     FORMAT,
     VERSION,
-    BytesDecoder,
     ByteTokenizer,
     CharTokenizer,
+    Extra,
     Ids,
     Tokenizer,
     WordTokenizer,
-    checked_chat,
     checked_vocabulary,
     collect,
     encoded,
     fingerprint,
     id_dtype,
+    unreadable,
 )
-from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
-from distgpt.errors import DataError, UsageError, escape
+from distgpt.errors import DataError, UsageError, nearest
 from distgpt.files import read_small
-from distgpt.formatting import count
+from distgpt.tables import Table
 
 __all__ = [
-    "GPT2_FINGERPRINT",
-    "KINDS",
     "Ids",
     "Tokenizer",
+    "TokenizerKind",
     "build_tokenizer",
-    "describe",
     "fingerprint",
     "id_dtype",
-    "learned_size",
     "load_tokenizer",
     "tokenizer_from_json",
 ]
 
-KINDS = ("byte", "char", "word")  # what can be built from any text
-LEARNED = "bpe:"  # and the entries of a BPE to learn
-SAVED_KINDS = (*KINDS, "bpe", LibraryTokenizer.kind)
-GPT2 = "openai-community/gpt2"
-SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
+SAVED = "tokenizer.json"  # the name of a tokenizer's file in a folder
+
+Document = dict[str, Any]  # a file's JSON
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerKind:
+    """A row of the table of tokenizers. A kind has the ways to come by a tokenizer that are not None.
+
+    The row is found by the kind in a saved form, and by `--tokenizer NAME` or `--tokenizer NAME:ARGUMENT`
+    where it has a spelling. `argument` below is "" where none is given.
+    """
+
+    spelling: str = ""  # of --tokenizer, for people
+    accepts: Callable[[str], bool] = lambda argument: not argument
+    from_name: Callable[[str], Tokenizer] | None = None  # (argument)
+    # (argument, texts, whether these are documents, between which a separator may stand)
+    learn: Callable[[str, Iterable[str], bool], Tokenizer] | None = None
+    from_json: Callable[[Document, str], Tokenizer] | None = None  # (saved form, its source in errors)
+    # (path, its JSON or None for a folder): a tokenizer that others have saved; None: it is another kind's
+    from_file: Callable[[Path, Any], Tokenizer | None] | None = None
+    # (argument, tokenizer): whether the name can mean it. None: that is known when the name has been loaded.
+    means: Callable[[str, Tokenizer], bool] | None = None
+
+
+def _is_of_kind(kind: str, argument: str, tokenizer: Tokenizer) -> bool:
+    return tokenizer.kind == kind
+
+
+TOKENIZERS = Table(
+    "tokenizers",
+    "a tokenizer of kind",
+    {
+        "byte": TokenizerKind(
+            "byte",
+            from_name=lambda argument: ByteTokenizer(),
+            from_json=lambda document, source: ByteTokenizer(),
+            means=partial(_is_of_kind, "byte"),
+        ),
+        "char": TokenizerKind(
+            "char",
+            learn=lambda argument, texts, are_documents: collect("char", texts),
+            from_json=lambda document, source: CharTokenizer(
+                checked_vocabulary(document.get("vocabulary"), "char", source)
+            ),
+            means=partial(_is_of_kind, "char"),
+        ),
+        "word": TokenizerKind(
+            "word",
+            learn=lambda argument, texts, are_documents: collect("word", texts),
+            from_json=lambda document, source: WordTokenizer(
+                checked_vocabulary(document.get("vocabulary"), "word", source)
+            ),
+            means=partial(_is_of_kind, "word"),
+        ),
+    },
+)
+
+
+class ExtraKind(Protocol):
+    """A row of the table of extras, by their names in a tokenizer's saved form."""
+
+    def __call__(self, value: Any, size: int, source: str) -> Extra:
+        """Return what was saved with a tokenizer of `size` entries; a DataError where it is damaged."""
+
+
+EXTRAS: Table[ExtraKind] = Table("extras", "what a tokenizer has besides", {})
+
+
+def find_kind(name: str) -> tuple[TokenizerKind | None, str]:
+    """Return the row that `--tokenizer NAME` means, and its argument; no row where NAME may be a path."""
+    key, _, argument = name.partition(":")
+    kind = TOKENIZERS.get(key)
+    if kind is None or not kind.spelling or not kind.accepts(argument):
+        return None, ""
+    return kind, argument
 
 
 def build_tokenizer(name: str, text: str) -> Tokenizer:
     """A tokenizer of this kind with the vocabulary of `text`, or whatever `load_tokenizer` takes."""
-    if name in ("char", "word"):
-        encoded(text, "utf-8")
-        return collect(name, [text])
-    if size := learned_size(name):
-        return learn_bpe([text], size, LEAST_PAIRS, "none")
-    return load_tokenizer(name)
-
-
-def learned_size(name: str) -> int:
-    """Return the N of "bpe:N", a BPE of N entries to be learned from the text; 0 for other names."""
-    size = name.removeprefix(LEARNED)
-    return int(size) if name.startswith(LEARNED) and size.isdecimal() and len(size) < 10 else 0
+    kind, argument = find_kind(name)
+    if kind is None or kind.learn is None:
+        return load_tokenizer(name)
+    encoded(text, "utf-8")
+    return kind.learn(argument, [text], False)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer that needs no text: "byte", "gpt2", "hub:ORG/NAME", or the path of a file or directory."""
-    if name == "byte":
-        return ByteTokenizer()
-    if name in KINDS or learned_size(name):
+    """A tokenizer that needs no text: by the name of its kind, or the path of a file or folder."""
+    kind, argument = find_kind(name)
+    if kind is None:
+        return _from_path(name)
+    if kind.from_name is None:
         raise UsageError(f"a tokenizer of kind {name!r} takes its vocabulary from a text")
-    if name == "gpt2" or name.startswith(hub.PREFIX):
-        return _from_hub(GPT2 if name == "gpt2" else name.removeprefix(hub.PREFIX))
-    path = _find(name)
-    if path is None:
-        names = (*KINDS, "bpe:N", "gpt2", "hub:ORG/NAME", "PATH")
-        raise UsageError(f"the tokenizer {name!r} is no kind and no file{nearest(name, names)}")
-    document = _read_json(path)
-    if isinstance(document, dict) and document.get("format") != FORMAT:
-        foreign = from_foreign(document, path)
-        if foreign is not None:
-            return foreign
-    return _from_document(document, str(path))
+    return kind.from_name(argument)
+
+
+def can_mean(name: str, tokenizer: Tokenizer) -> bool:
+    """Return whether `--tokenizer NAME` can mean this tokenizer; load it where the name does not say that."""
+    kind, argument = find_kind(name)
+    if kind is not None and kind.means is not None:
+        return kind.means(argument, tokenizer)
+    return fingerprint(load_tokenizer(name)) == fingerprint(tokenizer)
 
 
 @lru_cache(2)  # a weights file is checked first and then read: large vocabularies take seconds
 def tokenizer_from_json(text: str, source: str) -> Tokenizer:
     """Parse what `to_json` returned; `source` names it in errors."""
-    return _from_document(_parsed(text, source), source)
+    return _from_document(parsed(text, source), source)
 
 
-def _parsed(text: str, source: str) -> Any:
+def parsed(text: str, source: str) -> Any:
+    """Return the JSON of a saved tokenizer, or raise a DataError that names `source`."""
     try:
         return parse_json(text)
     except ValueError as error:
@@ -112,87 +170,46 @@ def _from_document(document: Any, source: str) -> Tokenizer:
             f"{source} is a tokenizer of version {document.get('version')!r};"
             f" this distgpt reads version {VERSION}"
         )
-    kind = document.get("kind")
-    if kind not in SAVED_KINDS:
-        known = ", ".join(SAVED_KINDS)
-        raise DataError(f"{source} is a tokenizer of an unknown kind {kind!r}; known: {known}")
-    tokenizer = _of_kind(kind, document, source)
-    return tokenizer.with_chat(checked_chat(document.get("chat"), tokenizer.size, source))
+    name = document.get("kind")
+    kind = TOKENIZERS.get(name) if isinstance(name, str) else None
+    if kind is None or kind.from_json is None:
+        known = ", ".join(each for each, row in TOKENIZERS.rows() if row.from_json)
+        raise DataError(f"{source} is a tokenizer of an unknown kind {name!r}; known: {known}")
+    tokenizer = kind.from_json(document, source)
+    found = {each: document[each] for each in EXTRAS if document.get(each) is not None}
+    if not found:
+        return tokenizer
+    extras = {each: EXTRAS[each](value, tokenizer.size, source) for each, value in found.items()}
+    return tokenizer.with_extras(extras)
 
 
-def _of_kind(kind: str, document: dict[str, Any], source: str) -> Tokenizer:
-    if kind == "byte":
-        return ByteTokenizer()
-    if kind == "bpe":
-        return checked_bpe(
-            document.get("vocabulary"), document.get("merges"), document.get("separator"), source
-        )
-    if kind == LibraryTokenizer.kind:
-        inner = document.get("document")
-        if not isinstance(inner, dict) or not isinstance(inner.get("model"), dict):
-            raise DataError(f"{source}: the tokenizer has no document with a model")
-        return LibraryTokenizer(inner, source)
-    vocabulary = checked_vocabulary(document.get("vocabulary"), kind, source)
-    return CharTokenizer(vocabulary) if kind == "char" else WordTokenizer(vocabulary)
-
-
-def _from_hub(repository: str) -> Tokenizer:
-    path = hub.download_tokenizer(repository)
-    tokenizer = from_foreign(_read_json(path), path)
-    if tokenizer is None:
-        raise DataError(f"{path} of {repository} is not a tokenizer")
-    return tokenizer
-
-
-def _find(name: str) -> Path | None:
-    """The JSON file behind a path: itself, or the one in a directory. None if nothing is there."""
+def _from_path(name: str) -> Tokenizer:
+    """The tokenizer in a file or in a folder's tokenizer.json, in our own format or in that of others."""
     path = Path(name)
     try:
+        if path.is_dir() and (path / SAVED).is_file():
+            path = path / SAVED
         path.stat()
-        if not path.is_dir():
-            return path
-        whole, vocab, merges = (path / file for file in hub.TOKENIZER_FILES)
-        if whole.is_file():
-            return whole
-        if vocab.is_file() and merges.is_file():
-            return vocab
     except FileNotFoundError:
-        return None
+        names = (*(row.spelling for _, row in TOKENIZERS.rows() if row.spelling), "PATH")
+        raise UsageError(f"the tokenizer {name!r} is no kind and no file{nearest(name, names)}") from None
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from None
-    raise DataError(f"{name} holds no tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
+    document = None if path.is_dir() else read_json(path)
+    if isinstance(document, dict) and document.get("format") == FORMAT:
+        return _from_document(document, str(path))
+    for _, kind in TOKENIZERS.rows():
+        found = kind.from_file(path, document) if kind.from_file else None
+        if found is not None:
+            return found
+    if path.is_dir():
+        raise DataError(f"{name} holds no {SAVED}")
+    return _from_document(document, str(path))  # which says why not
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return the JSON in a file, or raise a DataError."""
     try:
-        return _parsed(read_small(path).decode(), str(path))
+        return parsed(read_small(path).decode(), str(path))
     except UnicodeDecodeError as error:
         raise unreadable(str(path), error) from None
-
-
-def describe(tokenizer: Tokenizer, text: str | None) -> Iterator[str]:
-    """Say what a tokenizer is and how it splits a text, or a sample if that can be encoded."""
-    yield f"tokenizer    {tokenizer.describe()}"
-    separator = tokenizer.separator
-    between = "none" if separator is None else f"{separator} {escape(tokenizer.decode([separator]))}"
-    yield f"separator    {between}"
-    yield f"fingerprint  {fingerprint(tokenizer)}"
-    sample = SAMPLE if text is None else text
-    try:
-        ids = tokenizer.encode(sample).tolist()
-    except DataError:
-        if text is None:
-            return
-        raise
-    size = len(sample.encode())
-    rate = f", {size / len(ids):.2f} bytes per token" if ids else ""
-    yield f"sample       {count(size, 'byte')} in {count(len(ids), 'token')}{rate}"
-    yield f"pieces       {'│'.join(_piece(tokenizer, token_id) for token_id in ids)}"
-    yield f"ids          {' '.join(map(str, ids))}"
-
-
-def _piece(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of one id on one line; bytes that are no whole character as \\xNN."""
-    if isinstance(tokenizer, BytesDecoder):
-        return escape(tokenizer.pieces[token_id].decode("utf-8", "backslashreplace"))
-    return escape(tokenizer.decode([token_id]))

@@ -10,18 +10,16 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distgpt.checked import checked
 from distgpt.errors import DataError
 
 FORMAT = "distgpt-tokenizer"
 VERSION = 1
-LONGEST_TEMPLATE = 1 << 18  # characters
 UNKNOWN = "\ufffd"  # what an id beyond the vocabulary decodes to; a model may have more rows than that
 
 Ids = NDArray[np.integer[Any]]
@@ -40,32 +38,29 @@ class Streamer(Protocol):
         """Return another decoder that knows the same ids: so a prompt is decoded once for many samples."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTemplate:
-    """A Jinja template that makes a text of a chat, as models of transformers bring one.
+class Extra(Protocol):
+    """Something that comes with a tokenizer and is saved with it, under a name of its own."""
 
-    `tokens` are the texts of tokens by the names that the template has for them, as in bos_token; `ends` the
-    ids that end an answer. A template is a program of whoever wrote it: data/chats/ runs it.
-    """
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return ids behind which nothing of the same text comes."""
 
-    source: str
-    tokens: dict[str, str]
-    ends: tuple[int, ...]
+    def saved(self) -> dict[str, Any]:
+        """Return what the tokenizer's file keeps of it."""
 
 
 class Tokenizer(ABC):
     """Ids run from 0 to size - 1. Decoding never fails: any other id becomes U+FFFD.
 
     `separator` is the id of the token that stands between documents, where there is one. No text encodes
-    to it, not even its own. `first` are the ids that a prompt begins with, `chat` is how the model was
-    taught to chat.
+    to it, not even its own. `first` are the ids that a prompt begins with.
     """
 
     kind: str
     size: int
     separator: int | None = None
     first: tuple[int, ...] = ()
-    chat: ChatTemplate | None = None
+    extras: Mapping[str, Extra] = MappingProxyType({})
 
     @property
     def specials(self) -> Mapping[str, int]:
@@ -76,12 +71,12 @@ class Tokenizer(ABC):
     def ends(self) -> tuple[int, ...]:
         """Return the ids behind which nothing of the same text comes."""
         own = () if self.separator is None else (self.separator,)
-        return own + (self.chat.ends if self.chat else ())
+        return own + tuple(end for extra in self.extras.values() for end in extra.ends)
 
-    def with_chat(self, chat: ChatTemplate | None) -> Self:
-        """Return the same tokenizer with another template for chats."""
+    def with_extras(self, extras: Mapping[str, Extra]) -> Self:
+        """Return the same tokenizer with others."""
         other = copy.copy(self)
-        other.chat = chat
+        other.extras = extras
         return other
 
     @abstractmethod
@@ -140,11 +135,11 @@ class Tokenizer(ABC):
         """Return what is saved besides the kind."""
         return {}
 
-    def to_json(self, with_chat: bool = True) -> str:
+    def to_json(self, with_extras: bool = True) -> str:
         """Return the saved form: equal tokenizers give equal texts."""
-        chat = {"chat": asdict(self.chat)} if self.chat and with_chat else {}
+        extras = {name: extra.saved() for name, extra in self.extras.items() if with_extras}
         head = {"format": FORMAT, "version": VERSION, "kind": self.kind}
-        return json.dumps({**head, **self.contents(), **chat})
+        return json.dumps({**head, **self.contents(), **extras})
 
 
 class BytesDecoder(Tokenizer):
@@ -199,7 +194,7 @@ class _BytesStreamer:
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """The SHA-256 of the saved JSON: equal for tokenizers that encode and decode alike."""
-    return hashlib.sha256(tokenizer.to_json(with_chat=False).encode()).hexdigest()
+    return hashlib.sha256(tokenizer.to_json(with_extras=False).encode()).hexdigest()
 
 
 def id_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
@@ -375,21 +370,6 @@ def collect(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
     return CharTokenizer(sorted(found)) if kind == "char" else WordTokenizer(sorted(found))
 
 
-def checked_chat(value: Any, size: int, source: str) -> ChatTemplate | None:
-    """The template of a saved tokenizer with `size` entries, or a DataError."""
-    if value is None:
-        return None
-    try:
-        chat: ChatTemplate = checked(ChatTemplate, value, ("chat",))
-    except ValueError as error:
-        raise DataError(f"{source}: {error}") from None
-    if len(chat.source) > LONGEST_TEMPLATE:
-        raise DataError(f"{source}: the chat template is longer than {LONGEST_TEMPLATE:,} characters")
-    if not all(0 <= token < size for token in chat.ends):
-        raise DataError(f"{source}: the chat's end {max(chat.ends)} is no id of the vocabulary")
-    return chat
-
-
 def checked_vocabulary(vocabulary: Any, kind: str, source: str) -> list[str]:
     """The vocabulary of a saved tokenizer of characters or words, or a DataError."""
     if not isinstance(vocabulary, list) or not vocabulary:
@@ -407,3 +387,9 @@ def refuse_repeated(vocabulary: Sequence[str], source: str) -> None:
     commonest, times = Counter(vocabulary).most_common(1)[0] if vocabulary else ("", 0)
     if times > 1:
         raise DataError(f"{source}: the vocabulary lists {commonest!r:.80} {times} times")
+
+
+def unreadable(name: str, error: OSError | ValueError) -> DataError:
+    """Return the error for a file of a tokenizer that cannot be read."""
+    reason = getattr(error, "strerror", None) or error
+    return DataError(f"{name!r} cannot be read as a saved tokenizer: {reason}")

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from distgpt.data.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
+from distgpt.data.tokenizers.chat_template import chat_of, checked_chat, with_chat
 from distgpt.data.tokenizers.foreign import from_document
 from distgpt.data.tokenizers.library import library_errors
-from distgpt.data.tokenizers.plain import ByteTokenizer, Tokenizer, checked_chat, refuse_repeated
+from distgpt.data.tokenizers.plain import ByteTokenizer, Tokenizer, refuse_repeated
 from distgpt.data.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.saved.gguf.container import Container, Numbers
@@ -66,7 +67,8 @@ def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, An
     byte = "<0xFF>" if "scores" in found else symbols()[0xFF]
     never = found["tokens"].index(byte) if byte in found["tokens"] else 0
     found |= _roles(tokenizer, never)
-    chat = {TEMPLATE: tokenizer.chat.source} if tokenizer.chat and tokenizer.chat.source else {}
+    known = chat_of(tokenizer)
+    chat = {TEMPLATE: known.source} if known and known.source else {}
     return {KEY + name: value for name, value in found.items()} | chat
 
 
@@ -93,7 +95,7 @@ def _roles(tokenizer: Tokenizer, never: int) -> dict[str, Any]:
 
     llama.cpp assigns default ids to absent special tokens. So these get a byte that never occurs in text.
     """
-    chat, special = tokenizer.chat, tokenizer.specials
+    chat, special = chat_of(tokenizer), tokenizer.specials
     named = {role: special.get(chat.tokens.get(name, "")) if chat else None for role, name in _NAMED.items()}
     own = [named["eos"], *(chat.ends if chat else ())]
     ends = list(dict.fromkeys(end for end in own if end is not None))
@@ -282,6 +284,6 @@ def _with_chat(
     if not template and not (isinstance(tokenizer, LibraryTokenizer) and ends):
         return tokenizer
     tokens = {name: special[roles[role]] for role, name in _NAMED.items() if role in roles}
-    return tokenizer.with_chat(
-        checked_chat({"source": template, "tokens": tokens, "ends": ends}, tokenizer.size, source)
+    return with_chat(
+        tokenizer, checked_chat({"source": template, "tokens": tokens, "ends": ends}, tokenizer.size, source)
     )

@@ -11,10 +11,8 @@ from distgpt.config.asked import Asked
 from distgpt.config.dial import PARAMETERS_PER_TOKEN
 from distgpt.config.presets import DEFAULT_PRESET
 from distgpt.data.batches import Batches
-from distgpt.data.chats.examples import ExampleBatches
 from distgpt.data.loading import Corpus
 from distgpt.data.named import resolve_data
-from distgpt.data.packing import PackedBatches
 from distgpt.data.shards import is_shards
 from distgpt.data.unreadable import MARKUP, advice
 from distgpt.errors import Say, escape
@@ -68,16 +66,6 @@ def _seconds_left(plan: Plan, stage: Stage) -> float | None:
     return stage.begun + plan.uncounted + total - plan.state.seconds - time.monotonic() if total else None
 
 
-def _of_examples(batches: ExampleBatches, t: TrainConfig) -> str:
-    examples, rows = batches.examples, batches.windows_per_epoch
-    full, learned = len(examples) / (rows * batches.seq_len), examples.learned / len(examples)
-    return (
-        f"{count(examples.count, 'example')} of {len(examples):,} tokens, of which {learned:.0%} are learned,"
-        f" in {count(rows, 'sequence')}, {full:.0%} full: {t.batch_size * t.steps / rows:.3g} epochs are"
-        f" {count(t.steps, 'step')} of {count(t.batch_size, 'sequence')}"
-    )
-
-
 def note_small_model(stage: Stage, asked: Asked, say: Say) -> None:
     """Suggest a larger model than the default one for a GPU. For all ranks."""
     by_recipe = asked.depth or asked.within or asked.decay_from
@@ -103,16 +91,10 @@ def note_surprises(
     if t.init and not plan.resumed:
         how = f"gets adapters of rank {t.lora_rank}" if t.lora_rank else "is trained further"
         say(f"{escape(t.init)} {how}, with a peak learning rate of {t.lr:g} (--lr)")
-    tokens, window = len(corpus.train), config.model.seq_len + 1
-    if isinstance(batches, ExampleBatches):
-        say(_of_examples(batches, t))
-    elif tokens < window:
-        say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: sequences repeat it")
+    for line in batches.notes(t.steps):
+        say(line)
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
         say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
-    if isinstance(batches, PackedBatches):
-        rows, cut_off = count(len(batches.plan), "sequence"), batches.plan.cut_off / tokens
-        say(f"--pack: {rows}; {cut_off:.1%} of the tokens, ends of documents that do not fit, are left out")
     if config.model.window and not any(config.model.windows):
         say(
             "no window is shorter than the context: every layer attends to all of it (--window, --full-every)"

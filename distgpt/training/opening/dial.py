@@ -19,9 +19,10 @@ from distgpt.config.dial import (
     text_to_learn_from,
     tokens_to_read,
 )
-from distgpt.data.loading import AUTO, vocabulary_size
+from distgpt.data.loading import AUTO
 from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import find_inputs
+from distgpt.data.prepare.vocabulary import vocabulary_size
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.errors import UsageError, refuse_beside
 from distgpt.formatting import clock, count, three_digits

@@ -10,17 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import on_every_rank, on_root, shared
+from distgpt.comm.agree import on_every_rank, on_root
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
-from distgpt.data.batches import Batches, Tokens
-from distgpt.data.chats.examples import ExampleBatches, Examples
+from distgpt.data.batches import Batches
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
-from distgpt.data.packing import PackedBatches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
-from distgpt.evaluation.assessment import Assessment, Validation, validation_on
-from distgpt.evaluation.benchmark import Benchmark, load_benchmark
+from distgpt.evaluation.assessment import METRICS, Assessment, Metric, Validation
 from distgpt.evaluation.bits import bytes_per_token
 from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.lanes import Feed
@@ -47,7 +44,7 @@ from distgpt.training.placement import OptimizerState, Placement
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.reading import Reading
 from distgpt.training.report import Listener, Report
-from distgpt.training.restore import begin_anew, learns_pairs, restore
+from distgpt.training.restore import begin_anew, learned_first, restore
 from distgpt.training.run import Judge, Run
 from distgpt.training.seams import Seams
 from distgpt.training.step import Inspector, Step
@@ -55,10 +52,6 @@ from distgpt.training.strategy import Choose, Start, Strategy, agree_on_strategy
 from distgpt.training.votes import Votes
 
 PLAIN = Seams()
-NO_DOCUMENTS = (
-    "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
-    " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
-)
 
 
 def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams: Seams = PLAIN) -> Run:
@@ -68,13 +61,13 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
     `choose` returns the strategy that the settings ask for.
     """
     comm, say = stage.comm, listener.noted
-    config, corpus, hellaswag = _load_texts(comm, plan, say)
+    config, corpus, metrics = _load_texts(comm, plan, say)
     config, batches = _with_batches(comm, config, corpus)
     strategy = _strategy(comm, choose, config)
     placement = strategy.placement
     kernels = stage.kernels(config.train.dtype, config.train.matmul_backend, "training")
     validation = _validation(comm, config, corpus)
-    is_evaluated = validation is not None or hellaswag is not None
+    is_evaluated = validation is not None or bool(metrics)
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, plan.micro_batches(comm.size))
     compile_ahead_on_gpu(stage, config, strategy)
 
@@ -86,7 +79,7 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
     best = _saved_best(plan, comm, batches, validation, say)
     where = whereabouts(stage)
     on_root(comm, lambda: _write(plan, stage, where, config, corpus.tokenizer, progress))
-    token_bytes = on_root(comm, lambda: bytes_per_token(batches, corpus.tokenizer))
+    token_bytes = on_root(comm, lambda: bytes_per_token(corpus, batches))
     if comm.rank == 0:
         note_surprises(plan, config, corpus, batches, is_evaluated, say)
         note_short_text(plan, config.train, model, batches, token_bytes, say)
@@ -115,7 +108,7 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=step,
-        assessment=Assessment(model, comm, validation, hellaswag, corpus.tokenizer, signals, on_batch),
+        assessment=Assessment(model, comm, validation, metrics, corpus.tokenizer, signals, on_batch),
         reading=reading,
         directory=plan.directory,
         start=plan.checkpoint,
@@ -142,13 +135,12 @@ def open_steps(run: RunConfig, stage: Stage, choose: Choose, say: Say) -> tuple[
     if origin is not None:
         on_root(comm, lambda: kind_of(t).refuse_origin(origin, Path(t.init), t, resumed=False))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, Path("runs"), say)
-    return make_steps(run, stage, choose, corpus.train, say, corpus.separator)
+    batches = corpus.batches(comm, run)
+    return make_steps(run, stage, choose, say), batches
 
 
-def make_steps(
-    run: RunConfig, stage: Stage, choose: Choose, tokens: Tokens, say: Say, separator: int | None = None
-) -> tuple[Step, Batches]:
-    """Return the steps of a run over these tokens, with random weights or those of --init. Collective."""
+def make_steps(run: RunConfig, stage: Stage, choose: Choose, say: Say) -> Step:
+    """Return the steps of a run, with random weights or those of --init. Collective."""
     comm, t = stage.comm, run.train
     strategy = _strategy(comm, choose, run)
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
@@ -156,7 +148,6 @@ def make_steps(
     compile_ahead_on_gpu(stage, run, strategy)
     kind = kind_of(t)
     model = _model(kind, run, kernels, comm, strategy.placement)
-    batches = _batches(comm, run, tokens, separator)
     state = strategy.placement.state(model, comm.rank)
     kind.load_frozen(comm, model, t)
     begin_anew(comm, kind, model, state, t, None)
@@ -164,7 +155,7 @@ def make_steps(
     compile_once_per_node(stage, kernels, run, strategy)
     micro_batches = strategy.micro_batches(settings, comm.rank, model)
     exchange = strategy.exchange(comm, state, settings, say)
-    return Step(state.optimizer, comm, settings, exchange, micro_batches=micro_batches), batches
+    return Step(state.optimizer, comm, settings, exchange, micro_batches=micro_batches)
 
 
 def _strategy(comm: Comm, choose: Choose, run: RunConfig) -> Strategy:
@@ -174,19 +165,17 @@ def _strategy(comm: Comm, choose: Choose, run: RunConfig) -> Strategy:
     return strategy
 
 
-def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, Benchmark | None]:
-    """Return the run with its vocabulary size, its texts, and HellaSwag. Collective."""
+def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, list[Metric]]:
+    """Return the run with its vocabulary size, its texts, and what else evaluations measure. Collective."""
     report_compiling(comm, say)  # also what tokenizes may have to be compiled
     t = plan.run.train
     tokenizer = AUTO if plan.checkpoint else t.tokenizer  # a resumed run has its own
     run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, plan.directory.path.parent, say)
-    if not t.hellaswag:
-        return run, corpus, None
-    return (
-        run,
-        corpus,
-        load_benchmark(comm, "hellaswag", Path(t.hellaswag), corpus.tokenizer, run.model.seq_len),
-    )
+    metrics = [
+        METRICS[name](comm, Path(path), corpus.tokenizer, run.model.seq_len)
+        for name, path in t.metrics.items()
+    ]
+    return run, corpus, metrics
 
 
 def _load_corpus(
@@ -206,7 +195,7 @@ def _load_corpus(
         existing=origin.tokenizer if origin else None,
         val=t.val,
         kept=runs / "tokenized",
-        chats=t.chats,
+        kind=t.text_kind,
     )
     corpus = load_corpus(comm, wanted, say)
     size = on_root(comm, lambda: _vocab_size(run, origin, corpus.tokenizer))
@@ -226,21 +215,9 @@ def _model(kind: ModelKind, run: RunConfig, kernels: Kernels, comm: Comm, placem
     return model
 
 
-def _batches(comm: Comm, run: RunConfig, tokens: Tokens, separator: int | None) -> Batches:
-    """Return the batches. Collective."""
-    t, length = run.train, run.model.seq_len
-    if isinstance(tokens, Examples):
-        return ExampleBatches(tokens, length, t.batch_size, t.seed)
-    if not t.pack:
-        return Batches(tokens, length, t.batch_size, t.seed, t.shift_windows)
-    if separator is None:
-        raise shared(UsageError(NO_DOCUMENTS))
-    return on_every_rank(comm, lambda: PackedBatches(tokens, length, t.batch_size, t.seed, separator))
-
-
 def _with_batches(comm: Comm, run: RunConfig, corpus: Corpus) -> tuple[RunConfig, Batches]:
     """Return the run with the steps that its epochs take, and its batches. Collective."""
-    t, batches = run.train, _batches(comm, run, corpus.train, corpus.separator)
+    t, batches = run.train, corpus.batches(comm, run)
     rows = math.ceil(t.epochs * batches.windows_per_epoch)
     return (run.with_values({"steps": max(1, -(-rows // t.batch_size))}) if rows else run), batches
 
@@ -260,8 +237,9 @@ def _load_state(
         on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
     kind.load_frozen(comm, model, plan.run.train)
     if plan.checkpoint is None:
-        if comm.rank == 0 and learns_pairs(plan.run):
-            say("first weights: from how often each token of the text follows each other one")
+        learned = learned_first(plan.run)
+        if comm.rank == 0 and learned is not None:
+            say(learned.note)
         begin_anew(comm, kind, model, state, plan.run.train, batches)
         return
     restore(comm, model, state, plan.checkpoint)
@@ -332,8 +310,8 @@ def _rehearse(kernels: Kernels, run: RunConfig, strategy: Strategy) -> None:
     model = kind_of(run.train).build(run, kernels)
     model.train()
     tokens = kernels.integers(np.zeros(run.model.seq_len))
-    packed = run.train.chats or run.train.pack
-    work = Pass(model, 1, run.model.seq_len, training=True, positions=tokens if packed else None)
+    positions = tokens if run.train.is_of_examples else None
+    work = Pass(model, 1, run.model.seq_len, training=True, positions=positions)
     work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     OPTIMIZERS[run.train.optimizer](model, TrainConfig()).step(0, 1.0)
     strategy.rehearse(model)
@@ -377,11 +355,10 @@ def _micro_batches(
 
 def _validation(comm: Comm, config: RunConfig, corpus: Corpus) -> Validation | None:
     """Read the held-out text. Collective."""
-    tokens = corpus.val
-    if tokens is None:
+    if corpus.val is None:
         return None
-    most = config.train.val_tokens
-    return on_every_rank(comm, lambda: validation_on(tokens, config.model.seq_len, most))
+    length, most = config.model.seq_len, config.train.val_tokens
+    return on_every_rank(comm, lambda: Validation(corpus.held_out_windows(length, most), corpus.is_text))
 
 
 def _identity(settings: TrainConfig, comm: Comm, batches: Batches, micro_batches: MicroBatches) -> State:

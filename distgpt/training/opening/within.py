@@ -15,10 +15,11 @@ from distgpt.comm.api import Comm
 from distgpt.config import RunConfig
 from distgpt.config.asked import Asked
 from distgpt.config.dial import Choice, Text, choose
-from distgpt.data.batches import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.data.named import resolve_data
 from distgpt.data.tokenizers.bpe import LARGE
-from distgpt.data.tokenizers.naming import build_tokenizer, learned_size
+from distgpt.data.tokenizers.learn import learned_size
+from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import Say, refuse_beside
 from distgpt.formatting import clock, parse_duration
 from distgpt.kernels import first_use
@@ -202,8 +203,8 @@ def measured_speed(stage: Stage, run: RunConfig) -> tuple[float, float]:
     opened = time.monotonic()
     per_step = run.train.batch_size * run.model.seq_len
     ids = np.random.default_rng(0).integers(0, run.model.vocab_size, per_step + 1, np.uint32)
-    quiet = replace(stage, notes=Notes())
-    step, batches = make_steps(run, quiet, Chosen, ArrayTokens(ids), lambda text: None)
+    batches = Batches.of_run(ArrayTokens(ids), run)
+    step = make_steps(run, replace(stage, notes=Notes()), Chosen, lambda text: None)
 
     def seconds(first: int, steps: int) -> float:
         """Return the mean seconds of these steps, on the slowest rank."""

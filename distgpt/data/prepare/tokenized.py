@@ -11,15 +11,20 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
 from distgpt.comm.limits import granted_cores
+from distgpt.data.loading import Corpus, DataRequest, load_shards, requested_tokenizer
+from distgpt.data.named import resolve_data
 from distgpt.data.prepare.documents import find_inputs
-from distgpt.data.prepare.preparing import FROM_INPUTS, Request, prepare
+from distgpt.data.prepare.preparing import Request, prepare
 from distgpt.data.prepare.progress import BeingPrepared, list_inputs, refuse_unfinished
 from distgpt.data.shards import is_shards, read_manifest
 from distgpt.data.tokenizers.naming import Tokenizer, fingerprint
 from distgpt.errors import DataError, Say, escape
 from distgpt.formatting import size
 
+FROM_TEXTS = ("char", "word", "bpe")  # kinds of tokenizers that may have been made for a run on these texts
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_TRIES = 0.5
 
@@ -39,7 +44,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
         return replace(made, out=kept / f"{path.resolve().name[:40]}-{key}")
 
     wanted = request(tokenizer)
-    if isinstance(tokenizer, Tokenizer) and tokenizer.kind in (*FROM_INPUTS, "bpe"):  # maybe made for a run
+    if isinstance(tokenizer, Tokenizer) and tokenizer.kind in FROM_TEXTS:  # maybe made for a run
         first = request(f"bpe:{tokenizer.size}" if tokenizer.kind == "bpe" else tokenizer.kind)
         if is_shards(first.out) and read_manifest(first.out).tokenizer == fingerprint(tokenizer):
             wanted = first
@@ -80,3 +85,20 @@ class _Watcher:
 
     def noted(self, text: str) -> None:
         self._say(text)
+
+
+class _Documents:
+    """A row of the table of texts: what is tokenized once, into shards of its own."""
+
+    def refuse_missing(self, request: DataRequest) -> None:
+        find_inputs((resolve_data(request.data),))
+
+    def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
+        def made() -> str:
+            path, tokenizer = resolve_data(request.data), requested_tokenizer(request)
+            return str(tokenized(path, tokenizer, request.val_fraction, request.kept, say))
+
+        return load_shards(comm, Path(on_root(comm, made)), request, say)
+
+
+DOCUMENTS = _Documents()
