@@ -9,7 +9,7 @@ from __future__ import annotations
 TABLES = {
     # By what a name of weights begins with, before a colon (saved/named.py).
     "weights": {"hub": "distgpt.saved.fetched:fetched_weights"},
-    # By the setting init_weights (training/opening/restore.py).
+    # By the setting init_weights (training/restore.py).
     "first weights": {"bigrams": "distgpt.model.bigrams:PAIRS"},
     # By the kind in its saved form, and by what --tokenizer begins with (data/tokenizers/naming.py).
     "tokenizers": {
