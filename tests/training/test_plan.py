@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from threadranks import on_all_ranks
 
+from distgpt import api
 from distgpt.comm.serial import SerialComm
 from distgpt.config.asked import Asked, asked_for
 from distgpt.config.presets import PRESETS, preset
@@ -92,3 +93,11 @@ finally:
     loaded = {name.rsplit(".")[-1] for name in result.stdout.splitlines()[-1].split()}
     assert "plan" in loaded and not loaded & set(RECIPES)
     assert all((Path(planning.__file__).parent / f"{name}.py").exists() for name in RECIPES)
+
+
+def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch):
+    """As what --within took to compile; here a recipe says that the time began an hour ago."""
+    monkeypatch.setattr(api, "followed", lambda asked, stage, say: replace(asked, uncounted=-3600.0))
+    shape = {"n_layer": 1, "n_embd": 8, "seq_len": 8, "batch_size": 1, "vocab_size": 256}
+    done = api.train(**shape, train_minutes=0.1, threads=1, out=tmp_path / "run")
+    assert len([line for line in done.metrics if "loss" in line]) <= 2
