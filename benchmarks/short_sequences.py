@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import attention_short
 import numpy as np
 from attention_short import SHORT, ShortScratch, attend_short
-from distgpt.kernels.decoding.factors import UNIT
 from mean_loss import MeanLoss, Sequences
 from numpy.typing import ArrayLike
 
@@ -23,6 +22,7 @@ from distgpt.kernels.api import Array
 from distgpt.kernels.compiling.jit import inline, jit
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding.decode import kind_of, norm_row
+from distgpt.kernels.decoding.operands import UNIT
 from distgpt.kernels.decoding.weights import packed_weights
 from distgpt.kernels.fused.activations import gelu_row, relu_row, swiglu_row
 from distgpt.kernels.fused.attention import rotate
