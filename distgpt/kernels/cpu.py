@@ -67,6 +67,7 @@ class Floats:
 
 
 Operands = Mapping[type, type[Floats]]
+OperandRows = Callable[[int, int, str], Array]  # of a count, columns and the type of packed weights
 FLOATS: Operands = MappingProxyType({np.ndarray: Floats})
 
 
@@ -74,7 +75,8 @@ class CpuKernels(OnHost):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
     `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the one in a table.
-    `operands` has what multiplies by each type of matrix.
+    `operands` has what multiplies by each type of matrix; `rows` makes the decoder's memory for what that
+    multiplies.
     """
 
     logits_bytes = 128 << 20
@@ -83,17 +85,22 @@ class CpuKernels(OnHost):
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
     polar: tuple[Any, Callable[..., Any]] = muon.orthogonalise, muon.scratch
-    operand_rows = staticmethod(operand_rows)  # for the decoder, in the form of its weights
     cache_dtype = "float32"  # of its keys and values
     rounded = ""  # the dtype that matrices of layers are rounded to, if they are
 
     def __init__(
-        self, dtype: str = "float32", threads: int = 1, matmul: str = "auto", operands: Operands = FLOATS
+        self,
+        dtype: str = "float32",
+        threads: int = 1,
+        matmul: str = "auto",
+        operands: Operands = FLOATS,
+        rows: OperandRows = operand_rows,
     ) -> None:
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
+        self.operand_rows = rows
         self._operands = {kind: of(self, self._pool, self._memory) for kind, of in operands.items()}
         blas.single_threaded_blas()
         self.matmuls = self._matmuls(matmul)

@@ -8,19 +8,17 @@ import distgpt
 from distgpt.config import ModelConfig
 from distgpt.inference.compiled_lanes import compiled_lanes
 from distgpt.inference.lanes import Feed
-from distgpt.kernels.decoding import weights
-from distgpt.kernels.decoding.weights import checksums_of
+from distgpt.kernels.decoding.weights import PIECE, checksums_of
 from distgpt.kernels.pool import pool_of
 from distgpt.model.packing import packed_of
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
 
 
-def test_checksums_differ_once_any_word_does(monkeypatch):
+def test_checksums_differ_once_any_word_does():
     """Changed, exchanged, or with another sign: in whole pieces or not, by any number of threads."""
     random = np.random.default_rng(0)
-    for size in (1, 31, 32, 33, 256, 300, 1000):
-        monkeypatch.setattr(weights, "PIECE", 256)
+    for size in (1, 31, 32, 33, 256, 300, 1000, PIECE, PIECE + 1):  # which loops that are on disk hold
         words = random.integers(0, 1 << 63, size).astype(np.uint64)
         before = checksums_of(words, pool_of(1))
         np.testing.assert_array_equal(checksums_of(words, pool_of(3)), before)

@@ -168,7 +168,7 @@ _FAULTS = {
         ),
         ("ranks share no updates", "return self._bounds if len(self._bounds) > 2 else ()", "return ()"),
     ],
-    ("kernels/fused/linear.py", "kernels/test_kernels.py"): [
+    ("kernels/fused/activations.py", "kernels/test_kernels.py"): [
         (
             "a sign in GELU's gradient",
             "value * (one - sigmoid) * (linear",

@@ -292,7 +292,7 @@ def _activate(threads, n, kind, rows):
     for row in range(n):
         for left in range(begin, end, UNIT):
             x = rows.pre[row, left : left + UNIT]
-            if kind.act == 0:  # in place: rows of fused/linear.py under two names for one array stay scalar
+            if kind.act == 0:  # in place: rows of activations.py under two names for one array stay scalar
                 _gelu(x)
             elif kind.act == 1:
                 for j in range(UNIT):

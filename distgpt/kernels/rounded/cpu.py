@@ -62,9 +62,9 @@ class Integers(Floats):
 class Int8Kernels(CpuKernels):
     """CpuKernels that multiply by matrices in integers, too. `rounded`: int4, where those of layers are."""
 
-    operand_rows = staticmethod(operands.operand_rows)
     cache_dtype = BITS.name
 
     def __init__(self, threads: int = 1, rounded: str = "int8") -> None:
-        super().__init__("float32", threads, operands={**FLOATS, Packed: Integers})
+        of = {**FLOATS, Packed: Integers}
+        super().__init__("float32", threads, operands=of, rows=operands.operand_rows)
         self.rounded = rounded

@@ -169,7 +169,7 @@ def record_of(a):
 
 @by_types()
 def blocks_tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
-    """Compute a tile of C inside compiled loops; see matmul/int8.py and int4.py."""
+    """Compute a tile of C inside compiled loops; see int8.py and int4.py."""
     routine = _TILES[b.dtype]
 
     def call(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
