@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from distgpt.kinds import TABLES
+from distgpt.components import TABLES
 from distgpt.tables import hand_in
 from distgpt.version import __version__
 

@@ -10,19 +10,45 @@ from typing import Any
 
 _EXCHANGE = "distgpt.training.exchange"
 
-# Name → a class like training.placement.Placement.
+# Tables of which the core has the plain rows (tables.py). Whoever adds a tokenizer, a kind of text, a
+# benchmark or first weights writes one file, and one line here.
+TABLES = {
+    # By what a name of weights begins with, before a colon (saved/named.py).
+    "weights": {"hub": "distgpt.saved.fetched:fetched_weights"},
+    # By the setting init_weights (training/restore.py).
+    "first weights": {"bigrams": "distgpt.model.bigrams:PAIRS"},
+    # By the kind in its saved form, and by what --tokenizer begins with (data/tokenizers/naming.py).
+    "tokenizers": {
+        "bpe": "distgpt.data.tokenizers.learn:BPE",
+        "gpt2": "distgpt.data.tokenizers.foreign:GPT2",
+        "hub": "distgpt.data.tokenizers.foreign:HUB",
+        "library": "distgpt.data.tokenizers.foreign:LIBRARY",
+    },
+    # By what it is called in a tokenizer's saved form (data/tokenizers/naming.py).
+    "extras": {"chat": "distgpt.data.tokenizers.chat_template:checked_chat"},
+    # By the setting that names its file (evaluation/assessment.py).
+    "metrics": {"hellaswag": "distgpt.evaluation.benchmark:HellaSwag"},
+    # By the name that a setting has for it, or by how names of files end; "/" is a folder (data/loading.py).
+    "texts": {
+        "chats": "distgpt.data.chats.examples:CHATS",
+        "packing": "distgpt.data.packing:PACKED",
+        **dict.fromkeys((".jsonl", ".parquet", ".gz", "/"), "distgpt.data.prepare.tokenized:DOCUMENTS"),
+    },
+}
+
+# Name → a class derived from training.placement.Placement.
 PLACEMENTS = {
     "sharded": f"{_EXCHANGE}.sharded:ShardedPlacement",
     "local steps": f"{_EXCHANGE}.replicas:LocalPlacement",
 }
 
-# Name → a function like training.exchange.choose.plain_micro_batches.
+# Name → a function of the type training.exchange.choose.MakeMicroBatches.
 MICRO_BATCHES = {
     "reproducible parts": f"{_EXCHANGE}.reproducible:make",
     "balanced": "distgpt.training.opening.balance:make",
 }
 
-# Name, mostly the value of --grad-sync → a function like training.exchange.choose.plain_exchange.
+# Name, mostly the value of --grad-sync → a function of the type training.exchange.choose.MakeExchange.
 EXCHANGES = {
     "auto": f"{_EXCHANGE}.trial:make",
     "hierarchical": f"{_EXCHANGE}.reductions:make",

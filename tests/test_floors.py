@@ -12,7 +12,6 @@ ORDER = (
     *(
         "version",
         "components",
-        "kinds",
         "errors",
         "tables",
         "interrupts",

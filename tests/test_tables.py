@@ -9,6 +9,7 @@ import pytest
 
 from distgpt import tables
 from distgpt.comm.serial import SerialComm
+from distgpt.components import TABLES
 from distgpt.data.loading import TEXTS, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import (
     EXTRAS,
@@ -20,7 +21,6 @@ from distgpt.data.tokenizers.naming import (
 )
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation.assessment import METRICS
-from distgpt.kinds import TABLES
 from distgpt.saved.named import WEIGHTS
 from distgpt.tables import Table
 from distgpt.training.restore import FIRST_WEIGHTS

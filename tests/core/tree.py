@@ -36,18 +36,18 @@ TREE = {
         kernels.decoding.weights stages dtypes""",
     "data": """data.batches data.loading data.named data.shards data.unreadable data.tokenizers.naming
         data.tokenizers.plain""",
-    "model": "model.counts model.layers model.memory model.model model.muon model.optim model.passes",
+    "model": """model.counts model.layers model.memory model.model model.muon model.optim model.packing
+        model.passes""",
     "saved": "saved.checkpoint saved.modelfile saved.named saved.rundir saved.tensors",
     "generate": """inference.compiled_lanes inference.engine inference.engine_setup inference.lanes
         inference.python_api inference.request inference.sample inference.sampling inference.single
         inference.uncompiled_lanes""",
     "train": """evaluation.assessment evaluation.bits evaluation.scoring training.activity
-        training.checkpoints training.clock training.exchange.api
-        training.in_flight training.judge training.loop training.micro_batches
-        training.opening.announce training.opening.dtype training.opening.finished training.opening.memory
-        training.opening.open training.opening.plan training.opening.resumption
-        training.opening.whereabouts training.placement training.progress training.reading
-        training.report training.restore training.run training.sanity training.schedule
+        training.checkpoints training.clock training.exchange.api training.in_flight training.judge training.loop
+        training.micro_batches training.opening.announce training.opening.dtype training.opening.finished
+        training.opening.memory training.opening.model_kind training.opening.open training.opening.plan
+        training.opening.resumption training.opening.whereabouts training.placement training.progress
+        training.reading training.report training.restore training.run training.sanity training.schedule
         training.seams training.step training.strategy training.summary training.votes""",
 }
 CORE = frozenset(name for names in TREE.values() for name in names.split())

@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig, TrainConfig
 from distgpt.config.settings import GRAD_SYNCS
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.training.exchange import choose
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.placement import Placement
@@ -85,7 +85,10 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step():
             called.append("a tree")
             super().each(*args)
 
-    model = Model(ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32), Watched(threads=1))
+    model = Model(
+        Architecture(ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32)),
+        Watched(threads=1),
+    )
     model.train()
     for how, ranks, wanted in (
         ({}, 2, set()),

@@ -16,8 +16,6 @@ from distgpt.training.strategy import Start, Strategy
 
 ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
 
-ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
-
 MakeExchange = Callable[[Comm, OptimizerState, TrainConfig, Say], Exchange]
 MakeMicroBatches = Callable[[TrainConfig, int, int, Model, Start | None], MicroBatches]
 
