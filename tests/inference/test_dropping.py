@@ -16,6 +16,7 @@ from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.matmul.packing import COLUMNS
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 
 LENGTH = 9
@@ -36,7 +37,7 @@ def windowed_scores(model, tokens, begins, longest):
     """Scores after each token, by a forward pass over all of them in a context that has room for them."""
     kernels = Windowed("float64")
     kernels.begins = np.array(begins)
-    whole = type(model)(replace(model.config, seq_len=longest), kernels)
+    whole = Model(Architecture(replace(model.config, seq_len=longest)), kernels)
     for name in whole.params:
         whole.params[name][...] = model.kernels.to_host(model.params[name])
     work, scores = Pass(whole, 1, len(tokens), training=False), kernels.zeros(len(tokens), 16)

@@ -10,6 +10,7 @@ from test_floors import imports
 
 import distgpt
 from distgpt.config import TrainConfig
+from distgpt.config.asked import asked_for
 from distgpt.errors import NonFiniteError
 from distgpt.interrupts import PendingSignals
 from distgpt.model.model import FLAG_COUNT
@@ -62,7 +63,7 @@ class Counting:
 def trained(out, seams, **settings):
     """Train a small model with these seams; its directory, the judge of its run, and its metrics."""
     stage, listener = open_stage("serial", 1), Listener()
-    plan = make_plan(stage.comm, None, None, SIZE | settings, out, None, lambda text: None)
+    plan = make_plan(stage.comm, asked_for(SIZE | settings, out=out), lambda text: None)
     try:
         run = open_run(plan, stage, Chosen, listener, seams)
         train(run)
