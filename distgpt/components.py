@@ -17,6 +17,17 @@ TABLES = {
     "weights": {"hub": "distgpt.saved.fetched:fetched_weights"},
     # By the setting init_weights (training/restore.py).
     "first weights": {"bigrams": "distgpt.model.bigrams:PAIRS"},
+    # By a component's name, which settings give (training/opening/compatibility.py).
+    "checks": {
+        "balance": "distgpt.training.opening.balance:check",
+        "chats": "distgpt.data.chats.examples:check",
+        "hierarchical": f"{_EXCHANGE}.choose:check_hierarchical",
+        "local steps": f"{_EXCHANGE}.local_steps:check",
+        "lora": "distgpt.training.opening.adapter_kind:check",
+        "reproducible": f"{_EXCHANGE}.reproducible:check",
+    },
+    # By the kind that settings give (training/opening/model_kind.py).
+    "models": {"adapters": "distgpt.training.opening.adapter_kind:ADAPTERS"},
     # By the kind in its saved form, and by what --tokenizer begins with (data/tokenizers/naming.py).
     "tokenizers": {
         "bpe": "distgpt.data.tokenizers.learn:BPE",

@@ -1,5 +1,6 @@
 """Tables whose rows lie in components: each row is there, and imported only when it is asked for."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -23,7 +24,15 @@ from distgpt.errors import DataError, UsageError
 from distgpt.evaluation.assessment import METRICS
 from distgpt.saved.named import WEIGHTS
 from distgpt.tables import Table
+from distgpt.training.opening.compatibility import CHECKS
+from distgpt.training.opening.model_kind import MODEL_KINDS, WholeModel
 from distgpt.training.restore import FIRST_WEIGHTS
+
+
+def public(kind):
+    """The names of a class that others may use."""
+    return [name for name in vars(kind) if not name.startswith("_")]
+
 
 # A row of each table has these attributes or, where a row is a class, is one.
 ROWS = {
@@ -32,6 +41,8 @@ ROWS = {
     "extras": (EXTRAS, lambda row: hasattr(row({"source": "", "tokens": {}, "ends": []}, 9, "here"), "ends")),
     "weights": (WEIGHTS, callable),
     "metrics": (METRICS, lambda row: callable(row.fields)),
+    "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
+    "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "first weights": (FIRST_WEIGHTS, lambda row: callable(row.learn) and row.note and row.tokens),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distgpt.config.setting import Group, Setting, check
+from distgpt.config.setting import Group, Setting, check, settings_of
 from distgpt.errors import UsageError, nearest
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
@@ -545,6 +545,23 @@ class TrainConfig:
     def matmul_backend(self) -> str:
         """Return what multiplies matrices: our own loops where bits must not depend on threads."""
         return "own" if self.reproducible_parts and self.matmul == "auto" else self.matmul
+
+    @property
+    def model_kind(self) -> str:
+        """Return the kind of model that is trained: what is made beside it, or all of it."""
+        return "adapters" if self.lora_rank else "whole"
+
+    @property
+    def is_cut_by_rank(self) -> bool:
+        """Return whether the number of ranks decides which sequences are computed together."""
+        return not self.reproducible_parts
+
+    @property
+    def components(self) -> dict[str, None]:
+        """Return the names of the components that these settings need, in the order of declaration."""
+        about, plain = settings_of(TrainConfig), TrainConfig()
+        needed = (each.needs(getattr(self, name), getattr(plain, name)) for name, each in about.items())
+        return dict.fromkeys(filter(None, needed))
 
     @property
     def text_kind(self) -> str:

@@ -22,8 +22,8 @@ from distgpt.model.passes import Pass
 from distgpt.stages import ON_GPU, Stage, open_stage
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.kinds import kind_of
 from distgpt.training.opening.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
+from distgpt.training.opening.model_kind import kind_of
 from distgpt.training.strategy import Strategy
 
 Facts = dict[str, Any]

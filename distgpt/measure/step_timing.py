@@ -17,7 +17,7 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.api import Kernels
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.opening.kinds import kind_of
+from distgpt.training.opening.model_kind import kind_of
 from distgpt.training.step import Step
 
 CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends

@@ -63,6 +63,12 @@ class Strategy:
         reduction = Allreduce(comm, whole, chunked=t.grad_sync == "chunked")
         return AfterBackward(t.grad_sync, reduction, len(whole), lambda: None, 1.0 / comm.size)
 
+    def refuse_unmeasurable(self) -> None:
+        """Raise a UsageError where only a run that trains finds out how ranks share their work."""
+
+    def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
+        """Raise on all ranks a UsageError about what this job's MPI cannot do. Collective."""
+
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Allocate what an exchange of this model allocates on a GPU, to be counted."""
 

@@ -45,12 +45,12 @@ TREE = {
     "train": """evaluation.assessment evaluation.bits evaluation.scoring training.activity
         training.checkpoints training.clock training.exchange.api training.in_flight
         training.judge training.loop training.micro_batches training.opening.announce
-        training.opening.dtype training.opening.finished training.opening.memory
-        training.opening.model_kind training.opening.open training.opening.plan
-        training.opening.resumption training.opening.whereabouts training.placement
-        training.progress training.reading training.report training.restore training.run
-        training.sanity training.schedule training.seams training.step training.strategy
-        training.summary training.votes""",
+        training.opening.compatibility training.opening.dtype training.opening.finished
+        training.opening.memory training.opening.model_kind training.opening.open
+        training.opening.plan training.opening.resumption training.opening.whereabouts
+        training.placement training.progress training.reading training.report training.restore
+        training.run training.sanity training.schedule training.seams training.step
+        training.strategy training.summary training.votes""",
 }
 CORE = frozenset(name for names in TREE.values() for name in names.split())
 # What components are called. The settings name them, so `config` is left out.

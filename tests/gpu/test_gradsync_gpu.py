@@ -12,7 +12,7 @@ from distgpt.errors import UsageError
 from distgpt.model.model import Architecture
 from distgpt.training.exchange import overlapped as in_buckets
 from distgpt.training.exchange import trial
-from distgpt.training.opening.compatibility import refuse_unable
+from distgpt.training.exchange.choose import Chosen
 
 pytestmark = needs_the_processor
 
@@ -81,9 +81,14 @@ def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pa
 
 def test_overlapped_needs_nccl():
     overlapped = replace(CONFIG, grad_sync="overlapped")
-    found = on_gpus(2, lambda comm, device: refuse_unable(overlapped, comm, on_gpu=True), way="host")
+    found = on_gpus(
+        2, lambda comm, device: Chosen(overlapped, comm.size).refuse_unable(comm, on_gpu=True), way="host"
+    )
     assert all(isinstance(error, UsageError) and "needs NCCL" in str(error) for error in found)
-    assert on_gpus(2, lambda comm, device: refuse_unable(overlapped, comm, on_gpu=True)) == [None] * 2
+    assert (
+        on_gpus(2, lambda comm, device: Chosen(overlapped, comm.size).refuse_unable(comm, on_gpu=True))
+        == [None] * 2
+    )
 
 
 @pytest.mark.parametrize(

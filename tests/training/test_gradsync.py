@@ -33,7 +33,7 @@ from distgpt.training.exchange.reductions import (
 )
 from distgpt.training.exchange.sharded import Shards, shards
 from distgpt.training.exchange.trial import candidates
-from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
+from distgpt.training.opening.compatibility import refuse_unsuited
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", matmul="own", clip=0.5)
@@ -310,7 +310,7 @@ def test_what_this_job_s_mpi_cannot_do_is_refused_before_the_first_step():
     def refused(ranks, words, on_gpu=True, **how):
         def act(comm):
             comm.lacks_alltoall, comm.threads = True, comm.rank == 0
-            refuse_unable(TrainConfig(**how), comm, on_gpu)
+            Chosen(TrainConfig(**how), comm.size).refuse_unable(comm, on_gpu)
 
         return [words in str(found) for found in on_all_ranks(ranks, act)]
 

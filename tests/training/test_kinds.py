@@ -9,7 +9,7 @@ from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.saved.modelfile import Description, save_model
-from distgpt.training.opening.kinds import kind_of
+from distgpt.training.opening.model_kind import kind_of
 
 KINDS = {"whole": TrainConfig(), "adapters": TrainConfig(lora_rank=2)}
 

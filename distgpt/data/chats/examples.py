@@ -18,14 +18,14 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.config import RunConfig
+from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches, Tokens, Window
 from distgpt.data.chats.format import ChatFormat, Example
 from distgpt.data.chats.rows import read_examples
 from distgpt.data.loading import Corpus, DataRequest
 from distgpt.data.packing import pack
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, Say
+from distgpt.errors import DataError, Say, UsageError
 from distgpt.formatting import count
 from distgpt.kernels.api import IGNORED, Array
 
@@ -201,3 +201,9 @@ def _together(examples: list[Example]) -> Examples:
     return Examples(
         inputs, np.concatenate(targets).astype(np.int32), np.cumsum([0, *lengths], dtype=np.int64)
     )
+
+
+def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Refuse chats for a new model."""
+    if not t.init:
+        raise UsageError("chats are for a model that has learned to read: distgpt tune --weights")

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.components import EXCHANGES, MICRO_BATCHES, PLACEMENTS, load
 from distgpt.config import TrainConfig
-from distgpt.errors import Say
+from distgpt.errors import Say, UsageError
 from distgpt.model.model import Model
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.micro_batches import MicroBatches
 from distgpt.training.placement import OptimizerState, Placement
 from distgpt.training.strategy import Start, Strategy
 
+WITHOUT_THREADS = (
+    "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
+)
+WITHOUT_NCCL = (
+    "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
+    " and --allreduce auto or nccl"
+)
+LACKS_ALLTOALL = (
+    "--allreduce cuda-aware is for --grad-sync allreduce and chunked with --gradient-dtype float32: use nccl"
+    " or host"
+)
 ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
 
 MakeExchange = Callable[[Comm, OptimizerState, TrainConfig, Say], Exchange]
@@ -48,6 +60,17 @@ class Chosen(Strategy):
 
     def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
         return exchange_for(comm, state, t, say)
+
+    def refuse_unmeasurable(self) -> None:
+        if self._micro_batches == "balanced":
+            raise UsageError("--balance auto is for training: ranks are measured with even shares")
+        if self.config.grad_sync == "auto" and not (self.config.outer_every and self.ranks > 1):
+            raise UsageError(
+                "--grad-sync auto chooses while it trains: measure one of the others by its name"
+            )
+
+    def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
+        refuse_anywhere(comm, _lacking(self.config, comm, on_gpu) if comm.size > 1 else "")
 
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         count, wire = parts_made(t, self.ranks), model.kernels.wire
@@ -111,3 +134,21 @@ def parts_made(t: TrainConfig, ranks: int) -> int:
     if not name or (t.gradient_dtype == "float32" and not t.reproducible_parts):
         return int(name == "sharded")
     return 2 if name == "auto" else 1
+
+
+def check_hierarchical(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Refuse sums within nodes first between GPUs."""
+    if on_gpu and ranks > 1:
+        raise UsageError(
+            "--grad-sync hierarchical is for CPU stages; between GPUs use allreduce, or overlapped with NCCL"
+        )
+
+
+def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
+    """Return what this job's MPI or NCCL lacks for such an exchange; "" if nothing."""
+    if t.grad_sync == "overlapped" and on_gpu:
+        return "" if comm.nccl else WITHOUT_NCCL
+    if t.grad_sync == "overlapped":
+        return "" if comm.threads else WITHOUT_THREADS
+    in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"
+    return LACKS_ALLTOALL if on_gpu and comm.lacks_alltoall and in_parts else ""

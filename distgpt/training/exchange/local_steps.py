@@ -145,8 +145,10 @@ class LocalRounds(Rounds):
         return (median(ends) + (self.length - 1) * median(others)) / self.length
 
 
-def check_local(t: TrainConfig) -> None:
+def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about what needs the same weights on all ranks in every step."""
+    if not t.outer_every or ranks == 1:
+        return
     what = f"--outer-every {t.outer_every}"
     if t.grad_sync in ("overlapped", "sharded"):
         raise UsageError(

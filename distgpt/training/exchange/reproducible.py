@@ -75,7 +75,7 @@ def usual_parts(batch_size: int) -> int:
     return next(parts for parts in (8, 4, 2, 1) if batch_size % parts == 0)
 
 
-def check_parts(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError where settings or ranks do not allow the same bits."""
     parts, what = t.reproducible_parts, f"--deterministic, with {count(t.reproducible_parts, 'part')},"
     if on_gpu:

@@ -9,7 +9,7 @@ from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.saved.checkpoint import State, load_state, newest_intact
-from distgpt.training.opening.kinds import kind_of
+from distgpt.training.opening.model_kind import kind_of
 from distgpt.training.restore import begin_anew, restore
 from distgpt.training.run import BadStep, Run
 

@@ -9,7 +9,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError
+from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Kernels
 from distgpt.model.lora import AdaptedModel, adapter_layout
 from distgpt.model.memory import Layout
@@ -52,3 +52,16 @@ class AdapterKind:
             raise DataError(
                 f"{t.init} is not there: --init says where the model of this run's adapters is now"
             )
+
+
+ADAPTERS = AdapterKind()
+
+
+def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Raise a UsageError about what adapters do not go with."""
+    if not t.lora_rank:
+        return
+    if not t.init:
+        raise UsageError("--lora-rank trains adapters beside a model's weights: name them with --init FILE")
+    if t.optimizer != "adamw":
+        raise UsageError(f"--lora-rank does not go with --optimizer {t.optimizer}: use adamw")

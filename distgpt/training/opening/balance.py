@@ -12,6 +12,7 @@ import numpy as np
 from distgpt.comm.agree import gather_bytes, gather_ints, on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
+from distgpt.errors import refuse_beside
 from distgpt.formatting import count
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
@@ -54,6 +55,17 @@ def make(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start | Non
         shares, how = even_shares(t, ranks), "as memory does not allow others"
     start.say(f"--balance auto: {described_shares(shares)}, {how}")
     return Balanced(t, ranks, rank, shares, hosts)
+
+
+def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Raise a UsageError about what needs as many sequences on each rank."""
+    others = {
+        "deterministic (reproducible parts)": t.reproducible_parts,
+        "outer-every": t.outer_every,
+        "recheck-every": t.recheck_every,
+    }
+    if ranks > 1:
+        refuse_beside("--balance auto", others, "ranks get unlike parts")
 
 
 def even_shares(t: TrainConfig, ranks: int) -> list[int]:

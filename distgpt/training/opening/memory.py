@@ -24,8 +24,8 @@ from distgpt.model.memory import MATRIX
 from distgpt.model.muon import OPTIMIZERS
 from distgpt.stages import Stage
 from distgpt.training.exchange.api import Exchange
-from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
-from distgpt.training.opening.kinds import kind_of
+from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.model_kind import kind_of
 from distgpt.training.placement import Placement
 from distgpt.training.step import Step
 from distgpt.training.strategy import Strategy
@@ -146,7 +146,7 @@ def fit_to_memory(
     """
     comm, free, asked = stage.comm, stage.free_memory(), run.train
     on_root(comm, lambda: refuse_unsuited(asked, comm.size, on_gpu=stage.device is not None))
-    refuse_unable(asked, comm, on_gpu=stage.device is not None)
+    strategy.refuse_unable(comm, on_gpu=stage.device is not None)
 
     def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
         tried = replace(run, train=replace(asked, grad_accum=micro_batches))

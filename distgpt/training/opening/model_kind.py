@@ -1,4 +1,4 @@
-"""A kind of model that a run trains: how one is built, filled and described. Here the plain one."""
+"""The kinds of models that a run trains: how one is built, filled and described. Here the plain one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from distgpt.kernels.api import Kernels
 from distgpt.model.memory import Layout
 from distgpt.model.model import Architecture, Model
 from distgpt.saved.modelfile import Description
+from distgpt.tables import Table
 
 
 class ModelKind(Protocol):
@@ -64,3 +65,11 @@ class WholeModel:
 
     def refuse_moved(self, t: TrainConfig) -> None:
         """Its own checkpoint is all that it needs."""
+
+
+MODEL_KINDS: Table[ModelKind] = Table("models", "kind of model", {"whole": WholeModel()})
+
+
+def kind_of(t: TrainConfig) -> ModelKind:
+    """Return the kind of model that these settings train."""
+    return MODEL_KINDS[t.model_kind]

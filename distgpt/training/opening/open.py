@@ -34,10 +34,9 @@ from distgpt.training.activity import EVALUATING, Activity
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.micro_batches import MicroBatches
 from distgpt.training.opening.announce import facts, note_short_text, note_surprises
-from distgpt.training.opening.compatibility import refuse_unmeasurable, refuse_unsuited
-from distgpt.training.opening.kinds import kind_of
+from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fit_to_memory, have_memory
-from distgpt.training.opening.model_kind import ModelKind
+from distgpt.training.opening.model_kind import ModelKind, kind_of
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.whereabouts import whereabouts
 from distgpt.training.placement import OptimizerState, Placement
@@ -130,7 +129,7 @@ def open_steps(run: RunConfig, stage: Stage, choose: Choose, say: Say) -> tuple[
     """Return only the steps of a run, with data and weights, without directory and evaluation. Collective."""
     comm, t = stage.comm, run.train
     on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=False))
-    on_root(comm, lambda: refuse_unmeasurable(t, comm.size))
+    on_root(comm, choose(t, comm.size).refuse_unmeasurable)
     origin = load_description(Path(t.init), comm) if t.init else None
     if origin is not None:
         on_root(comm, lambda: kind_of(t).refuse_origin(origin, Path(t.init), t, resumed=False))

@@ -22,7 +22,7 @@ from distgpt.saved.modelfile import Base, Description, read_description
 from distgpt.saved.named import weights_of
 from distgpt.saved.rundir import RunDirectory, place_for
 from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.kinds import kind_of
+from distgpt.training.opening.model_kind import kind_of
 from distgpt.training.opening.resumption import (
     Change,
     Resumption,
