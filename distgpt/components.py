@@ -5,9 +5,6 @@ Nothing registers itself, and only what is asked for is imported.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 _EXCHANGE = "distgpt.training.exchange"
 
 # Tables of which the core has the plain rows (tables.py). Whoever adds a tokenizer, a kind of text, a
@@ -68,9 +65,3 @@ EXCHANGES = {
     "overlapped": f"{_EXCHANGE}.overlapped:make",
     "sharded": f"{_EXCHANGE}.sharded:make",
 }
-
-
-def load(path: str) -> Any:
-    """Import what a path names, as in "package.module:name"."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)

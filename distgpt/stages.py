@@ -129,6 +129,14 @@ class Stage:
             return f"--float8 needs compute capability {dotted(OLDEST_FLOAT8)}, {has}: leave it out"
         return ""
 
+    def compile_ahead(self, dtype: str, work: Callable[[Kernels], None]) -> None:
+        """Begin to compile what `work` will need of a GPU's kernels, while this process does other things."""
+        if self.device is None:
+            return
+        from distgpt.gpu.listing import compile_ahead
+
+        compile_ahead(self.device, dtype, work, self.gpu.float8, self.comm.local_rank)
+
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
         """Bytes that this rank may use, and whose they are; on a CPU as if this many `ranks` shared it."""
         if self.device is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from distgpt.errors import UsageError
 
@@ -24,6 +24,17 @@ def hand_in(paths: Mapping[str, Mapping[str, str]]) -> None:
 
 class MissingComponent(UsageError):
     """A row that is in a table, and whose component is not installed."""
+
+
+def imported(path: str, what: str) -> Any:
+    """Import what a path names, as in "package.module:name"; `what` is what errors call it."""
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # the component is there, and lacks something
+            raise
+        raise MissingComponent(f"{what} needs {module}, which is not installed here") from None
 
 
 class Table(Generic[Row]):
@@ -46,26 +57,24 @@ class Table(Generic[Row]):
                 continue
             yield name, row
 
+    def missing(self) -> MissingComponent | None:
+        """Return the error of a row whose component is missing; None if all are here."""
+        for name in self:
+            try:
+                self.get(name)
+            except MissingComponent as error:
+                return error
+        return None
+
     def get(self, name: str) -> Row | None:
         """Return a row; None where the table has no such name."""
         if name in self._own:
             return self._own[name]
         path = _paths.get(self.name, {}).get(name)
-        return self._imported(name, path) if path else None
+        return imported(path, f"{self._what} {name!r}") if path else None
 
     def __getitem__(self, name: str) -> Row:
         row = self.get(name)
         if row is None:
             raise UsageError(f"{self._what} {name!r} is not known here; known: {', '.join(self)}")
-        return row
-
-    def _imported(self, name: str, path: str) -> Row:
-        module, _, attribute = path.partition(":")
-        try:
-            row: Row = getattr(import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):  # the component is there, and lacks something
-                raise
-            missing = f"{self._what} {name!r} needs {module}, which is not installed here"
-            raise MissingComponent(missing) from None
         return row

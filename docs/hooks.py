@@ -17,8 +17,8 @@ from mkdocs.structure.files import File
 from distgpt.cli import cli
 from distgpt.commands.help import Command
 from distgpt.commands.options import OPTIONS
-from distgpt.config import CHANGEABLE, GROUPS, SETTINGS, ModelConfig, RunConfig, Setting
-from distgpt.config.presets import PRESETS, resolve
+from distgpt.config import CHANGEABLE, GROUPS, SETTINGS, RunConfig, Setting
+from distgpt.config.presets import PRESETS, preset
 
 MARK = re.compile(r"<!-- generated: (\w+) -->")
 OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+((?:benchmarks|distgpt|examples|tests)/[^)]+)\)")
@@ -111,7 +111,7 @@ def _kind(name: str, about: Setting, default: Any) -> str:
 def presets() -> str:
     rows = []
     for name in PRESETS:
-        run = resolve(name, None, {}, lambda path: ModelConfig())[1]
+        run = preset(name)
         model, train = run.model, run.train
         shape = map(str, (model.n_layer, model.n_embd, model.n_head, model.seq_len))
         tokens = train.batch_size * model.seq_len

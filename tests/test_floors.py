@@ -123,6 +123,32 @@ def test_no_two_files_import_each_other():
     assert not files, f"among these is a circle: {sorted(files)}"
 
 
+def names_of(path):
+    """What a file defines or imports at its top level, also within `if` and `try`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def test_what_tests_benchmarks_and_pages_import_is_there():
+    """mypy sees the package alone, and some of these files run only with what is not installed here."""
+    known = {name: {*names_of(path)} for name, path in MODULES.items()}
+    for folder in ("benchmarks", "docs", "examples", "tests"):
+        for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("distgpt"):
+                    continue
+                module = node.module.removeprefix("distgpt").removeprefix(".")
+                for name in (alias.name for alias in node.names):
+                    inside = f"{module}.{name}".removeprefix(".")
+                    there = inside in MODULES or name in known.get(module, ()) or module == ""
+                    assert there, f"{path}: {node.module} has no {name}"
+
+
 def test_what_must_not_know_each_other():
     for module, path in MODULES.items():
         forbidden = NEVER.get(room(module), ())

@@ -373,7 +373,8 @@ class TrainConfig:
     )
     matmul: str = of_computing(
         "auto",
-        "Multiply float32 matrices on CPUs by our own loops or by the BLAS. auto: by the faster one.",
+        "Multiply float32 matrices on CPUs by our own loops or by the BLAS. auto: by our own on processors"
+        " where they were measured to be faster.",
         choices=MATMULS,
         changeable=True,
     )

@@ -243,7 +243,7 @@ class CupyDevice:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Send exchanges to another stream; arrays are not made there, nor copied to the host."""
+        """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host."""
         usual, self.stream = self.stream, stream
         try:
             yield

@@ -11,7 +11,7 @@ import numpy as np
 from distgpt.gpu.api import STORAGE, WIDE, Attention, address
 from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
-from distgpt.gpu.float8 import Float8Linears
+from distgpt.gpu.float8 import Float8Linears, room_for
 from distgpt.gpu.launcher import DeviceWire, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
@@ -70,7 +70,7 @@ class CudaKernels:
             fuses_residual=True,
             sums_bias_gradients=True,
             norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
-            copies_factors=float8,
+            copy_bytes=room_for if float8 else None,
         )
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
         self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))

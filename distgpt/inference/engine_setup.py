@@ -224,16 +224,7 @@ class ModelSpec:
         }
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
-        if stage.device is not None:
-            from distgpt.gpu.listing import compile_ahead
-
-            compile_ahead(
-                stage.device,
-                dtype,
-                lambda kernels: rehearse(Model(Architecture(model.config), kernels)),
-                stage.gpu.float8,
-                comm.local_rank,
-            )
+        stage.compile_ahead(dtype, lambda kernels: rehearse(Model(Architecture(model.config), kernels)))
         rehearse(model)
         adapters = adapters_of(model.config, list(found.values())) if found else None
         return LoadedModel(model, tokenizer, comm, self, path, dtype, adapters, tokenizers)

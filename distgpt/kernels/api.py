@@ -57,7 +57,8 @@ class Capabilities:
     overwrites_pre: bool = False  # `linear_backward_act` wants dpre to be pre itself
     sums_bias_gradients: bool = False  # backward passes add up the gradients of biases that they are given
     norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` leaves for gradients of parameters
-    copies_factors: bool = False  # matmuls keep room for their factors in bytes
+    # Return the bytes that matmuls keep for a copy of a matrix of so many elements; None: they copy none.
+    copy_bytes: Callable[[int], int] | None = None
 
 
 class StepScalars(NamedTuple):

@@ -14,7 +14,7 @@ from distgpt.data.loading import read_text
 from distgpt.data.named import resolve_data
 from distgpt.evaluation.evaluate import evaluate
 from distgpt.inference.engine_setup import rehearse
-from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.matmul.gain import SAMPLES, gain
 from distgpt.model.model import Architecture, Model
 from distgpt.saved.adapter import open_model
@@ -80,7 +80,7 @@ def _exchange(dtype: str) -> None:
     rehearse_reductions(kernels, dtype)
     rehearse_tree(kernels)
     config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=32)
-    model = Model(Architecture(config), kernels)
+    model = Model(Architecture(config), Bfloat16Kernels(1) if dtype == "bfloat16" else kernels)
     model.train()
     LocalPlacement(TrainConfig(outer_every=2), 2).rehearse(model)
 

@@ -58,7 +58,10 @@ class Judge(Protocol):
 
 
 class Guard(Protocol):
-    """Watches a run from its first to its last step. It decides nothing and never communicates."""
+    """Watches a run from its first to its last step. It calls no collective and changes no step.
+
+    It may ask that the run end, as a signal does.
+    """
 
     def __enter__(self) -> object: ...
 

@@ -1,9 +1,11 @@
 """From what is asked for to a plan: one object in one process, equal ones on several ranks; and recipes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,33 @@ def test_parts_of_deterministic_runs_divide_the_batch_and_leave_those_that_are_n
     for settings, parts in (({"batch_size": 12}, 4), ({"batch_size": 12, "reproducible_parts": 2}, 2)):
         asked = derived(asked_for({**settings, "deterministic": True}), 1)
         assert new_run(asked).train.reproducible_parts == parts and not asked.deterministic
+
+
+def test_a_branch_has_the_parts_of_its_checkpoint_whatever_became_of_its_run(trained, tmp_path):
+    """The run's own settings may have changed since that checkpoint was written."""
+    moved = tmp_path / "moved"
+    shutil.copytree(trained, moved)
+    settings = (moved / "config.toml").read_text()
+    assert "reproducible_parts = 0" in settings and "batch_size = 8" in settings
+    (moved / "config.toml").write_text(settings.replace("reproducible_parts = 0", "reproducible_parts = 2"))
+    checkpoint = next(iter(sorted((moved / "checkpoints").iterdir())))
+    branch = Asked(resume=str(checkpoint), out=tmp_path / "branch", deterministic=True)
+    assert derived(branch, 1).given == {"reproducible_parts": 8}
+    assert derived(replace(branch, out=None), 1).given == {}  # the run itself has two
+    alone = tmp_path / "alone"
+    shutil.copytree(checkpoint, alone)
+    found = derived(replace(branch, resume=str(alone), given={"batch_size": 4}), 1)
+    assert found.given == {"batch_size": 4, "reproducible_parts": 4}
+
+
+def test_values_that_cannot_be_sent_are_refused_on_all_ranks():
+    for given, words in (
+        ({"init": Path("w")}, "init is PosixPath"),
+        ({"lr": [1]}, "lr is"),
+        ({"nothing": Path("w")}, "nothing is"),
+    ):
+        found = on_all_ranks(2, partial(everywhere, find=partial(Asked, given=given)))
+        assert all(isinstance(error, UsageError) and words in str(error) for error in found), found
 
 
 def test_words_of_recipes_are_no_settings_and_others_are_refused():

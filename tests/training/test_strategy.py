@@ -16,6 +16,7 @@ from distgpt.config.settings import GRAD_SYNCS
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Architecture, Model
+from distgpt.tables import imported
 from distgpt.training.exchange import choose
 from distgpt.training.exchange.choose import Chosen
 from distgpt.training.placement import Placement
@@ -26,7 +27,7 @@ PLAIN = TrainConfig(batch_size=8, grad_accum=2)
 
 def test_every_component_is_there_and_has_the_types_of_the_table():
     for path in components.PLACEMENTS.values():
-        kind = components.load(path)
+        kind = imported(path, path)
         assert issubclass(kind, Placement) and kind(PLAIN, 2).name in components.PLACEMENTS
         for name, method in inspect.getmembers(Placement, inspect.isfunction):
             own = get_type_hints(getattr(kind, name))
@@ -38,7 +39,7 @@ def test_every_component_is_there_and_has_the_types_of_the_table():
     for table, kind in tables:
         *wanted, result = kind.__args__
         for path in table.values():
-            types = get_type_hints(components.load(path))
+            types = get_type_hints(imported(path, path))
             assert types.pop("return") is result, path
             assert list(types.values()) == wanted, path
 

@@ -9,6 +9,7 @@ from distgpt.data.prepare.documents import FIELD, documents
 from distgpt.data.tokenizers.bpe import GPT2_SIZE
 from distgpt.data.tokenizers.learn import learned_size, not_empty
 from distgpt.data.tokenizers.naming import find_kind, load_tokenizer
+from distgpt.data.unreadable import refuse_by_name
 
 
 def vocabulary_size(tokenizer: str, path: Path) -> int:
@@ -19,6 +20,7 @@ def vocabulary_size(tokenizer: str, path: Path) -> int:
         return size
     kind, argument = find_kind(tokenizer)
     if kind is not None and kind.learn is not None:
+        refuse_by_name(path)
         texts = [read_text(path)] if kind_of(str(path)) == PLAIN else documents((path,), FIELD)
         return kind.learn(argument, not_empty(texts), True).size
     return load_tokenizer(BYTE if tokenizer == AUTO else tokenizer).size

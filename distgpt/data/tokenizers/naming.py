@@ -204,6 +204,8 @@ def _from_path(name: str) -> Tokenizer:
             return found
     if path.is_dir():
         raise DataError(f"{name} holds no {SAVED}")
+    if missing := TOKENIZERS.missing():  # it might have read the file
+        raise missing
     return _from_document(document, str(path))  # which says why not
 
 

@@ -1,6 +1,6 @@
-"""Ways to add up the gradients of ranks: after the backward pass, during it, in parts, or once in many steps.
+"""Ways to share a step among ranks, beside one Allreduce after the backward pass.
 
-An exchange (`api.py`) is what a step calls; a reduction (`reductions.py`) is how it sums a stretch of the
-flat buffer; `choose.py` makes both from the settings, `trial.py` tries several. Not here: MPI (`comm/`),
-NCCL (`gpu/`), the step.
+An exchange (`api.py`) is what a step calls; a reduction (`reductions.py`) is how it sums a range of the flat
+buffer; a placement (`sharded.py`, `replicas.py`) is who holds which weights and moments. `choose.py` finds
+each by the settings. Not here: MPI (`comm/`), NCCL (`gpu/`), the step.
 """

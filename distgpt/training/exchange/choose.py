@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
-from distgpt.components import EXCHANGES, MICRO_BATCHES, PLACEMENTS, load
+from distgpt.components import EXCHANGES, MICRO_BATCHES, PLACEMENTS
 from distgpt.config import TrainConfig
 from distgpt.errors import Say, UsageError
 from distgpt.model.model import Model
+from distgpt.tables import imported
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.micro_batches import MicroBatches
 from distgpt.training.placement import OptimizerState, Placement
@@ -38,7 +39,7 @@ class Chosen(Strategy):
     def __init__(self, config: TrainConfig, ranks: int) -> None:
         place: type[Placement] = Placement
         if name := placement_name(config, ranks):
-            place = load(PLACEMENTS[name])
+            place = imported(PLACEMENTS[name], f"the placement {name!r}")
         super().__init__(config, ranks, place(config, ranks))
         self._micro_batches, self._exchange = micro_batches_name(config, ranks), exchange_name(config, ranks)
         self.counted_by = "--reproducible-parts" if config.reproducible_parts else ""
@@ -55,7 +56,7 @@ class Chosen(Strategy):
     ) -> MicroBatches:
         if not self._micro_batches:
             return super().micro_batches(t, rank, model, start)
-        make: MakeMicroBatches = load(MICRO_BATCHES[self._micro_batches])
+        make: MakeMicroBatches = imported(MICRO_BATCHES[self._micro_batches], self._micro_batches)
         return make(t, self.ranks, rank, model, start)
 
     def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
@@ -99,7 +100,7 @@ def exchange_for(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) ->
     name = exchange_name(t, comm.size)
     if not name:
         return Strategy(t, comm.size).exchange(comm, state, t, say)
-    make: MakeExchange = load(EXCHANGES[name])
+    make: MakeExchange = imported(EXCHANGES[name], f"--grad-sync {name}")
     return make(comm, state, t, say)
 
 

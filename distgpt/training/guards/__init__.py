@@ -1,4 +1,4 @@
-"""Guards against what interrupts a run: signals, bad steps, stuck ranks, a deadline, failing hardware.
+"""Guards against what interrupts a run: bad steps, stuck ranks, a deadline, a full disk, failing hardware.
 
-Each file is one guard; `training/loop.py` calls it by name. Not here: the plain path, which the loop shows.
+`attach.py` says by the settings which of them a run has. Not here: the plain path, which knows only seams.
 """

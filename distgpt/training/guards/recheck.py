@@ -17,7 +17,6 @@ import numpy as np
 
 from distgpt.comm.agree import gather_bytes, shared
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import boot_id
 from distgpt.config import TrainConfig
 from distgpt.data.batches import seeded_hashes
 from distgpt.errors import DistgptError
@@ -104,8 +103,6 @@ class Recheck:
         """Return what two ranks need in common for the same bits; "" where nothing ensures them."""
         if self._model.kernels.capabilities.is_async:
             return ""
-        if self._config.matmul == "auto":  # which each machine decides for itself
-            return f"{boot_id()} {self._model.kernels.threads}"
         from distgpt.kernels.compiling.processor import processor
 
         return f"{processor()} {self._model.kernels.threads}"

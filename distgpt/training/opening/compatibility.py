@@ -17,7 +17,7 @@ class Check(Protocol):
         """Raise a UsageError about what a component does not go with."""
 
 
-CHECKS: Table[Check] = Table("checks", "check", {})  # by the names of components, which settings give
+CHECKS: Table[Check] = Table("checks", "component", {})  # by the names of components, which settings give
 
 
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.config import RunConfig
+from distgpt.config import SETTINGS, RunConfig
 from distgpt.config.asked import Asked
-from distgpt.errors import Say
+from distgpt.config.setting import brief
+from distgpt.errors import Say, UsageError
 from distgpt.training.opening.plan import new_run
 from distgpt.training.opening.resumption import begins_anew
 
@@ -49,11 +50,21 @@ def everywhere(comm: Comm, find: Callable[[], Asked]) -> Asked:
 
     def wire() -> dict[str, object]:
         found = find()
+        _refuse_unsendable({**found.derived, **found.given})
         paths = {"toml": found.toml, "out": found.out}
         return {**asdict(found), **{name: path and str(path) for name, path in paths.items()}}
 
     found = on_root(comm, wire)
     return Asked(**{**found, **{name: found[name] and Path(found[name]) for name in ("toml", "out")}})
+
+
+def _refuse_unsendable(settings: Mapping[str, object]) -> None:
+    """Refuse what Python users may give and JSON cannot hold, in the words of the setting."""
+    for name, value in settings.items():
+        if not isinstance(value, str | int | float):
+            if name in SETTINGS:
+                SETTINGS[name].check(name, value)
+            raise UsageError(f"{name} is {brief(value)}: a setting is a text or a number")
 
 
 def configured(comm: Comm, asked: Asked) -> RunConfig:

@@ -39,6 +39,8 @@ FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TO
 
 def titled(asked: Asked) -> Asked:
     """Return what is asked for with the name of the preset that a depth belongs to, unless it has another."""
+    if asked.given.get("chats"):  # tuning names its runs
+        return asked
     return replace(asked, title=asked.name if asked.preset or asked.toml else DIALLED)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 from types import SimpleNamespace
@@ -113,8 +113,8 @@ def needed(run: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool
     except MemoryError:  # the batch itself, on the host
         many = f"{count(sequences, 'sequence')} of {run.model.seq_len} tokens"
         raise UsageError(f"{many} in one micro-batch are too many") from None
-    if kernels.capabilities.copies_factors:
-        counting.taken += _copies(run.model, sequences * run.model.seq_len)
+    if kernels.capabilities.copy_bytes:
+        counting.taken += _copies(run.model, sequences * run.model.seq_len, kernels.capabilities.copy_bytes)
     activations = more()
     if evaluated:
         Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
@@ -129,12 +129,10 @@ def needed(run: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool
     return Need(weights, states, activations, evaluation, more(), update)
 
 
-def _copies(model: ModelConfig, rows: int) -> int:
-    """Return the bytes that matmuls in float8 keep: for the largest factors, and as much for smaller ones."""
-    from distgpt.gpu.float8 import room_for
-
+def _copies(model: ModelConfig, rows: int, copy_bytes: Callable[[int], int]) -> int:
+    """Return the bytes of copies that matmuls keep: of the largest matrices, and as much for smaller ones."""
     widest = max(model.qkv_width, SIDES[model.mlp] * model.hidden)
-    return 2 * (room_for(rows * widest) + room_for(model.padded_vocab * model.n_embd))
+    return 2 * (copy_bytes(rows * widest) + copy_bytes(model.padded_vocab * model.n_embd))
 
 
 def fit_to_memory(

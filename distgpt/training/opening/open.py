@@ -68,7 +68,8 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
     validation = _validation(comm, config, corpus)
     is_evaluated = validation is not None or bool(metrics)
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, plan.micro_batches(comm.size))
-    compile_ahead_on_gpu(stage, config, strategy)
+    # A GPU compiles for the sizes of this run meanwhile: that needs no weights.
+    stage.compile_ahead(config.train.dtype, partial(_rehearse, run=config, strategy=strategy))
 
     kind = kind_of(config.train)
     described = kind.describe(comm, config, corpus.tokenizer)
@@ -144,7 +145,7 @@ def make_steps(run: RunConfig, stage: Stage, choose: Choose, say: Say) -> Step:
     strategy = _strategy(comm, choose, run)
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(run, stage, kernels, strategy, evaluated=False)
-    compile_ahead_on_gpu(stage, run, strategy)
+    stage.compile_ahead(t.dtype, partial(_rehearse, run=run, strategy=strategy))
     kind = kind_of(t)
     model = _model(kind, run, kernels, comm, strategy.placement)
     state = strategy.placement.state(model, comm.rank)
@@ -286,22 +287,12 @@ def _has_best(plan: Plan, path: Path, tokens: int, say: Say) -> bool:
 def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig, strategy: Strategy) -> None:
     """Let the first rank of each node fill the cache of compiled loops, and the others load them. Collective.
 
-    The ranks of GPUs share that work (`compile_ahead_on_gpu`).
+    The ranks of GPUs share that work (`Stage.compile_ahead`).
     """
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
             _rehearse(kernels, replace(run, model=small(run.model)), strategy)
         stage.comm.barrier()
-
-
-def compile_ahead_on_gpu(stage: Stage, run: RunConfig, strategy: Strategy) -> None:
-    """Begin to compile what a GPU's kernels need for the sizes of this run. They need no weights for it."""
-    if stage.device is None:
-        return
-    from distgpt.gpu.listing import compile_ahead
-
-    work = partial(_rehearse, run=run, strategy=strategy)
-    compile_ahead(stage.device, run.train.dtype, work, stage.gpu.float8, stage.comm.local_rank)
 
 
 def _rehearse(kernels: Kernels, run: RunConfig, strategy: Strategy) -> None:

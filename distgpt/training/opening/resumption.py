@@ -65,16 +65,20 @@ def begins_anew(asked: Asked) -> bool:
 
 
 def saved_run(asked: Asked) -> RunConfig | None:
-    """Return the settings so far of the run that `resume` names; None where there is none.
+    """Return the settings so far of what `resume` names, as `find_run` finds them; None without a run.
 
-    Without a look at its checkpoints, which takes long.
+    Only a branch needs a look at checkpoints, which takes long: it begins with the settings of one.
     """
     if asked.resume is None:
         return None
     if asked.resume == "auto":
         return RunDirectory(asked.out or place_for(Path("runs"), asked.name, resuming=True)).saved()
     path = Path(asked.resume)
-    return RunDirectory(path).saved() or RunDirectory(path.resolve().parent.parent).saved()
+    own = RunDirectory(path)
+    own = own if own.saved() else RunDirectory(path.resolve().parent.parent)
+    if asked.out is None or _are_same(asked.out, own.path):
+        return own.saved()
+    return find_run(asked.resume, asked.out, asked.name, lambda text: None).settings
 
 
 def is_finished(found: Resumption, run: RunConfig, state: State, changes: Container[str]) -> bool:

@@ -78,7 +78,9 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     def smallest() -> RunConfig:
         return _run(asked, stage, asked.depth or 1, probes.tokens, text)
 
-    compiled = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
+    # The probes do without --grad-sync auto, and the run must not compile it within its time.
+    grad_sync = on_root(stage.comm, lambda: asked.settings().get("grad_sync"))
+    compiled = _compiled(stage, smallest, grad_sync, bool(learned_size(text.tokenizer)), say)
     found, rest = measured_choice(asked, compiled, seconds, text, say, probes)
     if stage.comm.rank == 0:
         _report(found, rest, seconds, text, held_out, say)
@@ -132,14 +134,17 @@ def _text(comm: Comm, asked: Asked) -> tuple[Text, bool]:
     return Text(*found), held_out
 
 
-def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: bool, say: Say) -> Stage:
+def _compiled(
+    stage: Stage, configured: Callable[[], RunConfig], grad_sync: str | None, learns_bpe: bool, say: Say
+) -> Stage:
     """Compile what training and a sample need, and begin the stage's time after that. Collective."""
     stage.notes.report_to(say)
     report_compiling(stage.comm, say)
     begun = time.monotonic()
     run = configured()  # which may compile matmuls to choose a dtype
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
-    compile_once_per_node(stage, kernels, run, Chosen(run.train, stage.comm.size))
+    t = replace(run.train, grad_sync=grad_sync or run.train.grad_sync)
+    compile_once_per_node(stage, kernels, run, Chosen(t, stage.comm.size))
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
         build_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
     stage.comm.barrier()
