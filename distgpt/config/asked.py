@@ -1,4 +1,4 @@
-"""What a run is asked for, as one record; and the configuration that follows from it."""
+"""One record of all that a run is asked for; and the configuration that follows from it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Value = bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a run is asked for, by the options of a command or from Python.
+    """Holds all that a run is asked for, by the options of a command or from Python.
 
     Recipes turn their own words into `given`, `derived` and the rest, before the settings are resolved.
     """

@@ -30,12 +30,6 @@ SAVES = ("auto", "sync", "async")
 ON_DISK_ERROR = ("keep-going", "stop")
 ON_BAD_STEP = ("stop", "skip", "rollback")
 
-# What a setting may need beside the core.
-COMPONENTS = (
-    *("balance", "bigrams", "chats", "gpu", "hellaswag", "hierarchical", "local steps", "lora", "overlapped"),
-    *("packing", "recheck", "reproducible", "rollback", "sharded", "trial", "within"),
-)
-
 # The sections of --help-all.
 GROUPS = (
     *("data", "model", "optimizer", "schedule", "computing"),

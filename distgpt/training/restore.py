@@ -9,7 +9,7 @@ from typing import Protocol
 from distgpt.comm.agree import shared
 from distgpt.comm.api import Comm
 from distgpt.comm.limits import granted_cores
-from distgpt.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.config import ModelConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array
@@ -49,43 +49,33 @@ def begin_anew(
     t: TrainConfig,
     batches: Batches | None,
 ) -> None:
-    """Bring model and optimizer into their state before the first step. Collective."""
-    first_weights(comm, kind, model, state, t, batches)
-    state.begin()
+    """Bring model and optimizer into their state before the first step. Collective.
 
-
-def learned_first(run: RunConfig) -> FirstWeights | None:
-    """Return what first weights are learned by; None where they are random, or those of a file."""
-    return None if run.train.init else FIRST_WEIGHTS.get(run.model.init_weights)
-
-
-def first_weights(
-    comm: Comm,
-    kind: ModelKind,
-    model: Model,
-    state: OptimizerState,
-    t: TrainConfig,
-    batches: Batches | None,
-) -> None:
-    """Load the weights of the file that --init names, or draw new ones. Collective.
-
-    Some are then learned from the tokens in `batches`, where the model wants that.
+    Weights are those of the file that --init names, or new ones. Some of these are learned from the tokens in
+    `batches`, where the model wants that.
     """
     if init := kind.begins_with(t):
         state.load_weights(comm, partial(read_shortened, Path(init)))
         if not model.is_finite():
             raise shared(DataError(f"{init} holds weights that are not finite"))
-        return
+    else:
+        state.load_weights(comm, partial(_draw, comm, model, t, batches))
+    state.begin()  # last: it may keep a copy of the weights
 
-    def draw(host: Tensors) -> None:
-        for name, values in model.initial(t.seed):
-            host[name][...] = values
-        learned = None if t.init else FIRST_WEIGHTS.get(model.config.init_weights)
-        if learned is not None and batches is not None:
-            tokens, threads = batches.sample(learned.tokens), _threads_of_waiting(comm, model)
-            learned.learn(tokens, host, model.config, threads)
 
-    state.load_weights(comm, draw)
+def learned_first(model: ModelConfig, t: TrainConfig) -> FirstWeights | None:
+    """Return what first weights are learned by; None where they are random, or those of a file."""
+    return None if t.init else FIRST_WEIGHTS.get(model.init_weights)
+
+
+def _draw(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None, host: Tensors) -> None:
+    """Fill tensors on rank 0 with new weights."""
+    for name, values in model.initial(t.seed):
+        host[name][...] = values
+    learned = learned_first(model.config, t)
+    if learned is not None and batches is not None:
+        tokens, threads = batches.sample(learned.tokens), _threads_of_waiting(comm, model)
+        learned.learn(tokens, host, model.config, threads)
 
 
 def _threads_of_waiting(comm: Comm, model: Model) -> int:

@@ -25,12 +25,18 @@ from distgpt.config import (
 from distgpt.config.asked import PRETRAINED, asked_for, resolve
 from distgpt.config.presets import PRESETS, preset
 from distgpt.config.setting import brief
-from distgpt.config.settings import COMPONENTS
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
 
 DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
+
+
+# What a setting may need beside the core.
+COMPONENTS = (
+    *("balance", "bigrams", "chats", "gpu", "hellaswag", "hierarchical", "local steps", "lora", "overlapped"),
+    *("packing", "recheck", "reproducible", "rollback", "sharded", "trial", "within"),
+)
 
 
 def other(name, about):

@@ -72,6 +72,16 @@ def _is_of_kind(kind: str, argument: str, tokenizer: Tokenizer) -> bool:
     return tokenizer.kind == kind
 
 
+def _collected(kind: str, make: Callable[[list[str]], Tokenizer]) -> TokenizerKind:
+    """Return the row of a kind whose vocabulary is collected from a text."""
+    return TokenizerKind(
+        kind,
+        learn=lambda argument, texts, are_documents: collect(kind, texts),
+        from_json=lambda document, source: make(checked_vocabulary(document.get("vocabulary"), kind, source)),
+        means=partial(_is_of_kind, kind),
+    )
+
+
 TOKENIZERS = Table(
     "tokenizers",
     "a tokenizer of kind",
@@ -82,22 +92,8 @@ TOKENIZERS = Table(
             from_json=lambda document, source: ByteTokenizer(),
             means=partial(_is_of_kind, "byte"),
         ),
-        "char": TokenizerKind(
-            "char",
-            learn=lambda argument, texts, are_documents: collect("char", texts),
-            from_json=lambda document, source: CharTokenizer(
-                checked_vocabulary(document.get("vocabulary"), "char", source)
-            ),
-            means=partial(_is_of_kind, "char"),
-        ),
-        "word": TokenizerKind(
-            "word",
-            learn=lambda argument, texts, are_documents: collect("word", texts),
-            from_json=lambda document, source: WordTokenizer(
-                checked_vocabulary(document.get("vocabulary"), "word", source)
-            ),
-            means=partial(_is_of_kind, "word"),
-        ),
+        "char": _collected("char", CharTokenizer),
+        "word": _collected("word", WordTokenizer),
     },
 )
 

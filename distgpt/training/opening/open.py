@@ -237,7 +237,7 @@ def _load_state(
         on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
     kind.load_frozen(comm, model, plan.run.train)
     if plan.checkpoint is None:
-        learned = learned_first(plan.run)
+        learned = learned_first(plan.run.model, plan.run.train)
         if comm.rank == 0 and learned is not None:
             say(learned.note)
         begin_anew(comm, kind, model, state, plan.run.train, batches)
