@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
-from distgpt.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError, UsageError
 
 MOST_REGIMES = 3
 FEWEST_POINTS = 3  # in a regime: two would be met exactly, whatever they are

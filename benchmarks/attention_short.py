@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from distgpt.kernels.api import Array
-from distgpt.kernels.compiling.jit import inline, jit
-from distgpt.kernels.compiling.processor import shape
-from distgpt.kernels.compiling.registers import Shape
-from distgpt.kernels.fused.softmax import UNSEEN, Exponentials, constant
-from distgpt.kernels.matmul.assembled import external, transpose
-from distgpt.kernels.matmul.packing import LANES, aligned
+from distgpt.core.cpu.compiling.jit import inline, jit
+from distgpt.core.cpu.compiling.processor import shape
+from distgpt.core.cpu.compiling.registers import Shape
+from distgpt.core.cpu.fused.softmax import UNSEEN, Exponentials, constant
+from distgpt.core.cpu.matmul.assembled import external, transpose
+from distgpt.core.cpu.matmul.packing import LANES, aligned
+from distgpt.core.ops.api import Array
 
 SHORT, SMALL = 16, 512  # positions, and elements of a head, up to which this is faster than tiles
 KEYS, CHANNELS = 4, 8  # whose sums are in registers at once

@@ -121,7 +121,7 @@ def documents_of(text: str) -> list[str]:
 
 
 def distgpt(gpt2: Path) -> Callable[[], Encode]:
-    from distgpt.data.tokenizers.naming import load_tokenizer
+    from distgpt.core.data.tokenizers import load_tokenizer
 
     def make() -> Encode:
         tokenizer = load_tokenizer(str(gpt2))

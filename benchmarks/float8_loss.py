@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 from float8 import E4M3, E5M2, Float8, power_for, rounded
 
 from distgpt.cli import main
-from distgpt.kernels import cpu
-from distgpt.kernels.api import ALL_ROWS, Affine, Array
-from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
+from distgpt.core.cpu import kernels as cpu
+from distgpt.core.ops.api import ALL_ROWS, Affine, Array
+from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 
 
 @cache

@@ -11,13 +11,13 @@ import numpy as np
 from forward_work import Job, bundled_names, initialised, sequences, tokens_of
 from peer_process import ask_peer, for_torch
 
-from distgpt.comm.cores import peak_memory, usable_cores
-from distgpt.config.presets import preset as preset_named
-from distgpt.errors import UsageError
-from distgpt.formatting import count
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.counts import operations
-from distgpt.model.model import Architecture
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.cores import peak_memory, usable_cores
+from distgpt.core.config.presets import preset as preset_named
+from distgpt.core.model.counts import operations
+from distgpt.core.model.model import Architecture
+from distgpt.core.ops.reference import ReferenceKernels
 
 MOST_NAMES = 512  # in a batch of PyTorch's, as in the study
 

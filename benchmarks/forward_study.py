@@ -35,17 +35,17 @@ from peer_process import refuse_without_torch, torch_version
 from record import end_with_errors
 from short_sequences import ShortLoss
 
-from distgpt.comm.launched import launched_as
 from distgpt.commands.bench import result_options, to_options, together
 from distgpt.commands.options import FiniteRange, launch_options
-from distgpt.config import DTYPES
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.launched import launched_as
+from distgpt.core.config import DTYPES
+from distgpt.core.cpu.stages import ON_GPU, open_stage
 from distgpt.gpu.probe import driver
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.jobs.processes import run
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.stages import ON_GPU, open_stage
 
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")
 SERIES = {"model": ("MS5", "MM5", "ML5", "MVL5", "MXL5"), "joint": ("S", "M", "L", "VL", "XL")}

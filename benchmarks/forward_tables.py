@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distgpt.config.presets import preset
-from distgpt.formatting import count, three_digits
+from distgpt.core.base.formatting import count, three_digits
+from distgpt.core.config.presets import preset
+from distgpt.core.model.counts import parameters
+from distgpt.core.model.model import Architecture
 from distgpt.measure.bench.results import Row
-from distgpt.model.counts import parameters
-from distgpt.model.model import Architecture
 from distgpt.show.charts import Bar, BarChart, LineChart, line
 from distgpt.show.page import Block, Column, tabulated
 

@@ -10,16 +10,16 @@ from typing import Any
 from mean_loss import MeanLoss, Sequences
 from timing import timed
 
-from distgpt.comm.agree import gather_ints
-from distgpt.comm.cores import peak_memory
-from distgpt.config.presets import preset
-from distgpt.errors import DisagreementError
-from distgpt.files import bundled
-from distgpt.kernels.api import Kernels
+from distgpt.core.base.errors import DisagreementError
+from distgpt.core.base.files import bundled
+from distgpt.core.comm.agree import gather_ints
+from distgpt.core.comm.cores import peak_memory
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.model import layers
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.ops.api import Kernels
 from distgpt.measure.bench.results import Row
-from distgpt.model import layers
-from distgpt.model.model import Architecture, Model
-from distgpt.stages import Stage
 
 METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")  # ours, in the order of tables
 ONE_AT_A_TIME = ("serial",)

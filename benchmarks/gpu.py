@@ -26,8 +26,8 @@ import numpy as np
 from forward_work import sequences
 from peer_process import for_torch
 
-from distgpt.config import ModelConfig
-from distgpt.config.presets import preset
+from distgpt.core.config import ModelConfig
+from distgpt.core.config.presets import preset
 from distgpt.jobs.processes import TIMED_OUT, run
 
 HERE = Path(__file__).resolve().parent

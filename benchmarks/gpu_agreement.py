@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.config import GpuConfig, RunConfig
-from distgpt.config.presets import preset
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.inference.engine import complete
-from distgpt.inference.engine_setup import engine_for
-from distgpt.inference.request import Request
-from distgpt.stages import STAGES, Stage, open_stage
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.opening.open import make_steps
+from distgpt.core.config import GpuConfig, RunConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.stages import STAGES, Stage, open_stage
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.generate.engine import complete
+from distgpt.core.generate.engine_setup import engine_for
+from distgpt.core.generate.request import Request
+from distgpt.core.train.open import make_steps
+from distgpt.parallel.choose import Chosen
 
 SMALLER: dict[str, Any] = {"n_layer": 4, "vocab_size": 4096, "batch_size": 2, "seq_len": 512}
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.config import GpuConfig, ModelConfig, TrainConfig
-from distgpt.config.presets import preset
+from distgpt.core.config import GpuConfig, ModelConfig, TrainConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.model.passes import Pass
 from distgpt.gpu.accelerator import kernels_on, open_device
 from distgpt.gpu.api import STORAGE, Matmul
 from distgpt.gpu.compiling import storage_define
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.model.passes import Pass
 
 TOY = ModelConfig(vocab_size=13, seq_len=8, n_layer=2, n_head=3, n_embd=24, vocab_multiple=8)
 CHOICES = ("fused", "apart")  # in the order in which `Linears` offers them

@@ -18,8 +18,8 @@ from peer_process import ask_peer
 from record import end_with_errors
 
 from distgpt.commands import bench
-from distgpt.config import ModelConfig, nearest
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import ModelConfig, nearest
 from distgpt.measure.bench.infer import (
     OURS,
     InferOptions,

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
-from distgpt.config.dial import HEAD, width
-from distgpt.config.presets import PRESETS, preset
-from distgpt.errors import DistgptError
+from distgpt.core.base.errors import DistgptError
+from distgpt.core.config.presets import PRESETS, preset
 from distgpt.gpu import compiling
 from distgpt.gpu.api import STORAGE, WIDE
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, attention_shape, delta_defines, mma_defines
 from distgpt.gpu.kernels import norm_shape
+from distgpt.recipes.scaling import HEAD, width
 
 
 class Attended(NamedTuple):

@@ -24,9 +24,9 @@ from typing import Any
 
 from record import distgpt, held_out, metrics, save
 
-from distgpt.comm.cores import usable_cores
-from distgpt.config import DTYPES
-from distgpt.config.presets import PRESETS
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.config import DTYPES
+from distgpt.core.config.presets import PRESETS
 
 BAR = 1.9  # validation loss on tinyshakespeare, of either curve
 APART = 0.005  # relative: how far a dtype's validation loss may lie from the first one's

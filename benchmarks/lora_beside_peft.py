@@ -17,8 +17,8 @@ import click
 from peer_process import PEERS
 
 import distgpt
-from distgpt.comm.cores import usable_cores
-from distgpt.config.presets import preset
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.config.presets import preset
 from distgpt.jobs.processes import run
 from distgpt.measure.jobs import answer, unsteered
 

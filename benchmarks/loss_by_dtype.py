@@ -18,7 +18,7 @@ from typing import Any
 
 from record import distgpt, metrics, save
 
-from distgpt.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import RunDirectory
 
 HELD_OUT = 0.1
 DTYPES = ("float32", "bfloat16")

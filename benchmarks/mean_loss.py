@@ -9,10 +9,10 @@ from math import prod
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distgpt.comm.api import Comm
-from distgpt.kernels.api import Array, Work
-from distgpt.model.model import Model
-from distgpt.model.passes import Pass
+from distgpt.core.comm.api import Comm
+from distgpt.core.model.model import Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import Array, Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distgpt.cli import main as distgpt
-from distgpt.comm.launched import launched_rank
+from distgpt.core.comm.launched import launched_rank
 from distgpt.gpu.transport import SHARED_GPU
 
 TRAIN = shlex.split(

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.mpi import MpiComm
-from distgpt.config import GpuConfig
+from distgpt.core.comm.mpi import MpiComm
+from distgpt.core.config import GpuConfig
+from distgpt.core.cpu.stages import device_of
 from distgpt.gpu.accelerator import open_device
 from distgpt.gpu.transport import SHARED_GPU, Nccl, choose_transport, nccl_module, sharing
-from distgpt.stages import device_of
 
 SIZES = (1, 2, 1000, (64 << 10) + 3, 3_000_001)
 QUICK = (1, 2, 1003)

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distgpt.config import ModelConfig
-from distgpt.errors import StorageError, UsageError
+from distgpt.core.base.errors import StorageError, UsageError
+from distgpt.core.config import ModelConfig
 from distgpt.jobs.processes import run
 from distgpt.measure.jobs import answer, unsteered
 

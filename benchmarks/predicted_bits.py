@@ -3,7 +3,7 @@
     python benchmarks/predicted_bits.py shakespeare.txt code.txt --depths 1 2 --tokens 0.4 1.6
 
 holds out the last tenth of each text, trains every depth on every number of tokens (in millions) by the
-laws of distgpt/config/dial.py, and prints what was expected, what came, and their ratio. --tokenizer byte
+laws of distgpt/recipes/scaling.py, and prints what was expected, what came, and their ratio. --tokenizer byte
 asks the same of bytes. Runs that are there are not repeated, so a larger grid adds to a smaller one.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 from record import distgpt, metrics, save
 
-from distgpt.config import DTYPES
-from distgpt.config.dial import EXPECTED_WITHIN, expected_bits, recipe
-from distgpt.training.opening.dial import text_of
-from distgpt.training.opening.difficulty import difficulty
+from distgpt.core.config import DTYPES
+from distgpt.recipes.depth import text_of
+from distgpt.recipes.difficulty import difficulty
+from distgpt.recipes.scaling import EXPECTED_WITHIN, expected_bits, recipe
 
 HELD_OUT = 0.1
 

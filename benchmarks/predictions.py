@@ -25,12 +25,12 @@ from typing import Any
 
 from alphabeta import AlphaBeta, Network, OverNetwork, fit
 
-from distgpt.comm.api import CHUNK_BYTES
+from distgpt.core.comm.api import CHUNK_BYTES
+from distgpt.core.model.model import flag_count
 from distgpt.measure.bench.results import Row
-from distgpt.model.model import flag_count
-from distgpt.training.exchange.choose import ONE_CALL
-from distgpt.training.exchange.overlapped import BUCKET
-from distgpt.training.exchange.reductions import PIECE
+from distgpt.parallel.choose import ONE_CALL
+from distgpt.parallel.overlapped import BUCKET
+from distgpt.parallel.reductions import PIECE
 
 MOST_RANKS = 1 << 20  # that predictions are made for
 ROUND = 16  # local steps

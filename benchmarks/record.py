@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distgpt.comm.cores import usable_cores
+from distgpt.core.base.errors import DistgptError, print_lines
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.cpu.dtypes import VARIABLE
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.doctor.facts import anonymised, environment
 from distgpt.doctor.speed import measure_peaks
-from distgpt.dtypes import VARIABLE
-from distgpt.errors import DistgptError, print_lines
-from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
-from distgpt.saved.rundir import RunDirectory
 
 os.environ.setdefault(VARIABLE, "float32")  # results that name no type are of this one, on every processor
 

@@ -17,10 +17,10 @@ import scaling_page
 import train_beside_torch
 from record import end_with_errors
 
-from distgpt.checked import parse_json
-from distgpt.errors import DataError, StorageError, UsageError, print_lines
-from distgpt.files import atomic_file, read_small, storage_errors
-from distgpt.formatting import count
+from distgpt.core.base.checked import parse_json
+from distgpt.core.base.errors import DataError, StorageError, UsageError, print_lines
+from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.base.formatting import count
 from distgpt.measure.bench import allreduce, infer
 from distgpt.show.page import Block, Paragraph, Section, html
 

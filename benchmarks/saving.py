@@ -16,19 +16,19 @@ from statistics import median
 import numpy as np
 from record import arguments, end_with_errors, save
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig
-from distgpt.config.presets import preset
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import State
-from distgpt.saved.modelfile import Description
-from distgpt.saved.rundir import RunDirectory
-from distgpt.stages import open_stage
-from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.exchange.api import Exchange
-from distgpt.training.step import Step
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.saved.checkpoint import State
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.exchange import Exchange
+from distgpt.core.train.step import Step
 
 LEAST = 4  # steps in each turn
 

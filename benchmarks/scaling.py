@@ -23,13 +23,13 @@ from predictions import MOST_RANKS, Job, affine, compared, predictions, summed_b
 from record import end_with_errors
 from scaling_page import all_charts, blocks
 
-from distgpt.comm.cores import usable_cores
 from distgpt.commands.bench import result_options, to_options
 from distgpt.commands.options import FiniteRange, settings
-from distgpt.config import RunConfig
-from distgpt.config.asked import asked_for, resolve
-from distgpt.errors import UsageError
-from distgpt.formatting import count
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.config import RunConfig
+from distgpt.core.config.asked import asked_for, resolve
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench import allreduce
 from distgpt.measure.bench.results import BenchOptions, Row, say

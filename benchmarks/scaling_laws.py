@@ -3,14 +3,14 @@
     python benchmarks/scaling_laws.py --data shards --depths 1 2 3 --tokens 0.2 0.4 0.8
 
 trains every depth on every number of tokens (in millions), each run with its own schedule by the laws of
-distgpt/config/dial.py. Then it fits
+distgpt/recipes/scaling.py. Then it fits
 
     bits per byte = E + A / N^a + B / D^b
 
 with N the parameters of the layers' matrices, and D the tokens: once to the runs that begin with pairs of
-tokens, and once to the longer ones. It prints what belongs into distgpt/config/dial.py, and draws it. Runs
-that are there are not repeated, and count too: a larger grid adds, and so does --also with finished runs of
---depth or --within. Sizes as few as these do not tell E and a apart, so a is given.
+tokens, and once to the longer ones. It prints what belongs into distgpt/recipes/scaling.py, and draws it.
+Runs that are there are not repeated, and count too: a larger grid adds, and so does --also with finished
+runs of --depth or --within. Sizes as few as these do not tell E and a apart, so a is given.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from record import distgpt, metrics, save
 
-from distgpt.config import DTYPES
-from distgpt.config.dial import PAIRS_UP_TO, Text, matrices, recipe
-from distgpt.data.shards import ShardTokens, read_manifest
+from distgpt.core.config import DTYPES
+from distgpt.core.data.shards import ShardTokens, read_manifest
+from distgpt.recipes.scaling import PAIRS_UP_TO, Text, matrices, recipe
 
 EXPONENTS = np.arange(0.05, 0.401, 0.005)  # of the tokens, to try; few points would take far larger ones
 

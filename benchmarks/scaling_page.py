@@ -8,8 +8,8 @@ from typing import Any
 from alphabeta import AlphaBeta, Regime
 from predictions import MOST_RANKS
 
-from distgpt.formatting import count, duration
-from distgpt.formatting import size as in_bytes
+from distgpt.core.base.formatting import count, duration
+from distgpt.core.base.formatting import size as in_bytes
 from distgpt.measure.bench.allreduce import left_out
 from distgpt.measure.bench.results import Row
 from distgpt.show.charts import LineChart, line

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 
 from hosts import Unavailable, shaped_link
 
-from distgpt.config import RunConfig
-from distgpt.formatting import duration
+from distgpt.core.base.formatting import duration
+from distgpt.core.config import RunConfig
 from distgpt.jobs.processes import distgpt_command
 from distgpt.measure.jobs import read_summary
 

@@ -16,22 +16,22 @@ from attention_short import SHORT, ShortScratch, attend_short
 from mean_loss import MeanLoss, Sequences
 from numpy.typing import ArrayLike
 
-from distgpt.comm.api import Comm
-from distgpt.config import ModelConfig
-from distgpt.kernels.api import Array
-from distgpt.kernels.compiling.jit import inline, jit
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.decoding.decode import kind_of, norm_row
-from distgpt.kernels.decoding.operands import UNIT
-from distgpt.kernels.decoding.weights import packed_weights
-from distgpt.kernels.fused.activations import gelu_row, relu_row, swiglu_row
-from distgpt.kernels.fused.attention import rotate
-from distgpt.kernels.fused.softmax import softmax
-from distgpt.kernels.matmul.assembled import tile
-from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
-from distgpt.kernels.matmul.packing import COLUMNS, LANES, ROWS, aligned
-from distgpt.model.model import Model
-from distgpt.model.packing import angles_of
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.compiling.jit import inline, jit
+from distgpt.core.cpu.decoding.decode import kind_of, norm_row
+from distgpt.core.cpu.decoding.operands import UNIT
+from distgpt.core.cpu.decoding.weights import packed_weights
+from distgpt.core.cpu.fused.activations import gelu_row, relu_row, swiglu_row
+from distgpt.core.cpu.fused.attention import rotate
+from distgpt.core.cpu.fused.softmax import softmax
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.matmul.assembled import tile
+from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.core.cpu.matmul.packing import COLUMNS, LANES, ROWS, aligned
+from distgpt.core.model.model import Model
+from distgpt.core.model.packing import angles_of
+from distgpt.core.ops.api import Array
 
 BLOCK = 2 * LANES  # sequences; attention computes all of them, also where there are fewer
 STRIP = 2 * ROWS  # rows that go through a norm and the layers behind it

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import gather_bytes
-from distgpt.comm.api import Comm
-from distgpt.config import RunConfig
-from distgpt.stages import Stage, open_stage
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.opening.open import make_steps
-from distgpt.training.step import Step
+from distgpt.core.comm.agree import gather_bytes
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import RunConfig
+from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.core.train.open import make_steps
+from distgpt.core.train.step import Step
+from distgpt.parallel.choose import Chosen
 
 AHEAD = 0.02  # seconds, in which all ranks hear when they begin
 WIDTH = 64  # of models of one layer, whose vocabulary makes up the parameters

@@ -18,16 +18,16 @@ import click
 from peer_process import BEST, ask_peer, candidates, for_torch, refuse_without_torch, switches
 from record import end_with_errors
 
-from distgpt.comm.cores import usable_cores
 from distgpt.commands import bench
-from distgpt.config import RunConfig
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.config import RunConfig
+from distgpt.core.cpu.stages import ON_GPU, WITH_MPI
 from distgpt.measure.bench import train as own
 from distgpt.measure.bench.results import Row, say
 from distgpt.measure.bench.train import TrainOptions, measured_peak, prepared, scratch_folder, with_peak
 from distgpt.show.charts import Bar, BarChart
 from distgpt.show.page import Block, tabulated
-from distgpt.stages import ON_GPU, WITH_MPI
 
 OURS, THEIRS = "distgpt", "PyTorch"
 TRIED = 6  # steps, at the most, of each mode among which the fastest is looked for

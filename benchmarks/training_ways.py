@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distgpt.config import GpuConfig, RunConfig
-from distgpt.config.presets import preset
-from distgpt.stages import ON_GPU, STAGES, Stage, open_stage
-from distgpt.training.opening.within import measured_speed
+from distgpt.core.config import GpuConfig, RunConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.stages import ON_GPU, STAGES, Stage, open_stage
+from distgpt.recipes.within import measured_speed
 
 
 class Way(NamedTuple):

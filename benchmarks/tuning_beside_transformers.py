@@ -20,16 +20,16 @@ import numpy as np
 from peer_process import PEERS
 from record import arguments, end_with_errors, save
 
-from distgpt.comm.cores import usable_cores
-from distgpt.comm.serial import SerialComm
-from distgpt.config.presets import preset
-from distgpt.data.chats.examples import ExampleBatches, Examples
-from distgpt.kernels.api import IGNORED
-from distgpt.kernels.cpu import Bfloat16Kernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.training.exchange.api import Exchange
-from distgpt.training.step import Step
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import Bfloat16Kernels
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.ops.api import IGNORED
+from distgpt.core.train.exchange import Exchange
+from distgpt.core.train.step import Step
+from distgpt.texts.chats.examples import ExampleBatches, Examples
 
 SHAPE = "smollm2-135m"
 MODES = ("bfloat16", "autocast", "compile")

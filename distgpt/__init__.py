@@ -12,8 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from distgpt.components import TABLES
-from distgpt.tables import hand_in
-from distgpt.version import __version__
+from distgpt.core.base.tables import hand_in
+from distgpt.core.base.version import __version__
 
 if sys.platform == "win32":
     _REFUSED = "distgpt runs on Linux and macOS; on Windows, start it inside WSL (wsl --install)"
@@ -25,8 +25,8 @@ hand_in(TABLES)  # the core names no component: here it is told where they lie
 
 if TYPE_CHECKING:
     from distgpt.api import init, load, train
-    from distgpt.config import ModelConfig
-    from distgpt.files import bundled
+    from distgpt.core.base.files import bundled
+    from distgpt.core.config import ModelConfig
 
 __all__ = ["ModelConfig", "__version__", "bundled", "init", "load", "train"]
 
@@ -34,11 +34,11 @@ __all__ = ["ModelConfig", "__version__", "bundled", "init", "load", "train"]
 def __getattr__(name: str) -> Any:
     """Import the library when it is first used, so that `distgpt --help` stays fast."""
     if name == "ModelConfig":
-        from distgpt.config import ModelConfig
+        from distgpt.core.config import ModelConfig
 
         return ModelConfig
     if name == "bundled":
-        from distgpt.files import bundled
+        from distgpt.core.base.files import bundled
 
         return bundled
     if name in ("init", "load", "train"):

@@ -14,31 +14,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from distgpt.comm.agree import on_root
-from distgpt.comm.api import Comm
-from distgpt.comm.launched import leave
-from distgpt.comm.leaving import watch_exit
-from distgpt.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig
-from distgpt.config.asked import asked_for
-from distgpt.config.presets import preset
-from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, UsageError
-from distgpt.formatting import count
-from distgpt.inference.python_api import Writer, tokens_in
-from distgpt.model.model import Model
-from distgpt.model.packed import Int8Model, random_model
-from distgpt.model.passes import Pass
-from distgpt.model.trace import Trace, trace
-from distgpt.saved.adapter import open_model
-from distgpt.saved.modelfile import Description, on_host, save_model
-from distgpt.stages import Stage, connected, open_stage
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.guards.attach import guarded
-from distgpt.training.loop import train as train_run
-from distgpt.training.opening.finished import leave_finished
-from distgpt.training.opening.open import open_run
-from distgpt.training.opening.plan import Plan, make_plan
-from distgpt.training.opening.recipes import followed
+from distgpt.adapters.adapter import open_model
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.launched import leave
+from distgpt.core.comm.leaving import watch_exit
+from distgpt.core.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig
+from distgpt.core.config.asked import asked_for
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.stages import Stage, connected, open_stage
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.python_api import Writer, tokens_in
+from distgpt.core.model.model import Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.saved.modelfile import Description, on_host, save_model
+from distgpt.core.train.finished import leave_finished
+from distgpt.core.train.loop import train as train_run
+from distgpt.core.train.open import open_run
+from distgpt.core.train.plan import Plan, make_plan
+from distgpt.evaluation.trace import Trace, trace
+from distgpt.guards.attach import guarded
+from distgpt.parallel.choose import Chosen
+from distgpt.recipes.recipes import followed
+from distgpt.rounded.packed import Int8Model, random_model
 
 
 @contextmanager

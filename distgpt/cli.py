@@ -14,14 +14,14 @@ from pathlib import Path
 import click
 from click.shell_completion import shell_complete
 
-from distgpt import interrupts
-from distgpt.comm.joining import complain
-from distgpt.comm.launched import described, ignore_further, launched_as, launched_rank, leave
 from distgpt.commands.help import Group, NoCommand
-from distgpt.config import nearest
-from distgpt.errors import UsageError, one_line
-from distgpt.stages import connected
-from distgpt.version import __version__
+from distgpt.core.base import interrupts
+from distgpt.core.base.errors import UsageError, one_line
+from distgpt.core.base.version import __version__
+from distgpt.core.comm.joining import complain
+from distgpt.core.comm.launched import described, ignore_further, launched_as, launched_rank, leave
+from distgpt.core.config import nearest
+from distgpt.core.cpu.stages import connected
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (

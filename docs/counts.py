@@ -1,4 +1,4 @@
-"""Numbers that pages give of the code. In a page: about 2,200<!-- lines: distgpt/kernels/matmul -->.
+"""Numbers that pages give of the code. In a page: about 2,200<!-- lines: distgpt/core/cpu/matmul -->.
 
 A page reads well as it is. On the site the hook puts today's number; a test keeps the written one near it.
 """

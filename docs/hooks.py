@@ -17,8 +17,8 @@ from mkdocs.structure.files import File
 from distgpt.cli import cli
 from distgpt.commands.help import Command
 from distgpt.commands.options import OPTIONS
-from distgpt.config import CHANGEABLE, GROUPS, SETTINGS, RunConfig, Setting
-from distgpt.config.presets import PRESETS, preset
+from distgpt.core.config import CHANGEABLE, GROUPS, SETTINGS, RunConfig, Setting
+from distgpt.core.config.presets import PRESETS, preset
 
 MARK = re.compile(r"<!-- generated: (\w+) -->")
 OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+((?:benchmarks|distgpt|examples|tests)/[^)]+)\)")

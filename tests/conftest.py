@@ -20,9 +20,9 @@ import forkserver
 import pytest
 
 from distgpt.cli import main
-from distgpt.dtypes import VARIABLE as AUTO_DTYPE
-from distgpt.interrupts import ENDING
-from distgpt.kernels.first_use import COMPILING
+from distgpt.core.base.interrupts import ENDING
+from distgpt.core.cpu.dtypes import VARIABLE as AUTO_DTYPE
+from distgpt.core.cpu.first_use import COMPILING
 
 # What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

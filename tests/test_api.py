@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import distgpt
-from distgpt.config import ModelConfig
-from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import Pass
+from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.config import ModelConfig
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.reference import ReferenceKernels
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
 MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)

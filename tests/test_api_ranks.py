@@ -8,8 +8,8 @@ from conftest import distgpt, needs_mpi
 
 BEGIN = """
     import sys
-    import distgpt, distgpt.api, distgpt.inference.python_api as python_api
-    from distgpt.comm.launched import launched_rank
+    import distgpt, distgpt.api, distgpt.core.generate.python_api as python_api
+    from distgpt.core.comm.launched import launched_rank
 
     def refuse(*args, **more):
         if launched_rank() == RANK:
@@ -37,7 +37,7 @@ CASES = {
         """
         try:
             distgpt.load(sys.argv[1], stage="mpi")
-        except distgpt.errors.StorageError:
+        except distgpt.core.base.errors.StorageError:
             print("an error of all ranks is the caller's", flush=True)
         model = distgpt.init("microgpt", stage="mpi")
         former = print

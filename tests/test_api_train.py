@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distgpt
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
 
 SMALL = {
     "data": "story", "tokenizer": "word", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16,

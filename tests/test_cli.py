@@ -18,8 +18,8 @@ from conftest import SMALL, clean_environment, command, distgpt, inside, metrics
 from disks import small_disk
 
 import distgpt as package
-from distgpt.saved import tensors as weightsfile
-from distgpt.saved.checkpoint import newest_step
+from distgpt.core.saved import tensors as weightsfile
+from distgpt.core.saved.checkpoint import newest_step
 
 PROMPT = "the lamp"
 

@@ -10,19 +10,19 @@ import pytest
 from conftest import SMALL, distgpt, inside, needs_mpi, train
 
 import distgpt as library
-from distgpt import dtypes
-from distgpt.comm.serial import SerialComm
-from distgpt.config import GpuConfig, RunConfig
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import GpuConfig, RunConfig
+from distgpt.core.cpu import dtypes
+from distgpt.core.cpu.compiling import processor
+from distgpt.core.cpu.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16, NEON_BF16
+from distgpt.core.cpu.matmul import gain
+from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.core.generate.engine_setup import ModelSpec
+from distgpt.core.ops.low_precision import BITS
+from distgpt.core.saved.modelfile import quantize
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.evaluation.evaluate import evaluate
-from distgpt.inference.engine_setup import ModelSpec
-from distgpt.kernels.compiling import processor
-from distgpt.kernels.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16, NEON_BF16
-from distgpt.kernels.low_precision import BITS
-from distgpt.kernels.matmul import gain
-from distgpt.saved.modelfile import quantize
-from distgpt.saved.rundir import RunDirectory
-from distgpt.stages import Stage, open_stage
 
 STEPS = ("--steps", "4", "--save-every", "2")
 BF16, F32, FREE = ({dtypes.VARIABLE: name} for name in ("bfloat16", "float32", ""))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from disks import file_size_limit, names, raising, small_disk, unprivileged
 
-from distgpt.data.shards import ShardWriter
-from distgpt.errors import DataError, StorageError
-from distgpt.files import append, open_regular
-from distgpt.saved.tensors import read_header, read_into, write_tensors
+from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.base.files import append, open_regular
+from distgpt.core.data.shards import ShardWriter
+from distgpt.core.saved.tensors import read_header, read_into, write_tensors
 
 SOME = {"x": np.arange(9.0)}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from distgpt.errors import UsageError
-from distgpt.formatting import (
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.formatting import (
     clock,
     count,
     duration,

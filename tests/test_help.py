@@ -15,9 +15,9 @@ from conftest import inside
 from distgpt.cli import COMMANDS, cli
 from distgpt.commands.help import HELP_ALL, similar, topics
 from distgpt.commands.options import OPTIONS
-from distgpt.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
-from distgpt.data.named import BUNDLED_TEXTS
-from distgpt.files import bundled
+from distgpt.core.base.files import bundled
+from distgpt.core.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
+from distgpt.core.data.named import BUNDLED_TEXTS
 
 PACKAGE = Path(__file__).parents[1] / "distgpt"
 NEEDED = (

@@ -8,9 +8,9 @@ import pytest
 from conftest import SMALL, inside
 from llvmlite.binding.executionengine import ExecutionEngine
 
-from distgpt.interrupts import signals_deferred
-from distgpt.kernels.compiling.jit import jit
-from distgpt.training.step import Step
+from distgpt.core.base.interrupts import signals_deferred
+from distgpt.core.cpu.compiling.jit import jit
+from distgpt.core.train.step import Step
 
 
 class Finalized:

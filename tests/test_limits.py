@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, clean_environment, distgpt, inside, needs_mpi, refused
 
-from distgpt.comm import limits
-from distgpt.comm.cores import available_memory, status_bytes, usable_cores
-from distgpt.comm.limits import Groups, granted_cores, granted_memory
+from distgpt.core.comm import limits
+from distgpt.core.comm.cores import available_memory, status_bytes, usable_cores
+from distgpt.core.comm.limits import Groups, granted_cores, granted_memory
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB

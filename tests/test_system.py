@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fake_macos import pretend_macos
 
-from distgpt.comm import cores, limits
+from distgpt.core.base.system import sysctl, sysctl_number, sysctl_text
+from distgpt.core.comm import cores, limits
+from distgpt.core.cpu.compiling import processor
 from distgpt.doctor import facts
-from distgpt.kernels.compiling import processor
-from distgpt.system import sysctl, sysctl_number, sysctl_text
 
 MAC = {
     "hw.memsize": 16 << 30,

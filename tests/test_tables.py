@@ -8,11 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from distgpt import tables
-from distgpt.comm.serial import SerialComm
 from distgpt.components import TABLES
-from distgpt.data.loading import TEXTS, Corpus, DataRequest, load_corpus
-from distgpt.data.tokenizers.naming import (
+from distgpt.core.base import tables
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.tables import Table
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data.loading import TEXTS, Corpus, DataRequest, load_corpus
+from distgpt.core.data.tokenizers import (
     EXTRAS,
     TOKENIZERS,
     TokenizerKind,
@@ -20,13 +22,11 @@ from distgpt.data.tokenizers.naming import (
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.errors import DataError, UsageError
-from distgpt.evaluation.assessment import METRICS
-from distgpt.saved.named import WEIGHTS
-from distgpt.tables import Table
-from distgpt.training.opening.compatibility import CHECKS
-from distgpt.training.opening.model_kind import MODEL_KINDS, WholeModel
-from distgpt.training.restore import FIRST_WEIGHTS
+from distgpt.core.saved.named import WEIGHTS
+from distgpt.core.train.assessment import METRICS
+from distgpt.core.train.compatibility import CHECKS
+from distgpt.core.train.model_kind import MODEL_KINDS, WholeModel
+from distgpt.core.train.restore import FIRST_WEIGHTS
 
 
 def public(kind):
@@ -57,9 +57,9 @@ def test_every_row_that_is_handed_in_is_there():
 def test_a_plain_text_is_read_without_any_component():
     modules = {path.partition(":")[0] for rows in TABLES.values() for path in rows.values()}
     script = """import sys
-import distgpt.evaluation.assessment
-from distgpt.comm.serial import SerialComm
-from distgpt.data.loading import DataRequest, load_corpus
+import distgpt.core.train.assessment
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data.loading import DataRequest, load_corpus
 load_corpus(SerialComm(), DataRequest("story", "byte", val="names"))
 print(*sys.modules)"""
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -116,7 +116,7 @@ class Repeated:
         """Refuse nothing."""
 
     def load(self, comm, request, say):
-        from distgpt.data.batches import ArrayTokens
+        from distgpt.core.data.batches import ArrayTokens
 
         return Corpus(load_tokenizer("byte"), {"train": ArrayTokens(np.zeros(9, np.uint16))})
 

@@ -8,9 +8,18 @@ from typing import Annotated, Any, Literal
 import pytest
 from conftest import inside, refused
 
-from distgpt.checked import LARGEST, Count, Must, Positive, checked, parse_json, parse_object, read_as
-from distgpt.errors import SCREEN, DataError, StorageError, one_line
-from distgpt.files import append, atomic_file, open_regular, read_small
+from distgpt.core.base.checked import (
+    LARGEST,
+    Count,
+    Must,
+    Positive,
+    checked,
+    parse_json,
+    parse_object,
+    read_as,
+)
+from distgpt.core.base.errors import SCREEN, DataError, StorageError, one_line
+from distgpt.core.base.files import append, atomic_file, open_regular, read_small
 
 
 def test_ordinary_json_is_what_it_says():

@@ -11,18 +11,18 @@ import pytest
 from conftest import SMALL, inside, losses, metrics
 
 import distgpt
-from distgpt.config import ModelConfig, TrainConfig
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.data.loading import read_text
+from distgpt.core.base.files import bundled
+from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.data.loading import read_text
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.saved import checkpoint
 from distgpt.doctor.speed import Peaks
-from distgpt.files import bundled
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.profile.operations import ORDER
 from distgpt.measure.profile.report import RankProfile, result
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.saved import checkpoint
 
 BATCH, CONTEXT = 8, 16  # of SMALL
 

@@ -31,7 +31,7 @@ from peer_training import Training
 from timing import timed
 from torch import Tensor, nn
 
-from distgpt.comm.cores import peak_memory
+from distgpt.core.comm.cores import peak_memory
 
 SEED = 1337
 WARM_UP = 2  # steps, trained like the others and not measured

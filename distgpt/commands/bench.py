@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import click
 
-from distgpt.comm.launched import launched_as
 from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
 from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
-from distgpt.config import ROUNDED_DTYPES, nearest
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.launched import launched_as
+from distgpt.core.config import ROUNDED_DTYPES, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

@@ -10,10 +10,10 @@ import click
 from distgpt.commands.help import command
 from distgpt.commands.options import LocaleText, model_options, request_options, stage_options
 from distgpt.commands.sample import announce_sample
-from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
-from distgpt.errors import print_lines
-from distgpt.inference.request import REQUEST_SETTINGS, Request
-from distgpt.stages import open_stage
+from distgpt.core.base.errors import print_lines
+from distgpt.core.config import DEFAULT_TEMPERATURE, GpuConfig
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 
 DEFAULTS = {"max_new_tokens": 512, "temperature": DEFAULT_TEMPERATURE}
 UNUSED = ("n", "logprobs", "prompt_logprobs", "overflow")
@@ -37,10 +37,10 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     request = Request(**{name: options.pop(name) for name in REQUEST_SETTINGS if name not in UNUSED})
     ready = open_stage(stage, threads, gpu)
     announce_sample(options["weights"], ready.comm.rank, "chat")
-    from distgpt.data.chats.format import ChatFormat
-    from distgpt.inference.chat import Conversation
-    from distgpt.inference.chat_terminal import Chat
-    from distgpt.inference.engine_setup import SAMPLE, ModelSpec
+    from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
+    from distgpt.generation.chat import Conversation
+    from distgpt.generation.chat_terminal import Chat
+    from distgpt.texts.chats.format import ChatFormat
 
     loaded = ModelSpec(**options).load(ready)
     talk = ChatFormat(loaded.tokenizer)

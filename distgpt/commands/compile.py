@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from distgpt.commands.help import command
-from distgpt.errors import StorageError, print_lines
-from distgpt.formatting import clock, count, size
+from distgpt.core.base.errors import StorageError, print_lines
+from distgpt.core.base.formatting import clock, count, size
 
 
 @command(example="distgpt compile")
@@ -20,8 +20,8 @@ def compile() -> None:
     from contextlib import redirect_stderr
     from pathlib import Path
 
-    from distgpt.kernels.compiling import disk_cache
-    from distgpt.kernels.compiling.processor import processor
+    from distgpt.core.cpu.compiling import disk_cache
+    from distgpt.core.cpu.compiling.processor import processor
 
     disk_cache.site().require_writable()
     if disk_cache.folder() is None:  # where they are made before they are shared

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem, ShellComplete
 
-from distgpt.config.presets import PRESETS
-from distgpt.data.named import BUNDLED_TEXTS
+from distgpt.core.config.presets import PRESETS
+from distgpt.core.data.named import BUNDLED_TEXTS
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 

@@ -8,8 +8,8 @@ import click
 
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH
-from distgpt.errors import UsageError
-from distgpt.stages import STAGES
+from distgpt.core.base.errors import UsageError
+from distgpt.core.cpu.stages import STAGES
 
 
 @command(example="distgpt doctor --hostfile hostfile --ssh")

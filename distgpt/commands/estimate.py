@@ -19,11 +19,11 @@ from distgpt.commands.options import (
     settings,
     stage_options,
 )
-from distgpt.config import GpuConfig
-from distgpt.config.asked import Asked, asked_for
-from distgpt.errors import print_lines, refuse_beside
-from distgpt.formatting import parse_count, parse_duration
-from distgpt.stages import ON_GPU, open_stage
+from distgpt.core.base.errors import print_lines, refuse_beside
+from distgpt.core.base.formatting import parse_count, parse_duration
+from distgpt.core.config import GpuConfig
+from distgpt.core.config.asked import Asked, asked_for
+from distgpt.core.cpu.stages import ON_GPU, open_stage
 
 
 @command(example="distgpt estimate --preset gpt2 --batch-tokens 65536 --tokens 2.5B")
@@ -63,13 +63,13 @@ def estimate(
         raise click.UsageError("--tokens and --steps exclude each other")
     import json
 
+    from distgpt.core.train.dtype import foreseen
     from distgpt.measure.estimate import Question, render_terminal
     from distgpt.measure.estimate import estimate as estimated
+    from distgpt.recipes.depth import Dial
+    from distgpt.recipes.derived import derived
+    from distgpt.recipes.within import with_clock
     from distgpt.show.progress import ItemProgress
-    from distgpt.training.opening.derived import derived
-    from distgpt.training.opening.dial import Dial
-    from distgpt.training.opening.dtype import foreseen
-    from distgpt.training.opening.within import with_clock
 
     say = partial(print_lines, err=True)
     asked = replace(asked_for(set_by_user(flags), preset, config), fetches=False)

@@ -9,9 +9,9 @@ import click
 from distgpt.commands.complete import texts
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, adapter_option, number_options, stage_options
-from distgpt.config import GpuConfig
-from distgpt.errors import UsageError, print_lines
-from distgpt.stages import open_stage
+from distgpt.core.base.errors import UsageError, print_lines
+from distgpt.core.config import GpuConfig
+from distgpt.core.cpu.stages import open_stage
 
 # The benchmarks of evaluation/questions.py, and what each option takes.
 BENCHMARKS = {

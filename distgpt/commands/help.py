@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
-from distgpt.config import GROUPS, RunConfig
-from distgpt.config.presets import PRESETS, preset
-from distgpt.data.named import BUNDLED_TEXTS
-from distgpt.errors import UsageError, nearest, print_lines
-from distgpt.files import bundled
+from distgpt.core.base.errors import UsageError, nearest, print_lines
+from distgpt.core.base.files import bundled
+from distgpt.core.config import GROUPS, RunConfig
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.data.named import BUNDLED_TEXTS
 
 COMMON = 5  # commands that a list of commands shows first
 # What other programs call an option, and what it is called here.

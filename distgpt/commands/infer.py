@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from distgpt.comm.agree import on_every_rank
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, LocaleText, model_options, request_options, stage_options
 from distgpt.commands.sample import announce_sample
-from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
-from distgpt.inference.request import REQUEST_SETTINGS, Request
-from distgpt.stages import open_stage
+from distgpt.core.comm.agree import on_every_rank
+from distgpt.core.config import DEFAULT_TEMPERATURE, GpuConfig
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 
 DEFAULTS = {"max_new_tokens": 200, "temperature": DEFAULT_TEMPERATURE}  # where a request has others
 
@@ -57,9 +57,9 @@ def infer(
     ready = open_stage(stage, threads, gpu)
     announce_sample(options["weights"], ready.comm.rank, "infer", *(["--prompt", prompt] if prompt else []))
     request = on_every_rank(ready.comm, lambda: Request(**settings))
-    from distgpt.inference.batch import infer_file
-    from distgpt.inference.engine_setup import ModelSpec
-    from distgpt.inference.single import infer_one
+    from distgpt.core.generate.engine_setup import ModelSpec
+    from distgpt.core.generate.single import infer_one
+    from distgpt.generation.batch import infer_file
 
     spec = ModelSpec(**options)
     if prompts is not None and out is not None:

@@ -14,10 +14,12 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from distgpt.comm.launched import launched_rank
 from distgpt.commands import complete
 from distgpt.commands.help import option
-from distgpt.config import (
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.formatting import parse_duration, parse_size
+from distgpt.core.comm.launched import launched_rank
+from distgpt.core.config import (
     AUTO_DTYPE,
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
@@ -27,13 +29,11 @@ from distgpt.config import (
     Setting,
     settings_of,
 )
-from distgpt.config.asked import Asked
-from distgpt.config.dial import DEEPEST
-from distgpt.config.presets import DEFAULT_PRESET
-from distgpt.errors import UsageError
-from distgpt.formatting import parse_duration, parse_size
-from distgpt.inference.request import REQUEST_SETTINGS, Request
-from distgpt.stages import ON_GPU, STAGES
+from distgpt.core.config.asked import Asked
+from distgpt.core.config.presets import DEFAULT_PRESET
+from distgpt.core.cpu.stages import ON_GPU, STAGES
+from distgpt.core.generate.request import REQUEST_SETTINGS, Request
+from distgpt.recipes.scaling import DEEPEST
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)

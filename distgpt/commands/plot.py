@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, LocaleText
-from distgpt.errors import print_lines
+from distgpt.core.base.errors import print_lines
 
 
 @command(example="distgpt plot runs/one runs/other")

@@ -20,10 +20,10 @@ from distgpt.commands.options import (
     stage_options,
     without_graphs,
 )
-from distgpt.config import GpuConfig, parse_toml
-from distgpt.config.asked import asked_for
-from distgpt.errors import Say, print_lines
-from distgpt.stages import open_stage
+from distgpt.core.base.errors import Say, print_lines
+from distgpt.core.config import GpuConfig, parse_toml
+from distgpt.core.config.asked import asked_for
+from distgpt.core.cpu.stages import open_stage
 
 # Settings of training that mean something else here, or concern what happens between steps.
 UNUSED = (
@@ -68,11 +68,11 @@ def profile(
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
+    from distgpt.core.train.open import open_steps
     from distgpt.measure.profile.session import Session, prepare
-    from distgpt.training.exchange.choose import Chosen
-    from distgpt.training.opening.derived import configured
-    from distgpt.training.opening.open import open_steps
-    from distgpt.training.opening.recipes import followed
+    from distgpt.parallel.choose import Chosen
+    from distgpt.recipes.derived import configured
+    from distgpt.recipes.recipes import followed
 
     say: Say = partial(print_lines, err=True) if ready.comm.rank == 0 else lambda text: None
     run = configured(ready.comm, followed(asked, ready, say))

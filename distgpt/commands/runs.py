@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH
-from distgpt.errors import print_lines
+from distgpt.core.base.errors import print_lines
 
 _SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "speed", "when")
 

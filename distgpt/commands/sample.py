@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from distgpt.errors import command_line, print_lines
+from distgpt.core.base.errors import command_line, print_lines
 
 RUNS = Path("runs")
 
@@ -21,8 +21,8 @@ def announce_sample(weights: Path | None, rank: int, *words: str) -> None:
 
 def newest_run(top: Path) -> Path | None:
     """Return the run below this folder that has written weights last."""
-    from distgpt.saved.checkpoint import WEIGHTS
-    from distgpt.saved.rundir import RunDirectory
+    from distgpt.core.saved.checkpoint import WEIGHTS
+    from distgpt.core.saved.rundir import RunDirectory
     from distgpt.show.runs import run_directories
 
     found: dict[float, Path] = {}

@@ -17,10 +17,10 @@ from distgpt.commands.options import (
     stage_options,
 )
 from distgpt.commands.sample import announce_sample
-from distgpt.config import GpuConfig
-from distgpt.errors import UsageError, first_line
+from distgpt.core.base.errors import UsageError, first_line
+from distgpt.core.config import GpuConfig
+from distgpt.core.cpu.stages import open_stage
 from distgpt.serving.limits import LIMITS, Limits, ListenOn
-from distgpt.stages import open_stage
 
 
 def limit_options(command: Any) -> Any:
@@ -100,7 +100,7 @@ def serve(
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
         ) from None
-    from distgpt.inference.engine_setup import SAMPLE, ModelSpec, rehearse_together
+    from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec, rehearse_together
 
     lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}

@@ -18,14 +18,14 @@ from distgpt.commands.help import command
 from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import train
 from distgpt.commands.tune import as_train, tune
-from distgpt.config import RunConfig
-from distgpt.config.asked import asked_for
-from distgpt.errors import UsageError, command_line, print_lines
+from distgpt.core.base.errors import UsageError, command_line, print_lines
+from distgpt.core.config import RunConfig
+from distgpt.core.config.asked import asked_for
+from distgpt.core.cpu.stages import ON_GPU, WITH_MPI
 from distgpt.jobs import array
 from distgpt.jobs.array import ELEMENT
 from distgpt.jobs.batchscript import PMI, Job, script
 from distgpt.jobs.processes import own_program
-from distgpt.stages import ON_GPU, WITH_MPI
 
 SECONDS_FOR_SLURM = 60
 
@@ -170,7 +170,7 @@ def _unready(runs: Iterable[RunConfig]) -> Iterator[str]:
 
 def _notes(job: Job, asked: dict[str, Any]) -> Iterator[str]:
     """Yield what is worth a look before the job waits."""
-    from distgpt.data.named import BUNDLED_TEXTS
+    from distgpt.core.data.named import BUNDLED_TEXTS
     from distgpt.jobs.nodes import OWN, own_disks
 
     if job.is_array:
@@ -190,11 +190,11 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
 
     Refuses settings that would fail when the job starts.
     """
-    from distgpt.data.batches import refuse_uneven
-    from distgpt.data.loading import AUTO
-    from distgpt.saved.rundir import RunDirectory, place_for
-    from distgpt.training.opening.derived import derived
-    from distgpt.training.opening.plan import new_run
+    from distgpt.core.data.batches import refuse_uneven
+    from distgpt.core.data.loading import AUTO
+    from distgpt.core.saved.rundir import RunDirectory, place_for
+    from distgpt.core.train.plan import new_run
+    from distgpt.recipes.derived import derived
 
     if asked["resume"] not in (None, "auto"):
         raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
@@ -216,7 +216,7 @@ def _mpi_of(stage: str) -> str:
     if stage not in WITH_MPI:
         return "none"
     try:
-        from distgpt.comm.mpi import vendor
+        from distgpt.core.comm.mpi import vendor
 
         found = vendor()
     except (ImportError, RuntimeError) as error:

@@ -9,8 +9,8 @@ import click
 
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, parsed_duration, stage_options
-from distgpt.config import GpuConfig
-from distgpt.errors import UsageError, print_lines
+from distgpt.core.base.errors import UsageError, print_lines
+from distgpt.core.config import GpuConfig
 
 
 @command(example="mpirun -n 4 distgpt sweep GRID.toml")
@@ -52,9 +52,9 @@ def sweep(
 
     mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
     """
-    from distgpt.comm.agree import on_root
-    from distgpt.comm.batch import job_end
-    from distgpt.stages import open_stages
+    from distgpt.core.comm.agree import on_root
+    from distgpt.core.comm.batch import job_end
+    from distgpt.core.cpu.stages import open_stages
     from distgpt.sweep.opening import begin_sweep, preview
     from distgpt.sweep.report import finish
     from distgpt.sweep.work import Listener, Worker

@@ -9,7 +9,7 @@ import click
 from distgpt.commands.complete import texts, tokenizers
 from distgpt.commands.help import Group
 from distgpt.commands.options import PATH, LocaleText, max_document
-from distgpt.errors import print_lines
+from distgpt.core.base.errors import print_lines
 
 
 @click.group(name="tokenizer", cls=Group)
@@ -42,8 +42,8 @@ def train(inputs: tuple[str, ...], **options: Any) -> None:
     INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
     such files, or the name of a bundled text.
     """
-    from distgpt.data.named import resolve_data
-    from distgpt.data.prepare.learn import learn_file
+    from distgpt.core.data.named import resolve_data
+    from distgpt.texts.prepare.learn import learn_file
 
     print_lines(learn_file([*map(resolve_data, inputs)], **options))
 
@@ -56,8 +56,8 @@ def info(name_or_path: str, text: str | None) -> None:
 
     NAME_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
     """
-    from distgpt.data.tokenizers.naming import load_tokenizer
-    from distgpt.data.tokenizers.shown import describe
+    from distgpt.core.data.tokenizers import load_tokenizer
+    from distgpt.texts.tokenizers.shown import describe
 
     for line in describe(load_tokenizer(name_or_path), text):
         print_lines(line)

@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-from distgpt.comm.batch import job_end
-from distgpt.comm.launched import launched_as, shown_on_terminal
 from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import command, option
 from distgpt.commands.options import (
@@ -25,12 +23,14 @@ from distgpt.commands.options import (
     stage_options,
     without_graphs,
 )
-from distgpt.config import GpuConfig
-from distgpt.config.asked import Asked, asked_for, resolve
-from distgpt.data.named import resolve_data
-from distgpt.errors import command_line, escape, escape_model_text
-from distgpt.formatting import loss_and_bits, parse_duration
-from distgpt.stages import open_stage
+from distgpt.core.base.errors import command_line, escape, escape_model_text
+from distgpt.core.base.formatting import loss_and_bits, parse_duration
+from distgpt.core.comm.batch import job_end
+from distgpt.core.comm.launched import launched_as, shown_on_terminal
+from distgpt.core.config import GpuConfig
+from distgpt.core.config.asked import Asked, asked_for, resolve
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.named import resolve_data
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
@@ -121,17 +121,17 @@ def train(
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
+    from distgpt.core.train.announce import note_small_model
+    from distgpt.core.train.finished import leave_finished
+    from distgpt.core.train.loop import train as train_run
+    from distgpt.core.train.open import open_run
+    from distgpt.core.train.plan import make_plan
+    from distgpt.core.train.summary import how_to_resume
+    from distgpt.guards.attach import guarded
+    from distgpt.guards.watchdog import Stall
+    from distgpt.parallel.choose import Chosen
+    from distgpt.recipes.recipes import followed
     from distgpt.show.display import listeners
-    from distgpt.training.exchange.choose import Chosen
-    from distgpt.training.guards.attach import guarded
-    from distgpt.training.guards.watchdog import Stall
-    from distgpt.training.loop import train as train_run
-    from distgpt.training.opening.announce import note_small_model
-    from distgpt.training.opening.finished import leave_finished
-    from distgpt.training.opening.open import open_run
-    from distgpt.training.opening.plan import make_plan
-    from distgpt.training.opening.recipes import followed
-    from distgpt.training.summary import how_to_resume
 
     shown = listeners(ready.comm, progress, tensorboard, log_lines)
     plan = run = session = None
@@ -198,7 +198,7 @@ def _losses(run: Any) -> str:
 
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.training.report import sample, word_of_text
+    from distgpt.core.train.report import sample, word_of_text
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices

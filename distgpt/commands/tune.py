@@ -13,8 +13,8 @@ from distgpt.commands.complete import files
 from distgpt.commands.help import Option, command
 from distgpt.commands.options import PATH, setting_option
 from distgpt.commands.train import train
-from distgpt.config import SETTINGS, ModelConfig, settings_of
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import SETTINGS, ModelConfig, settings_of
 
 # Options of train that have no meaning here: the weights decide the model, chats have a way of their own.
 UNUSED = {

@@ -15,16 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distgpt.comm.api import Comm
-from distgpt.comm.cores import usable_cores
-from distgpt.comm.limits import granted_cores, granted_memory
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig
-from distgpt.errors import DistgptError, UsageError, escape, first_line
+from distgpt.core.base.errors import DistgptError, UsageError, escape, first_line
+from distgpt.core.base.system import sysctl_text
+from distgpt.core.base.version import __version__
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.limits import granted_cores, granted_memory
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig
+from distgpt.core.cpu.stages import Stage, device_of, threads_of
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
-from distgpt.stages import Stage, device_of, threads_of
-from distgpt.system import sysctl_text
-from distgpt.version import __version__
 
 Facts = dict[str, Any]
 
@@ -79,7 +79,7 @@ def _core_name() -> str:
     if platform.machine() != "aarch64":
         return platform.processor()
     try:
-        from distgpt.kernels.compiling.processor import processor
+        from distgpt.core.cpu.compiling.processor import processor
 
         return processor()[0]
     except (ImportError, OSError):  # compute() says why
@@ -116,8 +116,8 @@ def compute() -> Facts:
     try:
         import numpy as np
 
-        from distgpt.kernels.compiling import disk_cache
-        from distgpt.kernels.matmul.blas import blas_core_name
+        from distgpt.core.cpu.compiling import disk_cache
+        from distgpt.core.cpu.matmul.blas import blas_core_name
 
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]
@@ -179,7 +179,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
 def auto_dtype() -> str:
     """Return what --dtype auto is for a small model on this processor, and why; "" where nothing computes."""
     try:
-        from distgpt.dtypes import expected
+        from distgpt.core.cpu.dtypes import expected
 
         found = expected("serial", RunConfig())
     except UsageError as error:  # of the environment
@@ -233,7 +233,7 @@ def _mpi() -> dict[str, str]:
     """Return the MPI library that this process has loaded, if it has one."""
     if "mpi4py.MPI" not in sys.modules:
         return {}
-    from distgpt.comm.mpi import library
+    from distgpt.core.comm.mpi import library
 
     return {"mpi": library()}
 

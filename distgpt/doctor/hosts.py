@@ -20,20 +20,20 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from distgpt.checked import Count, checked, parse_json
-from distgpt.comm.launched import launched_as
-from distgpt.comm.limits import granted_cores
+from distgpt.core.base.checked import Count, checked, parse_json
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.files import read_small
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.launched import launched_as
+from distgpt.core.comm.limits import granted_cores
+from distgpt.core.cpu.stages import identity
 from distgpt.doctor.facts import Facts, cpu, versions
 from distgpt.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
 from distgpt.doctor.verdicts import foreign_mpirun, grouped
-from distgpt.errors import UsageError
-from distgpt.files import read_small
-from distgpt.formatting import count
 from distgpt.gpu.probe import driver
 from distgpt.jobs import hostfile
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.jobs.processes import own_program
-from distgpt.stages import identity
 
 AT_ONCE = 32  # hosts
 SECONDS = 40.0  # for their answers: Python may load from a slow network disk
@@ -149,7 +149,7 @@ def _is_here(address: str) -> bool:
 
 
 def own_facts(mpi: Facts) -> HostFacts:
-    from distgpt.kernels.compiling.processor import processor
+    from distgpt.core.cpu.compiling.processor import processor
 
     name, features = processor()
     gpus = found.gpus if (found := driver()) else ()

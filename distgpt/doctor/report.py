@@ -15,17 +15,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from distgpt.comm.agree import gather_bytes, named_ranks, shared
-from distgpt.comm.api import Comm
-from distgpt.comm.launched import launched_rank
-from distgpt.comm.serial import SerialComm
+from distgpt.core.base.errors import UsageError, escape, escape_lines
+from distgpt.core.base.formatting import count, size, three_digits
+from distgpt.core.comm.agree import gather_bytes, named_ranks, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.launched import launched_rank
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.cpu.stages import open_stage
 from distgpt.doctor.facts import Facts, auto_dtype, matmuls, of_rank
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
-from distgpt.errors import UsageError, escape, escape_lines
-from distgpt.formatting import count, size, three_digits
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.jobs.launchers import distant_mpi, launch, mpirun, running_mpi
-from distgpt.stages import open_stage
 
 WIDTH = 100
 MOST_ROWS = 64

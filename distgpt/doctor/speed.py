@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
+from distgpt.core.cpu.compiling import processor
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.ops.api import Affine, Array, Kernels
 from distgpt.gpu.api import TYPE_OF
-from distgpt.kernels.api import Affine, Array, Kernels
-from distgpt.kernels.compiling import processor
-from distgpt.kernels.cpu import CpuKernels
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
 SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue

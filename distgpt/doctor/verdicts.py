@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from distgpt.comm.agree import named_ranks
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import named_ranks
+from distgpt.core.cpu.stages import NOT_KEPT, ON_GPU, STAGES, WITH_MPI
 from distgpt.doctor.facts import IGNORED, Facts
-from distgpt.formatting import count
-from distgpt.stages import NOT_KEPT, ON_GPU, STAGES, WITH_MPI
 
 FEW = 0.5  # of a host's cores
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import on_root, shared
-from distgpt.comm.api import Comm
-from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.comm.agree import on_root, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.train.scoring import Progress, Scorer, Span, with_progress
 from distgpt.evaluation.questions import Question, read_questions
-from distgpt.evaluation.scoring import Progress, Scorer, Span, with_progress
 
 NORMALISED = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # whose choices differ in length
 SHOWN = ("acc", "acc_norm")

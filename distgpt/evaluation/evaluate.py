@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.comm.agree import on_every_rank, on_root, shared
-from distgpt.config import TrainConfig
-from distgpt.data.loading import DataRequest, load_corpus
-from distgpt.data.named import resolve_data
-from distgpt.data.shards import is_shards, read_manifest
-from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, DistgptError, NonFiniteError, escape, one_line
-from distgpt.evaluation.assessment import Validation
+from distgpt.adapters.adapter import open_model
+from distgpt.core.base.errors import DataError, DistgptError, NonFiniteError, escape, one_line
+from distgpt.core.comm.agree import on_every_rank, on_root, shared
+from distgpt.core.config import TrainConfig
+from distgpt.core.cpu.stages import Stage, report_compiling
+from distgpt.core.data.loading import DataRequest, load_corpus
+from distgpt.core.data.named import resolve_data
+from distgpt.core.data.shards import is_shards, read_manifest
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.train.assessment import Validation
+from distgpt.core.train.scoring import Progress, Scorer
 from distgpt.evaluation.benchmark import SHOWN, load_benchmark
-from distgpt.evaluation.scoring import Progress, Scorer
-from distgpt.saved.adapter import open_model
-from distgpt.stages import Stage, report_compiling
 
 
 def evaluate(

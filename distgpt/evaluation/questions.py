@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distgpt.checked import parse_json
-from distgpt.data.loading import read_text
-from distgpt.errors import DataError, escape
+from distgpt.core.base.checked import parse_json
+from distgpt.core.base.errors import DataError, escape
+from distgpt.core.data.loading import read_text
 
 SHOTS = 5  # examples before a question of MMLU
 LETTERS = ("A", "B", "C", "D")  # its answers

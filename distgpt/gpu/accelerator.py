@@ -9,8 +9,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
 
-from distgpt.config import GpuConfig
-from distgpt.errors import Say, UsageError, first_line
+from distgpt.core.base.errors import Say, UsageError, first_line
+from distgpt.core.config import GpuConfig
 from distgpt.gpu import cublaslt, cudnn_attention, probe
 from distgpt.gpu.api import Attention
 from distgpt.gpu.cudnn_attention import SLOWER, CheckedAttention, CudnnAttention

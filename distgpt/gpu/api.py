@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgpt.kernels.api import Array, Floats2d, Wide2d
+from distgpt.core.ops.api import Array, Floats2d, Wide2d
 
 STORAGE: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from distgpt.core.ops.api import Array
 from distgpt.gpu.api import TYPE_OF, WIDE
 from distgpt.gpu.device import WARP
 from distgpt.gpu.launcher import Launcher
-from distgpt.kernels.api import Array
 
 # What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.api import Array
+from distgpt.core.ops.api import Array
 
 
 class UnderWay:

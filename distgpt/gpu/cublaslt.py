@@ -8,7 +8,7 @@ from ctypes import POINTER, byref, c_int, c_int8, c_int32, c_int64, c_size_t, c_
 from enum import IntEnum
 from typing import Any
 
-from distgpt.errors import DistgptError
+from distgpt.core.base.errors import DistgptError
 from distgpt.gpu import probe
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.errors import DistgptError, first_line
+from distgpt.core.base.errors import DistgptError, first_line
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.gpu import probe
 from distgpt.gpu.api import TYPE_OF, Attention, address
 from distgpt.gpu.device import CupyDevice
@@ -24,8 +26,6 @@ from distgpt.gpu.probe import (
     OLDEST_BFLOAT16,
     frontend_bounds,
 )
-from distgpt.kernels.api import Array
-from distgpt.kernels.low_precision import from_bfloat16
 
 LIBRARY = "libcudnn.so.9"
 HOPPER = (9, 0)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.core.ops.api import Array, Work
 from distgpt.gpu.compiling import Ahead, Kind, cubin
 from distgpt.gpu.copies import Mirror, UnderWay
 from distgpt.gpu.kept import Kept
-from distgpt.kernels.api import Array, Work
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 TIMED_CALLS, TURNS = 5, 5

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from distgpt.core.ops.api import Array
 from distgpt.gpu.api import Matmul, address
 from distgpt.gpu.cublaslt import LtError
 from distgpt.gpu.device import BLOCK
 from distgpt.gpu.linear import Linears
-from distgpt.kernels.api import Array
 
 MULTIPLE = 16  # of every size, which cuBLASLt asks for, and of addresses
 TILE = 64  # rows and columns that a block turns, as in float8.cu

@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import STORAGE, WIDE, Attention, address
-from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
-from distgpt.gpu.float8 import Float8Linears, room_for
-from distgpt.gpu.launcher import DeviceWire, Launcher
-from distgpt.gpu.linear import Linears, sum_parts
-from distgpt.gpu.matmul import LtMatmul, share_autotuning
-from distgpt.gpu.muon import MuonSteps
-from distgpt.kernels.api import (
+from distgpt.core.ops.api import (
     ALL_ROWS,
     PIECE,
     AdamConstants,
@@ -35,7 +27,15 @@ from distgpt.kernels.api import (
     Wire,
     Work,
 )
-from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
+from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
+from distgpt.gpu.api import STORAGE, WIDE, Attention, address
+from distgpt.gpu.attention import OwnAttention
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
+from distgpt.gpu.float8 import Float8Linears, room_for
+from distgpt.gpu.launcher import DeviceWire, Launcher
+from distgpt.gpu.linear import Linears, sum_parts
+from distgpt.gpu.matmul import LtMatmul, share_autotuning
+from distgpt.gpu.muon import MuonSteps
 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu

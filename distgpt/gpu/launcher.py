@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.ops.api import Array
 from distgpt.gpu.api import STORAGE, address
 from distgpt.gpu.compiling import storage_define
 from distgpt.gpu.device import BLOCK, CupyDevice
-from distgpt.kernels.api import Array
 
 MOVED = 16  # bytes that a thread moves at once where it can
 LARGEST = 2**31 - 1  # what kernels count to

@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from distgpt.comm.cores import usable_cores
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.ops.api import Array, Kernels, Work
 from distgpt.gpu.compiling import Kind
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.api import Array, Kernels, Work
 
 
 class Notes:

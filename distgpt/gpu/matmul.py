@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.core.ops.api import Array
 from distgpt.gpu.api import Matmul, address
 from distgpt.gpu.cublaslt import (
     Algorithm,
@@ -28,7 +29,6 @@ from distgpt.gpu.cublaslt import (
 )
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kept import Kept
-from distgpt.kernels.api import Array
 
 CANDIDATES = 32
 WIDEST = 256  # bytes of alignment; no algorithm asks for more

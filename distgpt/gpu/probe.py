@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
 
 Version = tuple[int, int]
 Load = Callable[[str], Any]

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from distgpt.comm.agree import gather_bytes, shared
-from distgpt.comm.api import Array, Comm, NcclComm
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.agree import gather_bytes, shared
+from distgpt.core.comm.api import Array, Comm, NcclComm
+from distgpt.core.ops.api import Work
 from distgpt.gpu import probe
 from distgpt.gpu.api import address
 from distgpt.gpu.copies import Mirror
 from distgpt.gpu.device import CupyDevice
-from distgpt.kernels.api import Work
 
 PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is being copied
 
@@ -375,7 +375,7 @@ def nccl_module() -> Any:
 
 def _probed(comm: Comm, device: CupyDevice) -> Transport:
     """Ask MPI whether it can read GPUs, then try: one that cannot would crash on their memory."""
-    from distgpt.comm.mpi import is_cuda_aware, library
+    from distgpt.core.comm.mpi import is_cuda_aware, library
 
     if _anywhere(comm, not is_cuda_aware()):
         raise shared(

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
 
 ELEMENT = "$SLURM_ARRAY_TASK_ID"
 MOST = 100_000  # elements

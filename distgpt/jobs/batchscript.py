@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distgpt.errors import UsageError, escape
+from distgpt.core.base.errors import UsageError, escape
 from distgpt.jobs import array
 from distgpt.jobs.array import ELEMENT
 

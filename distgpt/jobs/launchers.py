@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distgpt.comm.launched import LAUNCHERS, launched_as, launchers_counts
-from distgpt.errors import UsageError
-from distgpt.files import read_small
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.files import read_small
+from distgpt.core.comm.launched import LAUNCHERS, launched_as, launchers_counts
+from distgpt.core.cpu.stages import open_stage
 from distgpt.jobs import hostfile as hostfiles
-from distgpt.stages import open_stage
 
 Facts = dict[str, Any]
 
@@ -96,7 +96,7 @@ def running_mpi() -> Facts:
     """Describe the MPI library, which must have been started."""
     from mpi4py import MPI
 
-    from distgpt.comm.mpi import is_cuda_aware
+    from distgpt.core.comm.mpi import is_cuda_aware
 
     vendor, version = MPI.get_vendor()
     return {

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from distgpt.config import RunConfig
-from distgpt.data.loading import refuse_missing
-from distgpt.data.named import resolve_data
-from distgpt.data.shards import is_shards
-from distgpt.data.tokenizers import hub
-from distgpt.data.tokenizers.naming import load_tokenizer
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.config import RunConfig
+from distgpt.core.data.loading import refuse_missing
+from distgpt.core.data.named import resolve_data
+from distgpt.core.data.shards import is_shards
+from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.texts.tokenizers import hub
 
 OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each machine has for itself
 

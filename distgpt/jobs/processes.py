@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from distgpt.errors import StorageError
-from distgpt.interrupts import ENDING, signals_deferred
+from distgpt.core.base.errors import StorageError
+from distgpt.core.base.interrupts import ENDING, signals_deferred
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
 TIMED_OUT = 124

@@ -7,24 +7,24 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from distgpt.comm.limits import granted_cores
-from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.data.named import BUNDLED_TEXTS, resolve_data
-from distgpt.data.prepare.vocabulary import vocabulary_size
-from distgpt.data.shards import Manifest, is_shards, read_manifest
-from distgpt.errors import Say, UsageError
-from distgpt.formatting import count, duration, long_duration, size, size_in_column, three_digits
-from distgpt.kernels.api import Kernels
+from distgpt.core.base.errors import Say, UsageError
+from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
+from distgpt.core.comm.limits import granted_cores
+from distgpt.core.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
+from distgpt.core.cpu.stages import ON_GPU, Stage, open_stage
+from distgpt.core.data.named import BUNDLED_TEXTS, resolve_data
+from distgpt.core.data.shards import Manifest, is_shards, read_manifest
+from distgpt.core.model.counts import operations, parameters
+from distgpt.core.model.model import Architecture, Model, flag_count
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import Kernels
+from distgpt.core.train.compatibility import refuse_unsuited
+from distgpt.core.train.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
+from distgpt.core.train.model_kind import kind_of
+from distgpt.core.train.strategy import Strategy
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
-from distgpt.model.counts import operations, parameters
-from distgpt.model.model import Architecture, Model, flag_count
-from distgpt.model.passes import Pass
-from distgpt.stages import ON_GPU, Stage, open_stage
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
-from distgpt.training.opening.model_kind import kind_of
-from distgpt.training.strategy import Strategy
+from distgpt.parallel.choose import Chosen
+from distgpt.texts.prepare.vocabulary import vocabulary_size
 
 Facts = dict[str, Any]
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distgpt.checked import parse_json, parse_object
-from distgpt.config import RunConfig
-from distgpt.errors import DataError, DistgptError, StorageError, error_for
-from distgpt.files import atomic_file, read_small
+from distgpt.core.base.checked import parse_json, parse_object
+from distgpt.core.base.errors import DataError, DistgptError, StorageError, error_for
+from distgpt.core.base.files import atomic_file, read_small
+from distgpt.core.config import RunConfig
+from distgpt.core.cpu.stages import ON_GPU
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.jobs.launchers import Launcher
 from distgpt.jobs.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
-from distgpt.saved.rundir import RunDirectory
-from distgpt.stages import ON_GPU
 
 MOST_METRICS = 1 << 30  # bytes of metrics.jsonl
 

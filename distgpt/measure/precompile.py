@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from distgpt import api
-from distgpt.config import ROUNDED_DTYPES, ModelConfig, TrainConfig
-from distgpt.data.loading import read_text
-from distgpt.data.named import resolve_data
+from distgpt.adapters.adapter import open_model
+from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, TrainConfig
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.cpu.matmul.gain import SAMPLES, gain
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.loading import read_text
+from distgpt.core.data.named import resolve_data
+from distgpt.core.generate.engine_setup import rehearse
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.modelfile import quantize
 from distgpt.evaluation.evaluate import evaluate
-from distgpt.inference.engine_setup import rehearse
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.matmul.gain import SAMPLES, gain
-from distgpt.model.model import Architecture, Model
-from distgpt.saved.adapter import open_model
-from distgpt.saved.calibration import calibrated
-from distgpt.saved.modelfile import quantize
-from distgpt.stages import open_stage
-from distgpt.training.exchange.reductions import rehearse_reductions
-from distgpt.training.exchange.replicas import LocalPlacement
-from distgpt.training.exchange.reproducible import rehearse_tree
+from distgpt.parallel.reductions import rehearse_reductions
+from distgpt.parallel.replicas import LocalPlacement
+from distgpt.parallel.reproducible import rehearse_tree
+from distgpt.rounded.calibration import calibrated
 
 PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
 # The ways to multiply, and to store or recompute: `auto` is one of the two by the processor.

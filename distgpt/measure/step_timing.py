@@ -11,14 +11,14 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.kernels.api import Kernels
-from distgpt.model.muon import OPTIMIZERS
-from distgpt.training.exchange.api import Exchange
-from distgpt.training.opening.model_kind import kind_of
-from distgpt.training.step import Step
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.muon import OPTIMIZERS
+from distgpt.core.ops.api import Kernels
+from distgpt.core.train.exchange import Exchange
+from distgpt.core.train.model_kind import kind_of
+from distgpt.core.train.step import Step
 
 CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends
 ENOUGH = 1 << 10  # tokens at which a CPU's matmuls reach full speed

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from distgpt.errors import SCREEN, escape, first_line, print_lines
+from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, json_of, model_of, parse_body
 from distgpt.serving.limits import (

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from distgpt.config import Setting
-from distgpt.data.chats.format import checked_messages
-from distgpt.data.tokenizers.plain import BytesDecoder
-from distgpt.errors import DataError
-from distgpt.inference.request import Event, Likelihood
+from distgpt.core.base.errors import DataError
+from distgpt.core.config import Setting
+from distgpt.core.data.plain import BytesDecoder
+from distgpt.core.generate.request import Event, Likelihood
 from distgpt.serving.completions import (
     MOST_LOGPROBS,
     SETTINGS,
@@ -28,6 +27,7 @@ from distgpt.serving.completions import (
     wants_usage,
 )
 from distgpt.serving.limits import Limits, invalid
+from distgpt.texts.chats.format import checked_messages
 
 # OpenAI's parameters that mean nothing here, and the values that ask for nothing.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {

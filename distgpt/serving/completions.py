@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
-from distgpt.checked import parse_json
-from distgpt.config import Setting, nearest
-from distgpt.data.chats.format import ChatFormat
-from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.data.tokenizers.plain import BytesDecoder, Streamer
-from distgpt.errors import DataError, UsageError
-from distgpt.inference.request import REQUEST_SETTINGS, Event, Likelihood, Request
-from distgpt.inference.sample import default_prompt
+from distgpt.core.base.checked import parse_json
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.config import Setting, nearest
+from distgpt.core.data.plain import BytesDecoder, Streamer
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.request import REQUEST_SETTINGS, Event, Likelihood, Request
+from distgpt.core.generate.sample import default_prompt
 from distgpt.serving.limits import Limits, Refusal, invalid
+from distgpt.texts.chats.format import ChatFormat
 
 DONE = b"data: [DONE]\n\n"
 _REASONS = {"context": "length"}  # what OpenAI has no word for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from distgpt.config.setting import Setting, setting
+from distgpt.core.config.setting import Setting, setting
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from distgpt.errors import DistgptError, UsageError, first_line
-from distgpt.inference.engine import Engine
-from distgpt.inference.request import Event, Request
+from distgpt.core.base.errors import DistgptError, UsageError, first_line
+from distgpt.core.generate.engine import Engine
+from distgpt.core.generate.request import Event, Request
 from distgpt.serving.limits import Limits, Refusal, broken, invalid, leaving, overloaded
 from distgpt.serving.metrics import Metrics
 

@@ -16,18 +16,18 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from distgpt.data.chats.format import ChatFormat
-from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, DistgptError, UsageError, escape, print_lines
-from distgpt.formatting import count
-from distgpt.inference.engine_setup import LoadedModel
-from distgpt.inference.lanes import Lanes
-from distgpt.interrupts import Interrupted
+from distgpt.core.base.errors import DataError, DistgptError, UsageError, escape, print_lines
+from distgpt.core.base.formatting import count
+from distgpt.core.base.interrupts import Interrupted
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.engine_setup import LoadedModel
+from distgpt.core.generate.lanes import Lanes
 from distgpt.serving.app import ABORT, App, refusing
 from distgpt.serving.completions import Served, weight_of
 from distgpt.serving.limits import ListenOn, crowded
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Runner
+from distgpt.texts.chats.format import ChatFormat
 
 SILENT = 20.0  # seconds that a connection may take to its first request, and to the next
 CLOSING = 5  # seconds that connections have for what is still to be sent, when the server ends

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from distgpt.config import Setting
-from distgpt.data.tokenizers.chat_template import chat_of
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.config import Setting
 from distgpt.serving.completions import ECHOED, SWITCH, Served, checked, named_model, parse_object, tokens_of
 from distgpt.serving.limits import Limits, invalid
+from distgpt.texts.tokenizers.chat_template import chat_of
 
 
 def about_tokenizer(served: Served) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.errors import one_line
-from distgpt.kernels.api import Array
+from distgpt.core.base.errors import one_line
+from distgpt.core.ops.api import Array
 
 # Series colours stay apart for the colour-blind: tests/show/test_colours.py.
 COLOURS = {

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distgpt.data.prepare.preparing import Request, Watcher, prepare
-from distgpt.data.prepare.progress import refuse_unfinished
-from distgpt.data.shards import (
+from distgpt.core.base.errors import DataError, command_line, escape, print_lines
+from distgpt.core.base.formatting import count, size
+from distgpt.core.data.shards import (
     MANIFEST,
     SPLITS,
     Manifest,
@@ -21,11 +21,11 @@ from distgpt.data.shards import (
     unlisted,
     verify_shards,
 )
-from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, command_line, escape, print_lines
-from distgpt.formatting import count, size
+from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.show.page import terminal_table
 from distgpt.show.progress import ByteProgress
+from distgpt.texts.prepare.preparing import Request, Watcher, prepare
+from distgpt.texts.prepare.progress import refuse_unfinished
 
 SAMPLE_TOKENS = 64
 MOST_SOURCES = 12  # rows; more files than that are shown by folder

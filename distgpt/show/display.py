@@ -17,13 +17,13 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from distgpt.comm.agree import on_every_rank
-from distgpt.comm.api import Comm
-from distgpt.comm.launched import drop_output, shown_on_terminal
-from distgpt.errors import UsageError, escape_lines, escape_model_text, print_lines
-from distgpt.files import storage_errors
-from distgpt.formatting import count
-from distgpt.interrupts import note
+from distgpt.core.base.errors import UsageError, escape_lines, escape_model_text, print_lines
+from distgpt.core.base.files import storage_errors
+from distgpt.core.base.formatting import count
+from distgpt.core.base.interrupts import note
+from distgpt.core.comm.agree import on_every_rank
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.launched import drop_output, shown_on_terminal
 from distgpt.show.loglines import LogLines
 from distgpt.show.remaining import BySteps, Remaining, remaining
 

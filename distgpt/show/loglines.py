@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import datetime
 
-from distgpt.comm.batch import batch_job
+from distgpt.core.comm.batch import batch_job
 
 # Seconds between lines: for a person who watches how it begins, for one who looks now and then, and in the
 # log of a batch job, which is read once it is over.

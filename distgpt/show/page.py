@@ -18,7 +18,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from distgpt.errors import escape
+from distgpt.core.base.errors import escape
 from distgpt.show.charts import COLOURS, Chart, svg
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from distgpt.errors import DataError, StorageError, UsageError, escape
-from distgpt.files import atomic_file, read_small, storage_errors
-from distgpt.kernels.api import Array
-from distgpt.saved.rundir import IN_BITS, RunDirectory, read_metrics
+from distgpt.core.base.errors import DataError, StorageError, UsageError, escape
+from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.ops.api import Array
+from distgpt.core.saved.rundir import IN_BITS, RunDirectory, read_metrics
 from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
 from distgpt.show.runs import run_directories
 

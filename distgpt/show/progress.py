@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from distgpt.formatting import clock, size
+from distgpt.core.base.formatting import clock, size
 from distgpt.show.display import Plain
 
 SECONDS_BETWEEN_LINES = 3.0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from distgpt.formatting import clock
+from distgpt.core.base.formatting import clock
 
 
 class Remaining(Protocol):
@@ -76,7 +76,7 @@ class ByClock:
 
 
 def remaining(facts: dict[str, Any]) -> Remaining:
-    """Return the end of a run that has started with these facts (`training/opening/announce.py`)."""
+    """Return the end of a run that has started with these facts (`core/train/announce.py`)."""
     if facts.get("seconds_left") is None:
         return BySteps(facts["steps"])
     return ByClock(facts["seconds"], facts["seconds_left"], facts["steps"])

@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from distgpt.checked import parse_object
-from distgpt.errors import DistgptError, UsageError, escape
-from distgpt.files import read_small, storage_errors
-from distgpt.formatting import clock
-from distgpt.saved.rundir import RunDirectory, parse_metrics, whole_lines
+from distgpt.core.base.checked import parse_object
+from distgpt.core.base.errors import DistgptError, UsageError, escape
+from distgpt.core.base.files import read_small, storage_errors
+from distgpt.core.base.formatting import clock
+from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
 from distgpt.show.page import Column, tabulated, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from distgpt.config import ModelConfig, RunConfig
-from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, DistgptError, command_line, one_line
-from distgpt.files import storage_errors
-from distgpt.formatting import count
-from distgpt.model.counts import parameters
-from distgpt.model.model import Architecture
-from distgpt.saved import checkpoint
-from distgpt.saved.family import PART_NAMES
-from distgpt.saved.gguf.container import is_gguf
-from distgpt.saved.gguf.transfer import GgufModel, describe
-from distgpt.saved.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
-from distgpt.saved.modelfile import ADAPTER, FORMAT, ORIGIN, read_description
-from distgpt.saved.rundir import find_weights, import_command
-from distgpt.saved.tensors import Header, read_header, verify_data
+from distgpt.core.base.errors import DataError, DistgptError, command_line, one_line
+from distgpt.core.base.files import storage_errors
+from distgpt.core.base.formatting import count
+from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.model.counts import parameters
+from distgpt.core.model.model import Architecture
+from distgpt.core.saved import checkpoint
+from distgpt.core.saved.modelfile import ADAPTER, FORMAT, ORIGIN, read_description
+from distgpt.core.saved.rundir import find_weights, import_command
+from distgpt.core.saved.tensors import Header, read_header, verify_data
+from distgpt.formats.family import PART_NAMES
+from distgpt.formats.gguf.container import is_gguf
+from distgpt.formats.gguf.transfer import GgufModel, describe
+from distgpt.formats.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
 
 _WIDTH = 13  # of the first column
 

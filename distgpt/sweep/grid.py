@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from distgpt.checked import Must
-from distgpt.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS
-from distgpt.config.presets import flat_settings, load_toml, read_text, renamed
-from distgpt.config.setting import Setting, brief
-from distgpt.errors import UsageError, nearest
+from distgpt.core.base.checked import Must
+from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS
+from distgpt.core.config.presets import flat_settings, load_toml, read_text, renamed
+from distgpt.core.config.setting import Setting, brief
 
 PRESET, SEED = "preset", "seed"
 BITS = "bits_per_byte"

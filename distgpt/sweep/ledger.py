@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distgpt.checked import read_as
-from distgpt.errors import DataError, UsageError
-from distgpt.files import atomic_file, read_small, storage_errors
-from distgpt.saved.rundir import RunDirectory
+from distgpt.core.base.checked import read_as
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.sweep.grid import Grid, Run
 
 DIVERGED = ("not finite", "outlier")

@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from distgpt.comm.agree import on_every_rank, on_root
-from distgpt.comm.api import Comm
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig
-from distgpt.data.loading import PLAIN, SHARDS, DataRequest, kind_of, load_corpus, refuse_missing
-from distgpt.dtypes import for_training
-from distgpt.errors import DistgptError, Say, UsageError
-from distgpt.formatting import count, long_duration
+from distgpt.core.base.errors import DistgptError, Say, UsageError
+from distgpt.core.base.formatting import count, long_duration
+from distgpt.core.comm.agree import on_every_rank, on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig
+from distgpt.core.cpu.dtypes import for_training
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.data.loading import PLAIN, SHARDS, DataRequest, kind_of, load_corpus, refuse_missing
+from distgpt.core.model.counts import operations
+from distgpt.core.model.model import Architecture
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.train.compatibility import refuse_unsuited
+from distgpt.core.train.dtype import DTYPE, is_open
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
-from distgpt.model.counts import operations
-from distgpt.model.model import Architecture
-from distgpt.model.optim import learning_rate
-from distgpt.stages import Stage
+from distgpt.recipes.depth import holds_out
 from distgpt.sweep.grid import BITS, Grid, Run, read_grid
 from distgpt.sweep.ledger import Ledger, begin, has_begun, read_back
 from distgpt.sweep.work import asked_of, configured
-from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.dial import holds_out
-from distgpt.training.opening.dtype import DTYPE, is_open
 
 
 def begin_sweep(comm: Comm, ready: Stage, path: Path, out: Path, say: Say) -> Ledger:

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from distgpt.files import atomic_file
+from distgpt.core.base.files import atomic_file
 from distgpt.show.charts import COLOURS, MARKS, series_colour, set_ticks, style
 from distgpt.show.plot import DPI, FONTS, SMOOTHED, WIDTH, read_runs
 from distgpt.sweep.grid import BITS, VARYING, Values

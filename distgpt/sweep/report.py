@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from distgpt.config.presets import as_toml
-from distgpt.errors import DistgptError, NonFiniteError, command_line, escape
-from distgpt.files import atomic_file
-from distgpt.formatting import count
+from distgpt.core.base.errors import DistgptError, NonFiniteError, command_line, escape
+from distgpt.core.base.files import atomic_file
+from distgpt.core.base.formatting import count
+from distgpt.core.config.presets import as_toml
 from distgpt.show.page import terminal_table
 from distgpt.sweep.grid import Grid
 from distgpt.sweep.ledger import DIVERGED, Ledger

@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from distgpt.config import RunConfig
-from distgpt.config.asked import Asked, asked_for
-from distgpt.errors import DistgptError, Say, StorageError, first_line
-from distgpt.formatting import clock
-from distgpt.interrupts import Interrupted
-from distgpt.saved.rundir import RunDirectory, read_metrics
-from distgpt.stages import Stage
+from distgpt.core.base.errors import DistgptError, Say, StorageError, first_line
+from distgpt.core.base.formatting import clock
+from distgpt.core.base.interrupts import Interrupted
+from distgpt.core.config import RunConfig
+from distgpt.core.config.asked import Asked, asked_for
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.saved.rundir import RunDirectory, read_metrics
+from distgpt.core.train.loop import train
+from distgpt.core.train.open import open_run
+from distgpt.core.train.plan import make_plan, new_run
+from distgpt.guards.attach import guarded
+from distgpt.guards.deadline import LEAVING
+from distgpt.parallel.choose import Chosen
+from distgpt.recipes.derived import derived
 from distgpt.sweep.grid import PRESET, Run
 from distgpt.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.guards.attach import guarded
-from distgpt.training.guards.deadline import LEAVING
-from distgpt.training.loop import train
-from distgpt.training.opening.derived import derived
-from distgpt.training.opening.open import open_run
-from distgpt.training.opening.plan import make_plan, new_run
 
 PAUSE = 0.5  # seconds before a process without work looks again
 SECONDS_BETWEEN_LINES = 10.0  # about a run that trains

@@ -12,7 +12,7 @@ from alphabeta import (
     volume,
 )
 
-from distgpt.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError, UsageError
 
 FORMS = ("scatter-gather", "ring")
 SIZES = [8 * 4**i for i in range(13)]

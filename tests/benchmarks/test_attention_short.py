@@ -4,8 +4,8 @@ import attention_short
 import numpy as np
 import pytest
 
-from distgpt.kernels.matmul.packing import LANES
-from distgpt.kernels.reference import ReferenceKernels
+from distgpt.core.cpu.matmul.packing import LANES
+from distgpt.core.ops.reference import ReferenceKernels
 
 HEADS = 3
 CLOSE = 2e-6  # absolute, of values near 1

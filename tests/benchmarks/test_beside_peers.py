@@ -13,8 +13,8 @@ from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
 from infer_beside_peers import beside_peers
 
-from distgpt.config.presets import preset
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config.presets import preset
 from distgpt.measure import jobs
 from distgpt.measure.bench import train
 

@@ -7,8 +7,8 @@ from mean_loss import MeanLoss
 from models import VARIANTS, build, one_by_one, sequences_for
 from threadranks import on_all_ranks
 
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.ops.reference import ReferenceKernels
 
 
 def test_batches_give_the_loss_of_single_sequences():

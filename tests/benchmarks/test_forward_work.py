@@ -19,13 +19,13 @@ from forward_work import (
     with_speedups,
 )
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config.presets import preset
-from distgpt.errors import DisagreementError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.layers import Block
-from distgpt.model.model import Architecture, Model
-from distgpt.stages import Stage
+from distgpt.core.base.errors import DisagreementError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.model.layers import Block
+from distgpt.core.model.model import Architecture, Model
 
 
 def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():

@@ -11,7 +11,7 @@ from alphabeta import AlphaBeta, Regime
 from click.testing import CliRunner
 from report import assemble, load_all, write
 
-from distgpt.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError, UsageError
 from distgpt.measure.bench import results
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}

@@ -13,12 +13,12 @@ from predictions import Job, affine, compared, fitted, forecast, steps_by_exchan
 from report import assemble, load_all
 from scaling_page import blocks, tables
 
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.model.model import flag_count
 from distgpt.jobs.processes import run
 from distgpt.measure.jobs import unsteered
-from distgpt.model.model import flag_count
+from distgpt.parallel.overlapped import BUCKET
 from distgpt.show.page import terminal
-from distgpt.training.exchange.overlapped import BUCKET
 
 SMALL = (
     "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"

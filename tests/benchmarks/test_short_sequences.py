@@ -9,11 +9,11 @@ from attention_short import SHORT
 from models import VARIANTS, build, one_by_one
 from short_sequences import ShortLoss, short_sequences
 
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.matmul.packing import LANES
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.kernels.rounded.cpu import Int8Kernels
-from distgpt.model.model import Architecture, Model
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.cpu.matmul.packing import LANES
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.rounded.loops.kernels import Int8Kernels
 
 CLOSE = 1e-5  # relative
 

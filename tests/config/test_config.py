@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from conftest import inside, refused
 
 from distgpt.commands.options import OPTIONS, set_by_user, settings, settings_but, spelled, stage_options
-from distgpt.config import (
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import (
     BATCH_TOKENS,
     CHANGEABLE,
     SETTINGS,
@@ -22,12 +23,11 @@ from distgpt.config import (
     parse_toml,
     settings_of,
 )
-from distgpt.config.asked import PRETRAINED, asked_for, resolve
-from distgpt.config.presets import PRESETS, preset
-from distgpt.config.setting import brief
-from distgpt.errors import UsageError
-from distgpt.model.optim import learning_rate
-from distgpt.saved.rundir import RunDirectory
+from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.config.setting import brief
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.saved.rundir import RunDirectory
 
 DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
 

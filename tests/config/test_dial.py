@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from distgpt.config.dial import (
+from distgpt.core.config.presets import preset
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.recipes.scaling import (
     Text,
     batch,
     choose,
@@ -20,9 +22,7 @@ from distgpt.config.dial import (
     tokens_to_read,
     vocabulary,
 )
-from distgpt.config.presets import preset
-from distgpt.data.tokenizers.learn import learned_size
-from distgpt.data.tokenizers.naming import build_tokenizer
+from distgpt.texts.tokenizers.learn import learned_size
 
 DOCS = Text(9.7e6, 8192)
 

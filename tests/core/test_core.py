@@ -11,7 +11,7 @@ from core.tree import CORE, KEPT, MODULES, as_counts, found
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
 COMMANDS = "complete help infer options sample train"
 # Recipes stand in their order in a file that commands and `api` share.
-SHARED = {"__main__", "cli", "api", "components", "training.opening.recipes"}
+SHARED = {"__main__", "cli", "api", "components", "recipes.recipes"}
 FACE = SHARED | {f"commands.{name}" for name in COMMANDS.split()}
 FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 NEEDED = Path(__file__).with_name("needed.txt")

@@ -1,10 +1,10 @@
-"""The modules that are the core, and what still leads out of it: `leads_out.txt`, which only becomes shorter.
+"""What still leads out of the core: `leads_out.txt`, which only becomes shorter.
 
     python tests/core/tree.py            what leads out now, and how far the core is from its aims
     python tests/core/tree.py --write    keep that, once it has become less
 
-The core is what a plain `distgpt train` and a plain `distgpt infer` need. It is to lie in one folder that
-imports nothing from outside itself. Until the files move there, it is this list.
+The core is what a plain `distgpt train` and a plain `distgpt infer` need: `distgpt/core/`, which is to import
+nothing of distgpt outside itself.
 """
 
 from __future__ import annotations
@@ -19,40 +19,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "distgpt"
 KEPT = Path(__file__).with_name("leads_out.txt")
 
-# The folders of the core from the ground up, each with the modules that will live in it.
-TREE = {
-    "base": "errors interrupts formatting checked files system tables version",
-    "config": "config config.setting config.settings config.presets config.asked",
-    "ops": "kernels.api kernels.reference kernels.low_precision",
-    "comm": """comm.agree comm.api comm.batch comm.cores comm.joining comm.launched comm.leaving comm.limits
-        comm.mpi comm.reports comm.serial""",
-    "cpu": """kernels.first_use kernels.compiling.disk_cache kernels.compiling.jit kernels.compiling.processor
-        kernels.compiling.registers kernels.compiling.site_cache
-        kernels.matmul.assembled kernels.matmul.blas kernels.matmul.blocked kernels.matmul.gain
-        kernels.matmul.layers kernels.matmul.microkernel kernels.matmul.packing kernels.matmul.vectors
-        kernels.fused.activations kernels.fused.attention kernels.fused.flat kernels.fused.muon
-        kernels.fused.rowwise kernels.fused.softmax kernels.cpu kernels.pool
-        kernels.decoding.cached_attention kernels.decoding.decode kernels.decoding.operands
-        kernels.decoding.weights stages dtypes""",
-    "data": """data.batches data.loading data.named data.shards data.unreadable data.tokenizers.naming
-        data.tokenizers.plain""",
-    "model": """model.counts model.layers model.memory model.model model.muon model.optim model.packing
-        model.passes""",
-    "saved": "saved.checkpoint saved.modelfile saved.named saved.rundir saved.tensors",
-    "generate": """inference.compiled_lanes inference.engine inference.engine_setup inference.lanes
-        inference.python_api inference.request inference.sample inference.sampling inference.single
-        inference.uncompiled_lanes""",
-    "train": """evaluation.assessment evaluation.bits evaluation.scoring training.activity
-        training.checkpoints training.clock training.exchange.api training.in_flight
-        training.judge training.loop training.micro_batches training.opening.announce
-        training.opening.compatibility training.opening.dtype training.opening.finished
-        training.opening.memory training.opening.model_kind training.opening.open
-        training.opening.plan training.opening.resumption training.opening.whereabouts
-        training.placement training.progress training.reading training.report training.restore
-        training.run training.sanity training.schedule training.seams training.step
-        training.strategy training.summary training.votes""",
-}
-CORE = frozenset(name for names in TREE.values() for name in names.split())
+# The folders of the core from the ground up.
+TREE = ("base", "config", "ops", "comm", "cpu", "data", "model", "saved", "generate", "train")
 # What components are called. The settings name them, so `config` is left out.
 WORDS = (
     *("lora", "adapter", "outer", "recheck", "reproducible", "int8", "int4"),
@@ -69,6 +37,12 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 MODULES = dict(modules())
+CORE = frozenset(name for name in MODULES if name.startswith("core."))
+
+
+def folder(module: str) -> str:
+    """Return in which folder of the core a module lies; "" for core/__init__.py."""
+    return module.split(".")[1] if "." in module else ""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -93,20 +67,19 @@ def leading_out() -> Iterator[str]:
 
 def going_up() -> Iterator[str]:
     """Find imports within the core from a higher folder of it than the importing file's own."""
-    floor = {name: i for i, names in enumerate(TREE.values()) for name in names.split()}
     for module in sorted(CORE):
         for target in sorted(set(imports(MODULES[module])) & CORE):
-            if floor[target] > floor[module]:
+            if TREE.index(folder(target)) > TREE.index(folder(module)):
                 yield f"{module} climbs to {target}"
 
 
 def words() -> Iterator[str]:
     """Count the names of components in the core, in each folder of it but `config`."""
-    for folder, names in TREE.items():
-        texts = [MODULES[name].read_text() for name in names.split() if folder != "config"]
+    for each in TREE:
+        texts = [MODULES[name].read_text() for name in CORE if folder(name) == each != "config"]
         for word in WORDS:
             if count := sum(len(re.findall(word, text, re.IGNORECASE)) for text in texts):
-                yield f"{folder} says {word} {count}"
+                yield f"{each} says {word} {count}"
 
 
 def loose_types() -> Iterator[str]:

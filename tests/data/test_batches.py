@@ -10,12 +10,12 @@ import pytest
 from threadranks import on_all_ranks
 from tokenizing import STORY
 
-from distgpt.data.batches import ArrayTokens, Batches, rank_rows, shuffled
-from distgpt.data.loading import DataRequest, load_corpus, read_text
-from distgpt.data.named import BUNDLED_TEXTS, resolve_data
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError, UsageError
-from distgpt.files import bundled
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.files import bundled
+from distgpt.core.data.batches import ArrayTokens, Batches, rank_rows, shuffled
+from distgpt.core.data.loading import DataRequest, load_corpus, read_text
+from distgpt.core.data.named import BUNDLED_TEXTS, resolve_data
+from distgpt.core.data.tokenizers import build_tokenizer
 
 SEED = 1337
 

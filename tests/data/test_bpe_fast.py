@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tokenizing import GPT2, STORY, gpt2, needs_gpt2
 
-from distgpt.data.tokenizers import bpe
-from distgpt.data.tokenizers import bpe_fast as fast_bpe
-from distgpt.data.tokenizers.learn import learn_bpe
-from distgpt.data.tokenizers.naming import tokenizer_from_json
+from distgpt.core.data.tokenizers import tokenizer_from_json
+from distgpt.texts.tokenizers import bpe
+from distgpt.texts.tokenizers import bpe_fast as fast_bpe
+from distgpt.texts.tokenizers.learn import learn_bpe
 
 NASTY = [
     *["'s", "'S", "'ll", "'l", "'re", "'ve", "'d", "'m", "'t", "'", "''", "’s", "<|endoftext|>"],

@@ -9,10 +9,10 @@ from conftest import inside, refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizing import GPT2, STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT
-from distgpt.data.tokenizers.learn import learn_bpe
-from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint, load_tokenizer
-from distgpt.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.data.tokenizers import build_tokenizer, fingerprint, load_tokenizer
+from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT
+from distgpt.texts.tokenizers.learn import learn_bpe
 
 
 def hugging_face(special="<|endoftext|>", tokenizer=None):

@@ -9,10 +9,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizing import small
 
-from distgpt.data.chats.format import ChatFormat, checked_messages
-from distgpt.data.chats.template import Renderer
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.texts.chats.format import ChatFormat, checked_messages
+from distgpt.texts.chats.template import Renderer
 
 CHAT = [
     {"role": "user", "content": "Where is the lamp? "},

@@ -9,10 +9,10 @@ from chattemplates import settings
 from families import FAMILIES, write_family
 from tokenizing import small
 
-from distgpt.data.chats.format import ChatFormat
-from distgpt.data.chats.rows import read_examples
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.texts.chats.format import ChatFormat
+from distgpt.texts.chats.rows import read_examples
 
 QUESTION, ANSWER = "Where is the lamp?", "In the 12th harbour, naïve 中."
 TURN = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]

@@ -17,12 +17,12 @@ from conftest import inside
 from disks import unprivileged
 from tokenizing import gpt2, needs_gpt2
 
-from distgpt.data.prepare import documents as cutting
-from distgpt.data.prepare.documents import Offset, documents, find_inputs, parts, pieces
-from distgpt.data.prepare.encoding import AHEAD, in_order
-from distgpt.data.tokenizers.learn import learn_bpe
-from distgpt.data.unreadable import ADVICE, advice
-from distgpt.errors import DataError, StorageError, UsageError
+from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.data.unreadable import ADVICE, advice
+from distgpt.texts.prepare import documents as cutting
+from distgpt.texts.prepare.documents import Offset, documents, find_inputs, parts, pieces
+from distgpt.texts.prepare.encoding import AHEAD, in_order
+from distgpt.texts.tokenizers.learn import learn_bpe
 
 ALPHABET = (
     "ab'sZé’\"_-. ,!09½²Я中日カ한🙂👩‍👧\u0301\u200b"
@@ -242,7 +242,7 @@ def test_what_cannot_be_read_is_refused_and_not_left_out_silently(tmp_path, monk
 
 
 def test_no_more_is_read_ahead_than_fits_into_memory(monkeypatch):
-    monkeypatch.setattr("distgpt.data.prepare.encoding.LARGEST_QUEUE", 300)
+    monkeypatch.setattr("distgpt.texts.prepare.encoding.LARGEST_QUEUE", 300)
     read = []
 
     def items():

@@ -15,14 +15,14 @@ from families import FAMILIES, document
 from hostiletokenizers import FAILING, TEXT, byte_level, charsmap, failing, replace, sequence, slow, split
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from distgpt.config import ModelConfig, RunConfig
-from distgpt.data.tokenizers import growth, library
-from distgpt.data.tokenizers.growth import may_be_slow, refuse_growth
-from distgpt.data.tokenizers.tokenizer_json import LibraryTokenizer
-from distgpt.errors import DataError
-from distgpt.model.model import Architecture
-from distgpt.saved.modelfile import Description
-from distgpt.saved.tensors import write_tensors
+from distgpt.core.base.errors import DataError
+from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.model.model import Architecture
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.tensors import write_tensors
+from distgpt.texts.tokenizers import growth, library
+from distgpt.texts.tokenizers.growth import may_be_slow, refuse_growth
+from distgpt.texts.tokenizers.tokenizer_json import LibraryTokenizer
 
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 

@@ -7,10 +7,10 @@ from families import FAMILIES, document, write_family
 from tokenizers import Tokenizer
 from tokenizing import STORY, TEXT
 
-from distgpt.data.tokenizers.bpe import symbols
-from distgpt.data.tokenizers.chat_template import ChatTemplate, chat_of, with_chat
-from distgpt.data.tokenizers.naming import fingerprint, load_tokenizer, tokenizer_from_json
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.tokenizers import fingerprint, load_tokenizer, tokenizer_from_json
+from distgpt.texts.tokenizers.bpe import symbols
+from distgpt.texts.tokenizers.chat_template import ChatTemplate, chat_of, with_chat
 
 PLAIN = (STORY[:2000], "1234567 in 2026", " two  blanks ", "naïve e\u0301 中日 🙂\n\n\tx", "", " ")
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from distgpt.data import packing
-from distgpt.data.batches import ArrayTokens
-from distgpt.data.packing import PackedBatches, document_starts, pack, part_starts
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.batches import ArrayTokens
+from distgpt.texts import packing
+from distgpt.texts.packing import PackedBatches, document_starts, pack, part_starts
 
 SEPARATOR = 0
 

@@ -12,13 +12,13 @@ import pytest
 from preparing import Quiet, contents, everything, inputs, interrupted, refuse, request, small_pieces  # noqa: F401
 from tokenizing import small
 
-from distgpt.data.prepare import preparing
-from distgpt.data.prepare.documents import Offset, find_inputs
-from distgpt.data.prepare.preparing import prepare
-from distgpt.data.prepare.progress import Progress, list_inputs, load_progress, reserved
-from distgpt.data.shards import ShardWriter, read_manifest, shards_tokenizer, verify_shards
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError, DistgptError, StorageError, UsageError
+from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
+from distgpt.core.data.shards import ShardWriter, read_manifest, shards_tokenizer, verify_shards
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.texts.prepare import preparing
+from distgpt.texts.prepare.documents import Offset, find_inputs
+from distgpt.texts.prepare.preparing import prepare
+from distgpt.texts.prepare.progress import Progress, list_inputs, load_progress, reserved
 
 
 def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distgpt.data import shards
-from distgpt.data.batches import Batches, windows_of
-from distgpt.data.packing import PackedBatches
-from distgpt.data.shards import (
+from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.data import shards
+from distgpt.core.data.batches import Batches, windows_of
+from distgpt.core.data.shards import (
     Manifest,
     Shard,
     ShardTokens,
@@ -25,8 +25,8 @@ from distgpt.data.shards import (
     unlisted,
     verify_shards,
 )
-from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint
-from distgpt.errors import DataError, StorageError
+from distgpt.core.data.tokenizers import build_tokenizer, fingerprint
+from distgpt.texts.packing import PackedBatches
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)

@@ -8,8 +8,8 @@ import pytest
 from conftest import SMALL, distgpt, inside, losses, needs_mpi, refused
 from threadranks import on_all_ranks
 
-from distgpt.data.loading import DataRequest, load_corpus
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.loading import DataRequest, load_corpus
 
 MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")] + ["--steps", "4"]
 

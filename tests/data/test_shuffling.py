@@ -12,11 +12,11 @@ import pytest
 from conftest import inside, refused
 from preparing import Quiet, contents, everything, interrupt
 
-from distgpt.data.prepare import documents as cutting
-from distgpt.data.prepare import preparing, spool
-from distgpt.data.prepare.preparing import Request, prepare
-from distgpt.data.shards import ShardTokens, read_manifest, verify_shards
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.data.shards import ShardTokens, read_manifest, verify_shards
+from distgpt.texts.prepare import documents as cutting
+from distgpt.texts.prepare import preparing, spool
+from distgpt.texts.prepare.preparing import Request, prepare
 
 
 def request(inputs, out, /, **more):

@@ -13,14 +13,14 @@ from preparing import Quiet, everything, inputs, request  # noqa: F401
 from threadranks import on_all_ranks
 from tokenizing import small
 
-from distgpt.comm.serial import SerialComm
-from distgpt.data import loading
-from distgpt.data.loading import DataRequest, load_corpus
-from distgpt.data.prepare import tokenized
-from distgpt.data.prepare.preparing import prepare
-from distgpt.data.prepare.progress import reserved
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data import loading
+from distgpt.core.data.loading import DataRequest, load_corpus
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.texts.prepare import tokenized
+from distgpt.texts.prepare.preparing import prepare
+from distgpt.texts.prepare.progress import reserved
 
 MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")]
 

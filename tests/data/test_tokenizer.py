@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT, symbols
-from distgpt.data.tokenizers.learn import learn_bpe
-from distgpt.data.tokenizers.naming import (
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.data.plain import WORD
+from distgpt.core.data.tokenizers import (
     build_tokenizer,
     fingerprint,
     id_dtype,
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.data.tokenizers.plain import WORD
-from distgpt.errors import DataError, UsageError
+from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT, symbols
+from distgpt.texts.tokenizers.learn import learn_bpe
 
 ALPHABET = (
     "aé’ñ'\"_-–/., ;:!?…()[]{}«»“”‘%$#\n\t"

@@ -7,11 +7,11 @@ import subprocess
 import pytest
 from conftest import inside
 
-from distgpt.data.loading import read_text
-from distgpt.data.prepare.documents import find_inputs
-from distgpt.data.unreadable import way_out
-from distgpt.errors import DataError
-from distgpt.files import bundled
+from distgpt.core.base.errors import DataError
+from distgpt.core.base.files import bundled
+from distgpt.core.data.loading import read_text
+from distgpt.core.data.unreadable import way_out
+from distgpt.texts.prepare.documents import find_inputs
 
 TEXT = (
     "Es war einmal ein König, der hatte schöne Töchter; die jüngste war so schön, daß die Sonne staunte.\n"

@@ -9,13 +9,13 @@ import pytest
 from conftest import distgpt, inside, needs_mpi, refused
 from threadranks import on_all_ranks
 
-from distgpt.comm.agree import gather_bytes
-from distgpt.comm.serial import SerialComm
+from distgpt.core.comm.agree import gather_bytes
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.cpu.stages import STAGES
 from distgpt.doctor import facts, verdicts
 from distgpt.doctor import report as doctor
 from distgpt.gpu import probe
 from distgpt.jobs import launchers
-from distgpt.stages import STAGES
 
 CLEAN = dict.fromkeys({*facts.IGNORED, "OPENBLAS_CORETYPE"} - {"NUMBA_NUM_THREADS"}, "")
 LAUNCHED = {"launcher": "srun", "processes": 8}
@@ -75,7 +75,7 @@ def test_a_stage_without_its_gpu_is_an_error_that_names_the_driver(page):
 
 
 def test_a_numba_that_does_not_load_is_reported_with_what_to_install(page, monkeypatch):
-    monkeypatch.setitem(sys.modules, "distgpt.kernels.matmul.blas", None)
+    monkeypatch.setitem(sys.modules, "distgpt.core.cpu.matmul.blas", None)
     refused(page("--stage", "serial"), 2, "NumPy or Numba does not work", "pip install")
 
 

@@ -3,12 +3,12 @@
 import pytest
 from test_doctor import changed, ranks  # noqa: F401
 
-from distgpt.comm.serial import SerialComm
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.cpu.compiling import processor
+from distgpt.core.cpu.compiling.registers import AMX, AVX512, AVX512_BF16
+from distgpt.core.cpu.kernels import Bfloat16Kernels
 from distgpt.doctor import facts, speed
 from distgpt.doctor import report as doctor
-from distgpt.kernels.compiling import processor
-from distgpt.kernels.compiling.registers import AMX, AVX512, AVX512_BF16
-from distgpt.kernels.cpu import Bfloat16Kernels
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.doctor import speed
 from distgpt.doctor import speed as peaks
 from distgpt.doctor.speed import measure_peaks
-from distgpt.kernels.cpu import CpuKernels
 
 
 @pytest.mark.timing

@@ -15,8 +15,8 @@ import pytest
 from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
 
 from distgpt.cli import cli
-from distgpt.config import SETTINGS
-from distgpt.config.presets import PRESETS
+from distgpt.core.config import SETTINGS
+from distgpt.core.config.presets import PRESETS
 
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
 FENCED = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
@@ -172,7 +172,7 @@ def test_what_is_read_in_an_hour_is_as_long_as_it_says():
 
 def test_numbers_of_lines_are_about_those_of_the_code():
     found = {path: said for page in PAGES for said, path in counts.COUNTED.findall(page.read_text())}
-    assert {"distgpt", "distgpt/kernels/matmul"} <= set(found)
+    assert {"distgpt", "distgpt/core/cpu/matmul"} <= set(found)
     for path, said in found.items():
         lines = counts.lines(path)
         assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, f"{path}: {lines}"

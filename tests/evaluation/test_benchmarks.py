@@ -10,17 +10,17 @@ from threadranks import on_all_ranks
 
 import distgpt
 from distgpt.cli import cli
-from distgpt.comm.serial import SerialComm
 from distgpt.commands.eval import BENCHMARKS
-from distgpt.config import ModelConfig
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError, DistgptError
+from distgpt.core.base.errors import DataError, DistgptError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.modelfile import load_model
+from distgpt.core.train.scoring import Scorer, Span
 from distgpt.evaluation.benchmark import Benchmark
 from distgpt.evaluation.questions import LINES, Question, read_questions
-from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.saved.modelfile import load_model
 
 CONFIG = ModelConfig(vocab_size=256, seq_len=700, n_layer=2, n_head=2, n_embd=16)
 BYTES = build_tokenizer("byte", "")
@@ -188,8 +188,8 @@ def test_likelihoods_are_those_of_all_logits_on_any_number_of_ranks(monkeypatch)
     spans = random_spans(gpt)
     expected = np.array([plain(gpt, span) for span in spans], float)
     assert 10 < expected[:, 1].sum() < len(spans)
-    monkeypatch.setattr("distgpt.evaluation.scoring.AT_A_TIME", 300)
-    monkeypatch.setattr("distgpt.evaluation.scoring.SCORED", 5)
+    monkeypatch.setattr("distgpt.core.train.scoring.AT_A_TIME", 300)
+    monkeypatch.setattr("distgpt.core.train.scoring.SCORED", 5)
     seen = []
     found = Scorer(model(), SerialComm()).likelihoods(spans, lambda done, tokens: seen.append((done, tokens)))
     np.testing.assert_allclose(found, expected, rtol=1e-10)

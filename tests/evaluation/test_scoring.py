@@ -9,22 +9,22 @@ from threadranks import on_all_ranks
 
 import distgpt
 from distgpt.cli import cli
-from distgpt.comm.serial import SerialComm
-from distgpt.config import ModelConfig
-from distgpt.data.batches import ArrayTokens, windows_of
-from distgpt.data.loading import read_text
-from distgpt.data.named import resolve_data
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import UsageError
-from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Validation
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.files import bundled
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.batches import ArrayTokens, windows_of
+from distgpt.core.data.loading import read_text
+from distgpt.core.data.named import resolve_data
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.modelfile import read_description
+from distgpt.core.train import scoring
+from distgpt.core.train.assessment import Validation
+from distgpt.core.train.scoring import Scorer, Span
 from distgpt.evaluation.evaluate import evaluate
-from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.files import bundled
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.saved.modelfile import read_description
-from distgpt.stages import open_stage
 
 CONFIG = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
 RANDOM = np.random.default_rng(0)
@@ -57,7 +57,7 @@ def test_a_span_costs_what_its_predictions_cost_however_many_go_together(monkeyp
 
 
 def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
-    monkeypatch.setattr("distgpt.evaluation.scoring.AT_A_TIME", 100)  # several batches
+    monkeypatch.setattr("distgpt.core.train.scoring.AT_A_TIME", 100)  # several batches
     many = [Span(IDS[i : i + 2 + i % 47]) for i in range(0, 1900, 7)]
     for dtype in ("float32", "float64"):
         expected = Scorer(model(dtype), SerialComm()).sums(many)

@@ -50,7 +50,7 @@ class Planted:
         self.armed = False
 
     def install(self):
-        from distgpt.comm import mpi
+        from distgpt.core.comm import mpi
 
         mpi.LARGEST_MESSAGE = mpi.CHUNK_BYTES = 1 << 12  # so that there are several parts
         pieces = mpi._pieces
@@ -97,7 +97,7 @@ def site():
 def rank_main(rank, fails_at, when, log, *words):
     """Run the command on this rank, of which one fails."""
     from distgpt.cli import main
-    from distgpt.comm.launched import launched_rank
+    from distgpt.core.comm.launched import launched_rank
 
     mine = launched_rank() == int(rank)
     planted = Planted(int(fails_at) if mine else -1, when, Path(log))

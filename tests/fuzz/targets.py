@@ -17,8 +17,8 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
 from conftest import SMALL, inside
 
-from distgpt.data.prepare.progress import Progress
-from distgpt.files import bundled
+from distgpt.core.base.files import bundled
+from distgpt.texts.prepare.progress import Progress
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
@@ -194,7 +194,7 @@ def asked_and_half_answered(folder):
 
 
 def config(folder):
-    from distgpt.config.presets import preset
+    from distgpt.core.config.presets import preset
 
     (folder / "c.toml").write_text(preset("tiny").to_toml())
 

@@ -10,7 +10,7 @@ from conftest import SMALL, distgpt, inside
 from hostbuild import COMPILER
 from hostgpu import HostDevice, host_lt, install
 
-from distgpt.config import GpuConfig
+from distgpt.core.config import GpuConfig
 from distgpt.gpu import accelerator
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels

@@ -13,14 +13,14 @@ from hostgpu import HostDevice, host_lt
 from steps import build_step, state_for
 from threadranks import on_all_ranks
 
-from distgpt.config import ModelConfig, TrainConfig
-from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.model import Architecture, Model
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.transport import DeviceComm, HostStaged, Nccl
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.training.exchange.choose import Chosen
+from distgpt.parallel.choose import Chosen
 
 MODEL = ModelConfig(vocab_size=32, seq_len=4, n_layer=2, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", clip=0.5)

@@ -27,13 +27,13 @@ from fakenccl import VERSION, FakeNccl, ProcessJob
 from hostbuild import Program, build
 from hostlt import HostLt
 
+from distgpt.core.train import loop, report
 from distgpt.doctor import speed
 from distgpt.doctor import speed as peaks
 from distgpt.gpu import cublaslt, device, probe, transport
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
 from distgpt.jobs import processes
-from distgpt.training import loop, report
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
 FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")

@@ -14,15 +14,15 @@ from test_cublaslt import ANY, IN_PARTS, PLAIN, WIDEST
 from test_cuda_model import SMALL, TRAIN, training
 from threadranks import on_all_ranks
 
-from distgpt.comm.agree import gather_bytes
-from distgpt.comm.serial import SerialComm
-from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.core.comm.agree import gather_bytes
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
 
 KIND, OTHER = (replace(PLAIN, m=64, n=64, k=k) for k in (64, 32))
 

@@ -11,12 +11,12 @@ import pytest
 from devices import ON_GPU, device, needs_device, needs_the_processor, poisoning
 from hostgpu import BACKWARDS, FORWARDS, HostDevice
 
+from distgpt.core.ops.api import BiasGradient
+from distgpt.core.ops.low_precision import to_bfloat16
+from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.gpu import attention
 from distgpt.gpu.attention import SHARED_LIMIT, TILES, attention_shape, cached_parts
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.kernels.api import BiasGradient
-from distgpt.kernels.low_precision import to_bfloat16
-from distgpt.kernels.reference import ReferenceKernels
 
 pytestmark = needs_device
 

@@ -9,14 +9,14 @@ from devices import ON_GPU, cuda_kernels, device  # noqa: F401
 from models import VARIANTS
 from test_cuda_model import alike
 
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import lanes_for, lanes_that_fit
+from distgpt.core.generate.lanes import Draw, Feed
+from distgpt.core.generate.request import Request, Sampling
+from distgpt.core.generate.sampling import choose
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.generation.batched_lanes import BatchedLanes
 from distgpt.gpu.attention import cached_parts
-from distgpt.inference.batched_lanes import BatchedLanes
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.engine_setup import lanes_for, lanes_that_fit
-from distgpt.inference.lanes import Draw, Feed
-from distgpt.inference.request import Request, Sampling
-from distgpt.inference.sampling import choose
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
 
 needs_counts = pytest.mark.skipif(ON_GPU, reason="the stand-in counts launches")
 

@@ -10,16 +10,16 @@ import pytest
 from conftest import distgpt, losses, metrics, needs_mpi, refused, train
 from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 
-from distgpt import dtypes
-from distgpt.comm.serial import SerialComm
-from distgpt.config.asked import Asked, asked_for
-from distgpt.config.dial import flops, text_to_learn_from
-from distgpt.dtypes import SLOW_FLOAT32
-from distgpt.saved.rundir import RunDirectory
-from distgpt.stages import Stage
-from distgpt.training.opening import within
-from distgpt.training.opening.announce import note_small_model
-from distgpt.training.step import Step
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config.asked import Asked, asked_for
+from distgpt.core.cpu import dtypes
+from distgpt.core.cpu.dtypes import SLOW_FLOAT32
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.announce import note_small_model
+from distgpt.core.train.step import Step
+from distgpt.recipes import within
+from distgpt.recipes.scaling import flops, text_to_learn_from
 
 STEPS = ("--steps", "4", "--save-every", "2", "--n-layer", "1", "--seq-len", "8")
 

@@ -15,20 +15,20 @@ from disks import without_locks
 from fakecupy import FakeCupy
 from hostgpu import host_lt
 
-from distgpt import files
-from distgpt.config.presets import preset
-from distgpt.errors import UsageError
+from distgpt.core.base import files
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config.presets import preset
+from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.muon import OPTIMIZERS
+from distgpt.core.model.passes import Pass
 from distgpt.gpu import compiling, device, probe
 from distgpt.gpu.api import WIDE
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
 from distgpt.gpu.device import LARGEST_BLOCK
 from distgpt.gpu.kernels import CudaKernels, norm_shape
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.inference.lanes import Feed
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
-from distgpt.model.model import Architecture, Model
-from distgpt.model.muon import OPTIMIZERS
-from distgpt.model.passes import Pass
 
 needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
 

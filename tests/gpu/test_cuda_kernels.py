@@ -9,7 +9,7 @@ from devices import ON_GPU, cuda_kernels  # noqa: F401
 from operations import *  # noqa: F403
 from operations import Case, Wide
 
-from distgpt.kernels.reference import ReferenceKernels
+from distgpt.core.ops.reference import ReferenceKernels
 
 
 # Whole models of every architecture are compared in float32: test_cuda_model.py.

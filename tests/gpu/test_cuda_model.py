@@ -12,28 +12,28 @@ from mean_loss import MeanLoss
 from models import VARIANTS, batch, build, one_by_one, sequences_for
 from steps import build_step
 
-from distgpt.comm.cores import usable_cores
-from distgpt.comm.serial import SerialComm
-from distgpt.config import TrainConfig
-from distgpt.config.presets import preset
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.data.tokenizers.plain import CharTokenizer
-from distgpt.evaluation import scoring
-from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.inference.batched_lanes import BatchedLanes
-from distgpt.inference.engine import complete
-from distgpt.inference.engine_setup import engine_for
-from distgpt.inference.lanes import Feed
-from distgpt.inference.request import Request
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
-from distgpt.kernels.api import IGNORED
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import FLAG_COUNT, Architecture, Model
-from distgpt.model.muon import OPTIMIZERS
-from distgpt.model.optim import AdamW
-from distgpt.model.passes import Pass
-from distgpt.saved.modelfile import Description, fill, load_model, on_host, save_model
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import TrainConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.data.plain import CharTokenizer
+from distgpt.core.generate.engine import complete
+from distgpt.core.generate.engine_setup import engine_for
+from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.request import Request
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.model.model import FLAG_COUNT, Architecture, Model
+from distgpt.core.model.muon import OPTIMIZERS
+from distgpt.core.model.optim import AdamW
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import IGNORED
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.saved.modelfile import Description, fill, load_model, on_host, save_model
+from distgpt.core.train import scoring
+from distgpt.core.train.scoring import Scorer, Span
+from distgpt.generation.batched_lanes import BatchedLanes
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]

@@ -11,20 +11,20 @@ from devices import needs_the_processor
 from fakecupy import CudaError, FakeCupy
 from hostgpu import HostDevice, host_lt
 
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.config.presets import preset
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.saved.checkpoint import State, verify
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train import checkpoints as saving
+from distgpt.core.train.memory import copy_bytes
+from distgpt.core.train.placement import Placement
 from distgpt.gpu import device as module
 from distgpt.gpu.device import TIMED_CALLS, CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import State, verify
-from distgpt.saved.modelfile import Description
-from distgpt.saved.rundir import RunDirectory
-from distgpt.training import checkpoints as saving
-from distgpt.training.opening.memory import copy_bytes
-from distgpt.training.placement import Placement
 
 pytestmark = needs_the_processor
 

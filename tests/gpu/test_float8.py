@@ -9,19 +9,19 @@ from devices import ON_GPU, cuda_kernels, device, gpu, gpu_train, needs_device, 
 from float8 import E4M3, E5M2, from_float8, power_for, rounded, through_float8
 from hostgpu import host_lt
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import GpuConfig, ModelConfig
-from distgpt.evaluation.scoring import Scorer, Span
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import GpuConfig, ModelConfig
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import Affine
+from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
+from distgpt.core.train.scoring import Scorer, Span
 from distgpt.gpu import accelerator
 from distgpt.gpu.api import Matmul
 from distgpt.gpu.cublaslt import LtError
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.api import Affine
-from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import Pass
-from distgpt.stages import Stage
 
 KINDS = {"e4m3": E4M3, "e5m2": E5M2, "turned": E4M3}
 pytestmark = needs_device

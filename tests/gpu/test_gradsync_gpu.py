@@ -8,11 +8,11 @@ from devices import needs_the_processor
 from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, packed, trained, work_of
 from threadranks import on_all_ranks
 
-from distgpt.errors import UsageError
-from distgpt.model.model import Architecture
-from distgpt.training.exchange import overlapped as in_buckets
-from distgpt.training.exchange import trial
-from distgpt.training.exchange.choose import Chosen
+from distgpt.core.base.errors import UsageError
+from distgpt.core.model.model import Architecture
+from distgpt.parallel import overlapped as in_buckets
+from distgpt.parallel import trial
+from distgpt.parallel.choose import Chosen
 
 pytestmark = needs_the_processor
 

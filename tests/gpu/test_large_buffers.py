@@ -5,13 +5,13 @@ import pytest
 from devices import needs_the_processor
 from hostgpu import HostDevice, host_lt
 
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.cpu.fused.flat import dither
+from distgpt.core.ops.api import AdamConstants, AdamState, OuterState
 from distgpt.gpu import device
 from distgpt.gpu.device import BLOCK
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.api import AdamConstants, AdamState, OuterState
-from distgpt.kernels.fused.flat import dither
 
 pytestmark = needs_the_processor
 

@@ -7,11 +7,11 @@ import pytest
 from devices import gpu, gpu_train, needs_the_processor  # noqa: F401
 from fakecupy import FakeCupy
 
-from distgpt.config.presets import PRESETS, preset
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.train.open import _rehearse
+from distgpt.core.train.strategy import Strategy
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.listing import kinds_for
-from distgpt.training.opening.open import _rehearse
-from distgpt.training.strategy import Strategy
 
 PLAIN = ("--eval-every", "2", "--steps", "4", "--save-every", "2")
 RUNS = {

@@ -9,16 +9,16 @@ from hostgpu import BACKWARDS, FORWARDS, HostDevice, host_lt
 from models import batch
 from operations import Scalars, tolerance
 
-from distgpt.config import TrainConfig
-from distgpt.config.presets import preset
+from distgpt.core.config import TrainConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.muon import Muon
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import MuonMatrix
+from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.gpu import muon
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.api import MuonMatrix
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.muon import Muon
-from distgpt.model.passes import Pass
 
 # Odd, of several tiles and pieces, equal sides both lying and standing, one alone.
 SHAPES = [(70, 40), (40, 70), (24, 24), (50, 33), (40, 70), (24, 24), (70, 130), (24, 24), (70, 40)]

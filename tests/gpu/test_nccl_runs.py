@@ -112,7 +112,7 @@ import hostgpu
 hostgpu.install(2)
 from distgpt.cli import main
 from distgpt.gpu import transport
-from distgpt.training.step import Step
+from distgpt.core.train.step import Step
 launch = Step.launch
 
 def launched(self, step, batches, *flags):

@@ -8,7 +8,7 @@ from gpuranks import on_gpus
 from threadranks import on_all_ranks
 
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.training.exchange.reductions import HostWire, ReduceScatterGather, one_by_one
+from distgpt.parallel.reductions import HostWire, ReduceScatterGather, one_by_one
 
 pytestmark = needs_the_processor
 

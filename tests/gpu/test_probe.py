@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hostbuild import COMPILER
 
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
 from distgpt.gpu.probe import (
     Driver,
     Found,

@@ -8,14 +8,14 @@ import pytest
 from conftest import needs_mpi
 from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
 
-from distgpt.config.presets import preset
+from distgpt.core.config.presets import preset
+from distgpt.core.model.counts import BACKWARD, operations
 from distgpt.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.recorder import Clock
 from distgpt.measure.profile.report import result
 from distgpt.measure.profile.session import Profiler, of_rank
 from distgpt.measure.step_timing import Trial
-from distgpt.model.counts import BACKWARD, operations
 
 FLOAT = np.dtype(np.float32)
 

@@ -8,15 +8,15 @@ from devices import needs_the_processor
 from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, trained, work_of
 from threadranks import on_all_ranks
 
-from distgpt.config import RunConfig
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.saved.checkpoint import Best, State
-from distgpt.saved.modelfile import Description
-from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.tensors import read_into
-from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.restore import restore
+from distgpt.core.config import RunConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.checkpoint import Best, State
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.tensors import read_into
+from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.restore import restore
 
 pytestmark = needs_the_processor
 

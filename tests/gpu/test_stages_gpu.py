@@ -9,15 +9,15 @@ from fakecupy import FakeCupy
 from hostbuild import COMPILER
 from threadranks import on_all_ranks
 
-from distgpt import stages
-from distgpt.comm import launched
-from distgpt.comm.serial import SerialComm
-from distgpt.config import GpuConfig
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm import launched
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import GpuConfig
+from distgpt.core.cpu import stages
+from distgpt.core.cpu.stages import device_of, open_stage
 from distgpt.gpu import accelerator, probe, transport
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
-from distgpt.stages import device_of, open_stage
 
 
 def test_ranks_of_a_node_take_its_gpus_in_turn():
@@ -214,7 +214,7 @@ import os, sys
 sys.path.insert(0, {folder!r})
 import hostgpu
 from distgpt.gpu import accelerator
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
 from distgpt.gpu import probe
 
 hostgpu.install()

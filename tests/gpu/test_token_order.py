@@ -8,11 +8,11 @@ from devices import needs_the_processor
 from hostgpu import HostDevice, host_lt
 from models import VARIANTS, batch
 
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import Pass
 
 pytestmark = needs_the_processor
 

@@ -12,9 +12,9 @@ from conftest import distgpt, needs_mpi
 from fakecupy import FakeCupy
 from fakenccl import FakeNccl, NcclError
 
-from distgpt.comm.launched import leave
-from distgpt.comm.serial import SerialComm
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.launched import leave
+from distgpt.core.comm.serial import SerialComm
 from distgpt.gpu import transport
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.transport import HostStaged, Nccl
@@ -206,10 +206,10 @@ from fakenccl import FakeNccl
 from mpi4py import MPI
 from distgpt.comm import mpi
 from distgpt.gpu import transport
-from distgpt.comm.agree import gather_bytes
-from distgpt.errors import UsageError
+from distgpt.core.comm.agree import gather_bytes
+from distgpt.core.base.errors import UsageError
 from distgpt.gpu.device import CupyDevice
-from distgpt.kernels.low_precision import to_bfloat16
+from distgpt.core.ops.low_precision import to_bfloat16
 
 
 def sums(comm, device):

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.model.lora import AdaptedModel, adapters_in
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import Pass
+from distgpt.adapters.lora import AdaptedModel, adapters_in
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
 
 
 def adapted(config, kernels, matrices="all", rank=3):

@@ -7,9 +7,9 @@ from click.testing import CliRunner
 from conftest import MPIRUN
 from forward_work import Job, measure
 
-from distgpt.comm.serial import SerialComm
 from distgpt.commands.bench import train as train_command
-from distgpt.stages import Stage
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.cpu.stages import Stage
 
 FEW = Job("microgpt", "batched", 90, repeats=1)
 SMALL = ("--n-layer", 1, "--n-embd", 16, "--n-head", 2, "--seq-len", 16, "--batch-size", 4, "--steps", 6)

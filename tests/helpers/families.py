@@ -16,7 +16,7 @@ from tokenizers import (
 )
 from tokenizing import STORY
 
-from distgpt.data.tokenizers.naming import load_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _WORDS += r"|\s*[\r\n]+|\s+(?!\S)|\s+"

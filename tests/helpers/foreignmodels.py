@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from distgpt.config import ModelConfig, RunConfig
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.model.model import Architecture
-from distgpt.saved.huggingface import export_model
-from distgpt.saved.modelfile import Description
-from distgpt.saved.tensors import read_header, read_into, write_tensors
+from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.model.model import Architecture
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.tensors import read_header, read_into, write_tensors
+from distgpt.formats.huggingface import export_model
 
 MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False}
 QWEN3 = {**MODERN, "qk_norm": True, "qk_norm_gain": True}

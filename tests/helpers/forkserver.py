@@ -24,7 +24,7 @@ import threading
 _START = "import sys; sys.path.insert(0, {!r}); from forkserver import serve, end; del sys.path[0]; "
 _START += "serve({}); from distgpt.cli import main; end(main)"  # serve() returns in the forked children alone
 _NOT_IMPORTED = ("mpi4py", "cupy", "torch", "transformers", "matplotlib", "pyarrow", "tensorboardX", "cudnn")
-_SKIPPED = ("distgpt.__main__", "distgpt.comm.mpi")
+_SKIPPED = ("distgpt.__main__", "distgpt.core.comm.mpi")
 # Variables that are read when a command runs, not while importing. Any other that differs means a cold start.
 _READ_LATE = ("PMI", "OMPI_", "SLURM_", "MPI_", "PYTEST_", "HF_", "COLUMNS", "LINES", "TERM", "NO_COLOR")
 

@@ -8,12 +8,12 @@ from chattemplates import TEMPLATES
 from families import document
 from foreignmodels import MODERN, shape, tensors_in
 
-from distgpt.config import ModelConfig, RunConfig
-from distgpt.data.tokenizers.chat_template import checked_chat, with_chat
-from distgpt.data.tokenizers.foreign import from_document
-from distgpt.saved.gguf.container import Numbers, read_container, write_container
-from distgpt.saved.modelfile import Description
-from distgpt.saved.tensors import write_tensors
+from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.tensors import write_tensors
+from distgpt.formats.gguf.container import Numbers, read_container, write_container
+from distgpt.texts.tokenizers.chat_template import checked_chat, with_chat
+from distgpt.texts.tokenizers.foreign import from_document
 
 LLAMA = shape(300, 32, 2, 4, 64, n_kv_head=2, mlp_width=96, **MODERN)
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from distgpt.config import MLPS, NORMS, POSITIONS, ModelConfig
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import Pass
+from distgpt.core.config import MLPS, NORMS, POSITIONS, ModelConfig
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
 
 BASE = ModelConfig(
     vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from distgpt.kernels.api import (
+from distgpt.core.ops.api import (
     IGNORED,
     PIECE,
     AdamConstants,

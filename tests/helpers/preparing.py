@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from distgpt.data.prepare import documents as cutting
-from distgpt.data.prepare.preparing import Request, prepare
-from distgpt.data.shards import ShardTokens, read_manifest
-from distgpt.files import bundled
+from distgpt.core.base.files import bundled
+from distgpt.core.data.shards import ShardTokens, read_manifest
+from distgpt.texts.prepare import documents as cutting
+from distgpt.texts.prepare.preparing import Request, prepare
 
 SIZES = {"shard_tokens": 3000, "val_fraction": 0.05, "seed": None}
 

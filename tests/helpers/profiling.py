@@ -2,8 +2,8 @@
 
 import time
 
-from distgpt.config.presets import preset
-from distgpt.kernels.cpu import CpuKernels
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.session import Profiler
 from distgpt.measure.step_timing import Trial

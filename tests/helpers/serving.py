@@ -7,17 +7,17 @@ import threading
 import time
 from contextlib import contextmanager
 
-from distgpt.comm.serial import SerialComm
-from distgpt.data.tokenizers.chat_template import ChatTemplate, with_chat
-from distgpt.errors import DistgptError
-from distgpt.files import bundled
-from distgpt.inference.engine_setup import LoadedModel, ModelSpec, lanes_for
-from distgpt.interrupts import Interrupted
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.saved.modelfile import load_model
+from distgpt.core.base.errors import DistgptError
+from distgpt.core.base.files import bundled
+from distgpt.core.base.interrupts import Interrupted
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec, lanes_for
+from distgpt.core.saved.modelfile import load_model
 from distgpt.serving.limits import Limits, ListenOn
 from distgpt.serving.server import Server as Serving
 from distgpt.serving.server import bound
+from distgpt.texts.tokenizers.chat_template import ChatTemplate, with_chat
 
 JSON = {"Content-Type": "application/json"}
 

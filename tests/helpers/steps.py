@@ -1,8 +1,8 @@
 """A step with the exchange that its settings ask for, as a run makes it."""
 
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.placement import OptimizerState
-from distgpt.training.step import Step
+from distgpt.core.train.placement import OptimizerState
+from distgpt.core.train.step import Step
+from distgpt.parallel.choose import Chosen
 
 
 def state_for(model, config, comm, begins=True):

@@ -4,8 +4,8 @@ import threading
 
 import numpy as np
 
-from distgpt.comm.serial import SerialComm
-from distgpt.errors import DistgptError
+from distgpt.core.base.errors import DistgptError
+from distgpt.core.comm.serial import SerialComm
 
 
 class ThreadComm(SerialComm):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from distgpt.data.loading import read_text
-from distgpt.data.named import resolve_data
-from distgpt.data.tokenizers.learn import learn_bpe
-from distgpt.data.tokenizers.naming import (
+from distgpt.core.data.loading import read_text
+from distgpt.core.data.named import resolve_data
+from distgpt.core.data.tokenizers import (
     load_tokenizer,
 )
+from distgpt.texts.tokenizers.learn import learn_bpe
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from models import VARIANTS, build
 
-from distgpt.errors import NonFiniteError
-from distgpt.inference.batched_lanes import BatchedLanes, _rounded
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.lanes import Feed, Likeliest
-from distgpt.inference.request import Request
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
+from distgpt.core.base.errors import NonFiniteError
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.lanes import Feed, Likeliest
+from distgpt.core.generate.request import Request
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.generation.batched_lanes import BatchedLanes, _rounded
 
 KERNELS = [lambda: ReferenceKernels(), lambda: CpuKernels("float64", 2)]
 

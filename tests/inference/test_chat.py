@@ -15,14 +15,14 @@ from conftest import inside, popen, refused
 from families import write_family
 from foreignmodels import MODERN, exported_model, random_model, shape
 
-from distgpt.comm.serial import SerialComm
-from distgpt.data.chats.format import ChatFormat
-from distgpt.errors import DataError, UsageError
-from distgpt.inference.chat import Conversation
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.engine_setup import ModelSpec
-from distgpt.inference.request import Request
-from distgpt.stages import open_stage
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import ModelSpec
+from distgpt.core.generate.request import Request
+from distgpt.generation.chat import Conversation
+from distgpt.texts.chats.format import ChatFormat
 
 QUICK = ("--max-new-tokens", "8", "--threads", "1")
 

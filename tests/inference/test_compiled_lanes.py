@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from distgpt.config import ModelConfig
-from distgpt.inference import compiled_lanes as compiled
-from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.engine_setup import lane_bytes, lanes_for
-from distgpt.inference.lanes import Feed
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.kernels.rounded.cpu import Int8Kernels
-from distgpt.kernels.rounded.integers import quantise, quantise4, restored
-from distgpt.model.model import Architecture, Model
-from distgpt.model.packed import int8_of
-from distgpt.model.passes import Pass
-from distgpt.model.rounding import bits_of
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.generate import compiled_lanes as compiled
+from distgpt.core.generate.compiled_lanes import compiled_lanes
+from distgpt.core.generate.engine_setup import lane_bytes, lanes_for
+from distgpt.core.generate.lanes import Feed
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.rounded.bits import bits_of
+from distgpt.rounded.loops.integers import quantise, quantise4, restored
+from distgpt.rounded.loops.kernels import Int8Kernels
+from distgpt.rounded.packed import int8_of
 
 VARIANTS = {
     "gpt2": {},

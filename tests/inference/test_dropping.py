@@ -8,16 +8,16 @@ import test_compiled_lanes
 from models import VARIANTS, build
 from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequences  # noqa: F401
 
-from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.lanes import Feed
-from distgpt.inference.request import Request
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.matmul.packing import COLUMNS
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import Pass
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.matmul.packing import COLUMNS
+from distgpt.core.generate.compiled_lanes import compiled_lanes
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.request import Request
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.reference import ReferenceKernels
 
 LENGTH = 9
 

@@ -8,15 +8,15 @@ import pytest
 from models import VARIANTS, build
 from test_lanes import plain_scores
 
-from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
-from distgpt.errors import NonFiniteError, UsageError
-from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.request import Request
-from distgpt.inference.sample import Transcript
-from distgpt.inference.sampling import choose, uniform
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
-from distgpt.kernels.cpu import CpuKernels
+from distgpt.core.base.errors import NonFiniteError, UsageError
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.plain import ByteTokenizer, CharTokenizer
+from distgpt.core.generate.compiled_lanes import compiled_lanes
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.request import Request
+from distgpt.core.generate.sample import Transcript
+from distgpt.core.generate.sampling import choose, uniform
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
 
 LETTERS = CharTokenizer("abcdefghijklm")
 HOT = {"temperature": 1.0}

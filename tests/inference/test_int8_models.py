@@ -7,22 +7,22 @@ import pytest
 from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, round_alike, sequences
 
 from distgpt import api
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig
-from distgpt.errors import DataError, UsageError
-from distgpt.files import bundled
-from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.engine_setup import lanes_for, rehearse
-from distgpt.inference.lanes import Feed
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.rounded.cpu import Int8Kernels
-from distgpt.kernels.rounded.integers import LEVELS, quantise, quantise4, restored
-from distgpt.model.packed import int8_of
-from distgpt.model.rounding import is_quantised
-from distgpt.saved.calibration import calibrated, moved, round_for
-from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
-from distgpt.saved.tensors import read_header, read_rows, write_tensors
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.files import bundled
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.generate.compiled_lanes import compiled_lanes
+from distgpt.core.generate.engine_setup import lanes_for, rehearse
+from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
+from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
+from distgpt.rounded.bits import is_quantised
+from distgpt.rounded.calibration import calibrated, moved, round_for
+from distgpt.rounded.loops.integers import LEVELS, quantise, quantise4, restored
+from distgpt.rounded.loops.kernels import Int8Kernels
+from distgpt.rounded.packed import int8_of
 
 COMM = SerialComm()
 

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 from test_compiled_lanes import TYPES, VARIANTS, all_threads, build, distance, plain, sequences
 
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.inference.adapters import adapters_of
-from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.lanes import Feed
-from distgpt.inference.request import Request
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.lora import adapter_layout
-from distgpt.saved.adapter import Folding
-from distgpt.saved.modelfile import Description
+from distgpt.adapters.adapter import Folding
+from distgpt.adapters.adapters import adapters_of
+from distgpt.adapters.lora import adapter_layout
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.generate.compiled_lanes import compiled_lanes
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.request import Request
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.saved.modelfile import Description
 
 __all__ = ["all_threads"]
 SOME = ({"lora_rank": 3}, {"lora_rank": 5, "lora_matrices": "q,v,down", "lora_alpha": 4.0})

@@ -7,14 +7,14 @@ import pytest
 from models import VARIANTS, build
 from threadranks import on_all_ranks
 
-from distgpt.comm.limits import Memory
-from distgpt.inference import engine_setup
-from distgpt.inference.engine_setup import CACHE_BYTES, lane_bytes, lanes_that_fit, rehearse
-from distgpt.inference.lanes import Feed
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.passes import Pass
+from distgpt.core.comm.limits import Memory
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.generate import engine_setup
+from distgpt.core.generate.engine_setup import CACHE_BYTES, lane_bytes, lanes_that_fit, rehearse
+from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.reference import ReferenceKernels
 
 
 def plain_scores(model, tokens):

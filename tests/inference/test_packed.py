@@ -5,12 +5,12 @@ import pytest
 from test_compiled_lanes import KINDS, TYPES, build
 
 import distgpt
-from distgpt.config import ModelConfig
-from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.lanes import Feed
-from distgpt.kernels.decoding.weights import PIECE, checksums_of
-from distgpt.kernels.pool import pool_of
-from distgpt.model.packing import packed_of
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.decoding.weights import PIECE, checksums_of
+from distgpt.core.cpu.pool import pool_of
+from distgpt.core.generate.compiled_lanes import compiled_lanes
+from distgpt.core.generate.lanes import Feed
+from distgpt.core.model.packing import packed_of
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
 

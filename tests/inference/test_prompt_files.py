@@ -11,12 +11,12 @@ from test_lanes import plain_scores
 from threadranks import on_all_ranks
 
 from distgpt import api
-from distgpt.errors import NonFiniteError
-from distgpt.inference.batch import Answers
-from distgpt.inference.distribute import averaged, distribute
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.request import Request
-from distgpt.inference.uncompiled_lanes import UncompiledLanes
+from distgpt.core.base.errors import NonFiniteError
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.request import Request
+from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.generation.batch import Answers
+from distgpt.generation.distribute import averaged, distribute
 
 LINES = [
     {"prompt": "the lamp", "max_new_tokens": 3},

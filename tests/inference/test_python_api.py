@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from threadranks import on_all_ranks
 
-from distgpt.config import ModelConfig
-from distgpt.errors import DataError, NonFiniteError, UsageError
-from distgpt.inference.python_api import Writer
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Architecture, Model
+from distgpt.core.base.errors import DataError, NonFiniteError, UsageError
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.generate.python_api import Writer
+from distgpt.core.model.model import Architecture, Model
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=1, n_head=2, n_embd=16, init_std=0.2)
 

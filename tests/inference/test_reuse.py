@@ -6,14 +6,14 @@ import pytest
 from models import VARIANTS
 from test_engine import LANES, both_lanes, model
 
-from distgpt.data.tokenizers.plain import CharTokenizer
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.engine_setup import lanes_for
-from distgpt.inference.request import Request
-from distgpt.kernels.rounded.cpu import Int8Kernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.packed import int8_of
-from distgpt.stages import open_stage
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.plain import CharTokenizer
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import lanes_for
+from distgpt.core.generate.request import Request
+from distgpt.core.model.model import Architecture, Model
+from distgpt.rounded.loops.kernels import Int8Kernels
+from distgpt.rounded.packed import int8_of
 
 LETTERS = CharTokenizer("abcdefghijklm")
 
@@ -105,7 +105,7 @@ def test_the_least_recently_used_lane_goes_first():
 
 @both_lanes
 def test_a_common_beginning_is_copied_and_its_own_lane_kept(made, dtype, monkeypatch):
-    monkeypatch.setattr("distgpt.inference.engine.WORTHWHILE", 4)
+    monkeypatch.setattr("distgpt.core.generate.engine.WORTHWHILE", 4)
     lanes, engine = engine_of(made, dtype, count=3, seq_len=32)
     system = [1, 2, 3, 4, 5]
     chats = [[*system, other, *range(2, 12)] for other in (6, 7)]
@@ -124,7 +124,7 @@ def test_a_common_beginning_is_copied_and_its_own_lane_kept(made, dtype, monkeyp
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_exact_lanes_give_the_same_bits_whatever_was_taken_over(dtype, monkeypatch):
-    monkeypatch.setattr("distgpt.inference.engine.WORTHWHILE", 4)
+    monkeypatch.setattr("distgpt.core.generate.engine.WORTHWHILE", 4)
     chats = [[i % 3, *range(1, 40), *range(i, 90, 3)] for i in range(6)]
     hot = {"max_new_tokens": 9, "temperature": 1.0, "logprobs": 3, "overflow": "stop"}
     kernels = open_stage("serial", 2).kernels("float32" if dtype == "int8" else dtype)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from distgpt.errors import UsageError
-from distgpt.inference.request import Request, Sampling
-from distgpt.inference.sampling import candidates, choose, likeliest, likelihood, uniform
+from distgpt.core.base.errors import UsageError
+from distgpt.core.generate.request import Request, Sampling
+from distgpt.core.generate.sampling import candidates, choose, likeliest, likelihood, uniform
 
 
 def by_definition(scores, how):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import MPIRUN, needs_mpi, wait_for
 
-from distgpt.comm.launched import LAUNCHERS, RANKS
-from distgpt.errors import StorageError, UsageError
+from distgpt.core.base.errors import StorageError, UsageError
+from distgpt.core.comm.launched import LAUNCHERS, RANKS
 from distgpt.jobs.launchers import find_launcher, own_mpirun
 from distgpt.jobs.processes import TIMED_OUT, Ended, run, unlaunched
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from test_matmul import GUARD, check, wide
 
-from distgpt.kernels.compiling import disk_cache, processor
-from distgpt.kernels.compiling.registers import AMX, AVX512, AVX512_BF16
-from distgpt.kernels.low_precision import to_bfloat16
-from distgpt.kernels.matmul import amx, assembled
-from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
-from distgpt.kernels.matmul.packing import aligned
+from distgpt.core.cpu.compiling import disk_cache, processor
+from distgpt.core.cpu.compiling.registers import AMX, AVX512, AVX512_BF16
+from distgpt.core.cpu.matmul import assembled
+from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.core.cpu.matmul.packing import aligned
+from distgpt.core.ops.low_precision import to_bfloat16
+from distgpt.processors import amx
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
 ROWS, COLUMNS = AMX.rows, AMX.columns

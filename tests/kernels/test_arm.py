@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from fake_macos import pretend_macos
 
-from distgpt.kernels.compiling import arm, processor
-from distgpt.kernels.compiling.registers import NEON, NEON_BF16
-from distgpt.kernels.matmul import mmla, packing
-from distgpt.kernels.matmul.neon import module
-from distgpt.kernels.matmul.vectors import moves
-from distgpt.kernels.rounded import int4, int8
+from distgpt.core.cpu.compiling import processor
+from distgpt.core.cpu.compiling.registers import NEON, NEON_BF16
+from distgpt.core.cpu.matmul import packing
+from distgpt.core.cpu.matmul.vectors import moves
+from distgpt.processors import arm, mmla
+from distgpt.processors.neon import module
+from distgpt.rounded.loops import int4, int8
 
 FLOAT, LOW = "float32", "bfloat16"
 DOTS, SQUARES = (int8.dot_of(NEON, {"dotprod", *more}) for more in ((), ("i8mm",)))

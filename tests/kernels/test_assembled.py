@@ -8,12 +8,13 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.kernels.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16
-from distgpt.kernels.matmul import assembled, tiles, widening
-from distgpt.kernels.matmul.microkernel import Tile, declarations, module
-from distgpt.kernels.rounded import int4, int8
-from distgpt.kernels.rounded.int4 import Int4Tile
-from distgpt.kernels.rounded.int8 import Int8Tile, dot_of
+from distgpt.core.cpu.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.matmul import assembled
+from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
+from distgpt.processors import tiles, widening
+from distgpt.rounded.loops import int4, int8
+from distgpt.rounded.loops.int4 import Int4Tile
+from distgpt.rounded.loops.int8 import Int8Tile, dot_of
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """

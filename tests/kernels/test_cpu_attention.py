@@ -6,11 +6,11 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.fused import attention
-from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
-from distgpt.kernels.matmul.packing import ROWS
-from distgpt.kernels.reference import ReferenceKernels
+from distgpt.core.cpu.fused import attention
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.cpu.matmul.packing import ROWS
+from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
+from distgpt.core.ops.reference import ReferenceKernels
 
 # Of a tensor's norm. Half a unit of bfloat16's last place is 2e-3 of an element.
 CLOSE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 5e-3}

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numba import njit
 
-from distgpt.files import cache_folder
-from distgpt.kernels import first_use
-from distgpt.kernels.compiling import disk_cache
+from distgpt.core.base.files import cache_folder
+from distgpt.core.cpu import first_use
+from distgpt.core.cpu.compiling import disk_cache
 
-PACKAGE = Path(disk_cache.__file__).parents[3]
-FOLDERS = [path for path in disk_cache.KERNELS.iterdir() if path.is_dir()]
+PACKAGE = Path(disk_cache.__file__).parents[4]
+FOLDERS = {path.parent for path in disk_cache.sources()} - {disk_cache.PACKAGE / "core/ops"}
 COMPILED = {"jit", "inline", "by_types", "also_for", "intrinsic"}  # what decorates a loop or a part of one
 
 
@@ -106,11 +106,11 @@ def constants_in(loops):
 def test_every_constant_that_a_loop_may_hold_changes_the_folder(tmp_path, monkeypatch):
     """Numba freezes what a loop finds under a global name, also where that was imported."""
     sources = disk_cache.sources()
-    copies = {path: tmp_path / path.relative_to(disk_cache.KERNELS) for path in sources}
+    copies = {path: tmp_path / path.relative_to(disk_cache.PACKAGE) for path in sources}
     for path, copy in copies.items():
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
-    monkeypatch.setattr(disk_cache, "KERNELS", tmp_path)
+    monkeypatch.setattr(disk_cache, "PACKAGE", tmp_path)
     before, tried = disk_cache.digest(disk_cache.sources()), set()
     loops = [path for path in sources if path.parent in FOLDERS]
     for path, text in constants_in(loops):
@@ -147,12 +147,12 @@ def test_whatever_a_loop_uses_lies_in_what_is_hashed_for_it():
             for name in node.names
         }
         for loop in compiled_in(tree):
-            seen.add(path.parent.name)
+            seen |= {*path.parts}
             for name in (node.id for node in ast.walk(loop) if isinstance(node, ast.Name)):
                 if module := from_where.get(name):  # a module, or a name in one
                     file = module if module.exists() else module.parent.with_suffix(".py")
                     assert file in sources, f"{path}: {loop.name} uses {name}, which no digest has"
-    assert seen >= {"compiling", "matmul", "fused", "decoding", "rounded", "tokenizers"}
+    assert seen >= {"compiling", "matmul", "fused", "decoding", "adapters", "rounded", "tokenizers"}
 
 
 def test_loops_of_the_last_versions_stay_and_folders_of_others(tmp_path, monkeypatch):

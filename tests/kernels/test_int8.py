@@ -6,15 +6,15 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from distgpt.kernels.compiling.jit import jit
-from distgpt.kernels.compiling.processor import features
-from distgpt.kernels.compiling.registers import AVX2, AVX512, NEON
-from distgpt.kernels.low_precision import from_bfloat16
-from distgpt.kernels.matmul import assembled
-from distgpt.kernels.matmul.packing import aligned
-from distgpt.kernels.rounded import int4, int8, operands
-from distgpt.kernels.rounded.integers import BLOCKS, LEVELS, quantise, quantise4, restored
-from distgpt.kernels.rounded.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked
+from distgpt.core.cpu.compiling.jit import jit
+from distgpt.core.cpu.compiling.processor import features
+from distgpt.core.cpu.compiling.registers import AVX2, AVX512, NEON
+from distgpt.core.cpu.matmul import assembled
+from distgpt.core.cpu.matmul.packing import aligned
+from distgpt.core.ops.low_precision import from_bfloat16
+from distgpt.rounded.loops import int4, int8, operands
+from distgpt.rounded.loops.integers import BLOCKS, LEVELS, quantise, quantise4, restored
+from distgpt.rounded.loops.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked
 
 # Registers, what is said of the processor, and the way that follows; where it has these features too.
 WAYS = {

@@ -11,16 +11,16 @@ import operations
 import pytest
 from operations import *  # noqa: F403
 
-from distgpt.config import ModelConfig, TrainConfig
+from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.cpu.fused import muon
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.cpu.pool import WorkerMemory
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import IGNORED, Affine, Head, Kernels
+from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.kernels.api import IGNORED, Affine, Head, Kernels
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.fused import muon
-from distgpt.kernels.pool import WorkerMemory
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.model.passes import Pass
 
 
 def public(cls):

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distgpt.kernels.fused import rowwise
-from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
-from distgpt.kernels.matmul import assembled, blocked, packing
-from distgpt.kernels.matmul.blocked import backward, forward, product_scratch, products, scratch
-from distgpt.kernels.matmul.layers import OwnMatmuls
-from distgpt.kernels.pool import pool_of
+from distgpt.core.cpu.fused import rowwise
+from distgpt.core.cpu.matmul import assembled, blocked, packing
+from distgpt.core.cpu.matmul.blocked import backward, forward, product_scratch, products, scratch
+from distgpt.core.cpu.matmul.layers import OwnMatmuls
+from distgpt.core.cpu.pool import pool_of
+from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 
 FLOAT, BITS = "float32", "uint16"
 GUARD = {FLOAT: np.float32(np.nan), BITS: np.uint16(0x7FC1)}

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from distgpt.kernels.api import Affine
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.matmul import layers
-from distgpt.kernels.matmul.layers import BlasMatmuls, OwnMatmuls
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.matmul import layers
+from distgpt.core.cpu.matmul.layers import BlasMatmuls, OwnMatmuls
+from distgpt.core.ops.api import Affine
 
 
 def results(kernels, rows, inputs, outputs):

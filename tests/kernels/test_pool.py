@@ -12,12 +12,12 @@ import time
 import pytest
 
 from distgpt.api import GPT
-from distgpt.comm.serial import SerialComm
-from distgpt.config import ModelConfig, RunConfig
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.pool import Pool, pool_of
-from distgpt.model.model import Architecture, Model
-from distgpt.saved.modelfile import Description
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ModelConfig, RunConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.pool import Pool, pool_of
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.modelfile import Description
 
 
 def test_models_share_one_pool():
@@ -95,7 +95,7 @@ def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
 
 INTERRUPTED = """
 import random, signal, threading, time
-from distgpt.kernels.pool import Pool
+from distgpt.core.cpu.pool import Pool
 
 pool, moments, main = Pool(3), random.Random(1), threading.main_thread().ident
 

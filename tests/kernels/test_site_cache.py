@@ -13,9 +13,9 @@ import pytest
 from conftest import inside, refused
 from numba import njit
 
-from distgpt.config.presets import PRESETS, preset
-from distgpt.kernels.compiling import disk_cache, site_cache
-from distgpt.kernels.first_use import COMPILING
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.cpu.compiling import disk_cache, site_cache
+from distgpt.core.cpu.first_use import COMPILING
 from distgpt.measure import precompile
 
 SOMEBODY = 12345

@@ -8,10 +8,10 @@ import pytest
 from test_amx import OUT, compiled, computed
 from test_matmul import GUARD, wide
 
-from distgpt.kernels.compiling.processor import features
-from distgpt.kernels.compiling.registers import AVX512
-from distgpt.kernels.low_precision import to_bfloat16
-from distgpt.kernels.matmul import widening
+from distgpt.core.cpu.compiling.processor import features
+from distgpt.core.cpu.compiling.registers import AVX512
+from distgpt.core.ops.low_precision import to_bfloat16
+from distgpt.processors import widening
 
 pytestmark = pytest.mark.skipif("avx512f" not in features(), reason="needs AVX-512")
 

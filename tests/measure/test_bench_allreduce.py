@@ -10,7 +10,7 @@ from conftest import MPIRUN, distgpt, needs_mpi
 from threadranks import on_all_ranks
 
 from distgpt.commands.bench import allreduce as command_line
-from distgpt.errors import DistgptError, UsageError
+from distgpt.core.base.errors import DistgptError, UsageError
 from distgpt.measure.bench.allreduce import (
     AllreduceOptions,
     algorithms,

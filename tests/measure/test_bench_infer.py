@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import inside
 
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
 from distgpt.measure.bench import infer
 from distgpt.measure.bench.infer import InferOptions
 

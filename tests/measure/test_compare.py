@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from conftest import clean_environment, command, distgpt, needs_mpi, refused, wait_for
 
 from distgpt.commands.compare_stages import compare_stages
-from distgpt.errors import DisagreementError, DistgptError
+from distgpt.core.base.errors import DisagreementError, DistgptError
 from distgpt.measure.compare.stages import Runner
 
 pytestmark = needs_mpi

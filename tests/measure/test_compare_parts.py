@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from distgpt.config import RunConfig
-from distgpt.config.presets import preset
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import RunConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.stages import STAGES
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.model.optim import learning_rate
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.compare import page
 from distgpt.measure.compare.agreement import (
@@ -31,8 +33,6 @@ from distgpt.measure.compare.stages import (
     Runner,
 )
 from distgpt.measure.compare.workload import Opening, find_workload, look_at_data
-from distgpt.model.optim import learning_rate
-from distgpt.stages import STAGES
 
 # Steps that are judged in float32.
 OF_ADAMW, OF_MUON = (MEASURED[optimizer, "float32"].steps for optimizer in ("adamw", "muon"))

@@ -6,18 +6,18 @@ import pytest
 from conftest import SMALL, inside, refused
 from foreignmodels import change_json
 
-from distgpt.config import RunConfig, parse_toml
-from distgpt.config.presets import preset
-from distgpt.data.named import resolve_data
-from distgpt.errors import DataError
+from distgpt.core.base.errors import DataError
+from distgpt.core.config import RunConfig, parse_toml
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.named import resolve_data
+from distgpt.core.model.counts import operations, parameters
+from distgpt.core.model.model import FLAG_COUNT, Architecture
+from distgpt.core.train.memory import divisors, needed
+from distgpt.core.train.strategy import Strategy
 from distgpt.gpu.probe import probe
-from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.estimate import Question, estimate, render_terminal
 from distgpt.measure.step_timing import measure
-from distgpt.model.counts import operations, parameters
-from distgpt.model.model import FLAG_COUNT, Architecture
-from distgpt.training.opening.memory import divisors, needed
-from distgpt.training.strategy import Strategy
 
 PUBLISHED = {
     "gpt2": 124_439_808,

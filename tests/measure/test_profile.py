@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from profiling import job, profiled, times
 
+from distgpt.core.model.optim import AdamW
 from distgpt.doctor.speed import Peaks
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.report import as_text, result
 from distgpt.measure.profile.session import Profiler, of_rank
-from distgpt.model.optim import AdamW
 
 
 @pytest.mark.timing

@@ -7,10 +7,10 @@ import sys
 
 from conftest import SMALL, distgpt, needs_mpi, popen, train
 
+from distgpt.core.model.model import flag_count
 from distgpt.doctor.speed import MEMORY_BYTES
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.session import TRACED
-from distgpt.model.model import flag_count
 
 # Peaks are measured, but not for long.
 SHORT = "import distgpt.doctor.speed as peaks; peaks.SECONDS = 0.05; from distgpt.cli import main; main()"

@@ -8,11 +8,11 @@ import pytest
 from profiling import job, profiled, times
 from threadranks import on_all_ranks
 
-from distgpt.kernels.api import AdamState, Affine, Angles, Head, Kernels, SortedTokens, Stats
-from distgpt.kernels.cpu import CpuKernels
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.counts import BACKWARD, operations
+from distgpt.core.ops.api import AdamState, Affine, Angles, Head, Kernels, SortedTokens, Stats
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken, account
-from distgpt.model.counts import BACKWARD, operations
 
 WAYS = ("forward", "backward into input", "backward into weights")
 # Of the vocabulary, what makes arrays, reads them, or organises the work.

@@ -9,11 +9,11 @@ from click.testing import CliRunner
 from conftest import SMALL, same_signals
 from profiling import job
 
-from distgpt.comm.serial import SerialComm
 from distgpt.commands.profile import profile
 from distgpt.commands.train import train
+from distgpt.core.base.errors import StorageError
+from distgpt.core.comm.serial import SerialComm
 from distgpt.doctor import speed as peaks
-from distgpt.errors import StorageError
 from distgpt.measure.profile.session import Session, prepare
 
 

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from conftest import losses, train
 
-from distgpt.comm.limits import Cores
-from distgpt.config import ModelConfig
-from distgpt.config.dial import PAIR_PASSES
-from distgpt.data.batches import PIECE, ArrayTokens, Batches
-from distgpt.errors import UsageError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model import bigrams
-from distgpt.model.bigrams import Pairs, learn_bigrams
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import Pass
-from distgpt.training import restore
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.limits import Cores
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.batches import PIECE, ArrayTokens, Batches
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.train import restore
+from distgpt.recipes import bigrams
+from distgpt.recipes.bigrams import Pairs, learn_bigrams
+from distgpt.recipes.scaling import PAIR_PASSES
 
 V, C = 37, 16
 

@@ -5,11 +5,11 @@ import pytest
 from adapted import adapted, expected, gradients, merged
 from models import BASE, VARIANTS, batch, plain_logits
 
-from distgpt.errors import UsageError
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.fused import low_rank
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.passes import Pass
+from distgpt.adapters.loops import low_rank as low_rank
+from distgpt.core.base.errors import UsageError
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.reference import ReferenceKernels
 
 
 def close(found, wanted, tolerance):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from models import BASE, VARIANTS, batch, build, plain_logits
 
-from distgpt.config import ModelConfig
-from distgpt.config.presets import PRESETS, preset
-from distgpt.errors import UsageError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.memory import Layout
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import FEW, WIDE, Pass
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import ModelConfig
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.memory import Layout
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import FEW, WIDE, Pass
+from distgpt.core.ops.reference import ReferenceKernels
 
 
 def loss(work, tokens, targets):

@@ -7,11 +7,11 @@ import microgpt_plain_python as plain
 import numpy as np
 import pytest
 
-from distgpt.config.presets import preset
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.passes import Pass
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.reference import ReferenceKernels
 
 
 @pytest.mark.parametrize("changes", [{}, {"n_layer": 2, "n_embd": 12, "n_head": 3}])

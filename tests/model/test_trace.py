@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distgpt
-from distgpt.config import ModelConfig
+from distgpt.core.config import ModelConfig
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=3, n_head=3, n_embd=24, init_std=0.2)
 MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)

@@ -23,10 +23,10 @@ _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
 _SERVED, _STRAINED = "serving/test_serve.py", "serving/test_serve_limits.py"
 _FAULTS = {
-    ("kernels/decoding/decode.py", _LANES): [
+    ("core/cpu/decoding/decode.py", _LANES): [
         ("threads do not meet", "        barrier(counter, arrivals + n_threads)", "        pass"),
     ],
-    ("kernels/decoding/cached_attention.py", _LANES): [
+    ("core/cpu/decoding/cached_attention.py", _LANES): [
         ("what a lane held is read", "line[j] = zip_narrowed(of[j], zero)", "put(line, 2 * j, of[j])"),
         (
             "later keys are seen",
@@ -34,13 +34,13 @@ _FAULTS = {
             "softmax(own.scores[i], own.probs[i], stop, stop,",
         ),
     ],
-    ("kernels/decoding/cached_attention.py", "inference/test_dropping.py"): [
+    ("core/cpu/decoding/cached_attention.py", "inference/test_dropping.py"): [
         ("keys are turned on", "a * c + b * s", "a * c - b * s"),
     ],
-    ("model/packing.py", "inference/test_packed.py"): [
+    ("core/model/packing.py", "inference/test_packed.py"): [
         ("old weights answer", "known is None or not np.array_equal(known[0], checksums)", "known is None"),
     ],
-    ("model/optim.py", _WIRED): [
+    ("core/model/optim.py", _WIRED): [
         ("weights never decay", "1 - rate * config.weight_decay", "1.0"),
         ("decay at the peak rate", "1 - rate * config", "1 - config.lr * config"),
         ("clip is ignored", "config.clip * (", "0.0 * ("),
@@ -50,34 +50,34 @@ _FAULTS = {
         ("bias correction of the next step", "config.beta2 ** (step + 1)", "config.beta2 ** (step + 2)"),
         ("min_lr is ignored", "config.min_lr + (", "("),
     ],
-    ("training/opening/open.py", _WIRED): [
+    ("core/train/open.py", _WIRED): [
         (
             "the best loss is forgotten",
             "say, comm, best, disk, gathering",
             "say, comm, None, disk, gathering",
         ),
     ],
-    ("training/restore.py", _WIRED): [
+    ("core/train/restore.py", _WIRED): [
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
     ],
-    ("inference/request.py", _WIRED): [
+    ("core/generate/request.py", _WIRED): [
         ("settings are not checked", "about.check(name, value)", "pass"),
     ],
-    ("training/report.py", _ON_RANKS): [
+    ("core/train/report.py", _ON_RANKS): [
         (
             "all ranks record an evaluation",
             "        if not self._is_silent:\n            self._record(metrics",
             "        if True:\n            self._record(metrics",
         ),
     ],
-    ("training/checkpoints.py", "training/test_saving.py"): [
+    ("core/train/checkpoints.py", "training/test_saving.py"): [
         ("a copy is not taken", "groups = self._copy.taken(live) if self._copy else", "groups ="),
     ],
-    ("training/timed.py", "training/test_clock.py"): [
+    ("guards/timed.py", "training/test_clock.py"): [
         ("the time before a stop is forgotten", "begun - spent", "begun"),
         ("the last step ends too late", "end + usual > total", "end > total + usual"),
     ],
-    ("training/loop.py", "training/test_signals.py"): [
+    ("core/train/loop.py", "training/test_signals.py"): [
         (
             "a signal does not save",
             "    run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))\n    raise stop",
@@ -85,39 +85,39 @@ _FAULTS = {
         ),
         ("an evaluation that was cut short is forgotten", "progress.evaluation_pending or (t", "False or (t"),
     ],
-    ("training/guards/full_disk.py", "training/test_full_disk.py"): [
+    ("guards/full_disk.py", "training/test_full_disk.py"): [
         ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
         ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
         ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
         ("weights have no room", "self.write(step, self._weights, self._take)", "pass"),
     ],
-    ("training/guards/rollback.py", "training/test_badsteps.py"): [
+    ("guards/rollback.py", "training/test_badsteps.py"): [
         (
             "a rollback sees the bad data again",
             "used = bad.step + run.batches.skipped",
             "used = run.progress.step",
         ),
     ],
-    ("training/sanity.py", "training/test_mpi.py -k drift"): [
+    ("core/train/sanity.py", "training/test_mpi.py -k drift"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -"),
     ],
-    ("data/batches.py", "evaluation/test_scoring.py"): [
+    ("core/data/batches.py", "evaluation/test_scoring.py"): [
         ("one token too few is validated", "min(most + 1,", "min(most,"),
     ],
-    ("training/step.py", _ON_RANKS): [
+    ("core/train/step.py", _ON_RANKS): [
         (
             "the gradient's norm grows with the ranks",
             "(self._squares()[0])) * self._norm_scale",
             "(self._squares()[0]))",
         ),
     ],
-    ("training/exchange/api.py", _ON_RANKS): [
+    ("core/train/exchange.py", _ON_RANKS): [
         ("gradients are summed, not averaged", "mean = self.mean / learned", "mean = 1.0 / learned"),
     ],
-    ("data/batches.py", "data/test_batches.py"): [
+    ("core/data/batches.py", "data/test_batches.py"): [
         ("all ranks see the same rows", "* size + rank)", "* size)"),
     ],
-    ("data/packing.py", "data/test_packing.py"): [
+    ("texts/packing.py", "data/test_packing.py"): [
         (
             "the longest is cut",
             "size = sizes[at := max(0, at)]",
@@ -125,17 +125,17 @@ _FAULTS = {
         ),
         ("equal rows share documents", "taken[size] += times * repeats", "taken[size] += times"),
     ],
-    ("data/loading.py", "data/test_tokenized.py"): [
+    ("core/data/loading.py", "data/test_tokenized.py"): [
         ("the held-out text is another tokenizer's", "existing=corpus.tokenizer, ", ""),
     ],
-    ("data/batches.py", _WIRED): [
+    ("core/data/batches.py", _WIRED): [
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         ("targets are the inputs", "window[1:]", "window[:-1]"),
     ],
-    ("training/opening/plan.py", _WIRED): [
+    ("core/train/plan.py", _WIRED): [
         ("micro-batches are those of other ranks", "self.state.ranks == ranks and ", ""),
     ],
-    ("saved/checkpoint.py", "saved/test_checkpoint.py"): [
+    ("core/saved/checkpoint.py", "saved/test_checkpoint.py"): [
         (
             "a manifest's hash is not looked at",
             "destination, listed.sha256, listed.header_sha256",
@@ -143,10 +143,10 @@ _FAULTS = {
         ),
         ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]"),
     ],
-    ("data/shards.py", _SYNCED): [
+    ("core/data/shards.py", _SYNCED): [
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
     ],
-    ("files.py", _SYNCED): [
+    ("core/base/files.py", _SYNCED): [
         (
             "a file is not synced",
             "file.flush()\n                os.fsync(file.fileno())",
@@ -154,13 +154,13 @@ _FAULTS = {
         ),
         ("a name is not synced", "sync_directory(path.parent)", "pass"),
     ],
-    ("kernels/fused/rowwise.py", "kernels/test_kernels.py"): [
+    ("core/cpu/fused/rowwise.py", "kernels/test_kernels.py"): [
         ("a sign in LayerNorm's gradient", "(g - total - xhat * along)", "(g - total + xhat * along)"),
     ],
-    ("kernels/fused/muon.py", "kernels/test_kernels.py -k muon"): [
+    ("core/cpu/fused/muon.py", "kernels/test_kernels.py -k muon"): [
         ("weights decay against the update", "if ui[j] * pi[j] >= 0", "if ui[j] * pi[j] < 0"),
     ],
-    ("model/muon.py", "training/test_muon.py"): [
+    ("core/model/muon.py", "training/test_muon.py"): [
         (
             "a matrix is cut between ranks",
             "whole = round(inside) if _is_matrix(spec)",
@@ -168,21 +168,21 @@ _FAULTS = {
         ),
         ("ranks share no updates", "return self._bounds if len(self._bounds) > 2 else ()", "return ()"),
     ],
-    ("kernels/fused/activations.py", "kernels/test_kernels.py"): [
+    ("core/cpu/fused/activations.py", "kernels/test_kernels.py"): [
         (
             "a sign in GELU's gradient",
             "value * (one - sigmoid) * (linear",
             "value * (one + sigmoid) * (linear",
         ),
     ],
-    ("kernels/fused/attention.py", "kernels/test_kernels.py"): [
+    ("core/cpu/fused/attention.py", "kernels/test_kernels.py"): [
         (
             "a rotation turns the other way",
             "number(qkv, -1) if inverse else number(qkv, 1)",
             "number(qkv, 1)",
         ),
     ],
-    ("kernels/fused/attention.py", "kernels/test_cpu_attention.py"): [
+    ("core/cpu/fused/attention.py", "kernels/test_cpu_attention.py"): [
         (
             "a query sees the key behind it",
             "seen + i, stop, scale, s.sums",
@@ -200,81 +200,81 @@ _FAULTS = {
         ),
         ("a key forgets the other heads of its group", "onto or start < begin", "start < begin"),
     ],
-    ("kernels/matmul/blocked.py", "kernels/test_matmul.py -k odd_shapes"): [
+    ("core/cpu/matmul/blocked.py", "kernels/test_matmul.py -k odd_shapes"): [
         (
             "a later stretch of k forgets the earlier ones",
             "(ACCUMULATE if begin else",
             "(0 if begin else",
         ),
     ],
-    ("kernels/matmul/widening.py", "kernels/test_widening.py"): [
+    ("processors/widening.py", "kernels/test_widening.py"): [
         ("the buffer keeps one pair for all of a row", "(4, BUFFER_LINE) if", "(0, BUFFER_LINE) if"),
         ("the second halves are the first ones", '("%behind", True)', '("%behind", False)'),
         ("what lies behind A is read", "lanes_below(self._pairs)", "lanes_below(str(LANES))"),
     ],
-    ("kernels/matmul/blocked.py", "kernels/test_matmul.py -k add_to_what_is_there"): [
+    ("core/cpu/matmul/blocked.py", "kernels/test_matmul.py -k add_to_what_is_there"): [
         (
             "gradients of weights start anew at every stretch",
             "flags = ACCUMULATE if low else accumulate",
             "flags = accumulate",
         ),
     ],
-    ("inference/sample.py", "inference/test_engine.py -k past_the_context"): [
+    ("core/generate/sample.py", "inference/test_engine.py -k past_the_context"): [
         (
             "the window slides one too far",
             "gone = len(self.tokens) - kept - self.begin",
             "gone = len(self.tokens) - kept - self.begin + 1",
         ),
     ],
-    ("inference/sample.py", "inference/test_engine.py -k lookup"): [
+    ("core/generate/sample.py", "inference/test_engine.py -k lookup"): [
         (
             "a guess that was wrong stays in the lane",
             "self.ended or events[-1].token != guess",
             "self.ended or guess is None",
         ),
     ],
-    ("inference/sampling.py", _WIRED): [
+    ("core/generate/sampling.py", _WIRED): [
         ("--top-k is ignored", "if 0 < how.top_k < len(scores)", "if 0 < how.top_k < 0"),
         ("--top-p is ignored", "if how.top_p < 1:", "if how.top_p < 0:"),
     ],
-    ("inference/engine.py", "inference/test_dropping.py -k among_others"): [
+    ("core/generate/engine.py", "inference/test_dropping.py -k among_others"): [
         (
             "a prompt that has moved is shared",
             "sample.cached)\n                self._prompts.pop(sample.lane, None)",
             "sample.cached)",
         ),
     ],
-    ("inference/engine.py", "inference/test_engine.py -k does_not_depend"): [
+    ("core/generate/engine.py", "inference/test_engine.py -k does_not_depend"): [
         (
             "another sample's prompt is taken for one's own",
             "if held is shared), None)",
             "if held is not None), None)",
         ),
     ],
-    ("errors.py", "test_cli.py -k exit_codes"): [
+    ("core/base/errors.py", "test_cli.py -k exit_codes"): [
         ("a damaged file ends with another code", "exit_code = 65", "exit_code = 66"),
     ],
-    ("interrupts.py", "test_interrupts.py -k wherever"): [
+    ("core/base/interrupts.py", "test_interrupts.py -k wherever"): [
         ("an interrupt ends with another code", "signal.SIGINT: 130", "signal.SIGINT: 131"),
     ],
-    ("interrupts.py", "training/test_signals.py -k second"): [
+    ("core/base/interrupts.py", "training/test_signals.py -k second"): [
         ("a signal once more is never raised", "> MEANT:", "> 1e9:"),
     ],
-    ("files.py", "saved/test_run_lock.py"): [
+    ("core/base/files.py", "saved/test_run_lock.py"): [
         ("two processes train in one directory", "kind | fcntl.LOCK_NB", "fcntl.LOCK_SH"),
     ],
-    ("saved/tensors.py", "saved/test_weightsfile.py"): [
+    ("core/saved/tensors.py", "saved/test_weightsfile.py"): [
         ("a header's checksum is not compared", "if HEADER_SUM in metadata and", "if not metadata and"),
     ],
-    ("training/exchange/sharded.py", _SUMMED): [
+    ("parallel/sharded.py", _SUMMED): [
         ("shards are not shared", "self.comm.all_gather(self.model.params.flat, self._bounds)", "pass"),
         ("every rank clips by its own norm", "self.comm.sum(self._pieces)", "pass"),
         ("moments of other ranks are lost", "self._comm.all_gather(whole, [", "list(["),
     ],
-    ("training/exchange/overlapped.py", _SUMMED): [
+    ("parallel/overlapped.py", _SUMMED): [
         ("a bucket is summed twice", "self._handed = final", "self._handed = 0"),
     ],
-    ("training/exchange/overlapped.py", _OVERLAPPED): [
+    ("parallel/overlapped.py", _OVERLAPPED): [
         ("a bucket is summed twice on GPUs", "self._sent = final", "self._sent = 0"),
     ],
     ("gpu/device.py", _OVERLAPPED): [
@@ -284,7 +284,7 @@ _FAULTS = {
             "self._cut.append((self.stream.end_capture(), lambda: None))",
         ),
     ],
-    ("model/layers.py", "model/test_model.py -k gradients"): [
+    ("core/model/layers.py", "model/test_model.py -k gradients"): [
         (
             "a layer writes over what the weights of the last one read",
             "dout=self.din, din=self.dout",
@@ -310,53 +310,53 @@ _FAULTS = {
             "pass",
         ),
     ],
-    ("training/guards/watchdog.py", "training/test_stalls.py -k nccl"): [
+    ("guards/watchdog.py", "training/test_stalls.py -k nccl"): [
         ("nobody asks NCCL what has failed", "if self._nccl and (trouble", "if not self._size and (trouble"),
     ],
-    ("training/exchange/reductions.py", _SUMMED): [
+    ("parallel/reductions.py", _SUMMED): [
         ("ranks round alike", "{step} {self._comm.rank} {time}", "{step} {time}"),
         ("a stretch's own part stays rounded", "self._send(pieces, step)", "pass"),
     ],
-    ("training/exchange/reductions.py", _SAME_BITS): [
+    ("parallel/reductions.py", _SAME_BITS): [
         ("ranks add as they come", "flat.add_tree if by_twos else flat.add_parts", "flat.add_parts"),
     ],
-    ("model/model.py", "gpu/test_sharded_files.py -k saved_is"): [
+    ("core/model/model.py", "gpu/test_sharded_files.py -k saved_is"): [
         (
             "a rank has other weights in full precision than it updates",
             "flat[start - begin : stop - begin]",
             "flat[: stop - start]",
         ),
     ],
-    ("training/exchange/reproducible.py", _SAME_BITS): [
+    ("parallel/reproducible.py", _SAME_BITS): [
         ("parts are added one by one", "level = ((part + 1) & -(part + 1))", "level = (1)"),
         ("units are rows of any rank", "rank * self.count + i, self._parts", "i, self._parts"),
     ],
-    ("training/exchange/sharded.py", "gpu/test_sharded_files.py -k saved_is"): [
+    ("parallel/sharded.py", "gpu/test_sharded_files.py -k saved_is"): [
         (
             "a checkpoint has weights that only other ranks have kept",
             "{OPTIMIZER: self.some(moments), **weights}",
             "{OPTIMIZER: self.some(moments)}",
         ),
     ],
-    ("training/exchange/local_steps.py", _LOCAL): [
+    ("parallel/local_steps.py", _LOCAL): [
         ("every rank clips by its own norm in local steps", "both[len(extra) :]", "norm[:]"),
         ("a last round has no end", " or done == self._steps", ""),
     ],
-    ("training/opening/balance.py", _SHARES): [
+    ("parallel/balance.py", _SHARES): [
         ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for"),
     ],
-    ("training/schedule.py", _LOCAL): [
+    ("core/train/schedule.py", _LOCAL): [
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
     ],
-    ("training/exchange/replicas.py", _LOCAL): [
+    ("parallel/replicas.py", _LOCAL): [
         ("the velocity is lost", "k.put(buffer.flat, flat)", "pass"),
         ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:"),
         ("weights within a round are a sum", "total /= comm.size", "pass"),
     ],
-    ("kernels/fused/flat.py", _SUMMED): [
+    ("core/cpu/fused/flat.py", _SUMMED): [
         ("bfloat16 is rounded down", "builder.add(bits, up)", "bits"),
     ],
-    ("kernels/fused/softmax.py", "kernels/test_cpu_attention.py"): [
+    ("core/cpu/fused/softmax.py", "kernels/test_cpu_attention.py"): [
         ("keys that come later count", "icmp ult <{n} x i64> {places}", "icmp ule <{n} x i64> {places}"),
     ],
     ("gpu/cu/elementwise.cu", "gpu/test_cuda_kernels.py -k linear_act"): [
@@ -398,10 +398,10 @@ _FAULTS = {
     ("serving/completions.py", f"{_STRAINED} -k echo"): [
         ("an echo is not counted", "* served.weight + echoed", "* served.weight"),
     ],
-    ("data/tokenizers/growth.py", "data/test_hostile_tokenizers.py -k lengthens"): [
+    ("texts/tokenizers/growth.py", "data/test_hostile_tokenizers.py -k lengthens"): [
         ("a normalizer lengthens texts without bound", "if most > MOST:", "if False:"),
     ],
-    ("data/tokenizers/library.py", "data/test_hostile_tokenizers.py -k never_ends"): [
+    ("texts/tokenizers/library.py", "data/test_hostile_tokenizers.py -k never_ends"): [
         ("a text is waited for without end", "thread.join(seconds :=", "thread.join() or (seconds :="),
     ],
 }

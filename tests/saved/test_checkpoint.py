@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from disks import file_size_limit, names
 
-from distgpt.errors import DataError, StorageError
-from distgpt.saved import checkpoint
-from distgpt.saved.checkpoint import (
+from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.saved import checkpoint
+from distgpt.core.saved.checkpoint import (
     load_group,
     load_state,
     newest_intact,
@@ -22,7 +22,7 @@ from distgpt.saved.checkpoint import (
     set_damaged_aside,
     verify,
 )
-from distgpt.saved.tensors import read_header
+from distgpt.core.saved.tensors import read_header
 
 FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors")
 

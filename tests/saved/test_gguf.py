@@ -7,13 +7,13 @@ from foreignmodels import SHAPES, random_model, same, shape, tensors_in
 from gguffiles import LLAMA, rewritten_gguf, tokenizer_like, with_tokenizer
 from tokenizing import STORY, TEXT, small
 
-from distgpt.data.tokenizers.chat_template import chat_of
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import DataError, UsageError
-from distgpt.saved.gguf.blocks import NUMBERS, TYPES, quantised, restored
-from distgpt.saved.gguf.container import read_container
-from distgpt.saved.gguf.transfer import export_gguf, import_gguf
-from distgpt.saved.modelfile import read_description
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.saved.modelfile import read_description
+from distgpt.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
+from distgpt.formats.gguf.container import read_container
+from distgpt.formats.gguf.transfer import export_gguf, import_gguf
+from distgpt.texts.tokenizers.chat_template import chat_of
 
 HELD = [name for name in SHAPES if name != "relu" and "window" not in SHAPES[name]]
 
@@ -87,7 +87,7 @@ def test_rows_that_are_no_blocks_stay_in_float32(tmp_path):
 
 def test_scales_too_large_for_their_type_are_refused(tmp_path):
     path = tmp_path / "ours.safetensors"
-    from distgpt.saved.tensors import read_header, write_tensors
+    from distgpt.core.saved.tensors import read_header, write_tensors
 
     arrays = random_model(path, LLAMA)
     arrays["blocks.0.attn.proj.w"][0, 0] = 1e9
@@ -162,7 +162,7 @@ def test_tokenizers_that_cannot_encode_every_text_are_refused(tmp_path, kind):
 def test_merges_that_scores_cannot_say_are_refused(tmp_path):
     from gguffiles import of_sentencepiece
 
-    from distgpt.data.tokenizers.foreign import from_document
+    from distgpt.texts.tokenizers.foreign import from_document
 
     learned = of_sentencepiece()
     learned["model"]["merges"].pop(7)

@@ -9,10 +9,10 @@ from conftest import inside
 from foreignmodels import SHAPES, random_model
 from gguffiles import LLAMA, front, rewritten_gguf, tensor, text
 
-from distgpt.errors import DataError
-from distgpt.saved.gguf.container import read_container
-from distgpt.saved.gguf.transfer import export_gguf, import_gguf
-from distgpt.saved.modelfile import read_description
+from distgpt.core.base.errors import DataError
+from distgpt.core.saved.modelfile import read_description
+from distgpt.formats.gguf.container import read_container
+from distgpt.formats.gguf.transfer import export_gguf, import_gguf
 
 ALIGNED = text(b"general.alignment") + struct.pack("<II", 4, 0)
 HUGE = 1 << 40

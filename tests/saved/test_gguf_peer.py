@@ -13,13 +13,13 @@ from gguffiles import tokenizer_like, with_tokenizer
 from tokenizing import TEXT, small
 
 import distgpt
-from distgpt.data.loading import read_text
-from distgpt.data.named import resolve_data
-from distgpt.data.tokenizers.chat_template import chat_of
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.files import bundled
-from distgpt.saved.gguf.blocks import NUMBERS, TYPES, quantised, restored
-from distgpt.saved.gguf.transfer import export_gguf, import_gguf
+from distgpt.core.base.files import bundled
+from distgpt.core.data.loading import read_text
+from distgpt.core.data.named import resolve_data
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
+from distgpt.formats.gguf.transfer import export_gguf, import_gguf
+from distgpt.texts.tokenizers.chat_template import chat_of
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "llama_cpp_models.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('llama_cpp') and f('gguf')))"

@@ -9,8 +9,8 @@ import pytest
 from conftest import SMALL, inside, refused
 
 import distgpt
+from distgpt.core.saved.tensors import read_header, write_tensors
 from distgpt.doctor.report import pairs, print_page
-from distgpt.saved.tensors import read_header, write_tensors
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -120,11 +120,11 @@ def test_a_page_of_the_doctor_is_escaped_too(capsys):
 PRINTERS = {"print", "echo", "secho"}
 # Where output is made that is no page: messages, a display, a model's text, a child's answer.
 THEIR_OWN = (
-    "errors.py",
+    "core/base/errors.py",
     "cli.py",
-    "inference/single.py",
-    "inference/chat_terminal.py",
-    "comm/launched.py",
+    "core/generate/single.py",
+    "generation/chat_terminal.py",
+    "core/comm/launched.py",
     "show/display.py",
 )
 THEIR_OWN += ("doctor/report.py", "commands/train.py", "commands/options.py")

@@ -28,12 +28,12 @@ from foreignmodels import (
 )
 from tokenizing import GPT2, needs_gpt2
 
-from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT
-from distgpt.data.tokenizers.naming import fingerprint, load_tokenizer
-from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.saved.huggingface import export_model, import_model
-from distgpt.saved.modelfile import read_description
-from distgpt.saved.tensors import read_header, write_tensors
+from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
+from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.tensors import read_header, write_tensors
+from distgpt.formats.huggingface import export_model, import_model
+from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT
 
 
 def brought_in(source, *more):

@@ -7,9 +7,9 @@ from conftest import inside
 from families import FAMILIES, write_family
 from foreignmodels import MODERN, change_json, exported_model, shape
 
-from distgpt.data.tokenizers.chat_template import chat_of
-from distgpt.data.tokenizers.naming import tokenizer_from_json
-from distgpt.saved.modelfile import quantize, read_description
+from distgpt.core.data.tokenizers import tokenizer_from_json
+from distgpt.core.saved.modelfile import quantize, read_description
+from distgpt.texts.tokenizers.chat_template import chat_of
 
 MODEL = shape(1000, 64, 1, 2, 16, **MODERN)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"

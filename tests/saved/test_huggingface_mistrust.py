@@ -15,11 +15,11 @@ from foreignmodels import (
     write_index,
 )
 
-from distgpt.errors import DataError
-from distgpt.saved.families import recognised
-from distgpt.saved.family import HEAD, Settings
-from distgpt.saved.huggingface import import_model
-from distgpt.saved.tensors import write_tensors
+from distgpt.core.base.errors import DataError
+from distgpt.core.saved.tensors import write_tensors
+from distgpt.formats.families import recognised
+from distgpt.formats.family import HEAD, Settings
+from distgpt.formats.huggingface import import_model
 
 
 def check_refused(source, words):

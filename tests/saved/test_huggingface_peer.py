@@ -12,12 +12,12 @@ from foreignmodels import SHAPES, exported_model, random_model
 from tokenizing import GPT2, gpt2, needs_gpt2
 
 import distgpt
-from distgpt.comm.serial import SerialComm
-from distgpt.files import bundled
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.passes import Pass
-from distgpt.saved.huggingface import Foreign, export_model, import_model
-from distgpt.saved.modelfile import load_model
+from distgpt.core.base.files import bundled
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.passes import Pass
+from distgpt.core.saved.modelfile import load_model
+from distgpt.formats.huggingface import Foreign, export_model, import_model
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "transformers_models.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torch') and f('transformers')))"

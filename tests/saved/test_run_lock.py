@@ -16,14 +16,14 @@ import pytest
 from conftest import SMALL, distgpt, inside, metrics, popen, refused, wait_for
 from disks import raising, without_locks
 
-from distgpt.comm.serial import SerialComm
-from distgpt.errors import StorageError, UsageError
-from distgpt.saved.rundir import RunDirectory
+from distgpt.core.base.errors import StorageError, UsageError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.saved.rundir import RunDirectory
 
 HOLD = """
 import sys
 from pathlib import Path
-from distgpt.saved.rundir import RunDirectory
+from distgpt.core.saved.rundir import RunDirectory
 RunDirectory(Path(sys.argv[1])).claim()
 print("held", flush=True)
 input()

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from conftest import SMALL, inside, refused
 
-from distgpt.comm.serial import SerialComm
-from distgpt.data.loading import read_text, resolve_data
-from distgpt.errors import UsageError, command_line
-from distgpt.saved.modelfile import read_description
-from distgpt.saved.rundir import RunDirectory, find_weights
-from distgpt.saved.tensors import write_tensors
+from distgpt.core.base.errors import UsageError, command_line
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data.loading import read_text, resolve_data
+from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.rundir import RunDirectory, find_weights
+from distgpt.core.saved.tensors import write_tensors
 from distgpt.show.runs import Listed, render_terminal
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from foreignmodels import random_model
 
-from distgpt.config import ModelConfig
-from distgpt.errors import DataError
-from distgpt.saved import tensors as weightsfile
-from distgpt.saved.modelfile import read_description
-from distgpt.saved.tensors import HEADER_SUM, read_header, read_into, write_tensors
+from distgpt.core.base.errors import DataError
+from distgpt.core.config import ModelConfig
+from distgpt.core.saved import tensors as weightsfile
+from distgpt.core.saved.modelfile import read_description
+from distgpt.core.saved.tensors import HEADER_SUM, read_header, read_into, write_tensors
 
 
 def some_tensors():

@@ -7,9 +7,9 @@ import pytest
 from conftest import inside, refused
 from foreignmodels import SHAPES, change_json, exported, in_parts, random_model, tensors_in  # noqa: F401
 
-from distgpt.errors import DataError, command_line
-from distgpt.saved.huggingface import import_model
-from distgpt.saved.tensors import read_header, write_tensors
+from distgpt.core.base.errors import DataError, command_line
+from distgpt.core.saved.tensors import read_header, write_tensors
+from distgpt.formats.huggingface import import_model
 from distgpt.show.weightspage import inspect, page
 
 

@@ -12,12 +12,12 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from serving import JSON, pieces, sample, server
 
-from distgpt.data.tokenizers.plain import ByteTokenizer
-from distgpt.errors import UsageError
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.engine_setup import lanes_for
-from distgpt.inference.request import Request
-from distgpt.inference.sample import default_prompt
+from distgpt.core.base.errors import UsageError
+from distgpt.core.data.plain import ByteTokenizer
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import lanes_for
+from distgpt.core.generate.request import Request
+from distgpt.core.generate.sample import default_prompt
 from distgpt.serving.completions import PARAMETERS, Served, parse_body
 from distgpt.serving.limits import Limits, Refusal
 from distgpt.serving.server import checked_key

@@ -10,13 +10,13 @@ pytest.importorskip("uvicorn")
 from conftest import SMALL, inside, refused
 from serving import server
 
-from distgpt.comm.limits import Memory
-from distgpt.config import GpuConfig
-from distgpt.errors import UsageError
-from distgpt.inference import engine_setup
-from distgpt.inference.engine_setup import ModelSpec
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.limits import Memory
+from distgpt.core.config import GpuConfig
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.generate import engine_setup
+from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.serving import server as server_module
-from distgpt.stages import open_stage
 
 TEXTS = {"one": "the lamp, the fox, ", "two": "the fox and the lamp and "}
 HOW = ["--threads", "1", "--seq-len", "16", "--batch-size", "8", "--lr", "5e-2", "--steps", "40"]

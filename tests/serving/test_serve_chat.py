@@ -8,14 +8,14 @@ from chattemplates import settings
 from families import write_family
 from serving import pieces, sample, server
 
-from distgpt.data.chats.format import ChatFormat
-from distgpt.errors import DataError
-from distgpt.inference.engine import Engine, complete
-from distgpt.inference.engine_setup import lanes_for
-from distgpt.inference.request import Request
+from distgpt.core.base.errors import DataError
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import lanes_for
+from distgpt.core.generate.request import Request
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Served
 from distgpt.serving.limits import Limits, Refusal
+from distgpt.texts.chats.format import ChatFormat
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "The harbour"}]

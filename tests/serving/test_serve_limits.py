@@ -20,18 +20,18 @@ from conftest import distgpt, inside, popen, refused
 from hostiletokenizers import FAILING, TEXT, failing
 from serving import JSON, pieces, sample, server, until
 
-from distgpt.comm.cores import peak_memory
-from distgpt.comm.serial import SerialComm
-from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
-from distgpt.data.tokenizers.plain import ByteTokenizer
-from distgpt.errors import DistgptError
-from distgpt.files import bundled
-from distgpt.inference.engine_setup import LoadedModel, ModelSpec
+from distgpt.core.base.errors import DistgptError
+from distgpt.core.base.files import bundled
+from distgpt.core.comm.cores import peak_memory
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.data.plain import ByteTokenizer
+from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec
 from distgpt.serving import app, completions, parsing
 from distgpt.serving import server as serving_module
 from distgpt.serving.completions import json_of
 from distgpt.serving.limits import Limits, Refusal
 from distgpt.serving.server import bound
+from distgpt.texts.tokenizers.bpe import BpeTokenizer, symbols
 
 MB = 1 << 20
 

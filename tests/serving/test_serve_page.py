@@ -8,14 +8,14 @@ pytest.importorskip("uvicorn")
 from browser import BROWSER, CONTRAST, browser
 from serving import sample, server, until
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.data.tokenizers.chat_template import ChatTemplate, with_chat
-from distgpt.inference.adapters import adapters_of
-from distgpt.inference.engine_setup import LoadedModel, ModelSpec
-from distgpt.model.lora import adapter_layout
-from distgpt.saved.adapter import Folding
-from distgpt.saved.modelfile import Description
+from distgpt.adapters.adapter import Folding
+from distgpt.adapters.adapters import adapters_of
+from distgpt.adapters.lora import adapter_layout
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec
+from distgpt.core.saved.modelfile import Description
+from distgpt.texts.tokenizers.chat_template import ChatTemplate, with_chat
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
 WINDOWS = [(360, "dark"), (1280, "light")]

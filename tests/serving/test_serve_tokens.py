@@ -12,10 +12,10 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from serving import sample, server
 
-from distgpt.comm.serial import SerialComm
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.train.scoring import Scorer
 from distgpt.evaluation.benchmark import Benchmark
 from distgpt.evaluation.questions import read_questions
-from distgpt.evaluation.scoring import Scorer
 
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not f('lm_eval'))"
 NAMED = "DISTGPT_LMEVAL_PYTHON"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import inside, metrics
 
-from distgpt.errors import DataError, StorageError, UsageError
+from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.show.plot import Curve, Look, _Picture, plot, read_runs, short_names
 
 

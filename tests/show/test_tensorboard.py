@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from distgpt.errors import StorageError, UsageError
+from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.show.display import TAGS, TensorBoard
 
 pytest.importorskip("tensorboardX")

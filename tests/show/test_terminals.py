@@ -9,7 +9,7 @@ import pytest
 from conftest import distgpt, inside
 
 from distgpt.cli import COMMANDS
-from distgpt.inference.request import Event
+from distgpt.core.generate.request import Event
 from distgpt.show.display import Lines, Live
 from distgpt.show.remaining import ByClock, BySteps
 
@@ -134,7 +134,7 @@ def events(text, choice=0):
 
 
 def test_samples_are_printed_one_after_another(capsys):
-    from distgpt.inference.single import stream
+    from distgpt.core.generate.single import stream
 
     one, two, three = (list(events(text, i)) for i, text in enumerate(("ab", "cd", "ef")))
     stream("x", [three[0], one[0], two[0], three[1], one[1], two[1]], 3)
@@ -159,7 +159,7 @@ def test_answered_prompts_are_a_bar_on_a_terminal_else_lines(monkeypatch, termin
 
 
 def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
-    from distgpt.inference.single import stream
+    from distgpt.core.generate.single import stream
 
     text = "\x1b[2J\x07\u202eb"
     for terminal, expected in ((True, "a\ufffd[2J\ufffd\ufffdb\n"), (False, "a\x1b[2J\x07\u202eb\n")):
@@ -171,7 +171,7 @@ def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
 
 
 def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
-    from distgpt.inference.single import stream
+    from distgpt.core.generate.single import stream
     from distgpt.show.display import Lines
 
     monkeypatch.setenv("PMI_SIZE", "2")
@@ -182,7 +182,7 @@ def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
 
 
 def test_what_ends_a_text_early_is_said_on_a_line_of_its_own(monkeypatch):
-    from distgpt.inference.single import stream
+    from distgpt.core.generate.single import stream
 
     def interrupted():
         yield Event(0, 0, 1, None, "b", None)

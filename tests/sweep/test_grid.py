@@ -2,7 +2,7 @@
 
 import pytest
 
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
 from distgpt.sweep.grid import Grid, read_grid
 from distgpt.sweep.ledger import Result, Rung, begin, on_rung, read_back
 

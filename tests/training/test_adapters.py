@@ -9,7 +9,7 @@ from conftest import distgpt as distgpt_command
 from safetensors.numpy import load_file, save_file
 
 import distgpt
-from distgpt.saved.tensors import read_header
+from distgpt.core.saved.tensors import read_header
 
 TEXT = ["--data", "story", "--threads", "1", "--seq-len", "16", "--batch-size", "8", "--lr", "2e-2"]
 LORA = [*TEXT, "--steps", "40", "--save-every", "20", "--lora-rank", "2", "--val-fraction", "0.1"]
@@ -132,7 +132,7 @@ def test_an_adapter_that_is_not_finite_is_refused(base, run, tmp_path):
     next(iter(tensors.values()))[0, 0] = np.nan
     kept = {name: text for name, text in metadata.items() if "sha256" not in name}
     bad = tmp_path / "bad.safetensors"
-    distgpt.saved.tensors.write_tensors(bad, tensors, kept)
+    distgpt.core.saved.tensors.write_tensors(bad, tensors, kept)
     refused(inside("infer", "--prompt", "a", "--weights", base, "--adapter", bad), 65, "not finite")
     save_file(tensors, tmp_path / "foreign.safetensors")
     refused(inside("infer", "--prompt", "a", "--weights", tmp_path / "foreign.safetensors"), 65, "distgpt")

@@ -9,18 +9,18 @@ from steps import build_step, state_for
 from test_local_steps import CONFIG, batches, model_of
 from threadranks import on_all_ranks
 
-from distgpt.errors import UsageError
-from distgpt.saved.checkpoint import State, load_state
-from distgpt.training.opening import balance
-from distgpt.training.opening.balance import (
+from distgpt.core.base.errors import UsageError
+from distgpt.core.saved.checkpoint import State, load_state
+from distgpt.core.train.compatibility import refuse_unsuited
+from distgpt.core.train.plan import Plan
+from distgpt.parallel import balance
+from distgpt.parallel.balance import (
     Balanced,
     described_shares,
     hosts_checksum,
     measured_shares,
     shares_by,
 )
-from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.plan import Plan
 
 PLAIN = replace(CONFIG, outer_every=0)
 

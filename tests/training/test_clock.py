@@ -7,19 +7,19 @@ import pytest
 from conftest import distgpt, inside, needs_mpi, refused, train
 
 import distgpt as library
-from distgpt.config import TrainConfig
-from distgpt.config.presets import preset
-from distgpt.data.named import resolve_data
-from distgpt.errors import UsageError
-from distgpt.kernels import first_use
-from distgpt.kernels.compiling import site_cache
-from distgpt.model.optim import learning_rate
-from distgpt.saved.rundir import RunDirectory
-from distgpt.training.clock import Clock, is_over
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.opening.dial import Dial, text_of
-from distgpt.training.progress import Pace, Progress
-from distgpt.training.timed import TimedClock
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import TrainConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu import first_use
+from distgpt.core.cpu.compiling import site_cache
+from distgpt.core.data.named import resolve_data
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.clock import Clock, is_over
+from distgpt.core.train.progress import Pace, Progress
+from distgpt.guards.timed import TimedClock
+from distgpt.parallel.choose import Chosen
+from distgpt.recipes.depth import Dial, text_of
 
 SMALL = ["--n-layer", "1", "--n-embd", "16", "--seq-len", "16"]
 T = TrainConfig(train_minutes=1.0, warmup=0, steps=7)

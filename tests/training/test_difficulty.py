@@ -8,8 +8,8 @@ import string
 import pytest
 from conftest import inside
 
-from distgpt.data.loading import resolve_data
-from distgpt.training.opening.difficulty import LEAST, MOST, difficulty
+from distgpt.core.data.loading import resolve_data
+from distgpt.recipes.difficulty import LEAST, MOST, difficulty
 
 WORDS = ["lamp", "keeper", "harbour", "stone", "evening", "ship", "window", "letter", "the", "and", "was"]
 

@@ -10,15 +10,15 @@ import pytest
 from conftest import MPIRUN, SMALL, distgpt, inside, losses, refused
 from disks import names, raising, small_disk
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.errors import StorageError
-from distgpt.files import allocate, storage_errors
-from distgpt.saved.checkpoint import save_checkpoint
-from distgpt.saved.rundir import RunDirectory
-from distgpt.training import checkpoints as saving
-from distgpt.training.guards.full_disk import Room
-from distgpt.training.step import Step
+from distgpt.core.base.errors import StorageError
+from distgpt.core.base.files import allocate, storage_errors
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.saved.checkpoint import save_checkpoint
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train import checkpoints as saving
+from distgpt.core.train.step import Step
+from distgpt.guards.full_disk import Room
 
 WORDS = [*SMALL, "--steps", "60", "--save-every", "5"]
 CHECKPOINT, WEIGHTS = 140 << 10, 112 << 10  # bytes: more than one of this model takes, and than is reserved
@@ -199,7 +199,7 @@ def test_one_that_another_run_begins_with_stays(made):
 def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatch):
     directory, said, room = made
     refused_once = Writing(errno.ENOSPC)
-    monkeypatch.setattr("distgpt.training.guards.full_disk.allocate", lambda *_: refused_once())
+    monkeypatch.setattr("distgpt.guards.full_disk.allocate", lambda *_: refused_once())
     with room(keep=5).reserved(SerialComm(), 5):
         assert names(directory.checkpoints)[0] == "step-00000002"
     (line,) = said
@@ -212,7 +212,7 @@ def test_what_cannot_be_told_now_is_told_later(made, monkeypatch):
     disk = room(keep=5)
     disk.write(6, 100, Writing(errno.ENOSPC))
     with monkeypatch.context() as patch:
-        patch.setattr("distgpt.saved.rundir.append", raising(OSError(errno.ENOSPC, "it is full")))
+        patch.setattr("distgpt.core.saved.rundir.append", raising(OSError(errno.ENOSPC, "it is full")))
         disk.report()
     assert len(said) == 1 and not directory.history.exists()
     disk.write(7, 100, Writing(errno.ENOSPC))

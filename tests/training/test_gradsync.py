@@ -10,30 +10,30 @@ from conftest import SMALL, inside, losses, needs_mpi, train
 from steps import build_step, state_for
 from threadranks import on_all_ranks
 
-from distgpt.config import GRAD_SYNCS, ModelConfig, TrainConfig
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.errors import UsageError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.fused.flat import dither
-from distgpt.kernels.low_precision import from_bfloat16
-from distgpt.model.memory import ALIGNED, MATRIX, VECTOR, Layout, Spec
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.training.exchange import overlapped, trial
-from distgpt.training.exchange import reductions as ways
-from distgpt.training.exchange.api import Allreduce
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.exchange.overlapped import Overlapped
-from distgpt.training.exchange.reductions import (
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import GRAD_SYNCS, ModelConfig, TrainConfig
+from distgpt.core.cpu.fused.flat import dither
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.memory import ALIGNED, MATRIX, VECTOR, Layout, Spec
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.ops.low_precision import from_bfloat16
+from distgpt.core.train.compatibility import refuse_unsuited
+from distgpt.core.train.exchange import Allreduce
+from distgpt.parallel import overlapped, trial
+from distgpt.parallel import reductions as ways
+from distgpt.parallel.choose import Chosen
+from distgpt.parallel.overlapped import Overlapped
+from distgpt.parallel.reductions import (
     HostWire,
     ReduceScatterGather,
     bounds_of,
     fastest_between_nodes,
     one_by_one,
 )
-from distgpt.training.exchange.sharded import Shards, shards
-from distgpt.training.exchange.trial import candidates
-from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.parallel.sharded import Shards, shards
+from distgpt.parallel.trial import candidates
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", matmul="own", clip=0.5)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from models import BASE
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.errors import UsageError
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.saved.modelfile import Description, save_model
-from distgpt.training.opening.model_kind import kind_of
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.saved.modelfile import Description, save_model
+from distgpt.core.train.model_kind import kind_of
 
 KINDS = {"whole": TrainConfig(), "adapters": TrainConfig(lora_rank=2)}
 

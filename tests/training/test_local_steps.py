@@ -11,23 +11,23 @@ from conftest import losses, needs_mpi, train
 from steps import build_step, state_for
 from threadranks import on_all_ranks
 
-from distgpt.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.data.batches import ArrayTokens, Batches, rank_rows
-from distgpt.errors import UsageError
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import learning_rate
-from distgpt.model.passes import Pass
-from distgpt.saved.checkpoint import State, stems
-from distgpt.saved.modelfile import Description
-from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.tensors import read_into
-from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.progress import Pace, Progress
-from distgpt.training.restore import restore
-from distgpt.training.schedule import Due, due_after
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches, rank_rows
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.model.passes import Pass
+from distgpt.core.saved.checkpoint import State, stems
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.tensors import read_into
+from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.compatibility import refuse_unsuited
+from distgpt.core.train.progress import Pace, Progress
+from distgpt.core.train.restore import restore
+from distgpt.core.train.schedule import Due, due_after
+from distgpt.parallel.choose import Chosen
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
 CONFIG = TrainConfig(

@@ -24,10 +24,10 @@ from conftest import (
 )
 from test_stalls import of_job
 
-from distgpt.comm.launched import LAUNCHERS
-from distgpt.saved.checkpoint import newest_intact, newest_step
+from distgpt.core.comm.launched import LAUNCHERS
+from distgpt.core.saved.checkpoint import newest_intact, newest_step
 
-mpi = pytest.importorskip("distgpt.comm.mpi")
+mpi = pytest.importorskip("distgpt.core.comm.mpi")
 pytestmark = needs_mpi
 
 TOLERANCE = 1e-12  # relative, of losses in float64
@@ -114,7 +114,7 @@ DRIVER = """
 import errno, json, os, signal
 from distgpt.training import step
 from distgpt.cli import main
-from distgpt.errors import StorageError
+from distgpt.core.base.errors import StorageError
 
 rank, how = json.loads(os.environ["BREAK"])
 
@@ -297,7 +297,7 @@ def test_a_mistake_ends_a_job_with_its_exit_code(tmp_path):
 EACH_ITS_OWN = """
 import json, os, sys
 from distgpt.cli import main
-from distgpt.comm.launched import launched_rank
+from distgpt.core.comm.launched import launched_rank
 sys.argv[1:] = json.loads(sys.argv[1 + launched_rank()])
 """
 ONE_RANK_REFUSES = [

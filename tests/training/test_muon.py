@@ -8,17 +8,17 @@ from conftest import SMALL, in_one_job, losses, needs_mpi, train
 from steps import build_step, state_for
 from threadranks import on_all_ranks
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import ModelConfig, TrainConfig
-from distgpt.config.settings import OPTIMIZERS
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model import muon
-from distgpt.model.memory import ALIGNED, MATRIX
-from distgpt.model.model import Architecture, Model
-from distgpt.model.muon import Muon, borders, muon_scalars
-from distgpt.model.optim import learning_rate, step_scalars
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.config.settings import OPTIMIZERS
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model import muon
+from distgpt.core.model.memory import ALIGNED, MATRIX
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.muon import Muon, borders, muon_scalars
+from distgpt.core.model.optim import learning_rate, step_scalars
+from distgpt.core.ops.reference import ReferenceKernels
 
 MODEL = ModelConfig(
     vocab_size=64,

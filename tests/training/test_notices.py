@@ -4,11 +4,11 @@ import re
 
 from conftest import SMALL, inside
 
-from distgpt import stages
-from distgpt.comm.serial import SerialComm
-from distgpt.kernels.compiling import processor
-from distgpt.kernels.compiling.registers import AVX2, AVX512, AVX512_BF16
-from distgpt.stages import Stage, open_stage
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.cpu import stages
+from distgpt.core.cpu.compiling import processor
+from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.stages import Stage, open_stage
 
 
 def notices(out, *args):

@@ -12,13 +12,13 @@ import pytest
 from threadranks import on_all_ranks
 
 from distgpt import api
-from distgpt.comm.serial import SerialComm
-from distgpt.config.asked import Asked, asked_for
-from distgpt.config.presets import PRESETS, preset
-from distgpt.errors import UsageError
-from distgpt.training.opening import plan as planning
-from distgpt.training.opening.derived import derived, everywhere
-from distgpt.training.opening.plan import decode, encode, make_plan, new_run
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config.asked import Asked, asked_for
+from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.train import plan as planning
+from distgpt.core.train.plan import decode, encode, make_plan, new_run
+from distgpt.recipes.derived import derived, everywhere
 
 RECIPES = ("decay", "within", "dial", "tuning", "deterministic", "derived")
 

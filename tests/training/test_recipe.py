@@ -7,7 +7,7 @@ import pytest
 from conftest import distgpt, inside, needs_mpi, refused, train
 
 import distgpt as library
-from distgpt.files import bundled
+from distgpt.core.base.files import bundled
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
 ROPE = ["--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--no-bias"]

@@ -11,14 +11,14 @@ from conftest import SMALL, inside, losses, refused
 from steps import build_step
 from threadranks import on_all_ranks
 
-from distgpt.config import ModelConfig, TrainConfig
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.errors import DistgptError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.training.guards import recheck
-from distgpt.training.guards.recheck import Recheck
+from distgpt.core.base.errors import DistgptError
+from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.guards import recheck
+from distgpt.guards.recheck import Recheck
 
 CONFIG = TrainConfig(batch_size=12, grad_accum=2, recheck_every=2, seed=3, recompute="mlp", matmul="own")
 STEPS = 8

@@ -11,10 +11,10 @@ from conftest import SMALL, inside, losses, metrics, refused
 from disks import names
 
 import distgpt
-from distgpt.comm.serial import SerialComm
-from distgpt.saved.rundir import RunDirectory
-from distgpt.training import schedule
-from distgpt.training.schedule import SaveTimer
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train import schedule
+from distgpt.core.train.schedule import SaveTimer
 
 MODEL = ["--qk-norm", "--qk-norm-gain", "--head-dim", "6", "--qkv-bias", "--rope-scaling", "llama3"]
 LONG = [*SMALL, *MODEL, "--steps", "8", "--save-every", "4"]

@@ -9,21 +9,21 @@ from conftest import SMALL, inside, losses, needs_mpi, train
 from steps import build_step, state_for
 from threadranks import on_all_ranks
 
-from distgpt.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.errors import UsageError
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.fused import flat
-from distgpt.model.memory import FlatBuffer, Layout, Spec
-from distgpt.model.model import Architecture, Model
-from distgpt.saved.tensors import DATA_SUM, read_header
-from distgpt.training.exchange import reductions as ways
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.exchange.reductions import tree_sum
-from distgpt.training.exchange.reproducible import Tree, usual_parts
-from distgpt.training.exchange.sharded import shards
-from distgpt.training.opening.compatibility import refuse_unsuited
-from distgpt.training.opening.memory import fitting
+from distgpt.core.base.errors import UsageError
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.core.cpu.fused import flat
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.data.batches import ArrayTokens, Batches
+from distgpt.core.model.memory import FlatBuffer, Layout, Spec
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.saved.tensors import DATA_SUM, read_header
+from distgpt.core.train.compatibility import refuse_unsuited
+from distgpt.core.train.memory import fitting
+from distgpt.parallel import reductions as ways
+from distgpt.parallel.choose import Chosen
+from distgpt.parallel.reductions import tree_sum
+from distgpt.parallel.reproducible import Tree, usual_parts
+from distgpt.parallel.sharded import shards
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=16, reproducible_parts=8, seed=3, recompute="mlp", clip=0.5)

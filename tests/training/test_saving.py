@@ -11,22 +11,22 @@ import pytest
 from conftest import SMALL, inside, losses, metrics, refused
 from disks import small_disk
 
-from distgpt.comm.limits import Memory
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.config.presets import preset
-from distgpt.errors import StorageError
-from distgpt.files import append
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import Best, State, load_group, load_state, newest_step, verify
-from distgpt.saved.modelfile import Description
-from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.tensors import DATA_SUM, read_header, read_rows
-from distgpt.training import checkpoints as saving
-from distgpt.training.checkpoints import Checkpoints
-from distgpt.training.opening import memory
-from distgpt.training.step import Step
+from distgpt.core.base.errors import StorageError
+from distgpt.core.base.files import append
+from distgpt.core.comm.limits import Memory
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.saved.checkpoint import Best, State, load_group, load_state, newest_step, verify
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.tensors import DATA_SUM, read_header, read_rows
+from distgpt.core.train import checkpoints as saving
+from distgpt.core.train import memory
+from distgpt.core.train.checkpoints import Checkpoints
+from distgpt.core.train.step import Step
 
 WORDS = [*SMALL, "--steps", "8", "--save-every", "2"]
 FULL = StorageError("cannot save checkpoint: No space left on device")
@@ -302,7 +302,8 @@ def test_a_line_is_whole_or_not_there(tmp_path, monkeypatch):
     directory = RunDirectory(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "distgpt.saved.rundir.append", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken"))
+            "distgpt.core.saved.rundir.append",
+            lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken")),
         )
         for step in (1, 2):
             with pytest.raises(StorageError, match="broken"):

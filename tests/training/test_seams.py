@@ -9,24 +9,24 @@ from conftest import losses
 from test_floors import imports
 
 import distgpt
-from distgpt.config import TrainConfig
-from distgpt.config.asked import asked_for
-from distgpt.errors import NonFiniteError
-from distgpt.interrupts import PendingSignals
-from distgpt.model.model import FLAG_COUNT
-from distgpt.stages import open_stage
-from distgpt.training.clock import Clock
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.guards.attach import guarded
-from distgpt.training.guards.bad_steps import BadSteps
-from distgpt.training.judge import FiniteJudge
-from distgpt.training.loop import train
-from distgpt.training.opening.open import open_run
-from distgpt.training.opening.plan import make_plan
-from distgpt.training.progress import Progress
-from distgpt.training.seams import Seams
-from distgpt.training.step import StepResult
-from distgpt.training.votes import Votes
+from distgpt.core.base.errors import NonFiniteError
+from distgpt.core.base.interrupts import PendingSignals
+from distgpt.core.config import TrainConfig
+from distgpt.core.config.asked import asked_for
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.model.model import FLAG_COUNT
+from distgpt.core.train.clock import Clock
+from distgpt.core.train.judge import FiniteJudge
+from distgpt.core.train.loop import train
+from distgpt.core.train.open import open_run
+from distgpt.core.train.plan import make_plan
+from distgpt.core.train.progress import Progress
+from distgpt.core.train.seams import Seams
+from distgpt.core.train.step import StepResult
+from distgpt.core.train.votes import Votes
+from distgpt.guards.attach import guarded
+from distgpt.guards.bad_steps import BadSteps
+from distgpt.parallel.choose import Chosen
 
 TRAINING = Path(distgpt.__file__).parent / "training"
 SIZE = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "batch_size": 4, "steps": 4, "eval_every": 2}

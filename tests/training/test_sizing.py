@@ -6,19 +6,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.errors import UsageError
-from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.fused.muon import bytes_of
-from distgpt.model.model import Architecture, Model
-from distgpt.model.muon import Muon
-from distgpt.model.optim import AdamW
-from distgpt.training.exchange.api import Exchange
-from distgpt.training.opening.memory import FRACTION, LIBRARIES, PROGRAM, fitting, needed
-from distgpt.training.step import Step
-from distgpt.training.strategy import Strategy
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.core.cpu.fused.muon import bytes_of
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.muon import Muon
+from distgpt.core.model.optim import AdamW
+from distgpt.core.train.exchange import Exchange
+from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, fitting, needed
+from distgpt.core.train.scoring import Scorer, Span
+from distgpt.core.train.step import Step
+from distgpt.core.train.strategy import Strategy
 
 RUN = RunConfig(
     ModelConfig(vocab_size=61, seq_len=32, n_layer=6, n_head=2, n_embd=32),
@@ -157,7 +157,7 @@ def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
     assert fitting(auto, kernels, one(auto), 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
-    monkeypatch.setattr("distgpt.training.opening.memory.TOKENS", 32 * 16)
+    monkeypatch.setattr("distgpt.core.train.memory.TOKENS", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
     odd = with_train(auto, batch_size=67)

@@ -15,14 +15,14 @@ import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, needs_mpi
 from threadranks import on_all_ranks
 
-from distgpt.comm.reports import Reports
-from distgpt.comm.serial import SerialComm
-from distgpt.saved.checkpoint import newest_step
-from distgpt.training.activity import COMPUTING, Activity
-from distgpt.training.guards import watchdog
-from distgpt.training.guards.stragglers import Stragglers
-from distgpt.training.guards.watchdog import Stall, Watchdog
-from distgpt.training.step import Step
+from distgpt.core.comm.reports import Reports
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.saved.checkpoint import newest_step
+from distgpt.core.train.activity import COMPUTING, Activity
+from distgpt.core.train.step import Step
+from distgpt.guards import watchdog
+from distgpt.guards.stragglers import Stragglers
+from distgpt.guards.watchdog import Stall, Watchdog
 
 
 def test_who_is_slow_and_how_long_a_run_may_stand_still():

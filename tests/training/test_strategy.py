@@ -11,16 +11,16 @@ import pytest
 from threadranks import on_all_ranks
 
 from distgpt import components
-from distgpt.config import ModelConfig, TrainConfig
-from distgpt.config.settings import GRAD_SYNCS
-from distgpt.errors import UsageError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.tables import imported
-from distgpt.training.exchange import choose
-from distgpt.training.exchange.choose import Chosen
-from distgpt.training.placement import Placement
-from distgpt.training.strategy import Strategy, agree_on_strategy
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.tables import imported
+from distgpt.core.config import ModelConfig, TrainConfig
+from distgpt.core.config.settings import GRAD_SYNCS
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.train.placement import Placement
+from distgpt.core.train.strategy import Strategy, agree_on_strategy
+from distgpt.parallel import choose
+from distgpt.parallel.choose import Chosen
 
 PLAIN = TrainConfig(batch_size=8, grad_accum=2)
 
@@ -107,13 +107,13 @@ def test_a_plain_run_imports_no_component(ranks):
     code = f"""
 import sys
 from distgpt import api
-from distgpt.config import TrainConfig
-from distgpt.training.exchange.choose import Chosen
+from distgpt.core.config import TrainConfig
+from distgpt.parallel.choose import Chosen
 Chosen(TrainConfig(), {ranks}).names()
 print(*sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split())
     paths = {**components.PLACEMENTS, **components.EXCHANGES}.values()
-    files = {path.partition(":")[0] for path in paths} - {"distgpt.training.exchange.reductions"}
+    files = {path.partition(":")[0] for path in paths} - {"distgpt.parallel.reductions"}
     assert not loaded & files

@@ -40,7 +40,7 @@ def test_a_run_reports_what_it_took(ranks, tmp_path):
 def test_peak_memory_is_that_of_the_peak():
     """In a process of its own, which begins small."""
     hungry = """if True:
-        from distgpt.comm.cores import peak_memory
+        from distgpt.core.comm.cores import peak_memory
         before = peak_memory()
         block = b"x" * 200_000_000
         del block

@@ -11,8 +11,8 @@ import pytest
 from conftest import SMALL, distgpt, inside, losses, metrics, popen, refused, train, wait_for
 from disks import names
 
-from distgpt.config import RunConfig, parse_toml
-from distgpt.saved.modelfile import read_description
+from distgpt.core.config import RunConfig, parse_toml
+from distgpt.core.saved.modelfile import read_description
 
 CONSTANT = ["--schedule", "constant", "--save-every", "5"]
 

@@ -19,23 +19,23 @@ from steps import build_step
 from test_signals import at_call
 from threadranks import on_all_ranks
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.data.chats.examples import ExampleBatches, Examples, load_examples
-from distgpt.data.tokenizers.chat_template import chat_of
-from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.files import bundled
-from distgpt.inference.engine_setup import ModelSpec
-from distgpt.kernels.api import IGNORED
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.model.passes import Pass
-from distgpt.saved.modelfile import Description, read_description, save_model
+from distgpt.core.base.files import bundled
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.generate.engine_setup import ModelSpec
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.model.passes import Pass
+from distgpt.core.ops.api import IGNORED
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.saved.modelfile import Description, read_description, save_model
+from distgpt.core.train.step import Step
 from distgpt.serving.server import _served
-from distgpt.stages import open_stage
-from distgpt.training.step import Step
+from distgpt.texts.chats.examples import ExampleBatches, Examples, load_examples
+from distgpt.texts.tokenizers.chat_template import chat_of
 
 SAMPLE = bundled("weights", "sample.safetensors")
 CHATS = {

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import SCRIPT, SMALL, distgpt, inside, needs_mpi, train
 
-from distgpt.comm import mpi
-from distgpt.comm.batch import batch_job
+from distgpt.core.comm import mpi
+from distgpt.core.comm.batch import batch_job
+from distgpt.core.train.whereabouts import compact, shown_hosts
 from distgpt.show import loglines
 from distgpt.show.loglines import LogLines
-from distgpt.training.opening.whereabouts import compact, shown_hosts
 
 JOBS = {
     "Slurm": {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"},

@@ -224,7 +224,7 @@ KERNEL(rope,
 
 // ---- norms of the heads of q and k, in place; a warp for each of `count` heads, `heads` of them in a row of qkv
 
-constexpr double QK_SCALE = 1.2;  // as in kernels/api.py
+constexpr double QK_SCALE = 1.2;  // as in core/ops/api.py
 
 extern "C" __global__ void
 qk_norm(stored* qkv, real* rstd, double eps, int count, int heads, int size, int row_size) {

@@ -4,7 +4,7 @@
 // stand in a row of a table. Places are counted in elements from the first matrix's.
 #include "common.cuh"
 
-constexpr double TINY = 1e-12;  // as in kernels/api.py
+constexpr double TINY = 1e-12;  // as in core/ops/api.py
 constexpr int PIECE = 4096;     // elements that a block of 256 threads has, as in muon.py
 
 // Constants of a step, computed once for all elements.
@@ -12,7 +12,7 @@ struct Step {
     real scale, momentum, rate, decay;  // scale is NaN if nothing is to be done
 };
 
-// scalars: MuonScalars of kernels/api.py
+// scalars: MuonScalars of core/ops/api.py
 extern "C" __global__ void __launch_bounds__(WARP)
 muon_scalars(real* step, const double* norm, const double* scalars) {
     if (threadIdx.x) return;

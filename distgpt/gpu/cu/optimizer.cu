@@ -73,7 +73,7 @@ struct Common {
 
 constexpr int COMMON = sizeof(Common) / sizeof(real);
 
-// scalars: StepScalars of kernels/api.py, then (step size, decay factor) of each group, which follow Common.
+// scalars: StepScalars of core/ops/api.py, then (step size, decay factor) of each group, which follow Common.
 // See `Kernels.adamw` for the formula.
 extern "C" __global__ void __launch_bounds__(WARP)
 adamw_common(real* common, const double* norm, const double* scalars, int groups, double beta1, double beta2,

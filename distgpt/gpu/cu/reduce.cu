@@ -49,7 +49,7 @@ __device__ __forceinline__ Elements<W> load_any(const T* p) {
     else return load<W>(p);
 }
 
-constexpr int PIECE = 4096;  // elements, as in kernels/api.py
+constexpr int PIECE = 4096;  // elements, as in core/ops/api.py
 
 // pieces (blocks,) ← Σ x² of each block's piece: the same for any GPU, and for any rank that has the piece
 template <typename T>

@@ -12,27 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import gather_bytes, gather_ints, on_root, shared
-from distgpt.comm.api import Array, Comm
-from distgpt.comm.launched import launched_as
-from distgpt.config import GpuConfig
-from distgpt.errors import DistgptError, UsageError
-from distgpt.formatting import count, duration, parse_size
-from distgpt.formatting import size as in_bytes
+from distgpt.core.base.errors import DistgptError, UsageError
+from distgpt.core.base.formatting import count, duration, parse_size
+from distgpt.core.base.formatting import size as in_bytes
+from distgpt.core.comm.agree import gather_bytes, gather_ints, on_root, shared
+from distgpt.core.comm.api import Array, Comm
+from distgpt.core.comm.launched import launched_as
+from distgpt.core.config import GpuConfig
+from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.core.train.exchange import Allreduce, Reduction
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
-from distgpt.show.charts import LineChart, line
-from distgpt.show.page import Block, Column, Paragraph, tabulated
-from distgpt.stages import Stage, open_stage
-from distgpt.training.exchange.api import Allreduce, Reduction
-from distgpt.training.exchange.choose import ONE_CALL
-from distgpt.training.exchange.reductions import (
+from distgpt.parallel.choose import ONE_CALL
+from distgpt.parallel.reductions import (
     HostWire,
     ReduceScatterGather,
     fastest_between_nodes,
     one_by_one,
 )
+from distgpt.show.charts import LineChart, line
+from distgpt.show.page import Block, Column, Paragraph, tabulated
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
 ON_HOST = (*ONE_CALL, "hierarchical")  # values of --grad-sync
@@ -186,7 +186,7 @@ def _on_device(stage: Stage, name: str) -> Sum:
 
 def measure_all(stage: Stage, options: AllreduceOptions) -> Row:
     """Measure everything. Collective."""
-    from distgpt.comm.mpi import library
+    from distgpt.core.comm.mpi import library
 
     comm = stage.comm
     table, reasons = algorithms(stage, options.names())

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.checked import parse_json
-from distgpt.comm.limits import granted_cores
-from distgpt.config import ROUNDED_DTYPES, ModelConfig
-from distgpt.config.presets import preset
-from distgpt.errors import UsageError
-from distgpt.formatting import duration
-from distgpt.inference.engine import Engine
-from distgpt.inference.engine_setup import chunk_for, lanes_for, rehearse
-from distgpt.inference.request import Request
+from distgpt.core.base.checked import parse_json
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.formatting import duration
+from distgpt.core.comm.limits import granted_cores
+from distgpt.core.config import ROUNDED_DTYPES, ModelConfig
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.generate.engine import Engine
+from distgpt.core.generate.engine_setup import chunk_for, lanes_for, rehearse
+from distgpt.core.generate.request import Request
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.model.packed import random_model
+from distgpt.rounded.packed import random_model
 from distgpt.show.page import Block, Column, tabulated
-from distgpt.stages import open_stage
 
 OURS, BYTES = "distgpt", 256  # the vocabulary of a preset that has none: bytes
 REPEATS = 4  # of a measurement; the shortest counts

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distgpt.core.base.errors import print_lines
+from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.doctor.facts import environment
-from distgpt.errors import print_lines
-from distgpt.files import atomic_file, storage_errors
 from distgpt.show.charts import Chart, svg
 from distgpt.show.page import Block, terminal
 

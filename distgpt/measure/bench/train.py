@@ -10,23 +10,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.comm.agree import gather_ints
-from distgpt.config import GpuConfig, RunConfig
-from distgpt.config.asked import asked_for
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.formatting import duration
+from distgpt.core.base.formatting import size as in_bytes
+from distgpt.core.comm.agree import gather_ints
+from distgpt.core.config import GpuConfig, RunConfig
+from distgpt.core.config.asked import asked_for
+from distgpt.core.cpu.stages import WITH_MPI, open_stage
+from distgpt.core.model.counts import operations
+from distgpt.core.model.model import Architecture
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.dtype import DTYPE, foreseen
+from distgpt.core.train.plan import new_run
 from distgpt.doctor.speed import measure_peaks
-from distgpt.errors import UsageError
-from distgpt.formatting import duration
-from distgpt.formatting import size as in_bytes
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.model.counts import operations
-from distgpt.model.model import Architecture
-from distgpt.saved.rundir import RunDirectory
 from distgpt.show.page import Block, Column, tabulated
-from distgpt.stages import WITH_MPI, open_stage
-from distgpt.training.opening.dtype import DTYPE, foreseen
-from distgpt.training.opening.plan import new_run
 
 STEPS = 20  # without --steps
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from distgpt.core.cpu.stages import STAGES
 from distgpt.doctor.verdicts import sentence
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import MEASURED, Comparison, failure
@@ -24,7 +25,6 @@ from distgpt.show.page import (
     tabulated,
     terminal,
 )
-from distgpt.stages import STAGES
 
 PARTS = ("start and saving", "training", "start for inference", "inference")
 SECONDS = {"training": "train_s", "inference": "seconds"}

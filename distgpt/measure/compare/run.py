@@ -12,9 +12,10 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from distgpt.data.batches import refuse_uneven
+from distgpt.core.base.errors import DisagreementError, one_line, print_lines
+from distgpt.core.cpu.stages import WITH_MPI
+from distgpt.core.data.batches import refuse_uneven
 from distgpt.doctor.facts import environment
-from distgpt.errors import DisagreementError, one_line, print_lines
 from distgpt.jobs.processes import undisturbed
 from distgpt.measure.compare import page
 from distgpt.measure.compare.agreement import DONE, Comparison, failure
@@ -29,7 +30,6 @@ from distgpt.measure.compare.stages import (
 )
 from distgpt.measure.compare.workload import look_at_data
 from distgpt.show.display import Plain
-from distgpt.stages import WITH_MPI
 
 SECONDS_BETWEEN_LINES = 10.0
 NAME_WIDTH = 9

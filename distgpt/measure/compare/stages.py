@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distgpt.checked import parse_object
-from distgpt.config import nearest
+from distgpt.core.base.checked import parse_object
+from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.config import nearest
+from distgpt.core.cpu.stages import ON_GPU, STAGES, WITH_MPI
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.doctor.facts import Facts, anonymised
 from distgpt.doctor.report import examine
 from distgpt.doctor.verdicts import sentence
-from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.files import atomic_file, read_small, storage_errors
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.jobs.processes import Ended, distgpt_command, run, unlaunched
 from distgpt.measure.compare.workload import NEW_TOKENS, Workload
 from distgpt.measure.jobs import answer, read_losses, read_summary
-from distgpt.saved.rundir import RunDirectory
-from distgpt.stages import ON_GPU, STAGES, WITH_MPI
 
 FORMAT, VERSION = "distgpt-comparison", 1
 TRAINING, INFERENCE = "training", "inference"

@@ -7,18 +7,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig
-from distgpt.config.asked import asked_for
-from distgpt.config.presets import preset
-from distgpt.data.loading import DataRequest, load_corpus
-from distgpt.errors import UsageError
+from distgpt.core.base.errors import UsageError
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import RunConfig
+from distgpt.core.config.asked import asked_for
+from distgpt.core.config.presets import preset
+from distgpt.core.data.loading import DataRequest, load_corpus
+from distgpt.core.model.model import Architecture
+from distgpt.core.model.optim import learning_rate
+from distgpt.core.saved.modelfile import read_description
+from distgpt.core.train.plan import new_run
 from distgpt.measure import published
-from distgpt.model.model import Architecture
-from distgpt.model.optim import learning_rate
-from distgpt.saved.modelfile import read_description
-from distgpt.training.opening.derived import derived
-from distgpt.training.opening.plan import new_run
+from distgpt.recipes.derived import derived
 
 SHORT = 21  # epochs: enough for the published losses of epoch 20
 PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.api import Comm
-from distgpt.data.batches import Batches
+from distgpt.core.comm.api import Comm
+from distgpt.core.data.batches import Batches
+from distgpt.core.ops.api import Array, Kernels
 from distgpt.gpu.device import CupyDevice
-from distgpt.kernels.api import Array, Kernels
 from distgpt.measure.profile.operations import OPERATIONS, ORDER, WORKERS, Cost, cost_of, line_of
 
 SIDE_BY_SIDE, TOGETHER = "each", "run_together"  # calls during which each worker has operations of its own

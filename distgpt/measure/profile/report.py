@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import named_ranks
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import named_ranks
 from distgpt.doctor.speed import Peaks
-from distgpt.formatting import count
 from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
 from distgpt.measure.profile.recorder import NOBODY, Account, Lane
 from distgpt.show.page import terminal_table

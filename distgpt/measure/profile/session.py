@@ -11,21 +11,21 @@ from tempfile import TemporaryFile
 from typing import Any
 from zlib import compress, decompress
 
-from distgpt.comm.agree import gather_bytes, on_root
-from distgpt.comm.api import Comm
-from distgpt.comm.launched import ignore_further
-from distgpt.config import TrainConfig
-from distgpt.data.batches import Batches
+from distgpt.core.base.files import atomic_file, storage_errors
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import gather_bytes, on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.launched import ignore_further
+from distgpt.core.config import TrainConfig
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.data.batches import Batches
+from distgpt.core.train.step import Flags, Step, StepResult, no_flags
 from distgpt.doctor.facts import environment
 from distgpt.doctor.speed import Peaks, measure_peaks
-from distgpt.files import atomic_file, storage_errors
-from distgpt.formatting import count
 from distgpt.gpu.device import CupyDevice
-from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
-from distgpt.stages import Stage
-from distgpt.training.step import Flags, Step, StepResult, no_flags
 
 WARM_UP = 2  # steps that compile, record and choose algorithms
 TRACED = 10  # steps whose every operation is kept

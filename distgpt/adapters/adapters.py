@@ -1,0 +1,62 @@
+"""Adapters that lanes keep beside their model's weights, for requests that name one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from distgpt.adapters.adapter import Folding, with_adapter
+from distgpt.adapters.loops.decoding import Adapters, packed_factors
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import ModelConfig
+from distgpt.core.ops.api import Array
+
+
+def read_adapters(weights: Path, named: Sequence[tuple[str, Path]], comm: Comm) -> dict[str, Folding]:
+    """Read adapters of a model, by their names. Refuses those of another one."""
+    found = {}
+    for name, path in named:
+        _, folding = with_adapter(weights, path, comm)
+        assert folding is not None  # as an adapter was given
+        found[name] = folding
+    return found
+
+
+def adapters_of(config: ModelConfig, foldings: Sequence[Folding]) -> Adapters:
+    """Return adapters as decoding reads them, numbered from 1 in this order."""
+    c, hidden = config.n_embd, config.hidden
+
+    def factors(name: str, k: int, rows: int, first: int = 0) -> tuple[Array, Array]:
+        """A (rank, k) and scale · B (rows, rank) of all adapters and layers, from a row of a matrix on."""
+        found = [
+            [each.beside(f"blocks.{i}.{name}.w", first, rows) for i in range(config.n_layer)]
+            for each in foldings
+        ]
+        rank = max(sum(len(a) for a, _, _ in pieces) for layers in found for pieces in layers)
+        shape = len(foldings), config.n_layer
+        whole_a, whole_b = (np.zeros((*shape, *own), np.float32) for own in ((rank, k), (rows, rank)))
+        for to_a, to_b, layers in zip(whole_a, whole_b, found, strict=True):
+            for i, pieces in enumerate(layers):
+                at = 0
+                for a, b, where in pieces:
+                    to_a[i, at : at + len(a)], to_b[i, where, at : at + len(a)] = a, b
+                    at += len(a)
+        return whole_a, packed_factors(whole_b)
+
+    qkv, out = factors("attn.qkv", c, config.qkv_width), factors("attn.proj", config.attention_width, c)
+    fc, proj = factors("mlp.fc", c, hidden), factors("mlp.proj", hidden, c)
+    gates = factors("mlp.fc", c, hidden, hidden)
+    mlp = np.concatenate((fc[0], gates[0]), axis=2)
+    return Adapters(
+        qkv_a=packed_factors(qkv[0]),
+        out_a=packed_factors(out[0]),
+        mlp_a=packed_factors(mlp),
+        proj_a=packed_factors(proj[0]),
+        qkv_b=qkv[1],
+        out_b=out[1],
+        fc_b=fc[1],
+        gates_b=gates[1],
+        proj_b=proj[1],
+    )

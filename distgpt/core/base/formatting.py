@@ -1,0 +1,123 @@
+"""Counts, sizes and durations with their units, written and read."""
+
+import re
+
+from distgpt.core.base.errors import UsageError
+
+_SIZES = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+_DURATIONS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+_LONG = {"years": 365.25 * 86400, "days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+_PARTS = r"\s*".join(rf"(?:(\d{{1,9}}(?:\.\d{{1,9}})?)\s*{unit})?" for unit in "dhms")
+_FACTORS = (86400.0, 3600.0, 60.0, 1.0)
+_PREFIXES = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
+
+
+def count(n: int, noun: str) -> str:
+    """1 → "1 token", 2048 → "2,048 tokens", 2 → "2 processes"."""
+    return f"{n:,} {noun}" + ("" if n == 1 else "es" if noun.endswith(("s", "ch")) else "s")
+
+
+def numbered(noun: str, numbers: list[int]) -> str:
+    """[0, 1, 2, 5] → "ranks 0–2, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return f"{noun}{'s' if len(numbers) > 1 else ''} " + ", ".join("–".join(map(str, run)) for run in runs)
+
+
+def three_digits(value: float) -> str:
+    """Format three significant digits, trailing zeros included, so that numbers in a column line up."""
+    return f"{value:#.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
+
+
+def short(value: float) -> str:
+    """1500 → "1.5k", 2e9 → "2B"."""
+    for prefix, factor in _PREFIXES.items():
+        if abs(value) >= factor:
+            return f"{value / factor:g}{prefix}"
+    return f"{value:g}"
+
+
+def parse_count(text: str, name: str) -> int:
+    """Parse "300000", "1.5M" or "10B"; `name` is the option that holds it."""
+    found = re.fullmatch(r"(.+?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    factors = {"": 1.0} | {prefix.upper(): factor for prefix, factor in _PREFIXES.items()}
+    try:
+        value = round(float(found[1]) * factors[found[2].upper()]) if found else 0
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise UsageError(f"{name} is {text!r}: it must be a number like 300000, 300M or 10B")
+    return value
+
+
+def loss_and_bits(loss: float, bits_per_byte: float | None) -> str:
+    """(4.03047, 2.0374) → "4.0305 (2.04 bits per byte)"; the loss alone where the other is not known."""
+    return f"{loss:.4f}" + ("" if bits_per_byte is None else f" ({bits_per_byte:.2f} bits per byte)")
+
+
+def size(n_bytes: float) -> str:
+    """1536 → "1.5 KiB"."""
+    for unit, factor in _SIZES.items():
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:{'.4g' if n_bytes < 1000 * factor else ',.0f'}} {unit}"
+    return f"{n_bytes:g} B"
+
+
+def size_in_column(n_bytes: float) -> str:
+    """Format three digits, so that sizes in a column line up: 1536 → "1.50 KiB"."""
+    for unit, factor in _SIZES.items():
+        if n_bytes >= factor:
+            return f"{three_digits(n_bytes / factor)} {unit}"
+    return f"{n_bytes:g} B"
+
+
+def parse_size(text: str) -> int:
+    """Bytes in "4k", "64MiB", "1.5G" or "4096"; units are powers of 1,024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"{text!r} is no size: write a number and K, M or G, as in 64M")
+    return int(float(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[found[2].upper()])
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in "3h50m", "90 s", "1.5 h" or "2d"."""
+    found = re.fullmatch(_PARTS, text.strip(), re.IGNORECASE)
+    parts = zip(found.groups(), _FACTORS, strict=True) if found else ()
+    seconds = sum(float(part) * factor for part, factor in parts if part)
+    if not 0 < seconds < 1e10:
+        raise UsageError(f"{text!r} is no time: write numbers and d, h, m or s, as in 3h50m")
+    return seconds
+
+
+def typed_duration(seconds: float) -> str:
+    """Write whole seconds as `parse_duration` reads them: 5400 → "1h30m"."""
+    left, words = max(1, round(seconds)), ""
+    for unit, factor in zip("dhms", _FACTORS, strict=True):
+        number, left = divmod(left, int(factor))
+        words += f"{number}{unit}" * bool(number)
+    return words
+
+
+def duration(seconds: float) -> str:
+    """A measured time with three digits: "1.23 s", "45.0 ms", "6.70 µs"."""
+    for unit, factor in _DURATIONS.items():
+        if seconds >= factor:
+            return f"{three_digits(seconds / factor)} {unit}"
+    return f"{three_digits(seconds / 1e-6)} µs" if seconds else "0 s"
+
+
+def long_duration(seconds: float) -> str:
+    """An expected time in the largest unit of which it has at least two: "3.50 hours"."""
+    unit, factor = next(((u, f) for u, f in _LONG.items() if seconds >= 2 * f), ("seconds", 1.0))
+    return f"{three_digits(seconds / factor)} {unit}"
+
+
+def clock(seconds: float) -> str:
+    """3723 → "1:02:03"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,90 @@
+"""Decisions that all ranks share, errors that all ranks raise, and values of every rank on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+from distgpt.core.base.errors import DistgptError, UsageError, error_for
+from distgpt.core.base.formatting import numbered
+from distgpt.core.comm.api import Comm
+
+T = TypeVar("T")
+
+
+def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
+    """Run `decide` on rank 0 alone; every rank gets its JSON-able result, or its DistgptError. Collective."""
+    message = None
+    if comm.rank == 0:
+        try:
+            message = {"answer": decide()}
+        except DistgptError as error:
+            message = {"error": str(error), "code": error.exit_code}
+    encoded = None if message is None else json.dumps(message).encode()
+    verdict = json.loads(comm.broadcast_bytes(encoded))
+    if "error" in verdict:
+        raise shared(error_for(verdict["code"])(verdict["error"]))
+    return verdict["answer"]
+
+
+def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
+    """Run `act` on every rank; a DistgptError on any of them is raised by all. Collective."""
+    complaint, code, result = "", 0, None
+    try:
+        result = act()
+    except DistgptError as error:
+        complaint, code = str(error), error.exit_code
+    refuse_anywhere(comm, complaint, error_for(comm.allreduce_max(code)))
+    return cast(T, result)
+
+
+def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
+    """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
+    owners = ranks_by_text(text.decode() for text in gather_bytes(comm, complaint.encode()))
+    if owners:
+        several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
+        texts = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
+        raise shared(kind("; ".join(texts)))
+
+
+def ranks_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
+    """Return the ranks of each text but "". `texts`: of all ranks, in their order."""
+    owners: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            owners.setdefault(text, []).append(rank)
+    return owners
+
+
+def gather_ints(comm: Comm, value: int) -> list[int]:
+    """Return every rank's integer, in the order of the ranks. Collective."""
+    return [int(text) for text in gather_bytes(comm, str(value).encode())]
+
+
+def gather_bytes(comm: Comm, data: bytes) -> list[bytes]:
+    """Return every rank's bytes, of any length, in the order of the ranks. Collective.
+
+    Made of sums, so that any communicator has it.
+    """
+    import numpy as np  # not loaded by the command line, which imports this file
+
+    ends = np.zeros(comm.size, np.int64)
+    ends[comm.rank :] = len(data)
+    comm.sum(ends)
+    everything = np.zeros(ends[-1], np.uint8)  # each byte is zero on all ranks but one, so no sum overflows
+    begin = ends[comm.rank] - len(data)
+    everything[begin : ends[comm.rank]] = np.frombuffer(data, np.uint8)
+    comm.sum(everything)
+    return [piece.tobytes() for piece in np.split(everything, ends[:-1])]
+
+
+def named_ranks(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] → "ranks 0–2, 5"."""
+    return numbered("rank", ranks)
+
+
+def shared(error: DistgptError) -> DistgptError:
+    """Mark an error as raised by every rank, so that each may leave on its own."""
+    error.shared = True
+    return error

@@ -1,0 +1,158 @@
+"""The start of a job of several ranks: MPI, and a first exchange of what each rank was asked to do.
+
+A rank that cannot do it joins as well, and says so there: the others would wait for it in MPI's start.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import click
+
+from distgpt.core.base.errors import UsageError, error_for, first_line
+from distgpt.core.base.version import __version__
+from distgpt.core.comm.agree import gather_bytes, named_ranks, ranks_by_text, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.launched import is_first_of_host, launched_rank, let_rank_0_speak, say
+
+# Options that each rank has for itself, and those of the display, which is rank 0's. All others are rank 0's
+# for all ranks, or decide what is collective.
+MAY_DIFFER = ("threads", "progress", "log_lines")
+SECONDS_TO_JOIN = 60  # for the others to come; then nobody else may have started distgpt
+OLDER = {"complaint": "", "code": 0, "version": "an older version", "command": "", "options": {}}
+
+Asked = dict[str, Any]  # of one rank: version, command, the options given, complaint and exit code
+
+
+def connect(if_sure: bool = False) -> Comm:
+    """Start MPI, which waits for all ranks; refuse an MPI that is not here, or not the launcher's.
+
+    `if_sure`: also one that may fail to start, and then ends the process with pages of its own.
+    """
+    try:
+        with _without_warnings():
+            from distgpt.core.comm.mpi import MpiComm, doubtful_launcher, foreign_launcher
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"several ranks need mpi4py and an MPI library ({first_line(error)}); install them with "
+            "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI "
+            "(distgpt help install)"
+        ) from None
+    doubt = doubtful_launcher()
+    if problem := foreign_launcher() or (doubt if if_sure else ""):
+        raise UsageError(problem)
+    if doubt and launched_rank() == 0:
+        say(doubt)
+    with _without_warnings():
+        return MpiComm()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence mpi4py's warnings about the launcher: one line of ours replaces them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def join(comm: Comm) -> None:
+    """Raise on all ranks what one of them complains of, or that their commands differ.
+
+    Collective, and the first exchange of a job: it also meets those ranks that `complain`.
+    """
+    if comm.size == 1:
+        return
+    ranks = _gather(comm, "", 0)
+    if complaints := _complaints(ranks):
+        raise shared(error_for(_exit_code(ranks))("; ".join(complaints.values())))
+    if problem := _difference(ranks):
+        raise shared(UsageError(problem))
+
+
+def complain(complaint: str, code: int) -> int:
+    """Join, if this rank can, to tell the others why it leaves. Return the exit code of all ranks.
+
+    Rank 0 has printed its own complaint before: MPI may end a process that starts it.
+    """
+    comm, why, complaint = None, "", complaint or "internal error"
+    former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends MPI's code, too
+    signal.alarm(SECONDS_TO_JOIN)
+    try:
+        comm = connect(if_sure=True)
+    except Exception as error:  # also of MPI itself: the complaint is what counts
+        why = str(error)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, former)
+    if comm is None or comm.size == 1:  # nobody is to be met here
+        if launched_rank():
+            let_rank_0_speak()
+            if why == complaint and is_first_of_host():  # each host may lack an MPI of its own
+                say(f"rank {launched_rank()} on {platform.node()}: {complaint}")
+        return code
+    ranks = _gather(comm, complaint, code)
+    if comm.rank == 0 and (others := [text for own, text in _complaints(ranks).items() if own != complaint]):
+        say("; ".join(others))
+    return _exit_code(ranks)
+
+
+def _gather(comm: Comm, complaint: str, code: int) -> list[Asked]:
+    context = click.get_current_context(silent=True)  # none in a program that uses distgpt as a library
+    mine = {"complaint": complaint, "code": code, "version": __version__, "command": "", "options": {}}
+    if context is not None and not complaint:
+        mine |= {"command": context.command_path, "options": _given(context)}
+    return [_read(text) for text in gather_bytes(comm, json.dumps(mine).encode())]
+
+
+def _read(text: bytes) -> Asked:
+    """Return what a rank has sent. A version without this exchange sends something else first."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return OLDER | found
+    return OLDER
+
+
+def _given(context: click.Context) -> dict[str, str]:
+    """Return the options that the user gave, by their first spelling."""
+    default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    return {
+        param.opts[0]: str(context.params[name])
+        for param in context.command.params
+        if (name := param.name or "") in context.params and name not in MAY_DIFFER
+        if context.get_parameter_source(name) not in default
+    }
+
+
+def _complaints(ranks: list[Asked]) -> dict[str, str]:
+    """Return what some ranks complain of, each text with the ranks named in front of it."""
+    owners = ranks_by_text(asked["complaint"] for asked in ranks)
+    return {text: f"{named_ranks(those)}: {text}" for text, those in owners.items()}
+
+
+def _exit_code(ranks: list[Asked]) -> int:
+    return max(int(asked["code"]) for asked in ranks)
+
+
+def _difference(ranks: list[Asked]) -> str:
+    """Describe in what the first rank unlike rank 0 differs from it; "" if none does."""
+    first = ranks[0]
+    for rank, asked in enumerate(ranks):
+        if asked["version"] != first["version"]:
+            theirs, ours = asked["version"], first["version"]
+            return f"rank {rank} has distgpt {theirs}, rank 0 has {ours}: install the same on all hosts"
+        if asked["command"] != first["command"]:
+            return f"rank 0 runs {first['command']}, rank {rank} {asked['command']}: a job runs one command"
+        for option in {**first["options"], **asked["options"]}:
+            here, there = (each["options"].get(option, "not given") for each in (asked, first))
+            if here != there:
+                return (
+                    f"{option} is {here:.80} on rank {rank}, but {there:.80} on rank 0: all ranks of a job"
+                    " need the same command line (only --threads and --progress may differ)"
+                )
+    return ""

@@ -1,0 +1,228 @@
+"""A process of a job: what its launcher says of it, and how it leaves with one exit code for all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import NoReturn, TextIO
+
+from distgpt.core.base.errors import DistgptError, StorageError, one_line
+from distgpt.core.base.interrupts import ENDING, EXIT_CODES, Interrupted
+from distgpt.core.comm.api import Comm
+
+INTERNAL = 70
+
+# The variables in which launchers tell a process how many it is one of, the most reliable first: mpirun of
+# MPICH may itself use srun. SLURM_NTASKS is also set where nothing was launched.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "MPI_LOCALNRANKS": "mpirun of MPICH or a relative",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMI_SIZE": "a launcher that speaks PMI",
+    "PMIX_SIZE": "a launcher that speaks PMIx",
+}
+# The rank, for messages before MPI has started.
+RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+RANKS_OF_HOST = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+NCCL_STATUS = {6: "remote error", 7: "in progress"}  # newer than the first five
+
+# Errors that one line explains. Other errors print a traceback; in a job of several ranks only the clear ones
+# do not.
+_CLEAR = (DistgptError, MemoryError)
+_EXPECTED = (*_CLEAR, OSError, SystemExit)
+
+# Ctrl-C reaches all ranks of a terminal's job. Another rank reports it if rank 0 has not ended it by then.
+SECONDS_FOR_RANK_0 = 1.0
+SECONDS_TO_START = 5.0  # that rank 0 may start later than others
+
+
+def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """Return the number of processes of this job by the launcher's variable that says so."""
+    return {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
+
+
+def launched_as(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many processes this one was started with; 1 outside a launcher."""
+    return max(launchers_counts(environ).values(), default=1)
+
+
+def shown_on_terminal(stream: TextIO) -> bool:
+    """Return if output may reach a terminal: behind a launcher it is a pipe that may end in one."""
+    return stream.isatty() or launched_as() > 1
+
+
+def launched_rank() -> int:
+    """Return this process's rank as its launcher gives it; 0 outside a launcher."""
+    return next((int(os.environ[key]) for key in RANKS if os.environ.get(key, "").isdigit()), 0)
+
+
+def is_first_of_host() -> bool:
+    """Return whether the launcher numbers this process 0 among those of its host."""
+    return any(os.environ.get(key) == "0" for key in RANKS_OF_HOST)
+
+
+def leave(error: BaseException, comm: Comm | None) -> int:
+    """Report the error and return the exit code; an error that only this rank has ends the whole job here."""
+    several = comm is not None and comm.size > 1
+    if isinstance(error, DistgptError) and (error.shared or not several):
+        if _rank(comm) == 0:
+            say(str(error))
+        return error.exit_code
+    if _is_closed_pipe(error):
+        drop_output(1)
+    elif isinstance(error, KeyboardInterrupt):
+        ignore_further()
+        agreed = isinstance(error, Interrupted) and error.shared
+        if _rank(comm) == 0 or (comm is not None and not agreed):
+            _report_interrupt(_rank(comm), error)
+        if agreed:
+            return _exit_code(error)
+        if comm is None and launched_as() > 1:
+            _die_of(getattr(error, "number", signal.SIGINT))
+    elif comm is not None and (library := _library(error)):
+        _report_library(comm.rank, library, error)
+    else:
+        where = f"rank {_rank(comm)}: " if several or (comm is None and launched_as() > 1) else ""
+        say(where + described(error))
+        if isinstance(error, OSError):
+            _drop_unwritten_output()
+        if not isinstance(error, _EXPECTED) or (several and not isinstance(error, _CLEAR)):
+            traceback.print_exception(error)
+    code = _exit_code(error)
+    if comm is not None and several:
+        comm.abort(code)
+    return code
+
+
+def _library(error: BaseException) -> str:
+    """Return the library between the ranks that raised this error; "" if none did."""
+    if type(error).__module__.startswith("mpi4py"):
+        return "MPI"
+    is_nccl = type(error).__name__ == "NcclError" and "nccl" in type(error).__module__  # CuPy's
+    return "NCCL" if is_nccl or _unknown_status(error) else ""
+
+
+def _unknown_status(error: BaseException) -> str:
+    """Describe a status of NCCL that CuPy's NcclError may not know, and then is a KeyError; "" for others."""
+    where = list(traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, KeyError) or not where or "nccl" not in where[-1][0].f_code.co_filename:
+        return ""
+    return NCCL_STATUS.get(error.args[0], f"status {error.args[0]}")
+
+
+def _report_library(rank: int, library: str, error: BaseException) -> None:
+    if rank and library == "NCCL":  # which fails on all ranks
+        time.sleep(SECONDS_FOR_RANK_0)
+    what = _unknown_status(error) or str(error)
+    text = what.lower()
+    if library == "MPI" or "remote" in text:
+        say(has_failed(rank, library, what))
+        return
+    say(f"rank {rank}: {library}: {what}; with NCCL_DEBUG=INFO in the environment it says why")
+    if "invalid" in text:  # an argument, or a usage: our mistake
+        traceback.print_exception(error)
+
+
+def has_failed(rank: int, library: str, what: str) -> str:
+    """Describe a failure to reach the other ranks."""
+    return f"rank {rank}: {library} has failed, as it does when another rank or host dies: {what}"
+
+
+def leave_at_once(error: Interrupted | DistgptError, comm: Comm) -> NoReturn:
+    """End the whole job from any thread, while the main one is stuck."""
+    say(_words(error))
+    comm.abort(error.exit_code)
+    os._exit(error.exit_code)
+
+
+def let_rank_0_speak() -> None:
+    """Sleep a moment before this rank exits, so that rank 0 can print the reason first.
+
+    Open MPI's mpirun ends all ranks as soon as one has failed. MPICH's does not, and needs no sleep.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        time.sleep(SECONDS_TO_START)
+
+
+def _die_of(number: signal.Signals) -> None:
+    """Die of this signal, so that a launcher ends the other ranks, which wait before MPI has started."""
+    sys.stdout.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def ignore_further() -> None:
+    """Ignore further signals: launchers repeat them, and so do impatient fingers."""
+    for number in ENDING:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _report_interrupt(rank: int, error: KeyboardInterrupt) -> None:
+    if rank:
+        time.sleep(SECONDS_FOR_RANK_0)
+    where = f"rank {rank}: " if rank else ""
+    say(where + _words(error))
+
+
+def _words(error: KeyboardInterrupt | DistgptError) -> str:
+    """Describe what ended the command, and how to resume."""
+    return "; ".join([str(error) or "interrupted", *getattr(error, "__notes__", [])])
+
+
+def _is_closed_pipe(error: BaseException) -> bool:
+    """Return whether the reader of our output is gone, as in `| head`; rich turns that into a SystemExit."""
+    return isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+
+
+def _drop_unwritten_output() -> None:
+    """Output that cannot be written now cannot be at exit either, where Python would leave with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        drop_output(1)
+
+
+def drop_output(descriptor: int) -> None:
+    """Drop what is written here from now on. Python's flush at exit would leave with 120 otherwise."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _rank(comm: Comm | None) -> int:
+    return launched_rank() if comm is None or comm.size == 1 else comm.rank
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, DistgptError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return error.exit_code if isinstance(error, Interrupted) else EXIT_CODES[signal.SIGINT]
+    if _is_closed_pipe(error):
+        return StorageError.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
+        return error.code
+    return StorageError.exit_code if isinstance(error, OSError) else INTERNAL
+
+
+def described(error: BaseException) -> str:
+    """Describe an error in a line."""
+    if isinstance(error, SystemExit):
+        return f"left with exit code {error.code} in the middle of a job"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error} (distgpt help out-of-memory)"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) if isinstance(error, _EXPECTED) else "internal error"
+
+
+def say(text: str) -> None:
+    """Print a line of distgpt's to standard error."""
+    try:
+        print(f"distgpt: {one_line(text)}", file=sys.stderr, flush=True)
+    except OSError:  # a terminal that was closed
+        drop_output(2)

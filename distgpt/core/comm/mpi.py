@@ -1,0 +1,207 @@
+"""The ranks of an MPI job. MPI starts with the first communicator, not with the import."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mpi4py
+import numpy as np
+
+mpi4py.rc.initialize = False  # an MPI that does not fit the launcher may end its process: ask first
+mpi4py.rc.finalize = True
+from mpi4py import MPI
+
+from distgpt.core.base.interrupts import default_signals
+from distgpt.core.comm.api import CHUNK_BYTES, NcclComm
+from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.launched import LAUNCHERS, launched_as
+
+Array = Any
+
+LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
+PAUSE = 1e-4  # seconds that a sleeping communicator waits before it asks again whether a call is done
+SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before it ends the job
+
+
+class MpiComm:
+    """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
+
+    nccl: NcclComm | None = None
+    lacks_alltoall = False
+
+    def __init__(self, ranks: Any = None, sleeping: bool = False) -> None:
+        if not MPI.Is_initialized():
+            with default_signals():  # it waits for all ranks, one of which may never come
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        self._world = MPI.COMM_WORLD if ranks is None else ranks
+        self._sleeping = sleeping
+        self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
+        self.rank, self.size = self._world.rank, self._world.size
+        self.local_rank, self.local_size = node.rank, node.size
+        self.cores = _share_of_cores(node)
+        node.Free()
+
+    def sum(self, array: Array) -> None:
+        for piece in _pieces(array, LARGEST_MESSAGE):
+            self._do("allreduce", MPI.IN_PLACE, piece)
+
+    def sum_chunked(self, array: Array) -> None:
+        for piece in _pieces(array, CHUNK_BYTES):
+            self._do("allreduce", MPI.IN_PLACE, piece)
+
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        own, rank = counts[self.rank], self.rank
+        received[rank, :own] = sent[starts[rank] : starts[rank] + own]
+        self._swap(
+            lambda other: sent[starts[other] : starts[other] + counts[other]],
+            lambda other: received[other, :own],
+        )
+
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        own = array[bounds[self.rank] : bounds[self.rank + 1]]
+        self._swap(lambda other: own, lambda other: array[bounds[other] : bounds[other + 1]])
+
+    def _swap(self, going: Callable[[int], Array], coming: Callable[[int], Array]) -> None:
+        """To and from every other rank at once.
+
+        MPI's own Alltoallv and Allgatherv take up to three times as long over a network.
+        """
+        world, requests = self._world, []
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        for begin, arrays in ((world.Irecv, coming), (world.Isend, going)):
+            for other in others:
+                requests += [begin(piece, other) for piece in _pieces(arrays(other), LARGEST_MESSAGE)]
+        self._wait(requests)
+
+    def send(self, array: Array, source: int, target: int) -> None:
+        if source != target and self.rank in (source, target):
+            call, other = (self._world.Isend, target) if self.rank == source else (self._world.Irecv, source)
+            self._wait([call(piece, other) for piece in _pieces(array, LARGEST_MESSAGE)])
+
+    def dup_sleeping(self) -> MpiComm:
+        return MpiComm(self._world.Dup(), sleeping=True)
+
+    def split_by_node(self) -> tuple[MpiComm, MpiComm] | None:
+        same = self.allreduce_max(self.local_size) == -self.allreduce_max(-self.local_size)
+        if not same or self.local_size in (1, self.size):
+            return None
+        node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
+        across = self._world.Split(self.local_rank, self.rank)
+        return MpiComm(node, self._sleeping), MpiComm(across, self._sleeping)
+
+    def _do(self, name: str, *buffers: Any) -> None:
+        """Call one of MPI's collectives, or begin it and sleep until it is done: MPI would spin."""
+        if self._sleeping:
+            self._wait([getattr(self._world, "I" + name)(*buffers)])
+        else:
+            getattr(self._world, name.capitalize())(*buffers)
+
+    def _wait(self, requests: list[Any]) -> None:
+        if not self._sleeping:
+            MPI.Request.Waitall(requests)
+            return
+        while not MPI.Request.Testall(requests):
+            time.sleep(PAUSE)
+
+    def allreduce_max(self, value: int) -> int:
+        buffer = np.array([value], np.int64)
+        self._world.Allreduce(MPI.IN_PLACE, buffer, MPI.MAX)
+        return int(buffer[0])
+
+    def broadcast(self, array: Array) -> None:
+        for piece in _pieces(array, LARGEST_MESSAGE):
+            self._world.Bcast(piece)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        length = np.array([0 if data is None else len(data)], np.int64)
+        self._world.Bcast(length)
+        buffer = np.empty(length[0], np.uint8)
+        if data is not None:
+            buffer[...] = np.frombuffer(data, np.uint8)
+        self._world.Bcast(buffer)
+        return buffer.tobytes()
+
+    def barrier(self) -> None:
+        self._world.Barrier()
+
+    def abort(self, exit_code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(SECONDS_TO_SPEAK)
+        self._world.Abort(exit_code)
+        os._exit(exit_code)
+
+
+def foreign_launcher() -> str:
+    """Return what is wrong if the launcher belongs to another MPI; "" if nothing is.
+
+    Called before MPI starts. A launcher that this cannot recognise, such as the srun of another MPI, is
+    detected later: the world then has one rank.
+    """
+    by_open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
+    by_mpich = "MPI_LOCALNRANKS" in os.environ and not by_open_mpi and launched_as() > 1
+    if vendor() == "Open MPI" if by_mpich else vendor() != "Open MPI" and by_open_mpi:
+        launcher = LAUNCHERS["MPI_LOCALNRANKS" if by_mpich else "OMPI_COMM_WORLD_SIZE"]
+        return f"launched by {launcher}, but mpi4py belongs to {vendor()}; use the mpirun of {vendor()}"
+    if vendor() == "MPICH" and _pmi_of_srun() == {"PMIX"} and "pmix" not in MPI.Get_library_version():
+        return "launched by srun --mpi=pmix, which this MPICH is built without; use srun --mpi=pmi2"
+    return ""
+
+
+def doubtful_launcher() -> str:
+    """Return why MPI may fail to start under this launcher; "" if nothing is known."""
+    if vendor() == "Open MPI" and _pmi_of_srun() == set():  # one that is built with Slurm's own PMI starts
+        return "launched by srun without PMIx, which Open MPI may need: if it fails, use srun --mpi=pmix"
+    return ""
+
+
+def _pmi_of_srun() -> set[str] | None:
+    """Return the protocols, PMI or PMIX, by which srun lets ranks meet; None if it did not start this one."""
+    if "SLURM_STEP_NUM_TASKS" not in os.environ or launched_as() == 1:
+        return None
+    if "OMPI_COMM_WORLD_SIZE" in os.environ or "MPI_LOCALNRANKS" in os.environ:  # mpirun, which may use srun
+        return None
+    names = (name for name in os.environ if not name.startswith("PMIX_MCA_"))  # those are users' settings
+    return {name.split("_")[0].rstrip("2") for name in names if name.startswith("PMI")}
+
+
+def vendor() -> str:
+    """Whose MPI library it is, as in "MPICH". Asked before MPI starts, too."""
+    return str(MPI.get_vendor()[0])
+
+
+def library() -> str:
+    """Return the MPI library and its version, as in "MPICH 4.3.0" or "Open MPI v5.0.6"."""
+    first = MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+    return " ".join(first.partition(",")[0].replace("Version:", "").split())  # packager and dates come after
+
+
+def is_cuda_aware() -> bool | None:
+    """Ask MPI if it reads the memory of GPUs; None if it does not say."""
+    try:
+        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
+    except (OSError, AttributeError):
+        return None
+
+
+def _share_of_cores(node: Any) -> float:
+    """Launchers may bind ranks to cores or leave all cores to all of them; this is right for both."""
+    mine = sorted(usable_cores())
+    highest = np.array([mine[-1]])
+    node.Allreduce(MPI.IN_PLACE, highest, MPI.MAX)
+    users = np.zeros(highest[0] + 1, np.int64)
+    users[mine] = 1
+    node.Allreduce(MPI.IN_PLACE, users)
+    return float((1 / users[mine]).sum())
+
+
+def _pieces(array: Array, limit: int) -> list[Array]:
+    flat = array.reshape(-1)
+    step = max(1, limit // flat.itemsize)
+    return [flat[i : i + step] for i in range(0, flat.size, step)]

@@ -1,0 +1,62 @@
+"""Settings: what the model is, how it is trained, how a GPU computes, and where the values come from.
+
+Frozen dataclasses whose fields carry their own help, choices and range; presets and TOML.
+Not here: the options made of them (commands/options.py), and anything that computes.
+"""
+
+from distgpt.core.base.errors import nearest
+from distgpt.core.config.presets import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
+from distgpt.core.config.setting import Setting, settings_of
+from distgpt.core.config.settings import (
+    ALLREDUCES,
+    AUTO_DTYPE,
+    BATCH_IN_TOKENS,
+    BATCH_TOKENS,
+    DEFAULT_TEMPERATURE,
+    DTYPES,
+    GRAD_SYNCS,
+    GRADIENT_DTYPES,
+    GROUPS,
+    INFERENCE_DTYPES,
+    LORA_MATRICES,
+    MLPS,
+    NORMS,
+    POSITIONS,
+    RECOMPUTE,
+    ROUNDED_DTYPES,
+    SCHEDULES,
+    GpuConfig,
+    ModelConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "ALLREDUCES",
+    "AUTO_DTYPE",
+    "BATCH_IN_TOKENS",
+    "BATCH_TOKENS",
+    "CHANGEABLE",
+    "DEFAULT_TEMPERATURE",
+    "DTYPES",
+    "GRADIENT_DTYPES",
+    "GRAD_SYNCS",
+    "GROUPS",
+    "INFERENCE_DTYPES",
+    "LORA_MATRICES",
+    "MLPS",
+    "NORMS",
+    "POSITIONS",
+    "RECOMPUTE",
+    "ROUNDED_DTYPES",
+    "SCHEDULES",
+    "SETTINGS",
+    "GpuConfig",
+    "ModelConfig",
+    "RunConfig",
+    "Setting",
+    "TrainConfig",
+    "differences",
+    "nearest",
+    "parse_toml",
+    "settings_of",
+]

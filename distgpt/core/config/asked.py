@@ -1,0 +1,155 @@
+"""One record of all that a run is asked for; and the configuration that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distgpt.core.base.errors import UsageError, refuse_beside
+from distgpt.core.config.presets import (
+    DEFAULT_PRESET,
+    RunConfig,
+    base_preset,
+    layered,
+    parse_toml,
+    read_text,
+    renamed,
+)
+from distgpt.core.config.settings import ModelConfig
+
+WARMUP_PART = 5  # a preset's warm-up takes no more than this part of a run with fewer steps
+# Of a model that is trained further: a preset's learning rates are for random weights.
+PRETRAINED_PRESET = "tiny-adamw"
+PRETRAINED: dict[str, Any] = {
+    "lr": 5e-5,
+    "min_lr": 0.0,
+    "embedding_lr": 0.0,
+    "value_lr": 0.0,
+    "head_lr": 0.0,
+    "vector_lr": 0.0,
+}
+ADAPTED_LR = 2e-3  # at most
+
+RECIPES = ("decay_from", "within", "depth", "deterministic")  # their words, which are no settings
+
+Value = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Holds all that a run is asked for, by the options of a command or from Python.
+
+    Recipes turn their own words into `given`, `derived` and the rest, before the settings are resolved.
+    """
+
+    preset: str | None = None
+    toml: Path | None = None
+    given: Mapping[str, Value] = field(default_factory=dict)  # settings, which count before all others
+    out: Path | None = None
+    resume: str | None = None  # "auto", or the path of a run or checkpoint
+    fetches: bool = True  # weights of the hub that are not on this machine yet
+
+    # The words of recipes. None or False: not asked for.
+    decay_from: str | None = None
+    within: str | None = None
+    depth: int | None = None
+    tokens: float = 0.0  # with `depth`: to read; 0: as many as the depth asks for
+    deterministic: bool = False  # on CPUs
+
+    # What recipes leave beside `given`.
+    derived: Mapping[str, Value] = field(default_factory=dict)  # settings between preset and file
+    title: str = ""  # a name for the run
+    uncounted: float = 0.0  # seconds of this process that are none of the run's time
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run: that of its preset, or of the file with its settings."""
+        return self.title or self.preset or (self.toml.stem if self.toml else DEFAULT_PRESET)
+
+    def layers(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        """Return the name of the preset, "" for none, and the settings of the file and those given."""
+        file = parse_toml(read_text(self.toml, "--config"), str(self.toml)) if self.toml else {}
+        chosen = str(self.preset or file.get("preset") or "")
+        file.pop("preset", None)
+        given = dict(self.given)
+        if "steps" in given:
+            refuse_beside("--steps", {"epochs": given.get("epochs")}, "each says when a run ends")
+            given["epochs"] = 0.0
+        return chosen, file, given
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the file and those given."""
+        _, file, given = self.layers()
+        return renamed(file | given)
+
+    def named(self, setting: str) -> object:
+        """Return what flags, file or preset say of a setting; None where none of them names it."""
+        chosen, file, given = self.layers()
+        return {**(base_preset(chosen) if chosen else {}), **file, **given}.get(setting)
+
+
+def asked_for(
+    settings: Mapping[str, Any],
+    preset: str | None = None,
+    toml: Path | None = None,
+    out: Path | None = None,
+    resume: str | None = None,
+) -> Asked:
+    """Return the record of what a user gives, where words of recipes stand among the `settings`."""
+    words = {name: settings[name] for name in RECIPES if name in settings}
+    given = {name: value for name, value in settings.items() if name not in RECIPES}
+    return Asked(preset, toml, given, out, resume, **words)
+
+
+def resolve(asked: Asked, weights: ModelConfig | None = None) -> RunConfig:
+    """Return the configuration of a new run; `weights` is the model in the file that `init` names.
+
+    What counts, from the least: defaults, preset, that model, what recipes have derived, file, given.
+    """
+    chosen, file, given = asked.layers()
+    said = file | given
+    if not chosen:
+        chosen = PRETRAINED_PRESET if said.get("init") else DEFAULT_PRESET
+    held = _of_weights(weights, said) if weights else {}
+    run = layered(RunConfig(), base_preset(chosen), held, asked.derived, file, given)
+    for key, value in asdict(weights).items() if weights else ():
+        wanted = getattr(run.model, key)
+        if wanted != value and not (key == "seq_len" and _fits(run.model, value)):
+            raise UsageError(
+                f"{said['init']} holds a model whose {key} is {value!r}; {wanted!r} is asked for"
+            )
+    return _with_fitting_warmup(run, asked.derived, file, given)
+
+
+def resumed(base: RunConfig, asked: Asked) -> RunConfig:
+    """Return the configuration of a run that resumes: what it was, changed by what is given now."""
+    chosen, file, given = asked.layers()
+    named = base_preset(chosen) if chosen else {}
+    # The model that it began with overrides a preset.
+    held = (
+        asdict(base.model) | {key: getattr(base.train, key) for key in PRETRAINED} if base.train.init else {}
+    )
+    run = layered(base, named, held, file, given)
+    return _with_fitting_warmup(run, file, given) if named else run
+
+
+def _of_weights(weights: ModelConfig, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what follows from weights to be trained further: their model, and lower learning rates."""
+    found = asdict(weights) | PRETRAINED
+    if said.get("lora_rank"):  # adapters begin at 0 (docs/how-to/lora.md)
+        found |= {"lr": float(f"{min(ADAPTED_LR, 1 / weights.n_embd):.2g}"), "weight_decay": 0.0}
+    return found
+
+
+def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, Any]) -> RunConfig:
+    """Make a preset's warm-up shorter for a run of few steps, unless the user has chosen one."""
+    if any("warmup" in layer for layer in chosen):
+        return run
+    return run.with_values({"warmup": min(run.train.warmup, run.train.steps // WARMUP_PART)})
+
+
+def _fits(model: ModelConfig, trained: int) -> bool:
+    """Return whether the model can take weights that were trained on another context length."""
+    return model.positions != "learned" or model.seq_len < trained

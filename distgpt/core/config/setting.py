@@ -1,0 +1,108 @@
+"""A setting: a dataclass field with its default, help, choices and range."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import sys
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from distgpt.core.base.errors import UsageError, nearest
+
+LONGEST_TEXT = 4096  # bytes: as long as a path may be
+LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting
+
+T = TypeVar("T", int, float, bool, str)
+ACCEPTED: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting without its value. `low` and `most` are allowed values, `above` and `below` are not."""
+
+    kind: type
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    group: str = ""  # the section of --help-all
+    first: bool = False  # --help shows it too
+    flag: str = ""  # the option's spelling, where it is not "--" and the name
+    changeable: bool = False  # on resume: what the steps so far computed stays as it is
+    formerly: str = ""  # a name that files and scripts may still have
+    former_choices: tuple[tuple[str, str], ...] = ()  # such values, and what they are called now
+    undecided: str = ""  # an option's and a file's default: opening a run decides, so no configuration has it
+    component: str = ""  # what a value other than the default needs; "": the core alone
+    components: tuple[tuple[str, str], ...] = ()  # the same, of single choices
+
+    def needs(self, value: Any, default: Any) -> str:
+        """Return the name of the component that a value needs; "" for the core alone, as of each default."""
+        return "" if value == default else dict(self.components).get(value, self.component)
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value of the wrong type or out of range with a UsageError."""
+        if not isinstance(value, ACCEPTED[self.kind]) or (isinstance(value, bool) and self.kind is not bool):
+            raise UsageError(f"{name} is {brief(value)}: it must be of type {self.kind.__name__}")
+        if isinstance(value, str):
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise UsageError(f"{name} is {value!r:.200}, which is not valid UTF-8")
+            if "\0" in value or len(value.encode()) > LONGEST_TEXT:
+                raise UsageError(
+                    f"{name} is {brief(value)}: it must be of at most {LONGEST_TEXT} bytes, none of them 0"
+                )
+            if self.undecided and value == self.undecided:
+                raise UsageError(f"{name} is {value!r}: here it has to be one of {', '.join(self.choices)}")
+            if self.choices and value not in self.choices:
+                raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
+        elif wrong := self._out_of_range(value):
+            raise UsageError(f"{name} is {brief(value)}: it must be {wrong}")
+
+    def _out_of_range(self, value: Any) -> str:
+        if self.kind is float and not abs(value) <= sys.float_info.max:
+            return "a finite number"
+        if self.low is not None and value < self.low:
+            return f"at least {self.low}"
+        if self.above is not None and value <= self.above:
+            return f"above {self.above}"
+        most = LARGEST_INT if self.kind is int and self.most is None else self.most
+        if most is not None and value > most:
+            return f"at most {most}"
+        if self.below is not None and value >= self.below:
+            return f"below {self.below}"
+        return ""
+
+
+def brief(value: Any) -> str:
+    """Return a value for a message, whatever it is and however large."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write out 4,300 digits
+        return f"a number of about {value.bit_length() * math.log10(2):,.0f} digits"
+    return str(value) if isinstance(value, int | float) else reprlib.repr(value)
+
+
+def setting(default: T, help: str, **known: Any) -> T:
+    """Return a dataclass field with this default, of the default's type; `known` are fields of Setting."""
+    return field(default=default, metadata={"setting": Setting(type(default), help, **known)})
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Declares settings of one section of --help-all."""
+
+    name: str
+
+    def __call__(self, default: T, help: str, **known: Any) -> T:
+        return setting(default, help, group=self.name, **known)
+
+
+def settings_of(config: Any) -> dict[str, Setting]:
+    """Return the settings of a dataclass, or of an instance, by name."""
+    return {f.name: f.metadata["setting"] for f in fields(config)}
+
+
+def check(config: Any) -> None:
+    """Check every field of a dataclass of settings."""
+    for name, about in settings_of(config).items():
+        about.check(name, getattr(config, name))

@@ -1,0 +1,317 @@
+"""Compile loops with Numba; read and write bfloat16 in them; an exponential; packed arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, typeof, types
+from numba.core import datamodel
+from numba.core.registry import cpu_target
+from numba.extending import (
+    NativeValue,
+    intrinsic,
+    models,
+    overload,
+    register_model,
+    typeof_impl,
+    unbox,
+)
+
+from distgpt.core.base.interrupts import signals_deferred
+from distgpt.core.cpu.compiling.disk_cache import keep_on_disk
+
+Loop = Callable[..., Any]
+
+_ir: Any = ir
+_overload: Any = overload
+I32, I16, F32 = _ir.IntType(32), _ir.IntType(16), _ir.FloatType()
+# Constants of exp in float32: ln 2 in two parts, eʳ = … + r²/2! + r + 1, and an argument whose result is 0.
+LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
+TAYLOR = tuple(1 / math.factorial(k) for k in (7, 6, 5, 4, 3, 2))
+LEAST = -88.0
+# Inlined by LLVM. Numba's own inlining fails where an argument holds a condition.
+FORCED: Any = {"forceinline": True, "error_model": "numpy"}
+# Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
+_FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
+# Loops allocate nothing, so none needs to count who holds an array, with a call for every slice.
+_OPTIONS: Any = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy"}
+
+
+def jit(function: Loop) -> Loop:
+    """Compile a loop on first use, keep it on disk, and run it without the interpreter lock."""
+    compiled: Any = njit(**_OPTIONS)(function)
+    keep_on_disk(compiled)
+    # LLVM calls back while it compiles and while it loads.
+    compiled.compile = signals_deferred()(compiled.compile)
+    loop: Loop = compiled
+    return loop
+
+
+def by_types(**options: Any) -> Callable[[Loop], Loop]:
+    """Decorate a function that picks an implementation for its argument types when a loop is compiled."""
+
+    def made(choose: Loop) -> Loop:
+        @wraps(choose)
+        def function(*arguments: Any) -> None:
+            raise NotImplementedError("only compiled loops call this")
+
+        _overload(function, jit_options=options)(choose)
+        return function
+
+    return made
+
+
+def also_for(function: Loop, **options: Any) -> Callable[[Loop], Loop]:
+    """Implement a function of `by_types` for more types; `choose` returns None for all others."""
+
+    def added(choose: Loop) -> Loop:
+        _overload(function, jit_options=options)(choose)
+        return choose
+
+    return added
+
+
+def inline(function: Loop) -> Loop:
+    """Compile a function into the loops that call it.
+
+    As a call of its own it would be bound to one of two copies that round differently: one in the process
+    that compiles, another in those that load the result from disk.
+    """
+    compiled: Loop = njit(**_OPTIONS, forceinline=True)(function)
+    return compiled
+
+
+@intrinsic
+def _widened(context, bits=None):
+    """Widen the bits of a bfloat16 to float32. As IR, since Numba would compute in 64 bits on the way."""
+
+    def generate(context, builder, signature, values):
+        wide = builder.zext(values[0], I32)
+        return builder.bitcast(builder.shl(wide, I32(16)), F32)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def _narrowed(context, value=None):
+    """Round a float32 to the bits of the nearest bfloat16, ties to even; NaN becomes a quiet one."""
+
+    def generate(context, builder, signature, values):
+        return _nearest(builder, values[0])
+
+    return types.uint16(types.float32), generate
+
+
+def _nearest(builder, value):
+    bits = builder.bitcast(value, I32)
+    upper = builder.lshr(bits, I32(16))
+    half = builder.add(builder.and_(upper, I32(1)), I32(0x7FFF))
+    nearest = builder.lshr(builder.add(bits, half), I32(16))
+    quiet = builder.or_(upper, I32(0x40))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, quiet, nearest), I16)
+
+
+@intrinsic
+def zip_bits(context, first=None, second=None):
+    """Put two bfloat16 into one word of 32 bits, the first in its lower half."""
+
+    def generate(context, builder, signature, values):
+        return _zipped(builder, *values)
+
+    return types.uint32(types.uint16, types.uint16), generate
+
+
+@intrinsic
+def zip_narrowed(context, first=None, second=None):
+    """Round two float32 to bfloat16 and put them into one word, the first in its lower half."""
+
+    def generate(context, builder, signature, values):
+        return _zipped(builder, *(_nearest(builder, value) for value in values))
+
+    return types.uint32(types.float32, types.float32), generate
+
+
+def _zipped(builder, low, high):
+    return builder.or_(builder.zext(low, I32), builder.shl(builder.zext(high, I32), I32(16)))
+
+
+@by_types(**FORCED)
+def get(x, j):
+    """Read x[j] inside compiled loops, as a number to compute with: bfloat16 is bits in arrays of uint16."""
+
+    def same(x, j):
+        return x[j]
+
+    def widened(x, j):
+        return _widened(x[j])
+
+    return widened if x.dtype == types.uint16 else same
+
+
+@by_types(**FORCED)
+def put(x, j, value):
+    """x[j] ← value, rounded to what x holds; ties to even."""
+
+    def same(x, j, value):
+        x[j] = value
+
+    def narrow(x, j, value):
+        x[j] = _narrowed(np.float32(value))
+
+    return narrow if x.dtype == types.uint16 else same
+
+
+@by_types(**FORCED)
+def number(x, value):
+    """Convert a number to the type that an array's elements are computed with."""
+    real = np.float64 if x.dtype == types.float64 else np.float32
+
+    def converted(x, value):
+        return real(value)
+
+    return converted
+
+
+@intrinsic
+def _larger(context, x=None, y=None):
+    """Return the larger of two numbers that are not NaN. Numba's `max` and comparisons keep a loop scalar."""
+
+    def generate(context, builder, signature, values):
+        a, b = values
+        return builder.select(builder.fcmp_ordered(">", a, b, flags=("fast",)), a, b, flags=("fast",))
+
+    return x(x, x), generate
+
+
+@inline
+def largest(row):
+    """Return the maximum of a row, vectorized as if there were no NaN.
+
+    In a row with NaN it is some other element: the NaN shows in whatever is computed next.
+    """
+    top = get(row, 0)
+    for j in range(row.shape[0]):
+        top = _larger(get(row, j), top)
+    return top
+
+
+@by_types(**(FORCED | {"fastmath": _FAST}))
+def exp(x):
+    """Return eˣ inside compiled loops; in float32 a polynomial, 1.2e-7 relative: libm's would stay scalar."""
+    if x != types.float32:
+
+        def exp64(x):
+            return math.exp(x)
+
+        return exp64
+
+    log2e, ln2_high, ln2_low = (np.float32(x) for x in (LOG2_E, LN2_HIGH, LN2_LOW))
+    half, one, low, high = (np.float32(x) for x in (0.5, 1, LEAST, -LEAST))
+    c7, c6, c5, c4, c3, c2 = (np.float32(x) for x in TAYLOR)
+
+    def exp32(x):
+        # x = n ln 2 + r with |r| ≤ ln 2 / 2: a Taylor sum for eʳ, and 2ⁿ written into the exponent bits.
+        # The comparisons are written so that NaN passes through them. From -87.7 down 2ⁿ is 0.
+        bounded = low if x < low else (high if x > high else x)
+        n = np.floor(bounded * log2e + half)
+        r = bounded - n * ln2_high - n * ln2_low
+        e = ((((((c7 * r + c6) * r + c5) * r + c4) * r + c3) * r + c2) * r + one) * r + one
+        return e * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+    return exp32
+
+
+_models: Any = models
+_typeof: Any = typeof
+_NativeValue: Any = NativeValue
+
+
+class PackedArgs:
+    """Arguments of a compiled loop that stay the same over many calls, packed to be read only once.
+
+    To unpack an array and to look at its type costs 0.2 µs in every call: dozens of them are half a token of
+    a small model.
+
+        packed = PackedArgs((weights, cache))
+        call = entry(loop, 0, packed)  # machine code for arguments of these types
+        call(7, packed)  # inside the loop: weights, cache = unpack_args(packed)
+    """
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self._values = values  # keeps the arrays alive
+        self.kind = _typeof(values)
+        self._memory = np.zeros(_size(self.kind), np.uint8)
+        self.address = self._memory.ctypes.data
+        _store(values, self._memory)
+
+
+def entry(loop: Any, *arguments: Any) -> Callable[..., Any]:
+    """Return a loop's machine code for arguments of these types, which it does not check again."""
+    found: Callable[..., Any] = loop.compile(tuple(map(_typeof, arguments)))
+    return found
+
+
+class PackedArgsType(types.Type):
+    """Numba's type of PackedArgs: an address of values of type `kind`."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+        super().__init__(f"PackedArgs({kind})")
+
+
+@register_model(PackedArgsType)
+class _PackedArgsModel(_models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, type: Any) -> None:
+        super().__init__(manager, type, _ir.IntType(64))
+
+
+@typeof_impl.register(PackedArgs)
+def _typeof_packed(value: PackedArgs, context: Any) -> Any:
+    return PackedArgsType(value.kind)
+
+
+@unbox(PackedArgsType)  # type: ignore[untyped-decorator]
+def _unbox_packed(type: Any, value: Any, context: Any) -> Any:
+    address = context.pyapi.object_getattr_string(value, "address")
+    number = context.pyapi.long_as_longlong(address)
+    context.pyapi.decref(address)
+    return _NativeValue(number, is_error=context.pyapi.c_api_error())
+
+
+@intrinsic
+def unpack_args(context, packed=None):
+    """Return the values, inside compiled loops."""
+
+    def generate(context, builder, signature, values):
+        pointer = context.get_value_type(signature.return_type).as_pointer()
+        return builder.load(builder.inttoptr(values[0], pointer))
+
+    return packed.kind(packed), generate
+
+
+@intrinsic
+def _stored(context, values=None, memory=None):
+    def generate(context, builder, signature, given):
+        array = context.make_array(signature.args[1])(context, builder, given[1])
+        builder.store(given[0], builder.bitcast(array.data, given[0].type.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.none(values, memory), generate
+
+
+@jit
+def _store(values, memory):
+    _stored(values, memory)
+
+
+def _size(kind: Any) -> int:
+    """Return the bytes of a value of this type."""
+    context: Any = cpu_target.target_context
+    model: Any = datamodel
+    return int(context.get_abi_sizeof(model.default_manager.lookup(kind).get_value_type()))

@@ -1,0 +1,405 @@
+"""New tokens of many sequences through all layers, in one compiled call of each thread.
+
+A phase splits rows, columns or heads over the threads, which wait for each other before the next one. A row
+is computed in
+the same way whatever the number of rows and of threads, so that nothing depends on who shares a batch.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from distgpt.adapters.loops.decoding import Adapters, add_columns, reduce_row
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.compiling.jit import inline, jit, unpack_args
+from distgpt.core.cpu.decoding.cached_attention import Cache, ThreadScratch, attend
+from distgpt.core.cpu.decoding.operands import UNIT, element, most_rows, multiply, put_row, stretch
+from distgpt.core.cpu.decoding.weights import Weights
+from distgpt.core.cpu.fused.activations import CUBIC, LINEAR, gelu_of, relu2_of, silu_of
+from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.core.cpu.matmul.packing import COLUMNS, LINE, aligned
+from distgpt.core.ops.api import Array
+
+GROUP = 2  # panels that all rows go past before the next ones
+ADD = BIAS | ACCUMULATE
+ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2, "relu2": 3}
+
+
+class Kind(NamedTuple):
+    """The architecture, as far as the decoder depends on it."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    size: int  # of a head
+    qkv: int  # the width of queries, keys and values side by side
+    hidden: int
+    vocab: int
+    centred: bool  # layer norm, not RMS norm
+    act: int
+    embed_norm: bool
+    final_norm: bool
+    eps: float
+    qk_norm: bool
+
+
+class Rows(NamedTuple):
+    """Memory for a number of rows. The factors `a`, `h` and `last` are in the form of the weights."""
+
+    s: Array  # the residual stream (N, C)
+    qkv: Array
+    att: Array  # attention's output (N, H·head), before that a norm's
+    pre: Array  # the activation's input, and output
+    gates: Array
+    a: Array  # a norm's output, or attention's
+    h: Array  # the activation's output
+    last: Array  # the last norm's output; the output layer may have another form than the rest
+    inner: Array  # what adapters make of a layer's input (N, rank)
+
+
+class Inputs(NamedTuple):
+    """Memory for a call's input. A feed: its first row, rows, lane, tokens before them, rows scored."""
+
+    tokens: Array
+    feeds: Array  # int64 (F, 5)
+    scored: Array  # the rows to score
+    adapters: Array  # (2, N): those of all rows, and of the rows to score; 0: none
+
+
+class Fixed(NamedTuple):
+    """Arguments that all calls of a thread have in common."""
+
+    kind: Kind
+    weights: Weights
+    adapters: Adapters
+    rows: Rows
+    cache: Cache
+    inputs: Inputs
+    own: ThreadScratch  # scratch memory of this thread
+    counter: Array
+
+
+def kind_of(config: ModelConfig) -> Kind:
+    return Kind(
+        config.n_embd,
+        config.n_head,
+        config.kv_heads,
+        config.head_size,
+        config.qkv_width,
+        config.hidden,
+        config.vocab_size,
+        config.norm == "layernorm",
+        ACTIVATIONS[config.mlp],
+        config.embed_norm,
+        config.final_norm,
+        config.norm_eps,
+        config.qk_norm,
+    )
+
+
+@jit
+def decode(thread, n_threads, tokens, feeds, scores, packed):
+    """Compute one thread's part of this many tokens and feeds; scores are (rows scored, V).
+
+    `packed` has the thread's `Fixed`, whose counter begins at 0.
+    """
+    fixed: Any = unpack_args(packed)
+    kind, weights, low, rows, cache, inputs, own, counter = fixed
+    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.scored[: len(scores)], inputs.adapters)
+    threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
+    which = work.adapters[0, :n]
+    s, inner, width, heads, arrivals = rows.s, rows.inner, kind.width, kind.heads * kind.size, 0
+    first, last = part(threads, n)
+    _embed(first, last, kind, weights, s, work)
+    for i in range(layers):
+        if i:
+            arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows, which, low.qkv_a, i)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(
+            threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS, (inner, which, low.qkv_b)
+        )
+        if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
+            _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        ends = i + 1 == layers  # rows that are not scored only need keys and values there
+        attend(threads, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        if ends:
+            n = len(scores)
+            which = work.adapters[1, :n]
+            first, last = part(threads, n)
+            if thread == 0:
+                _to_the_front(s, work.scored, width)
+        _attended(first, last, heads, rows, work.scored, ends, which, low.out_a, i)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD, (inner, which, low.out_b))
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows, which, low.mlp_a, i)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _expand(threads, n, kind, weights, low, rows, which, i)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        if low.proj_a.shape[0]:
+            _reduced(first, last, rows.pre, inner, which, low.proj_a, i)
+            arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD, (inner, which, low.proj_b))
+    arrivals = _wait_for_all(counter, arrivals, n_threads)
+    for row in range(first, last):
+        _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.last[row])
+    arrivals = _wait_for_all(counter, arrivals, n_threads)
+    _columns(threads, n, width, kind.vocab, rows.last, weights.head, scores, rows.s[0], 0)
+
+
+@inline
+def _wait_for_all(counter, arrivals, n_threads):
+    """Wait for all threads; return the number of arrivals so far."""
+    if n_threads > 1:
+        barrier(counter, arrivals + n_threads)
+    return arrivals + n_threads
+
+
+@inline
+def part(threads, count):
+    """Return a thread's stretch of range(count)."""
+    thread, n_threads = threads
+    return count * thread // n_threads, count * (thread + 1) // n_threads
+
+
+@inline
+def _embed(first, last, kind, weights, s, work):
+    for f in range(work.feeds.shape[0]):
+        start, count, before = work.feeds[f, 0], work.feeds[f, 1], work.feeds[f, 3]
+        for row in range(max(first, start), min(last, start + count)):
+            x, token, place = s[row, : kind.width], work.tokens[row], before + row - start
+            added = weights.places[min(place, weights.places.shape[0] - 1)]
+            for j in range(x.shape[0]):
+                x[j] = element(weights.embedding, token, j) + added[j]
+            if kind.embed_norm:
+                norm_row(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
+
+
+@inline
+def _expand(threads, n, kind, weights, low, rows, which, i):
+    """A thread's columns of an MLP's first half: fc, gates, activation."""
+    width, hidden, inner = kind.width, kind.hidden, rows.inner
+    _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, (inner, which, low.fc_b), UNIT)
+    if kind.act == 2:
+        own = inner[:, low.fc_b.shape[3] // COLUMNS :], which, low.gates_b
+        _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, own, UNIT)
+    _activate(threads, n, kind, rows)
+
+
+@inline
+def _normed(first, last, kind, norm, s, rows, which, a, i):
+    """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
+    for row in range(first, last):
+        normed = rows.att[row, : kind.width]
+        norm_row(kind, norm, s[row, : kind.width], normed)
+        put_row(rows.a[row], normed, 0, kind.width)
+        reduce_row(rows.inner[row:], which[row], a, i, rows.att[row:])
+
+
+@inline
+def _attended(first, last, width, rows, scored, ends, which, a, i):
+    """Rows first … last of the factors ← what attention gave; of the last layer for rows that are scored."""
+    for row in range(first, last):
+        at = scored[row] if ends else row
+        put_row(rows.a[row], rows.att[at], 0, width)
+        reduce_row(rows.inner[row:], which[row], a, i, rows.att[at:])
+
+
+@inline
+def _reduced(first, last, x, inner, which, a, i):
+    for row in range(first, last):
+        reduce_row(inner[row:], which[row], a, i, x[row:])
+
+
+@inline
+def _to_the_front(s, rows, width):
+    """The first rows of s ← `rows` of it, which ascend."""
+    for i in range(rows.shape[0]):
+        if rows[i] > i:
+            to, of = s[i], s[rows[i]]
+            for j in range(width):
+                to[j] = of[j]
+
+
+@inline
+def _last_norm(kind, norm, x, y, a):
+    if kind.final_norm:
+        norm_row(kind, norm, x, y)
+        put_row(a, y, 0, x.shape[0])
+    else:
+        put_row(a, x, 0, x.shape[0])
+
+
+@inline
+def _linear(threads, n, k, columns, a, layer, i, c, flags, adapters, unit=COLUMNS):
+    """A thread's columns of a layer, with its adapters: `inner`, which of them rows have, and their B."""
+    _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags, unit)
+    inner, which, b = adapters
+    if b.shape[0]:
+        begin, end = _own_columns(threads, columns, unit)
+        add_columns(begin, end, c, inner, which, b, i)
+
+
+@inline
+def _columns(threads, n, k, columns, a, w, c, bias, flags, unit=COLUMNS):
+    """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
+    begin, end = _own_columns(threads, columns, unit)
+    longest, most = stretch(w), most_rows(w)
+    strips = (n + most - 1) // most  # of rows, about as many in each
+    group = COLUMNS if strips <= 1 else GROUP * COLUMNS
+    for left in range(begin, end, group):
+        right = min(left + group, end)
+        for low in range(0, k, longest):
+            high, how = min(low + longest, k), flags if low == 0 else ACCUMULATE
+            for strip in range(strips):
+                top, bottom = part((strip, strips), n)
+                for column in range(left, right, COLUMNS):
+                    panel, there = w[column // COLUMNS], min(COLUMNS, columns - column)
+                    out, added = c[top:, column:], bias[column:]
+                    multiply(bottom - top, low, high, a[top:], panel, out, there, added, how)
+
+
+@inline
+def _add_values(threads, kind, values, tokens, qkv):
+    """A thread's columns of v += the value embedding of each token."""
+    begin, end = _own_columns(threads, kind.qkv, COLUMNS)
+    before = kind.qkv - kind.kv_heads * kind.size
+    for row in range(tokens.shape[0]):
+        for column in range(max(begin, before), end):
+            qkv[row, column] += element(values, tokens[row], column - before)
+
+
+@inline
+def _own_columns(threads, columns, unit):
+    first, last = part(threads, (columns + unit - 1) // unit)
+    return first * unit, min(last * unit, columns)
+
+
+@inline
+def _activate(threads, n, kind, rows):
+    """A thread's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
+    begin, end = _own_columns(threads, kind.hidden, UNIT)
+    for row in range(n):
+        for left in range(begin, end, UNIT):
+            x = rows.pre[row, left : left + UNIT]
+            if kind.act == 0:  # in place: rows of activations.py under two names for one array stay scalar
+                _gelu(x)
+            elif kind.act == 1:
+                for j in range(UNIT):
+                    x[j] = np.float32(0) if x[j] < np.float32(0) else x[j]
+            elif kind.act == 3:
+                for j in range(UNIT):
+                    x[j] = relu2_of(x[j], np.float32(0))
+            else:
+                _silu(x, rows.gates[row, left : left + UNIT])
+            put_row(rows.h[row], rows.pre[row], left, min(left + UNIT, end))
+
+
+@inline
+def _gelu(x):
+    one, linear, cubic = np.float32(1), np.float32(LINEAR), np.float32(CUBIC)
+    for j in range(UNIT):
+        x[j] = gelu_of(x[j], one, linear, cubic)
+
+
+@inline
+def _silu(x, gate):
+    one = np.float32(1)
+    for j in range(UNIT):
+        x[j] = silu_of(x[j], one) * gate[j]
+
+
+@inline
+def norm_row(kind, norm, x, y):
+    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
+    width, gain, bias = x.shape[0], norm[0], norm[1]
+    share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
+    if kind.centred:
+        for j in range(width):
+            mean += x[j]
+        mean *= share
+    for j in range(width):
+        square += (x[j] - mean) * (x[j] - mean)
+    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
+    for j in range(width):
+        y[j] = (x[j] - mean) * scale * gain[j] + bias[j]
+
+
+# -- a barrier inside compiled calls: threads count themselves in, and spin until all are there
+
+SPINS = 2_000  # looks at the counter, some 30 µs, before a thread yields its core
+
+_ir: Any = ir
+_cgutils: Any = cgutils
+_I64 = _ir.IntType(64)
+_X86: Any = ("llvm.x86.sse2.pause", [])
+_ARM: Any = ("llvm.aarch64.hint", [_ir.IntType(32)(1)])
+PAUSES: Any = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
+
+
+def counter() -> Array:
+    """Make a counter of arrivals, alone in its cache line; it must be 0 when a call begins."""
+    return aligned((LINE // 8,), "int64")
+
+
+@inline
+def barrier(counter, arrivals):
+    """Arrive, and return when `arrivals` threads have, since the call began."""
+    _arrive(counter)
+    spins = 0
+    while _arrived(counter) < arrivals:
+        spins += 1
+        if spins < SPINS:
+            _pause()
+        else:
+            _yield_core()
+
+
+def _first(context, builder, signature, values):
+    array = context.make_array(signature.args[0])(context, builder, values[0])
+    return _cgutils.gep_inbounds(builder, array.data, 0)
+
+
+@intrinsic
+def _arrive(context, counter=None):
+    def generate(context, builder, signature, values):
+        builder.atomic_rmw("add", _first(context, builder, signature, values), _I64(1), "acq_rel")
+        return context.get_dummy_value()
+
+    return types.none(counter), generate
+
+
+@intrinsic
+def _arrived(context, counter=None):
+    def generate(context, builder, signature, values):
+        return builder.load_atomic(_first(context, builder, signature, values), "acquire", 8)
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def _pause(context):
+    """Tell the core that this loop waits; nothing on unknown processors."""
+
+    def generate(context, builder, signature, values):
+        name, arguments = PAUSES.get(platform.machine().lower(), ("", []))
+        if name:
+            kinds = [value.type for value in arguments]
+            function = _cgutils.get_or_insert_function(
+                builder.module, _ir.FunctionType(_ir.VoidType(), kinds), name
+            )
+            builder.call(function, arguments)
+        return context.get_dummy_value()
+
+    return types.none(), generate

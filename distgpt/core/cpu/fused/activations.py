@@ -1,0 +1,149 @@
+"""Activations and their derivatives: GELU (tanh form), ReLU, its square and SwiGLU."""
+
+from __future__ import annotations
+
+import math
+
+from distgpt.core.cpu.compiling.jit import exp, get, inline, jit, number, put
+
+# gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = LINEAR * 0.044715
+
+
+@inline
+def gelu_of(x, one, linear, cubic):
+    return x / (one + exp(-x * (linear + cubic * x * x)))
+
+
+@inline
+def silu_of(x, one):
+    return x / (one + exp(-x))
+
+
+@jit
+def gelu(first, last, y, pre):
+    for i in range(first, last):
+        gelu_row(y[i], pre[i])
+
+
+@inline
+def gelu_row(y, pre):
+    one, linear, cubic = number(y, 1), number(y, LINEAR), number(y, CUBIC)
+    for j in range(pre.shape[0]):
+        value = gelu_of(get(pre, j), one, linear, cubic)
+        put(y, j, value)
+
+
+@jit
+def gelu_backward(first, last, y, pre):
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    one, linear = number(y, 1), number(y, LINEAR)
+    cubic, cubic3 = number(y, CUBIC), number(y, 3 * CUBIC)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x = get(pi, j)
+            sigmoid = one / (one + exp(-x * (linear + cubic * x * x)))
+            value = x * sigmoid
+            gradient = sigmoid + value * (one - sigmoid) * (linear + cubic3 * x * x)
+            put(pi, j, get(yi, j) * gradient)
+            put(yi, j, value)
+
+
+@jit
+def relu(first, last, y, pre):
+    for i in range(first, last):
+        relu_row(y[i], pre[i])
+
+
+@inline
+def relu_row(y, pre):
+    zero = number(y, 0)
+    for j in range(pre.shape[0]):
+        x = get(pre, j)
+        value = zero if x < zero else x  # written this way, NaN stays NaN
+        put(y, j, value)
+
+
+@jit
+def relu_backward(first, last, y, pre):
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    zero = number(y, 0)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x = get(pi, j)
+            dy, value = get(yi, j), zero if x < zero else x
+            gradient = dy if x > zero else zero
+            put(pi, j, gradient)
+            put(yi, j, value)
+
+
+@inline
+def relu2_of(x, zero):
+    positive = zero if x < zero else x
+    return positive * positive
+
+
+@jit
+def relu2(first, last, y, pre):
+    zero = number(y, 0)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            put(yi, j, relu2_of(get(pi, j), zero))
+
+
+@jit
+def relu2_backward(first, last, y, pre):
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    zero, two = number(y, 0), number(y, 2)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x, dy = get(pi, j), get(yi, j)
+            positive = zero if x < zero else x
+            put(pi, j, two * positive * dy)
+            put(yi, j, positive * positive)
+
+
+@jit
+def swiglu(first, last, y, pre):
+    width = y.shape[1]
+    for i in range(first, last):
+        swiglu_row(y[i], pre[i, :width], pre[i, width:])
+
+
+@inline
+def swiglu_row(y, left, right):
+    one = number(y, 1)
+    for j in range(y.shape[0]):
+        value = silu_of(get(left, j), one) * get(right, j)
+        put(y, j, value)
+
+
+@jit
+def swiglu_backward(first, last, y, pre):
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    one = number(y, 1)
+    width = y.shape[1]
+    for i in range(first, last):
+        yi, left, right = y[i], pre[i, :width], pre[i, width:]
+        for j in range(width):
+            x = get(left, j)
+            sigmoid = one / (one + exp(-x))
+            silu = x * sigmoid
+            dy, r = get(yi, j), get(right, j)
+            put(yi, j, silu * r)
+            put(left, j, dy * r * (sigmoid + silu * (one - sigmoid)))
+            put(right, j, dy * silu)
+
+
+FORWARD = {"gelu": gelu, "relu": relu, "relu2": relu2, "swiglu": swiglu}
+BACKWARD = {
+    "gelu": gelu_backward,
+    "relu": relu_backward,
+    "relu2": relu2_backward,
+    "swiglu": swiglu_backward,
+}

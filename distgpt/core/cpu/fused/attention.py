@@ -1,0 +1,541 @@
+"""Causal attention without the T × T matrix: tiles of queries against all keys so far; rotary positions.
+
+A unit of work is one head of q of one sequence; backward and with a cache, one head of k and v and all heads
+of q that meet it. q and dy are read in place, what they are multiplied with is packed once. Probabilities are
+rounded to the type of qkv for the matmuls, sums are wide. `s` is the worker's scratch memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+from distgpt.core.cpu.compiling.jit import (
+    FORCED,
+    by_types,
+    exp,
+    get,
+    inline,
+    jit,
+    number,
+    put,
+    zip_bits,
+    zip_narrowed,
+)
+from distgpt.core.cpu.fused.softmax import EDGE, UNSEEN, softmax
+from distgpt.core.cpu.matmul.assembled import tile, transpose
+from distgpt.core.cpu.matmul.blas import PLAIN, TRANSPOSED, gemm
+from distgpt.core.cpu.matmul.microkernel import ACCUMULATE
+from distgpt.core.cpu.matmul.packing import COLUMNS, LANES, ROWS, aligned, packed
+from distgpt.core.ops.api import QK_SCALE, Array
+
+BLOCK = 4 * ROWS  # queries whose probabilities are kept for dk and dv
+FEW = 4  # new rows up to which a cache is read in place, without packing it
+
+
+class Forward(NamedTuple):
+    keys: Array  # kᵀ, packed
+    values: Array  # v, packed
+    scores: Array  # (ROWS, keys) in the wide type
+    probs: Array  # (ROWS, keys), the A of p v
+    out: Array  # (ROWS, head) in the wide type
+    sums: Array  # the largest score of each row, and the sum of its exponentials
+
+
+class Backward(NamedTuple):
+    keys: Array  # kᵀ, packed
+    values: Array  # vᵀ, packed
+    plain_keys: Array  # k, packed
+    queries: Array  # q, packed
+    grads: Array  # dy, packed
+    scores: Array  # (ROWS, keys) in the wide type
+    dprobs: Array  # the same
+    dscores: Array  # (ROWS, keys), the A of ds k
+    pairs: Array  # p of a block; in bfloat16 two queries side by side: pᵀ is the A of pᵀ dy
+    dpairs: Array  # ds in the same way
+    words: Array  # the memory of pairs, where a pair is one number; a view made in a loop would cost more
+    dwords: Array
+    dkeys: Array  # (T, head) in the wide type
+    dvalues: Array
+
+
+def forward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Forward:
+    length, columns = _row(seq_len), -(-size // COLUMNS) * COLUMNS
+    return Forward(
+        packed(size, seq_len, dtype),
+        packed(seq_len, size, dtype),
+        aligned((ROWS, length), wide),
+        aligned((ROWS, length), dtype),
+        aligned((ROWS, columns), wide),
+        aligned((ROWS, 2), wide),
+    )
+
+
+def backward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Backward:
+    length, columns = _row(seq_len), -(-size // COLUMNS) * COLUMNS
+    pair = 2 if dtype == "uint16" else 1
+    rows = -(-seq_len // ROWS) * ROWS
+    pairs, dpairs = (aligned((BLOCK // pair, pair * length), dtype) for _ in range(2))
+    words, dwords = (block.view(np.uint32) if pair == 2 else block for block in (pairs, dpairs))
+    return Backward(
+        keys=packed(size, seq_len, dtype),
+        values=packed(size, seq_len, dtype),
+        plain_keys=packed(seq_len, size, dtype),
+        queries=packed(seq_len, size, dtype),
+        grads=packed(seq_len, size, dtype),
+        scores=aligned((ROWS, length), wide),
+        dprobs=aligned((ROWS, length), wide),
+        dscores=aligned((ROWS, length), dtype),
+        pairs=pairs,
+        dpairs=dpairs,
+        words=words,
+        dwords=dwords,
+        dkeys=aligned((rows, columns), wide),
+        dvalues=aligned((rows, columns), wide),
+    )
+
+
+def _row(seq_len: int) -> int:
+    """Return the length of a row of scores: no multiple of 4 KB, or rows would share cache sets."""
+    return -(-seq_len // EDGE) * EDGE + 32
+
+
+@jit
+def attention(first, last, y, lse, qkv, seq_len, s, positions, window):
+    width, n_head = y.shape[1], lse.shape[1]
+    size, kv_width = width // n_head, (qkv.shape[1] - width) // 2
+    group = width // kv_width  # heads of q that share k and v
+    for unit in range(first, last):
+        row, head = unit // n_head * seq_len, unit % n_head
+        column = head * size
+        if unit == first or head % group == 0:
+            key = width + head // group * size
+            pack_head_transposed(s.keys, qkv, row, seq_len, key, size)
+            pack_head(s.values, qkv, row, seq_len, key + kv_width, size)
+        for begin in range(0, seq_len, ROWS):
+            n = min(ROWS, seq_len - begin)
+            key = first_key(positions, window, row, begin) // COLUMNS * COLUMNS
+            _attend(n, begin + 1, key, y, lse, head, qkv, row + begin, column, size, s, positions, window)
+
+
+@inline
+def first_key(positions, window, row, query):
+    """Return the first key that a query of the sequence that begins at `row` sees, and so those after it."""
+    return max(0, query + 1 - reach(positions, window, row + query))
+
+
+@inline
+def reach(positions, window, row):
+    """Return how many keys a row sees at most, its own the last."""
+    return window if positions is None else min(window, positions[row] + 1)
+
+
+@inline
+def hide(scores, positions, window, row, seen):
+    """Hide what lies before a row's document and window from its scores, of `seen` keys, its own the last."""
+    scores[: max(0, seen - reach(positions, window, row))] = UNSEEN
+
+
+@inline
+def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions, window):
+    """Attend with up to ROWS queries from `row` on; the first sees `seen` keys and each next one more.
+
+    Those before `key`, where a panel begins, are left out.
+    """
+    seen -= key
+    stop, scale = seen + n - 1, number(s.out, 1.0 / math.sqrt(size))
+    _against(n, size, qkv[row:, column:], s.keys[key // COLUMNS :], stop, s.scores)
+    for i in range(n):
+        hide(s.scores[i], positions, window, row + i, seen + i)
+        softmax(s.scores[i], s.probs[i], seen + i, stop, scale, s.sums[i])
+        if lse is not None:
+            lse[row + i, head] = s.sums[i, 0] * scale + np.log(s.sums[i, 1])
+    _against(n, stop, s.probs, s.values[:, key * COLUMNS :], size, s.out)
+    for i in range(n):
+        out, of = y[row + i, column : column + size], s.out[i, :size]
+        share = number(s.out, 1) / s.sums[i, 1]
+        for j in range(of.shape[0]):
+            put(out, j, of[j] * share)
+
+
+@inline
+def _against(rows, k, a, b, columns, c):
+    """C ← A B for whole panels of columns, in scratch memory."""
+    for panel in range((columns + COLUMNS - 1) // COLUMNS):
+        product(rows, k, a, False, b[panel], c[:, panel * COLUMNS :], COLUMNS, False)
+
+
+@inline
+def _padded(row, stop):
+    """Return where loops over a row of scores end: whole vectors, where exponentials come in vectors."""
+    return stop if row.itemsize == 8 else (stop + EDGE - 1) // EDGE * EDGE
+
+
+@jit
+def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions, window):
+    width, n_head = y.shape[1], lse.shape[1]
+    size, arrays = width // n_head, (dqkv, dy, y, lse, qkv, positions, window)
+    kv_width = (qkv.shape[1] - width) // 2
+    kv_heads, group = kv_width // size, width // kv_width
+    for unit in range(first, last):
+        row, kv_head = unit // kv_heads * seq_len, unit % kv_heads
+        k = width + kv_head * size  # the column of the head in k
+        v = k + kv_width
+        pack_head_transposed(s.keys, qkv, row, seq_len, k, size)
+        pack_head_transposed(s.values, qkv, row, seq_len, v, size)
+        pack_head(s.plain_keys, qkv, row, seq_len, k, size)
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            pack_head(s.queries, qkv, row, seq_len, head * size, size)
+            pack_head(s.grads, dy, row, seq_len, head * size, size)
+            for begin in range(0, seq_len, BLOCK):
+                seen = first_key(positions, window, row, begin) // ROWS * ROWS
+                end = min(begin + BLOCK, seq_len)
+                key = seen // COLUMNS * COLUMNS  # where a panel begins
+                for start in range(begin, end, ROWS):
+                    n = min(ROWS, end - start)
+                    _query_gradients(n, start, start - begin, key, arrays, row, head, size, s)
+                _key_gradients(begin, end, seen, key, head > kv_head * group, s)
+        _write(dqkv, row, seq_len, k, size, s.dkeys)
+        _write(dqkv, row, seq_len, v, size, s.dvalues)
+
+
+@inline
+def _query_gradients(n, start, place, key, arrays, row, head, size, s):
+    """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `place` on.
+
+    Scores begin with `key`.
+    """
+    dqkv, dy, y, lse, qkv, positions, window = arrays
+    seen, stop, top, q = start + 1 - key, start + n - key, row + start, head * size
+    _against(n, size, qkv[top:, q:], s.keys[key // COLUMNS :], stop, s.scores)
+    _against(n, size, dy[top:, q:], s.values[key // COLUMNS :], stop, s.dprobs)
+    scale, end = number(s.dkeys, 1.0 / math.sqrt(size)), _padded(s.scores, stop)
+    for i in range(n):
+        delta = _dot(y[top + i, q : q + size], dy[top + i, q : q + size])
+        hide(s.scores[i], positions, window, top + i, seen + i)
+        s.scores[i, seen + i : end] = UNSEEN
+        _softmax_backward(s.scores[i, :end], s.dprobs[i, :end], scale, delta, lse[top + i, head])
+    _round_rows(n, place, end, s)
+    for panel in range((size + COLUMNS - 1) // COLUMNS):
+        at = panel * COLUMNS
+        columns = min(COLUMNS, size - at)
+        keys = s.plain_keys[panel, key * COLUMNS :]
+        product(n, stop, s.dscores, False, keys, dqkv[top:, q + at :], columns, False)
+
+
+@inline
+def _round_rows(n, place, end, s):
+    """Round p and ds to the A of matmuls: transposed in the block, and ds as it is."""
+    for i in range(0, n, 2):
+        put_pair(s.words, place + i, s.scores[i, :end], s.scores[i + 1, :end])
+        put_pair(s.dwords, place + i, s.dprobs[i, :end], s.dprobs[i + 1, :end])
+    for i in range(n):
+        to, of = s.dscores[i, :end], s.dprobs[i, :end]
+        for j in range(end):
+            put(to, j, of[j])
+
+
+@inline
+def _softmax_backward(p, g, scale, delta, lse):
+    """p, scores ← exp(scale · p - lse); g, gradients of p ← those of the scores."""
+    for j in range(p.shape[0]):
+        e = exp(p[j] * scale - lse)
+        p[j] = e
+        g[j] = e * (g[j] - delta) * scale
+
+
+@inline
+def _key_gradients(begin, end, seen, key, onto, s):
+    """Add what queries begin … end give keys from `seen` on: dv += pᵀ dy; dk += dsᵀ q. Unless `onto` sums of
+    another head, keys from `begin` on have none yet. Columns of p and ds begin with `key`."""
+    two = pair(s.pairs)
+    for start in range(seen, end, ROWS):
+        n, query, again = min(ROWS, end - start), max(begin, start), onto or start < begin
+        line, k = (query - begin) // two, end - query
+        p, ds = s.pairs[line:, (start - key) * two :], s.dpairs[line:, (start - key) * two :]
+        for panel in range(s.grads.shape[0]):
+            dv, dk = s.dvalues[start:, panel * COLUMNS :], s.dkeys[start:, panel * COLUMNS :]
+            product(n, k, p, True, s.grads[panel, query * COLUMNS :], dv, COLUMNS, again)
+            product(n, k, ds, True, s.queries[panel, query * COLUMNS :], dk, COLUMNS, again)
+
+
+@inline
+def _write(out, row, seq_len, column, size, x):
+    for i in range(seq_len):
+        oi, xi = out[row + i, column : column + size], x[i, :size]
+        for j in range(xi.shape[0]):
+            put(oi, j, xi[j])
+
+
+@jit
+def attention_cached(first, last, y, cache, qkv, places, s, window):
+    """New rows of each sequence against the last keys up to their own. places: its start, and its lane."""
+    width, n_seq, kv_heads, size = y.shape[1], places.shape[1], cache.shape[2], cache.shape[4]
+    new, kv_width = y.shape[0] // n_seq, kv_heads * size
+    for unit in range(first, last):
+        seq, kv_head = unit // kv_heads, unit % kv_heads
+        start, lane, span = places[0, seq], places[1, seq], width // kv_heads
+        if lane < 0:
+            y[seq * new : (seq + 1) * new, kv_head * span : (kv_head + 1) * span] = 0
+            continue
+        keys, values = cache[0, lane, kv_head], cache[1, lane, kv_head]
+        for i in range(new):
+            row, key, value = qkv[seq * new + i, width + kv_head * size :], keys[start + i], values[start + i]
+            for j in range(size):
+                key[j], value[j] = row[j], row[kv_width + j]
+        if new > FEW:
+            pack_head_transposed(s.keys, keys, 0, start + new, 0, size)
+            pack_head(s.values, values, 0, start + new, 0, size)
+        for column in range(kv_head * span, (kv_head + 1) * span, size):  # of the heads of q
+            stop = column + size
+            for i in range(new if new <= FEW else 0):
+                q, out = qkv[seq * new + i, column:stop], y[seq * new + i, column:stop]
+                seen = slice(first_key(None, window, 0, start + i), start + i + 1)
+                _attend_one(q, keys[seen], values[seen], out, s)
+            for begin in range(0, new if new > FEW else 0, ROWS):
+                n, row = min(ROWS, new - begin), seq * new + begin
+                key = first_key(None, window, 0, start + begin) // COLUMNS * COLUMNS
+                _attend(n, start + begin + 1, key, y, None, 0, qkv, row, column, size, s, None, window)
+
+
+@inline
+def _attend_one(q, keys, values, out, s):
+    """Attend with a single query: too little work for a matmul, so the keys are read in place."""
+    seen, size = keys.shape
+    scores, probs, total_out = s.scores[0], s.scores[1], s.out[0, : keys.shape[1]]
+    for t in range(seen):
+        scores[t] = _dot(q, keys[t])
+    softmax(scores, probs, seen, seen, number(scores, 1.0 / math.sqrt(size)), s.sums[0])
+    total_out[:] = 0
+    for t in range(seen):
+        p, value = probs[t], values[t]
+        for j in range(size):
+            total_out[j] += p * get(value, j)
+    share = number(scores, 1) / s.sums[0, 1]
+    for j in range(size):
+        put(out, j, total_out[j] * share)
+
+
+@inline
+def _dot(a, b):
+    total = number(a, 0)
+    for j in range(a.shape[0]):
+        total += get(a, j) * get(b, j)
+    return total
+
+
+@jit
+def rope(first, last, qkv, cos, sin, heads, inverse):
+    """Rows first … last, in place on the q and k parts of qkv."""
+    seq_len = cos.shape[0]
+    sign = number(qkv, -1) if inverse else number(qkv, 1)
+    for i in range(first, last):
+        rotate(qkv[i], cos[i % seq_len], sin[i % seq_len], heads, sign)
+
+
+@jit
+def qk_norm(first, last, qkv, rstd, size, eps):
+    """Rows first … last of `Kernels.qk_norm`."""
+    for i in range(first, last):
+        for head in range(rstd.shape[1]):
+            x = qkv[i, size * head : size * (head + 1)]
+            rstd[i, head] = normalise_head(x, number(qkv, eps))
+
+
+@inline
+def normalise_head(x, eps):
+    """x ← QK_SCALE · x / rms(x). Return 1 / rms(x)."""
+    rstd = rstd_of(x, eps)
+    factor = number(x, QK_SCALE) * rstd
+    for j in range(x.shape[0]):
+        put(x, j, get(x, j) * factor)
+    return rstd
+
+
+@inline
+def rstd_of(x, eps):
+    total = number(x, 0)
+    for j in range(x.shape[0]):
+        total += get(x, j) * get(x, j)
+    return number(x, 1) / np.sqrt(total / number(x, x.shape[0]) + eps)
+
+
+@jit
+def qk_norm_backward(first, last, dqkv, qkv, rstd, size):
+    """Rows first … last of `Kernels.qk_norm_backward`."""
+    share = number(qkv, 1 / (QK_SCALE * QK_SCALE * size))
+    for i in range(first, last):
+        for head in range(rstd.shape[1]):
+            x, dx = qkv[i, size * head : size * (head + 1)], dqkv[i, size * head : size * (head + 1)]
+            along, factor = number(qkv, 0), number(qkv, QK_SCALE) * rstd[i, head]
+            for j in range(size):
+                along += get(x, j) * get(dx, j)
+            along *= share
+            for j in range(size):
+                put(dx, j, factor * (get(dx, j) - get(x, j) * along))
+
+
+@inline
+def _query_heads(qkv, rstd, size):
+    """Return the number of heads of q: rstd has those of k beside them, qkv those of k and v."""
+    return 2 * rstd.shape[1] - qkv.shape[1] // size
+
+
+@jit
+def qk_norm_gain(first, last, qkv, xhat, rstd, gain, eps):
+    """Rows first … last of `Kernels.qk_norm_gain`."""
+    size = gain.shape[0] // 2
+    queries = _query_heads(qkv, rstd, size)
+    for i in range(first, last):
+        for head in range(rstd.shape[1]):
+            x, to = qkv[i, size * head : size * (head + 1)], xhat[i, size * head : size * (head + 1)]
+            w = gain[:size] if head < queries else gain[size:]
+            scale = rstd_of(x, number(x, eps))
+            rstd[i, head] = scale
+            for j in range(size):
+                normed = get(x, j) * scale
+                put(to, j, normed)
+                put(x, j, normed * get(w, j))
+
+
+@jit
+def qk_norm_gain_backward(first, last, dqkv, dgain, xhat, rstd, gain):
+    """Rows first … last of `Kernels.qk_norm_gain_backward`."""
+    size = gain.shape[0] // 2
+    queries, share = _query_heads(dqkv, rstd, size), number(dqkv, 1 / size)
+    for i in range(first, last):
+        dgain[i] = 0
+        for head in range(rstd.shape[1]):
+            dx, x = dqkv[i, size * head : size * (head + 1)], xhat[i, size * head : size * (head + 1)]
+            w = gain[:size] if head < queries else gain[size:]
+            dw = dgain[i, :size] if head < queries else dgain[i, size:]
+            along, scale = number(dqkv, 0), rstd[i, head]
+            for j in range(size):
+                dw[j] += get(dx, j) * get(x, j)
+                along += get(dx, j) * get(w, j) * get(x, j)
+            along *= share
+            for j in range(size):
+                put(dx, j, scale * (get(dx, j) * get(w, j) - get(x, j) * along))
+
+
+@inline
+def rotate(row, c, s, heads, sign):
+    half = c.shape[0]
+    for head in range(heads):
+        left = row[2 * half * head : 2 * half * head + half]
+        right = row[2 * half * head + half : 2 * half * (head + 1)]
+        for j in range(half):
+            a, b, turn = get(left, j), get(right, j), sign * s[j]
+            put(left, j, a * c[j] - b * turn)
+            put(right, j, a * turn + b * c[j])
+
+
+# -- operands of the matmuls of one head: packed panels, pairs of rows
+
+
+@inline
+def pack_head(out, x, row, seq_len, column, size):
+    """out ← B (T, head): T rows from `row` on, `size` columns from `column` on."""
+    for panel in range(out.shape[0]):
+        start = panel * COLUMNS
+        if start + COLUMNS <= size:
+            pack_panel(out[panel], x, row, seq_len, column + start, COLUMNS)  # known to the compiler
+        else:
+            pack_panel(out[panel], x, row, seq_len, column + start, size - start)
+
+
+@inline
+def pack_head_transposed(out, x, row, seq_len, column, size):
+    """out ← B (head, T), the transpose of what `pack_head` packs."""
+    two = pair(x)
+    squares = size // two // LANES if size % two == 0 and x.itemsize < 8 else 0
+    for panel in range((seq_len + COLUMNS - 1) // COLUMNS):
+        start = panel * COLUMNS
+        to, count = out[panel], min(COLUMNS, seq_len - start)
+        words = to.view(np.uint32)
+        whole = (count + LANES - 1) // LANES * LANES  # further rows are no keys, and may hold anything
+        if row + start + whole > x.shape[0]:
+            whole -= LANES
+        for j in range(0, whole, LANES):
+            transpose(x[row + start + j, column:], x.strides[0], words[j:], 4 * COLUMNS, squares)
+        for j in range(count):
+            of = x[row + start + j, column : column + size]
+            for k in range(squares * LANES * two if j < whole else 0, size):
+                to[(k // two * COLUMNS + j) * two + k % two] = of[k]
+
+
+@by_types(**FORCED)
+def pair(x):
+    """Return the number of k that lie side by side in this type, inside compiled loops."""
+    count = 2 if x.dtype == types.uint16 else 1
+
+    def known(x):
+        return count
+
+    return known
+
+
+@by_types(**FORCED)
+def pack_panel(to, x, row, rows, column, count):
+    """to ← these rows and columns of x, inside compiled loops; pairs of rows side by side."""
+
+    def plain(to, x, row, rows, column, count):
+        for t in range(rows):
+            out, of = to[t * COLUMNS : t * COLUMNS + count], x[row + t, column : column + count]
+            for j in range(count):
+                out[j] = of[j]
+
+    def zipped(to, x, row, rows, column, count):
+        words = to.view(np.uint32)
+        for t in range(rows // 2):
+            at, out = row + 2 * t, words[t * COLUMNS : t * COLUMNS + count]
+            first, second = x[at, column : column + count], x[at + 1, column : column + count]
+            for j in range(count):
+                out[j] = zip_bits(first[j], second[j])
+        if rows % 2:
+            out, of = words[rows // 2 * COLUMNS :], x[row + rows - 1, column : column + count]
+            for j in range(count):
+                out[j] = of[j]
+
+    return zipped if to.dtype == types.uint16 else plain
+
+
+@by_types(**FORCED)
+def put_pair(block, i, first, second):
+    """Rows i and i + 1 of a block ← these, rounded: side by side if the type is one of pairs."""
+
+    def apart(block, i, first, second):
+        for k, of in ((i, first), (i + 1, second)):
+            to = block[k, : of.shape[0]]
+            for j in range(to.shape[0]):
+                to[j] = of[j]
+
+    def zipped(block, i, first, second):
+        words = block[i // 2, : first.shape[0]]
+        for j in range(words.shape[0]):
+            words[j] = zip_narrowed(first[j], second[j])
+
+    return zipped if block.dtype == types.uint32 else apart
+
+
+@by_types(**FORCED)
+def product(rows, k, a, transposed, b, c, columns, accumulate):
+    """A tile of C ← [C +] A B inside compiled loops, of up to ROWS rows and COLUMNS columns.
+
+    A begins at a[0, 0], or is aᵀ, in bfloat16 from pairs; b is a panel; C begins at c[0, 0].
+    """
+
+    def by_tile(rows, k, a, transposed, b, c, columns, accumulate):
+        row = 4 if transposed else a.strides[0]
+        step = a.strides[0] if transposed else 4
+        tile(rows, k, a, row, step, b, c, c.strides[0], columns, b, ACCUMULATE if accumulate else 0)
+
+    def by_blas(rows, k, a, transposed, b, c, columns, accumulate):
+        order, beta = TRANSPOSED if transposed else PLAIN, 1.0 if accumulate else 0.0
+        lda, ldc = a.strides[0] // a.itemsize, c.strides[0] // c.itemsize
+        gemm(order, PLAIN, rows, columns, k, a, lda, b, COLUMNS, beta, c, ldc)
+
+    return by_blas if a.dtype == types.float64 else by_tile

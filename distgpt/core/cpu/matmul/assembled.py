@@ -1,0 +1,145 @@
+"""Microkernels as machine code: assembled once for a processor, kept on disk, called by compiled loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+from numba import types
+
+from distgpt.core.cpu.compiling import disk_cache
+from distgpt.core.cpu.compiling.jit import by_types, inline
+from distgpt.core.cpu.compiling.processor import processor, shape
+from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32
+from distgpt.core.cpu.matmul.vectors import moves
+from distgpt.processors import tiles
+
+_binding: Any = llvm
+_engines: list[Any] = []  # the code lives as long as these
+
+
+def machine_code(name: str, text: Callable[[], str]) -> bytes:
+    """Return the object file of some IR, from the disk where it is kept."""
+    key = repr((name, shape(), processor(), llvmlite.__version__)).encode()
+    file = f"{name}-{sha256(key).hexdigest()[:16]}.o"
+    return disk_cache.read_or_make(file, lambda: bytes(_machine().emit_object(_verified(text()))))
+
+
+def _machine() -> Any:
+    _binding.initialize_native_target()
+    _binding.initialize_native_asmprinter()
+    name, features = processor()
+    return _binding.Target.from_default_triple().create_target_machine(cpu=name, features=features, opt=3)
+
+
+def _verified(text: str) -> Any:
+    parsed = _binding.parse_assembly(text)
+    parsed.verify()
+    return parsed
+
+
+def external(name: str, text: Callable[[], str], **functions: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the functions of some IR, given the types of their arguments, as compiled loops call them."""
+    engine = _binding.create_mcjit_compiler(_binding.parse_assembly(""), _machine())
+    engine.add_object_file(_binding.ObjectFileRef.from_data(machine_code(name, text)))
+    engine.finalize_object()
+    _engines.append(engine)
+    found = {}
+    for function, arguments in functions.items():
+        symbol = f"distgpt_{name}_{function}"
+        _binding.add_symbol(symbol, engine.get_function_address(function))
+        found[function] = types.ExternalFunction(symbol, types.void(*arguments))
+    return found
+
+
+_I, _P = types.int64, types.voidptr
+
+
+def _tile_of(factor: str, out: str) -> Any:
+    text = partial(tiles.module_of(shape(), factor), out)
+    return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
+
+
+NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}
+# Registered when this file is imported: loops that were loaded from the disk call them by name.
+_TILES = {pair: _tile_of(*pair) for pair in ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16))}
+_MOVES = external(
+    "moves",
+    partial(moves, shape().lanes),
+    transpose=(_P, _I, _P, _I, _I),
+    zip=(_P, _I, _P, _I, _I),
+    copy=(_P, _I, _P, _I, _I),
+    prefetch=(_P, _I, _I),
+)
+# A rearrangement of packed steps, where tiles of bfloat16 want one, and the flag that tells them.
+_STEPS: Any = None
+_STEPS_FLAG = 0
+if (found := tiles.steps_of(shape())) is not None:
+    _write_steps, _STEPS_FLAG = found
+    _STEPS = external("fours", _write_steps, fours=(_P, _I, _P, _I, _I))["fours"]
+_TRANSPOSE, _COPY, _PREFETCH = _MOVES["transpose"], _MOVES["copy"], _MOVES["prefetch"]
+WORDS_BYTES = 4 * shape().lanes
+
+
+@by_types()
+def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
+    """Compute a tile of C inside compiled loops; see microkernel.py. Bfloat16 arrays are of type uint16.
+
+    Of `row` and `step` one is 4 in bfloat16. `bias` is any array where the flags do not ask for one.
+    """
+    routine = _TILES[NAMES[a.dtype], NAMES[c.dtype]]
+
+    def call(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
+        routine(rows, k, a.ctypes, row, step, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
+
+    return call
+
+
+@by_types()
+def strip(x, row, to, step, rows):
+    """Copy `rows` rows of one vector's width inside compiled loops; of bfloat16 two rows side by side."""
+    pairs = x.dtype == types.uint16
+    routine, at_once = _MOVES["zip" if pairs else "copy"], 2 if pairs else 1
+
+    def call(x, row, to, step, rows):
+        routine(x.ctypes, row, to.ctypes, step, rows // at_once)
+
+    return call
+
+
+@by_types()
+def rearranged(panels, count, k):
+    """Rearrange the steps of packed bfloat16 where tiles want it. Return the flag that tells them."""
+    routine, bytes = _STEPS, 8 * shape().columns
+    if routine is None or panels.dtype != types.uint16:
+        return lambda panels, count, k: 0
+
+    def call(panels, count, k):
+        for panel in range(count):
+            place = panels[panel].ctypes
+            routine(place, bytes, place, bytes, k // 4)
+        return _STEPS_FLAG
+
+    return call
+
+
+@inline
+def transpose(x, row, to, step, count):
+    """Transpose squares of words of 32 bits inside compiled loops; see vectors.py."""
+    _TRANSPOSE(x.ctypes, row, to.ctypes, step, count)
+
+
+@inline
+def words(x, to, count):
+    """Copy `count` vectors of memory without gaps inside compiled loops."""
+    _COPY(x.ctypes, WORDS_BYTES, to.ctypes, WORDS_BYTES, count)
+
+
+@inline
+def prefetch(x, row, count):
+    """Prefetch the first cache line of each of `count` rows, `row` bytes apart."""
+    _PREFETCH(x.ctypes, row, count)

@@ -1,0 +1,187 @@
+"""Linear layers on the BLAS that NumPy loaded, and without it where they have few rows.
+
+The BLAS is called by symbol: NumPy's own matmul cannot accumulate into its output, and compiled code cannot
+call it. It runs at one thread here: the backend's workers are the only thread pool in the process. A bias is
+written into the output first, and the matmul added to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from numba import types
+
+from distgpt.core.base.errors import DistgptError
+from distgpt.core.cpu.compiling.jit import by_types, get, inline, jit, number, put
+
+ROW_MAJOR, PLAIN, TRANSPOSED, LOWER = 101, 111, 112, 122
+GEMM, SYRK = "fffnnnrpnpnrpn", "fffnnrpnrpn"  # arguments of the BLAS's routines, as `_external` reads them
+KINDS = {"s": types.float32, "d": types.float64}
+
+
+def _numpy_blas() -> Any:
+    """Open the shared library whose symbols include those of NumPy's BLAS."""
+    core = sys.modules.get("numpy._core._multiarray_umath") or sys.modules["numpy.core._multiarray_umath"]
+    return ctypes.CDLL(core.__file__)
+
+
+def _find(library: Any, routine: str) -> tuple[Any, bool]:
+    """Return the routine, under any of the names builds give it, and whether its integers have 64 bits."""
+    for name, wide in (
+        (f"scipy_cblas_{routine}64_", True),
+        (f"cblas_{routine}64_", True),
+        (f"cblas_{routine}$NEWLAPACK$ILP64", True),
+        (f"scipy_cblas_{routine}", False),
+        (f"cblas_{routine}", False),
+    ):
+        if hasattr(library, name):
+            return getattr(library, name), wide
+    raise DistgptError(f"this NumPy carries no BLAS with {routine}; `pip install numpy` brings one")
+
+
+def _external(library: Any, routine: str, real: Any, arguments: str) -> Any:
+    """Make the routine known to the compiler under a name that includes its integer width.
+
+    `arguments`: f, a flag; n, a count; r, a number; p, an array.
+    """
+    function, wide = _find(library, routine)
+    symbol = f"distgpt_{routine}_{64 if wide else 32}"
+    llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)
+    count = types.int64 if wide else types.int32
+    of_letter = {"f": types.int32, "n": count, "r": real, "p": types.CPointer(real)}
+    return types.ExternalFunction(symbol, types.void(*(of_letter[letter] for letter in arguments)))
+
+
+_library = _numpy_blas()
+_sgemm, _dgemm = (_external(_library, f"{kind}gemm", real, GEMM) for kind, real in KINDS.items())
+_ssyrk, _dsyrk = (_external(_library, f"{kind}syrk", real, SYRK) for kind, real in KINDS.items())
+
+
+def single_threaded_blas() -> None:
+    """Keep BLAS from starting threads of its own."""
+    for name in (
+        "scipy_openblas_set_num_threads64_",
+        "openblas_set_num_threads64_",
+        "openblas_set_num_threads",
+    ):
+        if hasattr(_library, name):
+            getattr(_library, name)(1)
+
+
+def blas_core_name() -> str:
+    """Return the processor that the BLAS was tuned for, as it names it, or an empty string."""
+    for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
+        if hasattr(_library, name):
+            function = getattr(_library, name)
+            function.restype = ctypes.c_char_p
+            return str(function().decode())
+    return ""
+
+
+@by_types()
+def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    """c ← op(a) op(b) + beta c, inside compiled loops. op(a) is (m, k), op(b) (k, n), c (m, n), row-major."""
+    routine, real = (_sgemm, np.float32) if c.dtype == types.float32 else (_dgemm, np.float64)
+    one = real(1)
+
+    def call(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
+        routine(ROW_MAJOR, ta, tb, m, n, k, one, a.ctypes, lda, b.ctypes, ldb, real(beta), c.ctypes, ldc)
+
+    return call
+
+
+@by_types()
+def squared(c, a):
+    """The lower half of c ← a aᵀ, inside compiled loops."""
+    routine, real = (_ssyrk, np.float32) if c.dtype == types.float32 else (_dsyrk, np.float64)
+    one, zero = real(1), real(0)
+
+    def call(c, a):
+        n, k = a.shape
+        routine(ROW_MAJOR, LOWER, PLAIN, n, k, one, a.ctypes, k, zero, c.ctypes, n)
+
+    return call
+
+
+@jit
+def linear(first, last, y, x, w, b):
+    """Rows first … last of y ← x wᵀ + b."""
+    outputs, inputs = w.shape
+    beta = 0.0
+    if b is not None:
+        beta = 1.0
+        _repeat(y[first:last], b)
+    n = last - first
+    gemm(PLAIN, TRANSPOSED, n, outputs, inputs, x[first:], inputs, w, inputs, beta, y[first:], outputs)
+
+
+@inline
+def _repeat(y, b):
+    """Every row of y ← b."""
+    for i in range(y.shape[0]):
+        row = y[i]
+        for j in range(b.shape[0]):
+            row[j] = b[j]
+
+
+@jit
+def linear_columns(first, last, y, x, w, b):
+    """Columns first … last of y ← x wᵀ + b."""
+    rows, inputs = x.shape
+    outputs = w.shape[0]
+    beta = 0.0
+    if b is not None:
+        beta = 1.0
+        _repeat(y[:, first:last], b[first:last])
+    n, columns = last - first, y.reshape(-1)[first:]
+    gemm(PLAIN, TRANSPOSED, rows, n, inputs, x, inputs, w[first:], inputs, beta, columns, outputs)
+
+
+@jit
+def linear_few_rows(first, last, y, x, w, b):
+    """Columns first … last of y ← x wᵀ + b for a few rows, where reading w, once, takes the time."""
+    inputs = w.shape[1]
+    for j in range(first, last):
+        wj = w[j]
+        for n in range(x.shape[0]):
+            xn = x[n]
+            total = number(y, 0)
+            for c in range(inputs):
+                total += get(xn, c) * get(wj, c)
+            if b is not None:
+                total += get(b, j)
+            put(y[n], j, total)
+
+
+@jit
+def linear_backward(first, last, dx, dy, w):
+    """Rows first … last of dx ← dy w."""
+    outputs, inputs = w.shape
+    n, width = last - first, dy.strides[0] // dy.itemsize
+    gemm(PLAIN, PLAIN, n, inputs, outputs, dy[first:], width, w, inputs, 0.0, dx[first:], inputs)
+
+
+@jit
+def linear_backward_weights(first, last, dw, dy, x, accumulate):
+    """Output rows first … last of dw ← [dw +] dyᵀ x."""
+    rows, inputs = x.shape
+    width = dy.strides[0] // dy.itemsize
+    beta = 1.0 if accumulate else 0.0
+    gemm(
+        TRANSPOSED,
+        PLAIN,
+        last - first,
+        inputs,
+        rows,
+        dy[:, first:],
+        width,
+        x,
+        inputs,
+        beta,
+        dw[first:],
+        inputs,
+    )

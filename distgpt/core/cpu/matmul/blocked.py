@@ -1,0 +1,232 @@
+"""Matmul from tiles, in an order that finds what is read again still in a cache.
+
+A long k is cut into stretches, so that a panel of B stays in the second-level cache. Sums of several
+stretches meet in C if it is float32, else in scratch memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from distgpt.core.cpu.compiling.jit import FORCED, by_types, inline, jit, put
+from distgpt.core.cpu.matmul.assembled import WORDS_BYTES, prefetch, rearranged, tile, words
+from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.core.cpu.matmul.packing import (
+    COLUMNS,
+    LINE,
+    ROWS,
+    aligned,
+    pack_plain,
+    pack_rows_transposed,
+    pack_transposed,
+    packed,
+    packed_rows,
+)
+from distgpt.core.ops.api import Array
+
+PANEL_BYTES = 128 << 10  # of a panel for one stretch of k
+GROUP_BYTES = 256 << 10  # panels that all rows of A go past before the next ones: part of the L2 cache
+CUT_GROUP_BYTES = 512 << 10  # the same where k is cut, and A is too long to stay in a cache
+ROWS_BYTES = 512 << 10  # rows of a copied or packed A that all panels go past: half of the L2 cache
+COPIED_GROUP_BYTES = 1536 << 10  # the panels of a group when rows of A are copied: each copy costs
+THIN = 128  # k of a stretch of products with few rows
+
+
+class Scratch(NamedTuple):
+    """A worker's memory for `forward` and `backward`."""
+
+    panels: Array  # of B, packed
+    rows: Array  # copies of rows of A; none if they are read in place
+    sums: Array  # of C, in float32
+
+
+def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
+    """Make the memory for this many rows of A (rows, k)."""
+    item = int(np.dtype(dtype).itemsize)
+    depth = _stretch(k, item)
+    group = COPIED_GROUP_BYTES if copied else CUT_GROUP_BYTES if depth < k else GROUP_BYTES
+    columns = max(1, group // (depth * item * COLUMNS)) * COLUMNS
+    most = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS if copied else 0
+    sums = (rows, columns) if item == 2 and depth < k else (0, 0)
+    panels, copies = packed(depth, columns, dtype), aligned((most, depth + LINE), dtype)
+    return Scratch(panels, copies, aligned(sums, "float32"))
+
+
+def rows_conflict(a: Array) -> bool:
+    """Return whether the rows of a matrix fight for the same sets of a first-level cache, 4 KB a way."""
+    return bool(a.strides[0] % 4096 == 0)
+
+
+def _stretch(k: int, item: int) -> int:
+    """Return the k of one stretch: even parts, in whole cache lines, whose panels are small enough."""
+    parts = -(-k * item * COLUMNS // PANEL_BYTES)
+    return k if parts == 1 else -(-k // (parts * LINE)) * LINE
+
+
+@jit
+def forward(top, bottom, first, last, y, x, w, bias, scratch):
+    """Rows top … bottom, columns first … last, of y ← x wᵀ [+ bias]; `first` begins a panel."""
+    _by_groups(top, bottom, first, last, y, x, w, x.shape[1], True, bias, scratch)
+
+
+@jit
+def backward(top, bottom, first, last, dx, dy, w, scratch):
+    """Rows top … bottom, columns first … last, of dx ← dy w; `first` begins a panel."""
+    _by_groups(top, bottom, first, last, dx, dy, w, w.shape[0], False, None, scratch)
+
+
+@inline
+def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
+    """Rows top … bottom, columns first … last, of C ← A B [+ bias]; B is w, or its transpose."""
+    wide, depth = scratch.panels.shape[0] * COLUMNS, scratch.panels.shape[1] // COLUMNS
+    for start in range(first, last, wide):
+        stop = min(start + wide, last)
+        out, sums = c[top:bottom, start:stop], scratch.sums[: bottom - top, : stop - start]
+        for begin in range(0, k, depth):
+            end = min(begin + depth, k)
+            if transposed:
+                pack_transposed(start, stop, scratch.panels, w, begin, end)
+            else:
+                pack_plain(start, stop, scratch.panels, w[begin:end])
+            packed = rearranged(scratch.panels, (stop - start + COLUMNS - 1) // COLUMNS, end - begin)
+            if end < k:
+                columns, ks = (start, stop), (end, min(end + depth, k))
+            else:
+                columns, ks = (stop, min(stop + wide, last)), (0, min(depth, k))
+            coming = (columns, ks) if transposed else (ks, columns)
+            rows = a[top:bottom, begin:end]
+            if depth >= k:
+                flags = packed | (0 if bias is None else BIAS)
+                _past_panels(out, rows, bias, start, flags, scratch, w, coming)
+            else:
+                flags = packed | (ACCUMULATE if begin else (0 if bias is None else BIAS))
+                _past_panels(summed(out, sums), rows, bias, start, flags, scratch, w, coming)
+        if depth < k:
+            finish(out, sums)
+
+
+@inline
+def _past_panels(c, a, bias, start, flags, scratch, w, coming):
+    """C ← [C +] A times all panels [+ bias from `start` on]. Meanwhile `coming`, a part of w, is fetched."""
+    (rows, k), columns, most = a.shape, c.shape[1], scratch.rows.shape[0]
+    panels = (columns + COLUMNS - 1) // COLUMNS
+    if most == 0:
+        strips = (rows + ROWS - 1) // ROWS
+        for strip in range(strips):
+            _fetch(w, coming, strip, strips)
+            own, out = a[strip * ROWS :], c[strip * ROWS :]
+            for panel in range(panels):
+                _one(min(ROWS, rows - strip * ROWS), k, own, panel, out, bias, start, flags, scratch)
+        return
+    blocks = (rows + most - 1) // most
+    for block in range(blocks):
+        count = min(most, rows - block * most)
+        _copy(scratch.rows, a[block * most :], count)
+        for panel in range(panels):
+            _fetch(w, coming, block * panels + panel, blocks * panels)
+            for at in range(0, count, ROWS):
+                own, out = scratch.rows[at:], c[block * most + at :]
+                _one(min(ROWS, count - at), k, own, panel, out, bias, start, flags, scratch)
+
+
+@inline
+def _one(rows, k, a, panel, c, bias, start, flags, scratch):
+    """Compute the tile of C's first rows at a panel."""
+    column = panel * COLUMNS
+    added = scratch.sums.reshape(-1) if bias is None else bias[start + column :]
+    count, out = min(COLUMNS, c.shape[1] - column), c[:, column:]
+    tile(rows, k, a, a.strides[0], 4, scratch.panels[panel], out, c.strides[0], count, added, flags)
+
+
+@inline
+def _copy(to, a, count):
+    whole = a.shape[1] * a.itemsize // WORDS_BYTES
+    for r in range(count):
+        row, of = to[r], a[r]
+        words(of, row, whole)
+        for j in range(whole * WORDS_BYTES // a.itemsize, a.shape[1]):
+            row[j] = of[j]
+
+
+@inline
+def _fetch(w, rectangle, part, parts):
+    """Prefetch one of `parts` parts of a rectangle of w."""
+    (top, bottom), (left, right) = rectangle
+    share = (bottom - top + parts - 1) // parts
+    lines = ((right - left) * w.itemsize + LINE - 1) // LINE
+    for row in range(top + part * share, min(top + (part + 1) * share, bottom)):
+        prefetch(w[row, left:], LINE, lines)
+
+
+@by_types(**FORCED)
+def summed(c, sums):
+    """Return the array in which several stretches of k are summed: C itself if it is float32."""
+
+    def itself(c, sums):
+        return c
+
+    def beside(c, sums):
+        return sums
+
+    return beside if c.dtype == types.uint16 else itself
+
+
+@by_types(**FORCED)
+def finish(c, sums):
+    """C ← these sums, rounded, unless they met in C."""
+
+    def nothing(c, sums):
+        pass
+
+    def rounded(c, sums):
+        rows, columns = c.shape
+        for i in range(rows):
+            to, of = c[i], sums[i]
+            for j in range(columns):
+                put(to, j, of[j])
+
+    return rounded if c.dtype == types.uint16 else nothing
+
+
+class ProductScratch(NamedTuple):
+    """A worker's memory for `products`."""
+
+    rows: Array  # of A, packed
+    panels: Array  # of B, packed
+
+
+def product_scratch(dtype: Any, k: int, columns: int, is_thin: bool) -> ProductScratch:
+    """Make the memory for B (k, columns); `is_thin` if A has few rows, so that packing B takes its time."""
+    item = int(np.dtype(dtype).itemsize)
+    depth = min(k, THIN) if is_thin else _stretch(k, item)
+    rows = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS
+    return ProductScratch(packed_rows(rows, depth, dtype), packed(depth, columns, dtype))
+
+
+@jit
+def products(first, last, begin, end, c, x, y, scratch, accumulate):
+    """Rows first … last, columns begin … end, of C ← [C +] xᵀ y. A thin product fetches y meanwhile."""
+    k, columns, ldc = x.shape[0], y.shape[1], c.strides[0]
+    depth, most = scratch.panels.shape[1] // COLUMNS, scratch.rows.shape[0] * ROWS
+    for low in range(0, k, depth):
+        high = min(low + depth, k)
+        flags = ACCUMULATE if low else accumulate
+        pack_plain(begin, end, scratch.panels, y[low:high])
+        panels = (end - begin + COLUMNS - 1) // COLUMNS
+        flags |= rearranged(scratch.panels, panels, high - low)
+        # Stretches of others are longer, or the only one: they would push out of the cache what is used.
+        coming = (high, min(high + depth, k) if depth <= THIN else high), (begin, end)
+        for top in range(first, last, most):
+            bottom = min(top + most, last)
+            pack_rows_transposed(top, bottom, scratch.rows, x[low:high])
+            for number in range(panels):
+                _fetch(y, coming, number, panels)
+                column = begin + number * COLUMNS
+                panel, count = scratch.panels[number], min(COLUMNS, columns - column)
+                for at in range(top, bottom, ROWS):
+                    rows, own = min(ROWS, bottom - at), scratch.rows[(at - top) // ROWS]
+                    out = c[at:, column:]
+                    tile(rows, high - low, own, 4, 4 * ROWS, panel, out, ldc, count, panel, flags)

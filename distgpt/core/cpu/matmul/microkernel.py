@@ -1,0 +1,360 @@
+"""Microkernels as LLVM IR: a tile of C, kept in registers while it is summed over k.
+
+    C (rows, columns) ← [C +] A (rows, k) B (k, columns) [+ bias]
+
+A lies as it does in memory: element (r, k) at `a + r · row + k · step` bytes. B is packed in panels of
+`Shape.columns` columns, one k after the other. In bfloat16 both hold pairs: k and k + 1 lie side by side, and
+a step is a pair; A then lies by rows (step is 4) or by pairs (row is 4). C is float32 or bfloat16, sums are
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32, Shape
+from distgpt.core.cpu.matmul.vectors import BYTES, LLVM, SUFFIX, Vectors
+
+ACCUMULATE, BIAS = 1, 2  # flags
+Sums = dict[tuple[int, int], str]  # by row and vector of columns, or by square
+PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
+
+
+ARGUMENTS = (
+    "i64 %rows, i64 %k, ptr %a, i64 %row, i64 %step, ptr %b, ptr %c, i64 %ldc, i64 %columns, ptr %bias, "
+    "i64 %flags"
+)
+
+
+def module(shape: Shape, factor: str, out: str, tile: type[Tile] | None = None) -> str:
+    """Return the IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
+    writer, at_once = tile or Tile, shape.at_once
+    shapes = writer.shapes(shape)
+    tiles = [
+        writer(each, factor, out, rows, name).text()
+        for name, each in shapes.items()
+        for rows in range(1, at_once + 1)
+    ]
+    chosen = writer.choice(shape, shape.rows, at_once, ARGUMENTS, out, tuple(shapes))
+    return "\n".join([*writer.declarations(shape, factor, out), *tiles, chosen])
+
+
+def fma(shape: Shape) -> str:
+    v = f"<{shape.lanes} x float>"
+    return f"declare {v} @llvm.fma.v{shape.lanes}f32({v}, {v}, {v})"
+
+
+def declarations(shape: Shape, factor: str, out: str) -> list[str]:
+    n = shape.lanes
+    stored, pairs = LLVM[out], shape.dot and factor == BFLOAT16
+    declared = [
+        fma(shape),
+        f"declare <{n} x float> @llvm.masked.load.v{n}f32.p0(ptr, i32, <{n} x i1>, <{n} x float>)",
+        f"declare void @llvm.masked.store.v{n}{SUFFIX[out]}.p0(<{n} x {stored}>, ptr, i32, <{n} x i1>)",
+    ]
+    if pairs:
+        declared.append(f"declare <16 x float> @{PAIRS}(<16 x float>, <32 x bfloat>, <32 x bfloat>)")
+    return declared
+
+
+def choice(
+    shape: Shape,
+    most: int,
+    at_once: int,
+    arguments: str,
+    names: tuple[str, ...] = ("tile",),
+    kind: str = "void @tile",
+) -> str:
+    """`tile` (see `kind`), which calls the function for its number of rows, or those for even parts of them.
+
+    The second of two `names` is that of the functions for columns that fit one register.
+    """
+    lines = [f"define {kind}({arguments}) {{"]
+    if len(names) > 1:
+        lines.append(f"  %few = icmp ule i64 %columns, {shape.lanes}")
+        lines.append(f"  br i1 %few, label %{names[1]}, label %{names[0]}")
+    for name in names:
+        lines.append(f"{name}:\n  switch i64 %rows, label %none [")
+        lines += [f"    i64 {rows}, label %{name}_{rows}" for rows in range(1, most + 1)]
+        lines.append("  ]")
+        for rows in range(1, most + 1):
+            parts = -(-rows // at_once)
+            cuts = [rows * part // parts for part in range(parts + 1)]
+            lines.append(f"{name}_{rows}:")
+            for first, last in pairwise(cuts):
+                lines += _part(name, f"{name}{rows}_{first}", first, last - first, arguments)
+            lines.append("  ret void")
+    lines.append("none:\n  ret void\n}")
+    return "\n".join(lines)
+
+
+def _part(called: str, name: str, first: int, rows: int, arguments: str) -> list[str]:
+    """Write a call for `rows` rows from `first` on; `name` makes its values' names unique."""
+    lines = []
+    for pointer, stride in (("a", "row"), ("c", "ldc")):
+        lines.append(f"  %offset_{pointer}{name} = mul i64 %{stride}, {first}")
+        lines.append(f"  %{pointer}{name} = getelementptr i8, ptr %{pointer}, i64 %offset_{pointer}{name}")
+        arguments = arguments.replace(f"%{pointer},", f"%{pointer}{name},")
+    return [*lines, f"  tail call void @{called}{rows}({arguments})"]
+
+
+class Tile(Vectors):
+    """Writes the function for one number of rows."""
+
+    attributes = ""  # of the function
+    declarations = staticmethod(declarations)
+
+    @staticmethod
+    def shapes(shape: Shape) -> dict[str, Shape]:
+        """Return the functions' names, and the registers that each takes: fewer where C has few columns."""
+        return {"tile": shape, "narrow": shape.narrow()}
+
+    @staticmethod
+    def choice(
+        shape: Shape, most: int, at_once: int, arguments: str, out: str, names: tuple[str, ...] = ("tile",)
+    ) -> str:
+        """Return `tile`, given the type of C."""
+        return choice(shape, most, at_once, arguments, names)
+
+    def __init__(self, shape: Shape, factor: str, out: str, rows: int, name: str = "tile") -> None:
+        super().__init__(shape)
+        self.factor, self.out, self.rows, self.name = factor, out, rows, name
+        self._widens = shape.widens(factor)
+        self.totals: Sums = {}
+
+    def text(self) -> str:
+        self.begin(ARGUMENTS)
+        self._starts()
+        self._loop()
+        if self.factor == BFLOAT16:
+            self._last_of_an_odd_number()
+        self._write()
+        return "\n".join([*self.lines, "  ret void\n}"])
+
+    def begin(self, arguments: str) -> None:
+        self.add(f"define internal void @{self.name}{self.rows}({arguments}) {self.attributes}{{\nentry:")
+
+    def cells(self) -> list[tuple[int, int]]:
+        return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
+
+    def squares(self) -> list[tuple[int, int]]:
+        """Return the numbers of squares of two rows and two columns, where a register holds one."""
+        return [(p, c) for p in range((self.rows + 1) // 2) for c in range(2 * self.shape.vectors)]
+
+    def two_rows(self, p: int) -> tuple[int, int]:
+        """Return the rows of squares of number p. An odd last row comes twice."""
+        return 2 * p, min(2 * p + 1, self.rows - 1)
+
+    def row_of_squares(self, squares: Sums, r: int, v: int) -> str:
+        left, right = (squares[r // 2, 2 * v + half] for half in (0, 1))
+        return self.shuffled(self.vector, left, right, (2, 3, 6, 7) if r % 2 else (0, 1, 4, 5))
+
+    def _starts(self) -> None:
+        """Compute the address of each row of A, and the number of whole steps."""
+        self._row_starts()
+        self.steps = "%k" if self.factor == FLOAT32 else self.new("lshr i64 %k, 1")
+        some = self.new(f"icmp ne i64 {self.steps}, 0")
+        self.add(f"  br i1 {some}, label %loop, label %summed")
+
+    def _row_starts(self) -> None:
+        self.starts = ["%a"]
+        for r in range(1, self.rows):
+            offset = self.new(f"mul i64 %row, {r}")
+            self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
+
+    def _loop(self) -> None:
+        last = self.last_of_step
+        ways = {"entry": dict.fromkeys(self.cells(), "zeroinitializer"), last: self.named("n")}
+        self.add("loop:")
+        self.add(f"  %i = phi i64 [0, %entry], [%i1, %{last}]")
+        self.add(f"  %at = phi i64 [0, %entry], [%at1, %{last}]")
+        self.add(f"  %pb = phi ptr [%b, %entry], [%pb1, %{last}]")
+        self.phis("s", ways)
+        self.name_sums("n", self._step())
+        self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {4 * self.shape.columns}")
+        self.add("  %at1 = add i64 %at, %step\n  %i1 = add i64 %i, 1")
+        self.add(f"  %more = icmp ult i64 %i1, {self.steps}")
+        self.add("  br i1 %more, label %loop, label %summed")
+        self.add("summed:")
+        self.totals = self.phis("t", ways)
+
+    @property
+    def last_of_step(self) -> str:
+        """Return the block in which a step ends."""
+        return "seconds" if self._widens else "loop"
+
+    def named(self, name: str) -> Sums:
+        return {(r, v): f"%{name}{r}_{v}" for r, v in self.cells()}
+
+    def phis(self, name: str, ways: dict[str, Sums]) -> Sums:
+        """Name the sums with which a block begins, given those of each block before it."""
+        for r, v in self.cells():
+            values = ", ".join(f"[{sums[r, v]}, %{block}]" for block, sums in ways.items())
+            self.add(f"  %{name}{r}_{v} = phi {self.vector} {values}")
+        return self.named(name)
+
+    def name_sums(self, name: str, sums: Sums) -> None:
+        for (r, v), total in sums.items():
+            self.add(f"  %{name}{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
+
+    def _step(self) -> Sums:
+        """Return the sums with the products of one step added."""
+        if self._widens:
+            return self._step_in_halves()
+        sums = {(r, v): f"%s{r}_{v}" for r, v in self.cells()}
+        b = [self._b("%pb", v) for v in range(self.shape.vectors)]
+        for r in range(self.rows):
+            a = self._a(self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 %at"))
+            for v in range(self.shape.vectors):
+                sums[r, v] = self._multiplied(sums[r, v], a, b[v])
+        return sums
+
+    def _step_in_halves(self) -> Sums:
+        """Add the products of one step where bfloat16 is widened: the first of all pairs, then the second.
+
+        Both are loaded: a second half that waits in a register would push a sum out of it, which took three
+        times as long.
+        """
+        firsts = self.products(self.named("s"), second=False)
+        self.between_halves()
+        return self.products(firsts, second=True)
+
+    def between_halves(self) -> None:
+        """Branch, always to the same side: over a branch the compiler does not make two loads one."""
+        always = self.new("icmp ne i64 %i, -1")
+        self.add(f"  br i1 {always}, label %seconds, label %never\nnever:\n  ret void\nseconds:")
+
+    def products(self, sums: Sums, second: bool, load: str = "load") -> Sums:
+        """Return the sums with the products of one half of the pairs added."""
+        b = [self.half(self._b("%pb", v, load), second) for v in range(self.shape.vectors)]
+        added = {}
+        for r in range(self.rows):
+            a = self.element(r, second)
+            for v in range(self.shape.vectors):
+                added[r, v] = self.fma(a, b[v], sums[r, v])
+        return added
+
+    def element(self, r: int, second: bool) -> str:
+        """Return one half of the pair of row r in all lanes, widened."""
+        place = self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 %at")
+        return self._a(place, partial(self.half, second=second))
+
+    def _a(self, place: str, widened: Callable[[str], str] = str, half: bool = False) -> str:
+        """Return one element of A, or pair, in all lanes; of a `half` pair only the first is there."""
+        if self.factor == FLOAT32:
+            return self._in_all("float", self.new(f"load float, ptr {place}, align 4"), widened)
+        if not half:
+            return self._in_all("i32", self.new(f"load i32, ptr {place}, align 2"), widened)
+        single = self.new(f"load i16, ptr {place}, align 2")
+        return self._in_all("i32", self.new(f"zext i16 {single} to i32"), widened)
+
+    def _in_all(self, type: str, value: str, widened: Callable[[str], str] = str) -> str:
+        """Return a value in all lanes, widened if asked for."""
+        return widened(self.everywhere(type, value))
+
+    def _b(self, panel: str, v: int, load: str = "load") -> str:
+        place = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
+        type = "float" if self.factor == FLOAT32 else "i32"
+        align = 4 * self.shape.lanes
+        return self.new(f"{load} <{self.shape.lanes} x {type}>, ptr {place}, align {align}")
+
+    def _multiplied(self, total: str, a: str, b: str) -> str:
+        """Return the sum with a product added, of float32 or of pairs."""
+        n = self.shape.lanes
+        if self.factor == FLOAT32 or self._widens:
+            return self.fma(a, b, total)
+        pairs = [self.new(f"bitcast <{n} x i32> {x} to <{2 * n} x bfloat>") for x in (a, b)]
+        given = ", ".join(f"<{2 * n} x bfloat> {pair}" for pair in pairs)
+        return self.new(f"call {self.vector} @{PAIRS}({self.vector} {total}, {given})")
+
+    def half(self, pairs: str, second: bool) -> str:
+        """Return one bfloat16 of each pair as float32, which is its upper half."""
+        n = self.shape.lanes
+        does, by = ("and", -65536) if second else ("shl", 16)
+        upper = self.new(f"{does} <{n} x i32> {pairs}, splat (i32 {by})")
+        return self.new(f"bitcast <{n} x i32> {upper} to {self.vector}")
+
+    def _last_of_an_odd_number(self) -> None:
+        """Add the last k alone: its partner in A is other memory, in B it is zero."""
+        odd = self.new("and i64 %k, 1")
+        alone = self.new(f"icmp ne i64 {odd}, 0")
+        self.add(f"  br i1 {alone}, label %single, label %finished\nsingle:")
+        at = self.new(f"mul i64 {self.steps}, %step")
+        panel_at = self.new(f"mul i64 {self.steps}, {4 * self.shape.columns}")
+        panel = self.new(f"getelementptr i8, ptr %b, i64 {panel_at}")
+        widened: Callable[[str], str] = partial(self.half, second=False) if self._widens else str
+        b = [widened(self._b(panel, v)) for v in range(self.shape.vectors)]
+        added = {}
+        for r in range(self.rows):
+            a = self._a(self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 {at}"), widened, half=True)
+            for v in range(self.shape.vectors):
+                added[r, v] = self._multiplied(self.totals[r, v], a, b[v])
+        self.add("  br label %finished\nfinished:")
+        for r, v in self.cells():
+            before, after = self.totals[r, v], added[r, v]
+            self.add(f"  %f{r}_{v} = phi {self.vector} [{before}, %summed], [{after}, %single]")
+            self.totals[r, v] = f"%f{r}_{v}"
+
+    def _write(self) -> None:
+        """Add bias and C where asked for, and store the columns that are there."""
+        masks = [self._mask(v) for v in range(self.shape.vectors)]
+        self._add_where("bias", self.asked(BIAS), lambda r, v: self._loaded("%bias", v, masks))
+        if self.out == FLOAT32:
+            self._add_where("old", self.asked(ACCUMULATE), lambda r, v: self._loaded(self._row(r), v, masks))
+        for r in range(self.rows):
+            row = self._row(r)
+            for v in range(self.shape.vectors):
+                self._store(self.totals[r, v], row, v, masks)
+
+    def _store(self, value: str, row: str, v: int, masks: list[str]) -> None:
+        n, size = self.shape.lanes, BYTES[self.out]
+        if self.out == BFLOAT16:
+            value = self.rounded(value)
+        place = self.new(f"getelementptr i8, ptr {row}, i64 {size * n * v}")
+        self.add(
+            f"  call void @llvm.masked.store.v{n}{SUFFIX[self.out]}.p0(<{n} x {LLVM[self.out]}> {value}, "
+            f"ptr {place}, i32 {size}, <{n} x i1> {masks[v]})"
+        )
+
+    def asked(self, flag: int) -> str:
+        return self.new(f"icmp ne i64 {self.new(f'and i64 %flags, {flag}')}, 0")
+
+    def _mask(self, v: int) -> str:
+        """Return a mask: the lanes of a vector that are columns of C."""
+        return self.lanes_below("%columns", self.shape.lanes * v)
+
+    def lanes_below(self, limit: str, first: int = 0) -> str:
+        """Return a mask: the lanes whose numbers, from `first` on, are below a limit."""
+        n = self.shape.lanes
+        numbers = ", ".join(f"i64 {first + lane}" for lane in range(n))
+        every = self.everywhere("i64", limit)
+        return self.new(f"icmp ult <{n} x i64> <{numbers}>, {every}")
+
+    def _row(self, r: int) -> str:
+        offset = self.new(f"mul i64 %ldc, {r}")
+        return self.new(f"getelementptr i8, ptr %c, i64 {offset}")
+
+    def _loaded(self, row: str, v: int, masks: list[str]) -> str:
+        n = self.shape.lanes
+        place = self.new(f"getelementptr i8, ptr {row}, i64 {4 * n * v}")
+        return self.new(
+            f"call {self.vector} @llvm.masked.load.v{n}f32.p0"
+            f"(ptr {place}, i32 4, <{n} x i1> {masks[v]}, {self.vector} zeroinitializer)"
+        )
+
+    def _add_where(self, name: str, condition: str, loaded: Callable[[int, int], str]) -> None:
+        """Add what `loaded(r, v)` gives to every total if the condition holds."""
+        before = f"before_{name}"
+        self.add(f"  br label %{before}\n{before}:")
+        self.add(f"  br i1 {condition}, label %with_{name}, label %after_{name}\nwith_{name}:")
+        added = {}
+        for r, v in self.cells():
+            more = loaded(r, v)
+            added[r, v] = self.new(f"fadd {self.vector} {self.totals[r, v]}, {more}")
+        self.add(f"  br label %after_{name}\nafter_{name}:")
+        for r, v in self.cells():
+            value, without = f"%{name}{r}_{v}", self.totals[r, v]
+            self.add(f"  {value} = phi {self.vector} [{without}, %{before}], [{added[r, v]}, %with_{name}]")
+            self.totals[r, v] = value

@@ -1,0 +1,133 @@
+"""Matrices in the order in which microkernels read them: in panels, k after k, bfloat16 in pairs of k.
+
+A packed matrix is an array (panels, elements of a panel), aligned to cache lines. Beyond the last k of an odd
+number it is zero; beyond the last column it may hold anything.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import numpy as np
+
+from distgpt.core.cpu.compiling.jit import inline, jit
+from distgpt.core.cpu.compiling.processor import shape
+from distgpt.core.cpu.matmul.assembled import strip, transpose
+from distgpt.core.ops.api import Array
+
+ROWS, COLUMNS, LANES = shape().rows, shape().columns, shape().lanes
+DEPTH = 64  # rows that are packed before the next ones: their cache lines hold several panels' columns
+LINE = 64
+
+
+def packed(k: int, columns: int, dtype: str) -> Array:
+    """Make memory for a packed matrix (k, columns); bfloat16 as uint16."""
+    pair = 2 if np.dtype(dtype) == np.uint16 else 1
+    panels, elements = -(-columns // COLUMNS), -(-k // pair) * pair * COLUMNS
+    return aligned((panels, elements), dtype)
+
+
+def aligned(shape: tuple[int, ...], dtype: str) -> Array:
+    """Make zeros that begin at a cache line."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + LINE, np.uint8)
+    start = -raw.ctypes.data % LINE
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def zeros_as_used(shape: tuple[int, ...], dtype: str) -> Array:
+    """Make zeros that take memory page by page, as they are written, for arrays that may stay empty in part.
+
+    NumPy asks for huge pages, and with a byte of one all 2 MB of it are there.
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    try:
+        memory = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError(f"{size:,} bytes") from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape)
+
+
+@jit
+def pack_transposed(first, last, out, w, begin, end):
+    """Columns first … last, k from `begin` to `end`, of B (k, n) = wᵀ: what x wᵀ is made with."""
+    width = end - begin
+    words = w.itemsize * width // 4  # a pair, or a float32, is one word of 32 bits
+    for start in range(first, last, COLUMNS):
+        to, count = out[(start - first) // COLUMNS], min(COLUMNS, last - start)
+        _no_partner(to, width, COLUMNS)
+        whole = count // LANES * LANES if w.itemsize * width % 4 == 0 else 0
+        for j in range(0, whole, LANES):
+            transpose(w[start + j, begin:], w.strides[0], to.view(np.uint32)[j:], 4 * COLUMNS, words // LANES)
+        done = words // LANES * LANES * 4 // w.itemsize
+        for j in range(count):
+            wj = w[start + j, begin:end]
+            for k in range(done if j < whole else 0, width):
+                if w.itemsize == 4:
+                    to[k * COLUMNS + j] = wj[k]
+                else:
+                    to[(k // 2 * COLUMNS + j) * 2 + k % 2] = wj[k]
+
+
+@jit
+def pack_plain(first, last, out, w):
+    """Columns first … last of B (k, n) = w: what dy w is made with."""
+    _pack_columns(first, last, out, w, COLUMNS)
+
+
+@jit
+def pack_rows_transposed(first, last, out, w):
+    """Rows first … last of A (rows, k) = wᵀ, of w (k, rows): what dyᵀ x is made with."""
+    _pack_columns(first, last, out, w, ROWS)
+
+
+@inline
+def _pack_columns(first, last, out, w, wide):
+    """Stretches of `wide` columns, some rows of all of them before the next rows."""
+    depth = w.shape[0]
+    for top in range(0, depth, DEPTH):
+        bottom = min(top + DEPTH, depth)
+        for start in range(first, last, wide):
+            to = out[(start - first) // wide]
+            if bottom == depth:
+                _no_partner(to, depth, wide)
+            _columns(to[top * wide :], w, top, bottom, start, min(wide, last - start), wide)
+
+
+@inline
+def _no_partner(to, k, wide):
+    """Zeros beside the last of an odd number of bfloat16."""
+    if to.itemsize == 2 and k % 2:
+        to[(k - 1) * wide : (k + 1) * wide] = 0
+
+
+@inline
+def _columns(to, w, top, bottom, start, count, wide):
+    """to ← `count` columns of w from `start` on, rows of `wide`; in bfloat16 two rows side by side.
+
+    Whole vectors are moved where they are there, the last ones of all rows first: what is too much is written
+    over by the next row, or lies in the slack behind the last one.
+    """
+    words = to.view(np.uint32)
+    left = top
+    if count == wide and start + (wide + LANES - 1) // LANES * LANES <= w.shape[1]:
+        for j in range((wide - 1) // LANES * LANES, -1, -LANES):
+            strip(w[top:, start + j :], w.strides[0], words[j:], 4 * wide, bottom - top)
+        left = bottom - (bottom - top) % (4 // w.itemsize)
+    for k in range(left, bottom):
+        for j in range(count):
+            if w.itemsize == 4:
+                to[(k - top) * wide + j] = w[k, start + j]
+            else:
+                to[((k - top) // 2 * wide + j) * 2 + (k - top) % 2] = w[k, start + j]
+
+
+def packed_rows(rows: int, k: int, dtype: str) -> Array:
+    """Make memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
+    pair = 2 if np.dtype(dtype) == np.uint16 else 1
+    words = -(-k // pair) * ROWS + LANES  # and slack
+    return aligned((-(-rows // ROWS), -(-words // LANES) * LANES * pair), dtype)

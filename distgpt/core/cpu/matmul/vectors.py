@@ -1,0 +1,194 @@
+"""LLVM IR for vector registers, written line by line: arithmetic and moves."""
+
+from __future__ import annotations
+
+from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32, Shape
+
+LLVM = {FLOAT32: "float", BFLOAT16: "i16"}
+SUFFIX = {FLOAT32: "f32", BFLOAT16: "i16"}
+BYTES = {FLOAT32: 4, BFLOAT16: 2}
+
+
+class Writer:
+    """The lines of a function."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._count = 0
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def new(self, expression: str) -> str:
+        """Return a fresh name for the value of an expression."""
+        self._count += 1
+        name = f"%v{self._count}"
+        self.add(f"  {name} = {expression}")
+        return name
+
+
+class Vectors(Writer):
+    """A function that computes in vectors of float32."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.vector = f"<{shape.lanes} x float>"
+
+    def everywhere(self, type: str, value: str) -> str:
+        """Return a value in all lanes."""
+        return self.spread(type, self.first_lane(type, value))
+
+    def first_lane(self, type: str, value: str) -> str:
+        return self.new(f"insertelement <{self.shape.lanes} x {type}> poison, {type} {value}, i32 0")
+
+    def spread(self, type: str, first: str) -> str:
+        """Return the first lane of a vector in all lanes."""
+        n = self.shape.lanes
+        return self.new(
+            f"shufflevector <{n} x {type}> {first}, <{n} x {type}> poison, <{n} x i32> zeroinitializer"
+        )
+
+    def shuffled(self, type: str, x: str, y: str, order: tuple[int, ...]) -> str:
+        """Return four lanes of two vectors of this type."""
+        lanes = ", ".join(f"i32 {lane}" for lane in order)
+        return self.new(f"shufflevector {type} {x}, {type} {y}, <4 x i32> <{lanes}>")
+
+    def fma(self, a: str, b: str, total: str) -> str:
+        n = self.shape.lanes
+        v = self.vector
+        return self.new(f"call {v} @llvm.fma.v{n}f32({v} {a}, {v} {b}, {v} {total})")
+
+    def rounded(self, value: str) -> str:
+        """Return the bits of the nearest bfloat16, ties to even; NaN becomes a quiet one."""
+        n = self.shape.lanes
+        if self.shape.dot:
+            low = self.new(f"fptrunc {self.vector} {value} to <{n} x bfloat>")
+            return self.new(f"bitcast <{n} x bfloat> {low} to <{n} x i16>")
+        ints = f"<{n} x i32>"
+        bits = self.new(f"bitcast {self.vector} {value} to {ints}")
+        upper = self.new(f"lshr {ints} {bits}, splat (i32 16)")
+        odd = self.new(f"and {ints} {upper}, splat (i32 1)")
+        half = self.new(f"add {ints} {odd}, splat (i32 32767)")
+        up = self.new(f"lshr {ints} {self.new(f'add {ints} {bits}, {half}')}, splat (i32 16)")
+        quiet = self.new(f"or {ints} {upper}, splat (i32 64)")
+        nan = self.new(f"fcmp uno {self.vector} {value}, zeroinitializer")
+        chosen = self.new(f"select <{n} x i1> {nan}, {ints} {quiet}, {ints} {up}")
+        return self.new(f"trunc {ints} {chosen} to <{n} x i16>")
+
+
+# Rearranging memory in registers: what packing is made of. `lanes` is a power of two. Row j of `from` begins
+# at `from + j · row` bytes, row k of `to` at `to + k · step`.
+_ARGUMENTS = "ptr %from, i64 %row, ptr %to, i64 %step, i64 %count"
+
+
+def moves(lanes: int) -> str:
+    """Return functions that transpose, zip, copy and prefetch."""
+    return "\n".join([transpose(lanes), _zip(lanes), _copy(lanes), _PREFETCH])
+
+
+def transpose(lanes: int) -> str:
+    """Transpose squares of words of 32 bits: to[k, j] ← from[j, k] for j < lanes, k < lanes · count."""
+    vector = f"<{lanes} x i32>"
+    lines = [f"define void @transpose({_ARGUMENTS}) {{", "entry:"]
+    lines += ["  %some = icmp ne i64 %count, 0", "  br i1 %some, label %square, label %done", "square:"]
+    lines.append("  %i = phi i64 [0, %entry], [%i1, %square]")
+    lines.append("  %f = phi ptr [%from, %entry], [%f1, %square]")
+    lines.append("  %t = phi ptr [%to, %entry], [%t1, %square]")
+    for j in range(lanes):
+        lines.append(f"  %fo{j} = mul i64 %row, {j}")
+        lines.append(f"  %fp{j} = getelementptr i8, ptr %f, i64 %fo{j}")
+        lines.append(f"  %r0_{j} = load {vector}, ptr %fp{j}, align 2")
+    stage, distance = 0, 1
+    while distance < lanes:
+        for j in range(lanes):
+            if not j & distance:
+                lines += _exchanged(lanes, stage, j, distance)
+        stage, distance = stage + 1, 2 * distance
+    for k in range(lanes):
+        lines.append(f"  %to{k} = mul i64 %step, {k}")
+        lines.append(f"  %tp{k} = getelementptr i8, ptr %t, i64 %to{k}")
+        lines.append(f"  store {vector} %r{stage}_{k}, ptr %tp{k}, align 4")
+    lines.append(f"  %f1 = getelementptr i8, ptr %f, i64 {4 * lanes}")
+    lines.append(f"  %far = mul i64 %step, {lanes}")
+    lines += ["  %t1 = getelementptr i8, ptr %t, i64 %far", "  %i1 = add i64 %i, 1"]
+    lines += ["  %more = icmp ult i64 %i1, %count", "  br i1 %more, label %square, label %done"]
+    return "\n".join([*lines, "done:", "  ret void", "}"])
+
+
+def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
+    """Rows j and j + distance change the words off the diagonal of each pair of blocks `distance` wide."""
+    vector, a, b = f"<{lanes} x i32>", f"%r{stage}_{j}", f"%r{stage}_{j + distance}"
+    near = [lane if not lane & distance else lanes + lane - distance for lane in range(lanes)]
+    far = [lane + distance if not lane & distance else lanes + lane for lane in range(lanes)]
+    return [
+        f"  %r{stage + 1}_{row} = shufflevector {vector} {a}, {vector} {b}, "
+        f"<{lanes} x i32> <{', '.join(f'i32 {lane}' for lane in order)}>"
+        for row, order in ((j, near), (j + distance, far))
+    ]
+
+
+def _zip(lanes: int) -> str:
+    """Zip two rows of 16 bits: to[k, j] ← from[2k, j], from[2k + 1, j] for j < lanes, k < count."""
+    narrow, wide = f"<{lanes} x i16>", f"<{lanes} x i32>"
+    return loop_over_rows(
+        "zip",
+        2,
+        f"""
+  %second = getelementptr i8, ptr %f, i64 %row
+  %low = load {narrow}, ptr %f, align 2
+  %high = load {narrow}, ptr %second, align 2
+  %a = zext {narrow} %low to {wide}
+  %b = zext {narrow} %high to {wide}
+  %c = shl {wide} %b, splat (i32 16)
+  %d = or {wide} %a, %c
+  store {wide} %d, ptr %t, align 4""",
+    )
+
+
+def _copy(lanes: int) -> str:
+    """Copy rows of words of 32 bits: to[k, j] ← from[k, j] for j < lanes, k < count."""
+    vector = f"<{lanes} x i32>"
+    return loop_over_rows(
+        "copy", 1, f"\n  %a = load {vector}, ptr %f, align 2\n  store {vector} %a, ptr %t, align 4"
+    )
+
+
+def loop_over_rows(name: str, read: int, body: str) -> str:
+    """Write a loop over rows of `to`; each reads `read` rows of `from`."""
+    return f"""define void @{name}({_ARGUMENTS}) {{
+entry:
+  %far = mul i64 %row, {read}
+  %some = icmp ne i64 %count, 0
+  br i1 %some, label %next, label %done
+next:
+  %i = phi i64 [0, %entry], [%i1, %next]
+  %f = phi ptr [%from, %entry], [%f1, %next]
+  %t = phi ptr [%to, %entry], [%t1, %next]{body}
+  %f1 = getelementptr i8, ptr %f, i64 %far
+  %t1 = getelementptr i8, ptr %t, i64 %step
+  %i1 = add i64 %i, 1
+  %more = icmp ult i64 %i1, %count
+  br i1 %more, label %next, label %done
+done:
+  ret void
+}}"""
+
+
+# Prefetch the cache line of each of `count` rows into the L2 cache; no address can fail.
+_PREFETCH = """declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+define void @prefetch(ptr %from, i64 %row, i64 %count) {
+entry:
+  %some = icmp ne i64 %count, 0
+  br i1 %some, label %next, label %done
+next:
+  %i = phi i64 [0, %entry], [%i1, %next]
+  %at = mul i64 %i, %row
+  %p = getelementptr i8, ptr %from, i64 %at
+  call void @llvm.prefetch.p0(ptr %p, i32 0, i32 2, i32 1)
+  %i1 = add i64 %i, 1
+  %more = icmp ult i64 %i1, %count
+  br i1 %more, label %next, label %done
+done:
+  ret void
+}"""

@@ -1,0 +1,179 @@
+"""Lanes on CPU cores whose tokens take one compiled call per thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+
+import numpy as np
+
+from distgpt.adapters.loops.decoding import Adapters, no_adapters
+from distgpt.core.base.interrupts import signals_deferred
+from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.compiling.jit import PackedArgs, entry
+from distgpt.core.cpu.decoding import decode
+from distgpt.core.cpu.decoding.cached_attention import (
+    cache_of,
+    cache_shapes,
+    copy_lane,
+    shift_cache,
+    thread_scratch,
+)
+from distgpt.core.cpu.decoding.weights import Weights
+from distgpt.core.cpu.kernels import CpuKernels
+from distgpt.core.cpu.pool import pool_of
+from distgpt.core.generate.lanes import Feed, check_drop
+from distgpt.core.model.model import Model
+from distgpt.core.model.packing import packed_of
+from distgpt.core.ops.api import Array
+
+ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
+WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
+
+
+class CompiledLanes:
+    """`count` sequences of at most the context's length. Cached in bfloat16 unless weights are float32."""
+
+    is_exact = True
+
+    def __init__(
+        self, kernels: CpuKernels, config: ModelConfig, weights: Weights, count: int, adapters: Adapters
+    ) -> None:
+        self.count, self.length, self.can_drop = count, config.seq_len, config.positions != "learned"
+        self._kind = decode.kind_of(config)
+        cached = kernels.cache_dtype
+        self._cache = cache_of(config, count, cached)
+        rows = _rows(kernels, config, _most_rows(config, count), weights, adapters.rank)
+        self._most = len(rows.s)
+        layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
+        elements = weights.head.size + sum(layer.w.size for layer in layers)
+        self._angles = weights.cos, weights.sin
+        self._pool = pool_of(kernels.threads if elements >= WORTHWHILE else 1)
+        self._adapters = len(adapters.qkv_a)
+        zeros = partial(np.zeros, dtype=np.int64)
+        most = self._most
+        self._inputs = decode.Inputs(
+            zeros(most), feeds=zeros((most, 5)), scored=zeros(most), adapters=zeros((2, most))
+        )
+        self._counter = decode.counter()
+        shared = self._kind, weights, adapters, rows, self._cache, self._inputs
+        members = range(self._pool.threads)
+        self._fixed = [
+            PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
+        ]
+        none = np.empty((0, config.vocab_size), np.float32)
+        self._call = entry(decode.decode, 0, 1, 0, 0, none, self._fixed[0])
+
+    def feed(self, work: Sequence[Feed]) -> Array:
+        scores = np.empty((sum(each.scored for each in work), self._kind.vocab), np.float32)
+        done = 0
+        for part in _parts(work, self._most):
+            count = sum(each.scored for each in part)
+            self._walk(part, scores[done : done + count])
+            done += count
+        return scores
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        copy_lane(self._cache, source, target, length)
+
+    def drop(self, lane: int, count: int, kept: int) -> None:
+        check_drop(self, lane, count, kept)
+        layers, _, heads = self._cache.keys.shape[:3]
+        self._pool.ranges(layers * heads, 1, shift_cache, self._cache, lane, *self._angles, count, kept)
+
+    def _walk(self, part: Sequence[Feed], scores: Array) -> None:
+        """A call of the walk. Compiled loops trust what they get: so it is looked at here."""
+        tokens: list[int] = []
+        feeds: list[tuple[int, ...]] = []
+        scored: list[int] = []
+        adapters: list[int] = []
+        for each in part:
+            feeds.append((len(tokens), len(each.tokens), each.lane, each.start, each.scored))
+            tokens.extend(each.tokens)
+            scored.extend(range(len(tokens) - each.scored, len(tokens)))
+            adapters.extend([each.adapter] * len(each.tokens))
+            fits = 0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)
+            if not (fits and 0 <= each.scored <= len(each.tokens)):
+                raise ValueError(f"{each} does not fit {self.count} lanes of {self.length} positions")
+        if len({each.lane for each in part}) < len(part):
+            raise ValueError(f"a lane occurs twice in {part}")
+        if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
+            raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
+        if min(adapters) < 0 or max(adapters) > self._adapters:
+            raise ValueError(f"adapters must lie in [0, {self._adapters}]")
+        inputs, threads = self._inputs, self._pool.threads
+        inputs.tokens[: len(tokens)] = tokens
+        inputs.feeds[: len(feeds)] = feeds
+        inputs.scored[: len(scored)] = scored
+        inputs.adapters[0, : len(tokens)] = adapters
+        inputs.adapters[1, : len(scored)] = inputs.adapters[0, scored]
+        if threads == 1:
+            self._call(0, 1, len(tokens), len(feeds), scores, self._fixed[0])
+            return
+        with signals_deferred():  # all threads have to come to where they meet
+            self._counter[0] = 0
+            self._pool.run(
+                lambda i: self._call(i, threads, len(tokens), len(feeds), scores, self._fixed[i]), threads
+            )
+
+
+def _most_rows(config: ModelConfig, count: int) -> int:
+    """As many as have room, but one for each lane: a token each then takes one call."""
+    row = 4 * (config.n_embd + config.qkv_width + config.attention_width + 2 * config.hidden)
+    return min(ROWS, max(count, min(ROOM // row, config.seq_len)))
+
+
+def _rows(kernels: CpuKernels, config: ModelConfig, count: int, weights: Weights, rank: int) -> decode.Rows:
+    width, hidden, rows = config.n_embd, config.hidden, kernels.operand_rows
+    form, last = weights.qkv.w.dtype.name, weights.head.dtype.name
+    widest = max(width, config.attention_width)
+    return decode.Rows(
+        s=rows(count, width, "float32"),
+        qkv=rows(count, config.qkv_width, "float32"),
+        att=rows(count, widest, "float32"),
+        pre=rows(count, hidden, "float32"),
+        gates=rows(count, hidden, "float32"),
+        a=rows(count, widest, form),
+        h=rows(count, hidden, form),
+        last=rows(count, width, last),
+        inner=rows(count, rank, "float32"),
+    )
+
+
+def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
+    """Feeds, or pieces of them, of at most this many tokens together."""
+    total = sum(len(each.tokens) for each in work)
+    if total <= most:
+        return [work] if total else []
+    parts: list[list[Feed]] = [[]]
+    room = most
+    for lane, start, tokens, scored, adapter, *_ in work:
+        done = 0
+        while done < len(tokens):
+            if not room:
+                parts.append([])
+                room = most
+            piece = tokens[done : done + room]
+            after = len(tokens) - done - len(piece)
+            own = max(0, min(scored - after, len(piece)))
+            parts[-1].append(Feed(lane, start + done, piece, own, adapter))
+            done += len(piece)
+            room -= len(piece)
+    return parts
+
+
+def lane_bytes(model: Model) -> int:
+    """Memory of the keys and values of one lane."""
+    dtype = _kernels_of(model).cache_dtype
+    return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
+
+
+def compiled_lanes(model: Model, count: int, adapters: Adapters | None = None) -> CompiledLanes:
+    """Lanes for a model as it is now, which has to compute on CPUs, in any type but float64."""
+    return CompiledLanes(_kernels_of(model), model.config, packed_of(model), count, adapters or no_adapters())
+
+
+def _kernels_of(model: Model) -> CpuKernels:
+    assert isinstance(model.kernels, CpuKernels)
+    return model.kernels

@@ -1,0 +1,273 @@
+"""The engine: requests that join and leave a running batch at every token.
+
+    engine = Engine(lanes, tokenizer)
+    ticket = engine.submit(Request(prompt, max_new_tokens=100))
+    for event in engine.run():
+        ...
+
+`step` feeds one token of every sample that is being decoded, and beside them a chunk of the prompts that
+wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
+not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
+belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a lane holds
+of its prompt with the same adapter, as the next turn of a chat does. Lanes of requests that are done keep
+their tokens until another takes them, the least recently used first. Where lanes are not exact, rounding
+depends on that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from distgpt.core.base.errors import NonFiniteError, UsageError
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.lanes import Array, Feed, Lanes, Likeliest, are_finite
+from distgpt.core.generate.request import Completion, Event, Request
+from distgpt.core.generate.sample import MOST_SCORED, Sample, SharedPrompt
+
+CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
+WORTHWHILE = 64  # tokens that are copied from another lane rather than computed: on GPUs a copy is slow
+
+
+class Engine:
+    """Not thread-safe: one thread calls it. After an exception in `step` it is of no more use.
+
+    Without a tokenizer events have no text, and stop strings are refused.
+    """
+
+    def __init__(self, lanes: Lanes, tokenizer: Tokenizer | None = None, chunk: int = CHUNK) -> None:
+        self._lanes, self._tokenizer, self._chunk = lanes, tokenizer, chunk
+        self._tickets = count()
+        self._waiting: deque[tuple[SharedPrompt, int]] = deque()  # samples without a lane: request, choice
+        self._empty: list[Event] = []  # of samples without tokens, which need no lane
+        self._running: list[Sample] = []
+        self._free = list(range(lanes.count))  # the least recently used first
+        self._prompts: dict[int, SharedPrompt] = {}  # lanes that begin with the prompt of a request
+        self._held: set[int] = set()  # tickets of requests that make no tokens for now
+        self._kept: dict[int, tuple[int, list[int]]] = {}  # in free lanes, for prompts that begin with them
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether all that was submitted is done."""
+        return not (self._waiting or self._running or self._empty)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tell whether nothing can be computed until a request comes, is cancelled or goes on."""
+        due = self._empty or (self._waiting and self._free)
+        return all(map(self._is_held, self._running)) and not due
+
+    @property
+    def running(self) -> int:
+        """Samples that have a lane."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for one."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; return its ticket, which its events bear. Refuses what `check` does."""
+        self.check(request)
+        shared = SharedPrompt(next(self._tickets), request)
+        if request.max_new_tokens == 0 and shared.is_scored:
+            self._empty += [shared.empty_event(choice) for choice in range(request.n)]
+        else:
+            self._waiting.extend((shared, choice) for choice in range(request.n))
+        return shared.ticket
+
+    def check(self, request: Request) -> None:
+        """Raise a UsageError if this request can never be answered."""
+        if not len(request.prompt):
+            raise UsageError("the prompt is empty: give at least one token to start from")
+        if request.prompt_logprobs and request.logprobs is None:
+            raise UsageError("prompt_logprobs needs logprobs: how many alternatives, or 0")
+        if request.stop and self._tokenizer is None:
+            raise UsageError("stop strings need a tokenizer")
+        size, most = len(request.prompt), self._lanes.length
+        if size > most:
+            problem = f"the prompt has {size:,} tokens, the context {most:,}: shorten it"
+            if request.overflow == "stop":
+                raise UsageError(f"{problem}, or choose another overflow")
+            if request.prompt_logprobs:
+                raise UsageError(f"{problem}, or leave out prompt_logprobs")
+
+    def cancel(self, ticket: int) -> None:
+        """Forget a request: no more events of it come, its lanes are free. Nothing happens if it is done."""
+        self._held.discard(ticket)
+        self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
+        self._empty = [each for each in self._empty if each.ticket != ticket]
+        for sample in [each for each in self._running if each.shared.ticket == ticket]:
+            self._leave(sample)
+        self._prompts = {lane: held for lane, held in self._prompts.items() if held.ticket != ticket}
+
+    def hold(self, ticket: int, held: bool) -> None:
+        """Let a request's samples wait in their lanes, or go on. A prompt is computed to its end before."""
+        (self._held.add if held else self._held.discard)(ticket)
+
+    def _is_held(self, sample: Sample) -> bool:
+        return sample.shared.ticket in self._held and not sample.is_at_prompt
+
+    def step(self) -> list[Event]:
+        """Compute the next token of every sample that is being decoded, and a chunk of prompts."""
+        events = self._admit()
+        work = self._work()
+        if work:
+            scores = self._lanes.feed([feed for _, feed in work])
+            if not are_finite(scores):
+                raise NonFiniteError("the model's scores are not finite: its weights are damaged or diverged")
+            end = 0
+            for sample, feed in work:
+                rows = scores[end : end + feed.scored]
+                end += feed.scored
+                if sample.chooses and sample.is_at_prompt:
+                    self._reuse_prompt(sample, rows[-1 - sample.guessed])
+                events += sample.take(feed, rows)
+        for sample in [each for each in self._running if each.ended]:
+            self._leave(sample)
+        return events
+
+    def run(self) -> Iterator[Event]:
+        """Step until all that was submitted is done."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def _admit(self) -> list[Event]:
+        """Give free lanes to samples that wait, in order. Those of a prompt being computed wait for it."""
+        events, self._empty = self._empty, []
+        held: list[tuple[SharedPrompt, int]] = []
+        while self._waiting:
+            shared, choice = self._waiting.popleft()
+            if shared.request.max_new_tokens == 0 and shared.is_scored:
+                events.append(shared.empty_event(choice))
+            elif shared.under_way:
+                held.append((shared, choice))
+            elif not self._free:
+                held.append((shared, choice))
+                break
+            else:
+                events += self._join(shared, choice)
+        self._waiting.extendleft(reversed(held))
+        return events
+
+    def _join(self, shared: SharedPrompt, choice: int) -> list[Event]:
+        """Give a sample a lane, with what another lane has of its prompt: all where a sample computed it."""
+        ready = next((lane for lane, held in self._prompts.items() if held is shared), None)
+        ready = None if shared.scores is None else ready
+        source, length = self._begun(shared) if ready is None else (ready, len(shared.request.prompt))
+        lane = self._lane_for(source, self._lanes.length if ready is not None else length)
+        if ready is None and lane != source and length < WORTHWHILE:
+            source, length = None, 0
+        self._free.remove(lane)
+        self._kept.pop(lane, None)
+        sample = Sample(shared, choice, self._tokenizer, self._lanes.length)
+        sample.lane, sample.cached = lane, min(length, self._lanes.length)
+        self._running.append(sample)
+        shared.to_come -= 1
+        if source is not None and source != lane:
+            self._lanes.copy(source, lane, sample.cached)
+        if ready is None:
+            shared.scores, shared.under_way = None, True
+            self._prompts.pop(lane, None)
+            return []
+        self._prompts[lane] = shared
+        assert shared.scores is not None
+        event = sample.choose(shared.scores)
+        if not shared.to_come:  # its lanes are like any other
+            self._prompts = {lane: held for lane, held in self._prompts.items() if held is not shared}
+        return [event]
+
+    def _begun(self, shared: SharedPrompt) -> tuple[int | None, int]:
+        """Return the lane that holds most of a prompt, and how many tokens of it."""
+        if not shared.reuses or len(shared.request.prompt) > self._lanes.length:
+            return None, 0
+        held = self._kept | {sample.lane: sample.held for sample in self._running}
+        common = {lane: shared.common(*each) for lane, each in held.items()}
+        lane = max(common, key=lambda lane: (common[lane], -len(held[lane][1])), default=None)
+        return (None, 0) if lane is None or not common[lane] else (lane, common[lane])
+
+    def _lane_for(self, source: int | None, length: int) -> int:
+        """Choose a free lane: the source, if these tokens are most of what it holds, or one to copy them to.
+
+        That is one whose prompt nobody waits for, an empty one, or the least recently used.
+        """
+        if source in self._free and 2 * length >= len(self._kept.get(source, (0, ()))[1]):
+            return source
+        return min(self._free, key=lambda lane: (lane in self._prompts, lane in self._kept))
+
+    def _work(self) -> list[tuple[Sample, Feed]]:
+        """Build the next batch: one token and its guesses of each sample that decodes, `chunk` of prompts.
+
+        Of these at most MOST_SCORED need scores. A sample whose prompt is through goes behind the others, as
+        one whose window slides has as much to feed for every token.
+        """
+        work, room, scored, through = [], self._chunk, MOST_SCORED, []
+        for sample in self._running:
+            if sample.ended or self._is_held(sample):
+                continue
+            if gone := sample.make_room(self._lanes.can_drop):
+                self._lanes.drop(sample.lane, gone, sample.cached)
+                self._prompts.pop(sample.lane, None)
+            feed = sample.feed(self._chunk)
+            if len(feed.tokens) > 1 + sample.guessed:
+                if len(feed.tokens) > room or feed.scored > scored:
+                    continue
+                room, scored = room - len(feed.tokens), scored - feed.scored
+                if sample.chooses:
+                    through.append(sample)
+            if feed.start == 0:
+                self._prompts.pop(sample.lane, None)
+            work.append((sample, feed))
+        if through:
+            self._running = [each for each in self._running if each not in through] + through
+        return work
+
+    def _reuse_prompt(self, sample: Sample, scores: Array | Likeliest) -> None:
+        """The prompt is in its lane: other samples may have it."""
+        shared = sample.shared
+        shared.under_way = False
+        if shared.to_come and shared.request.max_new_tokens:
+            assert not isinstance(scores, Likeliest), "prompts ask for all scores"
+            shared.scores = scores.copy()
+            self._prompts[sample.lane] = shared
+
+    def _leave(self, sample: Sample) -> None:
+        self._running.remove(sample)
+        self._free.append(sample.lane)
+        self._kept[sample.lane] = sample.held
+
+
+class Collector:
+    """An engine whose events are put together to completions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._open: dict[int, list[Completion]] = {}
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; return its ticket."""
+        ticket = self.engine.submit(request)
+        self._open[ticket] = [Completion() for _ in range(request.n)]
+        return ticket
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Run the engine for a step; return the samples of each request that is done, with its ticket."""
+        done = []
+        for event in self.engine.step():
+            samples = self._open[event.ticket]
+            samples[event.choice].add(event)
+            if event.reason is not None and all(each.reason is not None for each in samples):
+                done.append((event.ticket, self._open.pop(event.ticket)))
+        return done
+
+
+def complete(engine: Engine, requests: Iterable[Request]) -> list[list[Completion]]:
+    """Run requests to their end on an idle engine; return the samples of each, in order."""
+    collector = Collector(engine)
+    done: dict[int, list[Completion]] = {}
+    tickets = [collector.submit(request) for request in requests]
+    while not engine.is_idle:
+        done.update(collector.step())
+    return [done[ticket] for ticket in tickets]

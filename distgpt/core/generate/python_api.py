@@ -1,0 +1,136 @@
+"""`model.generate` of the Python interface: prompts of several kinds in, results of the same kind out."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError, UsageError, escape
+from distgpt.core.comm.agree import gather_bytes, on_every_rank, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import MOST_LANES, agreed_lanes, chunk_for
+from distgpt.core.generate.lanes import Lanes
+from distgpt.core.generate.request import Completion, Request
+from distgpt.core.model.model import Model
+from distgpt.generation.distribute import averaged, broadcast
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A model that continues prompts. Collective: ranks average the scores of one, and share several."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+    comm: Comm
+
+    def generate(self, prompt: Any, stream: bool, settings: dict[str, Any]) -> Any:
+        """See `GPT.generate`."""
+        n, logprobs = (settings.get(name) for name in ("n", "logprobs"))
+        settings = {name: value for name, value in settings.items() if name != "n" or value is not None}
+        several = on_every_rank(self.comm, lambda: _is_several(prompt))
+        prompts = list(prompt) if several else [prompt]
+        requests = on_every_rank(self.comm, lambda: self._requests(prompts, settings))
+        if stream:
+            if several or n is not None or logprobs is not None or self.comm.size > 1:
+                raise shared(
+                    UsageError("stream is for one sample of one prompt, without logprobs, on one rank")
+                )
+            return self._streamed(requests[0], isinstance(prompt, str))
+        found = []
+        for each, samples in zip(prompts, self._samples(requests), strict=True):
+            shown = [_shown(sample, isinstance(each, str), logprobs is not None) for sample in samples]
+            found.append(shown[0] if n is None else shown)
+        return found if several else found[0]
+
+    def _requests(self, prompts: list[Any], settings: dict[str, Any]) -> list[Request]:
+        plain = {
+            name: value.item() if isinstance(value, np.generic) else value for name, value in settings.items()
+        }
+        template = Request().override((), plain)
+        return [template.override(self._tokens(each), {}) for each in prompts]
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            _refuse_no_prompt(prompt)
+            ids = tokens_in(prompt, self.model.config.vocab_size) if len(prompt) else np.empty(0, int)
+            return list(ids.reshape(-1).tolist())
+        if self.tokenizer is None:
+            raise UsageError("this model has no tokenizer: give the prompt as tokens")
+        return self.tokenizer.encode_prompt(prompt)
+
+    def _lanes(self, requests: list[Request]) -> Lanes:
+        wanted = min(MOST_LANES, sum(request.n for request in requests))
+        lookup = max((request.lookup for request in requests), default=0)
+        return agreed_lanes(self.model, wanted, self.comm, lookup=lookup)
+
+    def _engine(self, lanes: Lanes) -> Engine:
+        return Engine(lanes, self.tokenizer, chunk_for(self.model))
+
+    def _streamed(self, request: Request, is_text: bool) -> Iterator[str | int]:
+        engine = self._engine(self._lanes([request]))
+        engine.submit(request)
+        for event in engine.run():
+            if is_text and event.text:
+                yield event.text
+            elif not is_text and event.token is not None:
+                yield event.token
+
+    def _samples(self, requests: list[Request]) -> list[list[Completion]]:
+        comm, lanes = self.comm, self._lanes(requests)
+        if comm.size == 1:
+            return complete(self._engine(lanes), requests)
+        on_every_rank(comm, lambda: self._check(lanes, requests))
+        if len(requests) == 1:
+            own = averaged(lanes, comm, lambda lanes: complete(self._engine(lanes), requests))
+            return list(broadcast(comm, own))
+        found: list[list[Completion]] = [[] for _ in requests]
+        share = requests[comm.rank :: comm.size]
+        own = on_every_rank(comm, lambda: complete(self._engine(lanes), share))
+        for rank, data in enumerate(gather_bytes(comm, pickle.dumps(own))):
+            found[rank :: comm.size] = pickle.loads(data)
+        return found
+
+    def _check(self, lanes: Lanes, requests: list[Request]) -> None:
+        engine = self._engine(lanes)
+        for request in requests:
+            engine.check(request)
+
+
+def _is_several(prompt: Any) -> bool:
+    """Tell whether it is a list of prompts: of texts, or of lists of tokens."""
+    if isinstance(prompt, str):
+        return False
+    _refuse_no_prompt(prompt)
+    return len(prompt) > 0 and (isinstance(prompt[0], str) or hasattr(prompt[0], "__len__"))
+
+
+def _refuse_no_prompt(given: Any) -> None:
+    is_list = given.ndim > 0 if isinstance(given, np.ndarray) else isinstance(given, Sequence)
+    if not is_list:
+        wanted = "a text, a list of tokens, or a list of such"
+        raise UsageError(f"the prompt is {escape(repr(given)):.60}: it must be {wanted}")
+
+
+def _shown(sample: Completion, is_text: bool, whole: bool) -> Completion | str | list[int]:
+    return sample if whole else sample.text if is_text else sample.tokens
+
+
+def tokens_in(given: Any, vocab: int) -> Any:
+    """Tokens as an array of shape (T,) or (B, T), if they are such and in the vocabulary."""
+    try:
+        ids = np.asarray(given)
+    except ValueError:
+        raise DataError("tokens must be of shape (B, T): all sequences equally long") from None
+    if ids.ndim not in (1, 2) or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise DataError(
+            f"tokens must be integers of shape (T,) or (B, T), not {ids.dtype} of shape {ids.shape}"
+        )
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise DataError(f"tokens must lie in [0, {vocab})")
+    return ids

@@ -1,0 +1,175 @@
+"""Requests to the engine, each setting declared once; the events that answer them, and completions of these.
+
+Options of `distgpt infer`, keys of a file of prompts, parameters over HTTP and keywords in Python are made of
+these declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from distgpt.core.base.errors import UsageError, escape, nearest
+from distgpt.core.config.setting import Setting, setting
+
+COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The settings by which the next token is chosen."""
+
+    temperature: float = setting(
+        0.0, "Sampling temperature; 0: greedy, the likeliest token each time.", low=0
+    )
+    top_k: int = setting(0, "Sample from the k likeliest tokens; 0: from all.", low=0)
+    top_p: float = setting(
+        1.0, "Sample from the likeliest tokens whose probabilities add up to p.", above=0, most=1
+    )
+    min_p: float = setting(
+        0.0, "Sample from tokens at least p times as likely as the likeliest.", low=0, most=1
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "Divide the scores of tokens that came before by this.",
+        low=0.01,  # scores times or divided by these stay finite
+        most=100,
+    )
+    seed: int = setting(0, "Seed of the sampling.", low=0, most=(1 << 64) - 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < COLDEST
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Sampling):
+    """A prompt to continue, and how. Without a prompt: settings to be given one by `override`."""
+
+    prompt: Sequence[int] = ()
+    max_new_tokens: int = setting(100, "Tokens to generate.", low=0)
+    stop: tuple[str, ...] = field(
+        default=(),
+        metadata={"setting": Setting(str, "End before this text, which is not printed; may be repeated.")},
+    )
+    n: int = setting(1, "Samples of each prompt.", low=1, most=1 << 16)
+    logprobs: int | None = field(
+        default=None,
+        metadata={
+            "setting": Setting(
+                int, "Also give each token's log-probability, and those of this many of the likeliest.", low=0
+            )
+        },
+    )
+    prompt_logprobs: bool = setting(False, "With --logprobs: also give those of the prompt's tokens.")
+    overflow: str = setting(
+        "slide",
+        "When the context is full: slide (keep the newest tokens, recompute for every token), "
+        "shift (drop the older half), or stop.",
+        choices=("slide", "shift", "stop"),
+    )
+    lookup: int = setting(
+        0,
+        "Guess this many tokens from what followed the same ones before, and check them at once: the same "
+        "text, faster where it repeats.",
+        low=0,
+        most=64,  # scores of all of them are kept for every sample
+    )
+
+    # Not settings, as they depend on a tokenizer, and on who asks.
+    ends: tuple[int, ...] = ()  # tokens that end the text, which lacks them
+    adapter: int = 0  # beside the weights, where lanes have some: they count from 1
+    reuse: bool = False  # begin with what a lane holds of another prompt; exact lanes give the same bits
+
+    def __post_init__(self) -> None:
+        for name, about in REQUEST_SETTINGS.items():
+            value = getattr(self, name)
+            if name != "stop" and (name != "logprobs" or value is not None):
+                about.check(name, value)
+        if not isinstance(self.stop, tuple) or not all(isinstance(each, str) for each in self.stop):
+            raise UsageError("stop must be a text or a list of texts")
+        if not all(self.stop):
+            raise UsageError("a stop string is empty")
+
+    def override(self, prompt: Sequence[int], settings: Mapping[str, Any], *fixed: str) -> Request:
+        """Return a request for a prompt with some other settings, by name; but for the `fixed` ones."""
+        known = [name for name in REQUEST_SETTINGS if name not in fixed]
+        for name in settings:
+            if name not in known:
+                raise UsageError(f"the setting {escape(name)!r} is unknown{nearest(name, known)}")
+        stop = settings.get("stop", self.stop)
+        texts = tuple(stop) if isinstance(stop, list) else () if stop is None else stop
+        return replace(
+            self, **{**settings, "prompt": prompt, "stop": (texts,) if isinstance(texts, str) else texts}
+        )
+
+
+REQUEST_SETTINGS: dict[str, Setting] = {
+    each.name: each.metadata["setting"] for each in fields(Request) if "setting" in each.metadata
+}
+
+
+class Likelihood(NamedTuple):
+    """Natural logarithms of probabilities: a token's, and those of the likeliest tokens."""
+
+    logprob: float
+    alternatives: list[tuple[int, float]]
+
+
+PromptLikelihoods = list[Likelihood | None]  # one for each token of a prompt; None for the first
+
+
+class Event(NamedTuple):
+    """A token of a sample. `choice` counts the samples of a request, from 0.
+
+    `text` is what has become certain with this token; all of them together are the sample's text. `reason`
+    comes with the last event: "length" (max_new_tokens), "stop" (a stop string or an end, which the text
+    lacks) or "context" (overflow `stop`). An event without a token comes where none was requested.
+    `prompt_likelihoods` come with a sample's first event, if they are wanted.
+    """
+
+    ticket: int
+    choice: int
+    token: int | None
+    likelihood: Likelihood | None
+    text: str
+    reason: str | None
+    prompt_likelihoods: PromptLikelihoods | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sample. Its tokens include those of a stop string, which the text lacks.
+
+    `reason` and `prompt_likelihoods` are an Event's; `likelihoods` has one for each token, if wanted.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    likelihoods: list[Likelihood] | None = None
+    prompt_likelihoods: PromptLikelihoods | None = None
+
+    def add(self, event: Event) -> None:
+        self.text += event.text
+        if event.token is not None:
+            self.tokens.append(event.token)
+        if event.likelihood is not None:
+            if self.likelihoods is None:
+                self.likelihoods = []
+            self.likelihoods.append(event.likelihood)
+        if event.prompt_likelihoods is not None:
+            self.prompt_likelihoods = event.prompt_likelihoods
+        self.reason = event.reason
+
+    def as_json(self) -> dict[str, Any]:
+        """Text, tokens, reason, and the log-probabilities if they are wanted, for a file."""
+        shown: dict[str, Any] = {"text": self.text, "tokens": self.tokens, "reason": self.reason}
+        if self.likelihoods is not None:
+            shown["logprobs"] = [each.logprob for each in self.likelihoods]
+            shown["alternatives"] = [each.alternatives for each in self.likelihoods]
+        if self.prompt_likelihoods is not None:
+            shown["prompt_logprobs"] = [each and each.logprob for each in self.prompt_likelihoods]
+            shown["prompt_alternatives"] = [each and each.alternatives for each in self.prompt_likelihoods]
+        return shown

@@ -1,0 +1,93 @@
+"""Parameters of a model and floating-point operations of a token, counted from the shapes of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from distgpt.core.model.layers import Linear
+from distgpt.core.model.model import Architecture
+
+# In the order of a forward pass; a tensor is of the first kind whose sign its name has.
+KINDS = {
+    "embedding": "wte",
+    "value embeddings": ".values.",
+    "positions": "wpe",
+    "attention": ".attn.",
+    "MLP": ".mlp.",
+    "norms": "norm",
+    "output layer": "head.",
+}
+BACKWARD = 2  # times the forward FLOPs: gradients of a matmul's input and of its weights (or k, or v)
+
+
+def matmul_flops(rows: int, weights: int) -> float:
+    """Count the FLOPs of x (rows, n) times w (m, n) with m·n weights, or of either gradient."""
+    return 2.0 * rows * weights
+
+
+def attention_flops(elements: int, seq_len: int, window: int = 0) -> float:
+    """Count causal attention's FLOPs: of (T + 1) / 2 tokens on average, or fewer with a window, twice.
+
+    y has N·C `elements`.
+    """
+    before = max(0, seq_len - window) if window else 0  # rows that see a window alone
+    seen = (seq_len * (seq_len + 1) - before * (before + 1)) / (2 * seq_len)
+    return 4.0 * elements * seen
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """`padding` are rows of the embedding and the output layer that stand for no token, not in `kinds`."""
+
+    kinds: dict[str, int]
+    padding: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """FLOPs of the matmuls of one token in the forward pass, on average; other operations hardly count.
+
+    Padding, and what a backward pass computes again, is left out.
+    """
+
+    layers: int
+    head: int
+    attention: int
+
+    @property
+    def forward(self) -> int:
+        return self.layers + self.head + self.attention
+
+    @property
+    def backward(self) -> int:
+        return BACKWARD * self.forward
+
+
+def parameters(model: Architecture) -> Parameters:
+    config = model.config
+    kinds = dict.fromkeys(KINDS, 0)
+    for spec in model.layout.specs:
+        kinds[next(kind for kind, sign in KINDS.items() if sign in spec.name)] += spec.size
+    each = (config.padded_vocab - config.vocab_size) * config.n_embd
+    padding = {"embedding": each, "output layer": 0 if config.tied else each}
+    values = [block.values for block in model.blocks if block.values]
+    padding["value embeddings"] = sum(each * part.shape[1] // config.n_embd for part in values)
+    for kind, size in padding.items():
+        kinds[kind] -= size
+    return Parameters({kind: size for kind, size in kinds.items() if size}, sum(padding.values()))
+
+
+def operations(model: Architecture) -> Operations:
+    config = model.config
+    weights = (prod(p.shape) for block in model.blocks for p in block.parts if isinstance(p, Linear))
+    windows = [block.window for block in model.blocks]
+    return Operations(
+        layers=int(matmul_flops(1, sum(weights))),
+        head=int(matmul_flops(1, config.vocab_size * config.n_embd)),
+        attention=int(sum(attention_flops(config.attention_width, config.seq_len, w) for w in windows)),
+    )

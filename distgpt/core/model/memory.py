@@ -1,0 +1,160 @@
+"""Memory for tensors by name: parameters in one flat buffer, activations over the rows of a batch.
+
+Specs (names and shapes) are laid out (offsets) in a flat buffer, whose tensors are views. A batch is cut into
+slabs, stretches of whole sequences that workers compute side by side; so are all arrays with a row per token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from distgpt.core.ops.api import Array, Floats1d
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
+Value = TypeVar("Value")
+
+ALIGNED = 16  # elements: 64 bytes of float32, and what the widest loads and matmuls on GPUs ask for
+LEARNED = "wpe"  # the name of learned positions, (context, width)
+# Groups of parameters, which may have learning rates of their own.
+MATRIX, EMBEDDING, VALUES, HEAD, VECTOR = GROUPS = ("matrix", "embedding", "values", "head", "vector")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One named tensor, of one of GROUPS. `heights`: the rows of its matrices, where it holds several."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: str = VECTOR
+    heights: tuple[int, ...] = ()
+
+    @property
+    def decay(self) -> bool:
+        """Return whether AdamW's weight decay applies to it."""
+        return self.group != VECTOR
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Return the shapes of the matrices, one below the other."""
+        rows, columns = self.shape
+        return [(height, columns) for height in self.heights or (rows,)]
+
+
+class Layout:
+    """Specs laid out one after the other, in the order given. Arithmetic only: allocates nothing.
+
+    Every tensor begins at a multiple of ALIGNED elements, so that one of odd size slows down no other; what
+    lies in between stays 0.
+    """
+
+    def __init__(self, specs: Iterable[Spec]) -> None:
+        self.specs = tuple(specs)
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for spec in self.specs:
+            if spec.name in self.offsets:
+                raise ValueError(f"two tensors are named {spec.name!r}")
+            self.offsets[spec.name] = end
+            end += -(-spec.size // ALIGNED) * ALIGNED
+        self.size = end
+        self._names, self._starts = list(self.offsets), list(self.offsets.values())
+        self.elements = sum(spec.size for spec in self.specs)
+
+    def tensor_at(self, place: int) -> str:
+        """Return the name of the tensor that has this element, or the padding behind it."""
+        return self._names[bisect_right(self._starts, place) - 1]
+
+    def end_of(self, names: Iterable[str]) -> int:
+        """Return where the last of these tensors ends; 0 if there is none."""
+        sizes = {spec.name: spec.size for spec in self.specs}
+        return max((self.offsets[name] + sizes[name] for name in names), default=0)
+
+    def views(self, flat: Array) -> dict[str, Array]:
+        """Return every tensor of this layout as a zero-copy view of `flat`."""
+        return {
+            spec.name: flat[start : start + spec.size].reshape(spec.shape)
+            for spec, start in zip(self.specs, self.offsets.values(), strict=True)
+        }
+
+    def stretches(
+        self, kind: Callable[[Spec], Value], own: slice | None = None
+    ) -> list[tuple[int, int, Value]]:
+        """Return (start, stop, value) of the longest stretches of tensors with one value of `kind`.
+
+        With `own`: of these elements only, counted from its start.
+        """
+        own = own or slice(0, self.size)
+        begins = [(self.offsets[next(specs).name], value) for value, specs in groupby(self.specs, key=kind)]
+        stops = [*(start for start, _ in begins[1:]), self.size]
+        cut = (
+            (max(start, own.start), min(stop, own.stop), value)
+            for (start, value), stop in zip(begins, stops, strict=True)
+        )
+        return [(start - own.start, stop - own.start, value) for start, stop, value in cut if start < stop]
+
+
+class FlatBuffer(Mapping[str, Array]):
+    """One contiguous array holding every tensor of a layout; indexing by name gives the view.
+
+    `flat` has the tensors alone, `flags` the values appended to them, `with_flags` both.
+    """
+
+    def __init__(self, layout: Layout, allocate: Callable[[int], Floats1d], flags: int = 0) -> None:
+        self.layout = layout
+        self.with_flags = allocate(layout.size + flags)
+        self.flat, self.flags = self.with_flags[: layout.size], self.with_flags[layout.size :]
+        self._views = layout.views(self.flat)
+
+    def __getitem__(self, name: str) -> Array:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+class FlatPart:
+    """A part of a flat buffer, which begins and ends anywhere: `flat` holds its elements `own`."""
+
+    def __init__(self, layout: Layout, own: slice, allocate: Callable[[int], Floats1d]) -> None:
+        self.layout, self.own, self.flat = layout, own, allocate(own.stop - own.start)
+
+
+class Rows(Generic[Record]):
+    """A record of arrays over the rows of a batch: `all` rows, and `slabs`, the rows of each slab.
+
+    A field is an array, a tuple of arrays, each of which is cut, or None; fields `uncut` stay whole.
+    """
+
+    def __init__(self, slabs: Sequence[slice], record: Record, uncut: Sequence[str] = ()) -> None:
+        self.all, self._uncut = record, uncut
+        self.slabs = [self._rows(rows) for rows in slabs]
+
+    def cut(self, slabs: Sequence[slice]) -> Rows[Record]:
+        """Return the first rows of the same arrays, in other slabs."""
+        return Rows(slabs, self._rows(slice(slabs[-1].stop)), self._uncut)
+
+    def _rows(self, rows: slice) -> Record:
+        cut = [field.name for field in fields(self.all) if field.name not in self._uncut]
+        return replace(self.all, **{name: _part(getattr(self.all, name), rows) for name in cut})
+
+
+def _part(x: Any, rows: slice) -> Any:
+    if isinstance(x, tuple):
+        parts = (_part(each, rows) for each in x)
+        return tuple(parts) if type(x) is tuple else type(x)(*parts)  # a named one takes each by itself
+    return None if x is None else x[rows]

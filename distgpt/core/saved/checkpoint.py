@@ -1,0 +1,339 @@
+"""Checkpoints: directories that appear whole or not at all, with a manifest that shows any damage.
+
+`directory` is RUN/checkpoints, which holds them all, `path` a single checkpoint in it. Only one process may
+save; the others learn the result through `comm.agree`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from distgpt.core.base.checked import Count, Must, Positive, checked, parse_json, parse_object
+from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.base.files import (
+    atomic_file,
+    open_regular,
+    read_small,
+    storage_errors,
+    sync_directory,
+    system_error,
+)
+from distgpt.core.saved.tensors import (
+    Tensors,
+    read_header,
+    read_into,
+    read_rows,
+    verify_whole,
+    write_tensors,
+)
+
+Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensors and metadata
+
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+STATE, MANIFEST = "state.json", "manifest.json"
+_NAME = re.compile(r"step-\d{8,}(\.old)?")
+DAMAGED = "damaged-"  # in front of the name of one that is set aside
+_FILE = re.compile(r"[\w.-]+")
+
+
+def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str, Any], keep: int) -> Path:
+    """Write `step-<step>`, then drop all but the newest `keep` checkpoints up to this step.
+
+    Later steps stay: a run that resumed from an earlier checkpoint left them behind, and they must not push
+    out the one just written.
+    """
+    final = directory / f"step-{step:08d}"
+    partial = directory / f".tmp-{final.name}"
+    with storage_errors("save checkpoint", final):
+        directory.mkdir(parents=True, exist_ok=True)
+        sync_directory(directory.parent)
+        remove_unfinished(directory)  # first: it may fill the disk
+        try:
+            partial.mkdir()
+            _write(partial, groups, {**state, "step": step})
+            _put_in_place(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    for outdated in saved_checkpoints(directory, step)[keep:]:
+        drop(outdated)
+    return final
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what killed runs left half-written, or half-removed."""
+    for stale in directory.glob(".tmp-*step-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def set_damaged_aside(directory: Path, step: int) -> None:
+    """Rename what is damaged among the checkpoints from this step on, so that it counts as none to keep.
+
+    Not what cannot be read, which may be back in a moment.
+    """
+    for path in saved_checkpoints(directory):
+        if _step(path) >= step:
+            try:
+                verify(path)
+            except DataError as error:
+                if _is_unreadable(error):
+                    continue
+                aside = path.with_name(f"{DAMAGED}{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+
+
+def _is_unreadable(error: BaseException | None) -> bool:
+    """Return if an error comes from a failing disk, not from a file that is not there."""
+    found = system_error(error)
+    return found is not None and not isinstance(found, FileNotFoundError)
+
+
+def drop(path: Path) -> None:
+    """Remove a checkpoint, first its name: a killed process leaves no half of one under it."""
+    aside = path.with_name(f".tmp-{path.name}")
+    with suppress(OSError):
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[str]] | None:
+    """Return the newest checkpoint without damage, and a line about each newer one that is damaged.
+
+    None if there are no checkpoints up to step `most`; a DataError if every one is damaged.
+    """
+    damaged = []
+    for path in saved_checkpoints(directory, most):
+        try:
+            verify(path)
+        except DataError as error:
+            damaged.append(str(error))
+        else:
+            return path, damaged
+    if damaged:
+        raise DataError(f"no checkpoint in {directory} is intact: {'; '.join(damaged)}")
+    return None
+
+
+def newest_step(directory: Path) -> int | None:
+    """Return the step of the newest checkpoint by its name, intact or not; None if there is none."""
+    return next((_step(path) for path in saved_checkpoints(directory)), None)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Compare every file of a checkpoint with its manifest; return the state, or raise a DataError."""
+    for name in {WEIGHTS: 0, OPTIMIZER: 0, **_manifest(path)}:
+        _check(path, name)
+    return load_state(path)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Return the verified state that was passed to `save_checkpoint`, with its `step`; null is left out."""
+    _check(path, STATE)
+    state = _object(path / STATE)
+    try:
+        State.from_json(state)
+    except ValueError as error:
+        raise DataError(f"{path / STATE} is damaged: {error}") from None
+    if _NAME.fullmatch(path.name) and state["step"] != _step(path):
+        raise DataError(f"{path / STATE} is of step {state['step']}, not of its folder's")
+    return {key: value for key, value in state.items() if value is not None}
+
+
+def stems(path: Path) -> set[str]:
+    """The files with tensors in a checkpoint, as its manifest lists them."""
+    return {Path(name).stem for name in _manifest(path) if name.endswith(".safetensors")}
+
+
+def load_group(path: Path, stem: str, destination: Tensors) -> None:
+    """Fill `destination` from one file of a checkpoint; a damaged file leaves it untouched."""
+    name = f"{stem}.safetensors"
+    listed = _listed(path, name)
+    read_into(path / name, destination, listed.sha256, listed.header_sha256)
+
+
+def load_some(path: Path, stem: str, destination: Tensors) -> None:
+    """Fill `destination` from one file of a checkpoint, of whose other tensors nothing is read."""
+    file = path / f"{stem}.safetensors"
+    _check(path, file.name)
+    header = read_header(file)
+    for name, array in destination.items():
+        if name not in header.tensors or header.tensors[name].shape != array.shape:
+            raise DataError(f"{file} holds no {name} of shape {array.shape}")
+        read_rows(file, header, name, array)
+
+
+def _write(partial: Path, groups: Groups, state: dict[str, Any]) -> None:
+    files: dict[str, Any] = {}
+    for stem, (tensors, metadata) in groups.items():
+        name = f"{stem}.safetensors"
+        files[name] = {"header_sha256": write_tensors(partial / name, tensors, metadata)}
+    files[STATE] = {"sha256": _write_json(partial / STATE, state)}
+    for name, entry in files.items():
+        entry["bytes"] = (partial / name).stat().st_size
+    _write_json(partial / MANIFEST, files)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> str:
+    text = json.dumps(content, indent=1).encode()
+    with atomic_file(path) as file:
+        file.write(text)
+    return hashlib.sha256(text).hexdigest()
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """Give a finished checkpoint its name. An older one of this step is set aside until then."""
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    partial.rename(final)
+    sync_directory(final.parent)
+    drop(old)
+
+
+def saved_checkpoints(directory: Path, most: float = math.inf) -> list[Path]:
+    """Return the checkpoints up to step `most`, newest first; one set aside comes after its replacement."""
+    with storage_errors("read", directory):
+        inside = directory.iterdir() if directory.exists() else ()
+        found = [path for path in inside if _NAME.fullmatch(path.name) and _step(path) <= most]
+    return sorted(found, key=lambda path: (_step(path), not path.suffix), reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _check(path: Path, name: str) -> None:
+    """Compare one file with its entry in the manifest: by its own checksums, if that has the header's."""
+    listed = _listed(path, name)
+    try:
+        with open_regular(path / name) as file:
+            length = os.fstat(file.fileno()).st_size
+            if length != listed.bytes:
+                raise DataError(f"{path / name} has {length} bytes, {listed.bytes} were written")
+            if listed.sha256 and hashlib.file_digest(cast(Any, file), "sha256").hexdigest() != listed.sha256:
+                raise DataError(f"{path / name} is damaged: its SHA-256 is not the one in manifest.json")
+        if listed.header_sha256:
+            verify_whole(path / name, listed.header_sha256)
+    except (OSError, StorageError) as error:
+        raise DataError(f"{path / name} cannot be read: {getattr(error, 'strerror', error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A file in the manifest. Checkpoints of former versions have the SHA-256 of tensors' whole files."""
+
+    bytes: Count
+    sha256: str = ""  # of the whole file
+    header_sha256: str = ""  # of the header of a file of tensors, which covers the rest
+
+
+def _listed(path: Path, name: str) -> _Listed:
+    if name not in (manifest := _manifest(path)):
+        raise DataError(f"{path / MANIFEST} lists no {name}")
+    return manifest[name]
+
+
+def _manifest(path: Path) -> dict[str, _Listed]:
+    """Every file in a checkpoint but the manifest."""
+    found = {}
+    for name, entry in _object(path / MANIFEST).items():
+        try:
+            found[name] = listed = checked(_Listed, entry)
+        except ValueError:
+            listed = None
+        if not listed or bool(listed.sha256) == bool(listed.header_sha256) or not _FILE.fullmatch(name):
+            raise DataError(f"{path / MANIFEST} is damaged at {name!r:.80}")
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(read_small(path), path)
+    except StorageError as error:
+        raise DataError(str(error)) from error
+
+
+_BEST = "best"  # in the metadata of weights
+MOST_RECENT = 100  # good steps whose losses and gradient norms a state may hold
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The lowest validation loss, over this many tokens; in checkpoints and in the weights that have it.
+
+    Former versions did not save its step, nor anything of it with the weights.
+    """
+
+    loss: float
+    tokens: Positive
+    step: Count | None = None
+
+    def to_metadata(self) -> dict[str, str]:
+        return {_BEST: json.dumps(asdict(self))}
+
+    @staticmethod
+    def from_metadata(metadata: Mapping[str, str]) -> Best | None:
+        """Return what a file of weights says of itself, or raise a ValueError; None if it says nothing."""
+        return cast(Best, checked(Best, parse_json(metadata[_BEST]))) if _BEST in metadata else None
+
+
+_Shares = Annotated[list[Positive], Must("not be empty", bool)]
+_Seconds = Annotated[float, Must("be a duration", lambda seconds: 0 <= seconds < math.inf)]
+_Recent = Annotated[
+    tuple[tuple[float, float], ...], Must("be short", lambda steps: len(steps) <= MOST_RECENT)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A run after `step` steps. A default stands for what checkpoints of former versions lack."""
+
+    step: Count = 0
+    seed: int | None = None
+    ranks: Positive | None = None
+    corpus: str | None = None  # the fingerprint of the training text
+    micro_batches: Count = 0  # 0: unknown
+    shares: _Shares | None = None  # sequences of each rank in a micro-batch, if they differ
+    hosts: Count | None = None  # a checksum of the ranks' hosts and threads, if shares depend on them
+    best: Best | None = None
+    evaluation_pending: bool = False  # one was due after this step, and a signal came first
+    skipped: Count = 0  # batches that are not seen again, since a bad step was undone
+    bad_steps: Count = 0
+    recent: _Recent = ()  # loss and gradient norm of the last good steps
+    seconds: _Seconds = 0.0  # of a run that ends by the clock
+
+    def to_json(self) -> dict[str, Any]:
+        found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        if self.best and self.best.step is None:
+            del found["best"]["step"]
+        step = found.pop("step")
+        return {**found, "step": step}
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> State:
+        """Read a document, or raise a ValueError; keys that no State has are passed over."""
+        keys = {name: _KEYS.get(name, name) for name in State.__slots__}
+        known = {name: document[key] for name, key in keys.items() if document.get(key) is not None}
+        return cast(State, checked(State, {"step": None, **known}))
+
+
+# Keys of state.json with other names than the fields of State. No other file knows them.
+_KEYS = {
+    "ranks": "world_size",
+    "micro_batches": "rounds",
+    "hosts": "places",
+    "evaluation_pending": "owes_evaluation",
+}

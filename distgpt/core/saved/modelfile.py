@@ -1,0 +1,304 @@
+"""A model as one self-describing file: its weights, its configuration and its tokenizer.
+
+The weights are floats, or rounded to int8 or int4 (rounded.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgpt.adapters.lora import adapter_layout
+from distgpt.core.base.checked import checked, parse_json
+from distgpt.core.base.errors import DataError, UsageError, command_line
+from distgpt.core.base.formatting import size
+from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.limits import granted_memory
+from distgpt.core.config import AUTO_DTYPE, ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
+from distgpt.core.model.memory import LEARNED, FlatBuffer, Layout
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.saved.rundir import find_weights, import_command
+from distgpt.core.saved.tensors import (
+    DATA_SUM,
+    HEADER_SUM,
+    Header,
+    Tensors,
+    read_header,
+    read_into,
+    refuse_misfits,
+    write_tensors,
+)
+from distgpt.rounded import rounded
+from distgpt.rounded.rounded import Merge
+
+FORMAT, FORMAT_VERSION, ROUNDED_VERSION = "distgpt-weights", "2", "3"
+READ = {
+    "1": (),
+    "2": (DATA_SUM, HEADER_SUM),
+    ROUNDED_VERSION: (DATA_SUM, HEADER_SUM),
+}  # which checksums a file must have, by its version
+ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
+ADAPTER, BASE = "distgpt-adapter", "base"  # a format, of adapters alone; in the metadata: their model
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The weights file that adapters stand beside: its path, and the checksum of its data."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The configuration and tokenizer in a weights file. A model built in Python has no tokenizer."""
+
+    run: RunConfig
+    tokenizer: Tokenizer | None
+    rounded: str = ""  # to int8 or int4
+    base: Base | None = None  # of adapters, whose tensors alone are in the file
+
+    def refuse_incomplete(self, path: Path | str) -> None:
+        """Refuse a file that holds no whole model."""
+        if self.base:
+            merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")
+            raise UsageError(f"{path} is an adapter, without the model that it stands beside: first {merge}")
+
+    @property
+    def layout(self) -> Layout:
+        """Return the layout of the tensors in the file."""
+        return adapter_layout(self.run) if self.base else Architecture(self.run.model).layout
+
+    def refuse_training(self, t: TrainConfig) -> None:
+        """Refuse to train the weights of a rounded file."""
+        if self.rounded:
+            raise UsageError(
+                f"{t.init} is in {self.rounded}, which cannot be trained further: take the file it is from,"
+                " or train adapters beside it (--lora-rank)"
+            )
+
+    def to_metadata(self) -> dict[str, str]:
+        tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
+        version = {"format": ADAPTER if self.base else FORMAT, "format_version": FORMAT_VERSION}
+        base = {BASE: json.dumps(asdict(self.base))} if self.base else {}
+        return {**version, **base, "config": self.run.to_toml(), "tokenizer": tokenizer}
+
+
+def save_model(path: Path, model: Model, description: Description) -> str:
+    """Write the file and return the checksum of its header."""
+    return write_tensors(path, on_host(model, model.weights), description.to_metadata())
+
+
+def _refuse_too_large(path: Path, config: ModelConfig, kernels: Kernels, comm: Comm) -> None:
+    """Refuse weights that there is no memory for: the system would end the process. Collective."""
+    if kernels.capabilities.is_async:  # a GPU says so itself
+        return
+    need, granted = Architecture(config).layout.size * kernels.dtype.itemsize, granted_memory(comm.local_size)
+    free = f"{size(need)} on {granted.where}, where {size(granted.free)} are free"
+    hint = "try another --dtype: bfloat16, int8 and int4 take less"
+    refuse_anywhere(comm, f"{path} needs {free}; {hint}" if need > granted.free else "")
+
+
+def load_model(
+    path: Path, kernels: Kernels, comm: Comm, context: int | None = None, merge: Merge | None = None
+) -> tuple[Model, Description]:
+    """Rank 0 reads the file and checks it before it allocates memory; all ranks get it. Collective.
+
+    `path` may also be a run's directory, or a checkpoint.
+    A model without learned positions accepts another `context` than it was trained with.
+    """
+    path = Path(on_root(comm, lambda: str(find_weights(path))))
+    description = load_description(path, comm)
+    on_root(comm, lambda: description.refuse_incomplete(path))
+    if merge:
+        description = replace(description, tokenizer=merge.tokenizer or description.tokenizer)
+    config = description.run.model
+    if context is not None and context != config.seq_len:
+        if config.positions == "learned":
+            raise shared(
+                UsageError(
+                    f"{path} has learned positions: its context is {config.seq_len} and cannot be {context}"
+                )
+            )
+        try:
+            config = replace(config, seq_len=context)
+        except UsageError as error:
+            raise shared(error) from None
+    if (small := _rounded(config, kernels, path, comm, merge)) is not None:
+        return small, description
+    _refuse_too_large(path, config, kernels, comm)
+    model = Model(Architecture(config), kernels)
+
+    def read(host: Tensors) -> None:
+        if description.rounded:
+            rounded.fill(path, host, config)
+        else:
+            read_into(path, host)
+        if merge:
+            for name, array in host.items():
+                merge(name, array)
+
+    fill(comm, model, {"": model.weights}, read)
+    if not model.is_finite():
+        raise shared(DataError(f"{path} holds weights that are not finite"))
+    return model, description
+
+
+def exact(about: Description) -> str:
+    """Return the dtype in which a model is looked at and judged, unless another one is asked for."""
+    return "float32"
+
+
+def dtype_of(
+    path: Path, asked: str, comm: Comm, on_gpu: bool = False, usual: Callable[[Description], str] = exact
+) -> str:
+    """Return the dtype that was asked for; of auto, on CPUs, that of a rounded file, else `usual`.
+
+    Collective; so may `usual` be.
+    """
+    if asked != AUTO_DTYPE:
+        return asked
+    about = load_description(Path(on_root(comm, lambda: str(find_weights(path)))), comm)
+    return (about.rounded if not on_gpu else "") or usual(about)
+
+
+def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any] | None = None) -> str:
+    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
+    path = find_weights(path)
+    description, header = read_description(path), rounded.verified(path)
+    description.refuse_incomplete(path)
+    if description.rounded:
+        raise DataError(f"{path} is in {description.rounded} already")
+    kept = header.facts()
+    if DATA_SUM in header.metadata:
+        kept[rounded.SOURCE_SUM] = header.metadata[DATA_SUM]
+    known = {**kept, "format_version": ROUNDED_VERSION, rounded.QUANTISED: rounded.WORDS[dtype]}
+    write_tensors(out, rounded.lazy_tensors(path, header, description.run.model, dtype, done or {}), known)
+    before, after = (size(file.stat().st_size) for file in (path, out))
+    return f"{out}: {rounded.WORDS[dtype]}; {before} became {after}"
+
+
+def _rounded(
+    config: ModelConfig, kernels: Kernels, path: Path, comm: Comm, merge: Merge | None
+) -> Model | None:
+    """The model, where the kernels are those of int8. Collective."""
+    if kernels.capabilities.is_async:
+        return None
+    from distgpt.core.cpu.kernels import CpuKernels  # which compiled loops come with
+
+    if isinstance(kernels, CpuKernels) and kernels.rounded:
+        return rounded.load(path, config, kernels, comm, merge)
+    return None
+
+
+def read_shortened(path: Path, host: Tensors) -> None:
+    """Fill `host` from the file; of its learned positions only the first, as many as `host` has."""
+    positions = host.get(LEARNED)
+    if positions is None:
+        read_into(path, host)
+        return
+    rows = read_header(path).tensors[LEARNED].shape[0]
+    whole = np.empty((max(rows, len(positions)), *positions.shape[1:]), positions.dtype)
+    read_into(path, {**host, LEARNED: whole})
+    positions[...] = whole[: len(positions)]
+
+
+def load_description(path: Path, comm: Comm) -> Description:
+    """The description in the file, checked by rank 0 against its tensors. Collective."""
+    return _parse(on_root(comm, lambda: _checked_metadata(path)), path)
+
+
+def read_description(path: Path) -> Description:
+    """Return the description in the file, checked against its tensors, in a single process."""
+    return _parse(_checked_metadata(path), path)
+
+
+def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:
+    """Tensors as NumPy arrays; those in host memory are not copied."""
+    return {prefix + name: model.kernels.to_host(array) for name, array in tensors.items()}
+
+
+def fill(
+    comm: Comm, model: Model, buffers: Mapping[str, FlatBuffer], read: Callable[[Tensors], None]
+) -> None:
+    """Rank 0 reads values into buffers of the model's layout and broadcasts them. Collective.
+
+    The keys of `buffers` are the prefixes of their tensors' names in the file.
+    """
+    host: dict[str, Array] = {}
+    if comm.rank == 0:
+        for prefix, tensors in buffers.items():
+            host |= on_host(model, tensors, prefix)
+    on_root(comm, lambda: read(host))
+    for prefix, tensors in buffers.items():
+        for name, array in tensors.items() if host else ():
+            model.kernels.put(array, host[prefix + name])
+        comm.broadcast(tensors.flat)
+    model.refresh()
+
+
+def _checked_metadata(path: Path) -> dict[str, str]:
+    header = read_header(path)
+    description = _parse(_own_metadata(header, path), path)
+    config = description.run.model
+    if description.tokenizer and description.tokenizer.size > config.vocab_size:
+        raise DataError(
+            f"{path}: its tokenizer has {description.tokenizer.size} entries, "
+            f"more than the vocabulary of {config.vocab_size} in its configuration"
+        )
+    if config.n_layer > len(header.tensors):
+        raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
+    if description.rounded:
+        rounded.refuse_others(header, config, description.rounded, path)
+    else:
+        refuse_misfits(header, {spec.name: spec.shape for spec in description.layout.specs}, path)
+    return header.metadata
+
+
+def _own_metadata(header: Header, path: Path) -> dict[str, str]:
+    """The metadata of a file written by distgpt in this version of the format."""
+    found = header.metadata
+    formats = (ADAPTER,) if BASE in found else (FORMAT,)
+    if found.get("format") not in formats or not {"format_version", "config", "tokenizer"} <= found.keys():
+        foreign = path.with_name("config.json").is_file()
+        hint = f"; if it is a model of transformers: first {import_command(path.parent)}" if foreign else ""
+        raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description{hint}")
+    if (version := found["format_version"]) not in READ:
+        raise DataError(
+            f"{path} has format version {version!r:.20}, this distgpt reads {FORMAT_VERSION}: upgrade it"
+        )
+    if lost := [name for name in READ[version] if name not in found]:
+        raise DataError(f"{path} is damaged: its checksum {lost[0]} is missing")
+    if rounded.QUANTISED in found and version != ROUNDED_VERSION:
+        raise DataError(f"{path} says that it is quantised, which format version {version} cannot be")
+    return found
+
+
+def _parse(metadata: dict[str, str], path: Path) -> Description:
+    try:
+        run = RunConfig().with_values(parse_toml(metadata["config"], str(path)))
+    except (UsageError, ValueError, ArithmeticError) as error:  # of numbers beyond what Python converts
+        raise DataError(f"{path}: its configuration is invalid: {error}") from None
+    except RecursionError:
+        raise DataError(f"{path}: its configuration is nested too deeply") from None
+    tokenizer = metadata["tokenizer"]
+    is_rounded = metadata["format_version"] == ROUNDED_VERSION
+    dtype = rounded.dtype_of(metadata, path) if is_rounded else ""
+    base = None
+    if BASE in metadata:
+        try:
+            base = checked(Base, parse_json(metadata[BASE]))
+        except ValueError as error:
+            raise DataError(
+                f"{path} is damaged: what it says of its model is no such thing: {error}"
+            ) from None
+        if not run.train.lora_rank or is_rounded:
+            raise DataError(f"{path} is damaged: it is an adapter, and its configuration names no rank")
+    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, dtype, base)

@@ -1,0 +1,324 @@
+"""Tensors on disk: the safetensors format, read strictly, written durably, with checksums in its metadata.
+
+One is of the data, one of the header, with the metadata: of all entries but itself, written as here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgpt.core.base.checked import Must, checked, parse_json
+from distgpt.core.base.errors import DataError
+from distgpt.core.base.files import Direct, atomic_file, open_regular, storage_errors
+
+Tensors = Mapping[str, NDArray[Any]]
+Kind = tuple[np.dtype[Any], tuple[int, ...]]
+
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
+_STORED = DTYPES | {"I8": "<i1", "U8": "<u1"}  # integers are read only where they are expected (rounded.py)
+_NAMES = {np.dtype(stored): name for name, stored in _STORED.items()}
+_OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
+_WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
+DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # in the metadata
+_PIECE = 1 << 20  # elements in flight at a time, so that no tensor is ever copied whole
+_HEADER_CAP = 100_000_000
+_Length = Annotated[int, Must("be of 63 bits", lambda number: 0 <= number < 1 << 63)]
+_Numbers = Annotated[tuple[_Length, ...], Must("be short", lambda numbers: len(numbers) <= 64)]
+_PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: its bytes are `start` to `stop`, counted from the beginning of the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a file: its tensors in file order, and its metadata."""
+
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+    data_start: int
+
+    def facts(self) -> dict[str, str]:
+        """Return the metadata without the checksums, for a file with other data."""
+        return {name: text for name, text in self.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
+
+
+class LazyTensors(Mapping[str, NDArray[Any]]):
+    """Tensors that are made as they are used, of kinds that are known before."""
+
+    def __init__(self, kinds: Mapping[str, Kind], make: Callable[[str], NDArray[Any]]) -> None:
+        self.kinds, self.make = kinds, make
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
+    """Write arrays of float types, or integers of 8 bits; equal input gives equal bytes.
+
+    Each is used twice, so those that are lazy are made twice, since the checksum of the data stands in the
+    header in front of them. Returned is that of the header, which covers the data's and so the whole file.
+    """
+    kinds = _kinds(tensors)
+    # Wide elements first, as the official writer does: each tensor then lies at a multiple of its width.
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        dtype, shape = kinds[name]
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    checksum = hashlib.sha256()
+    for piece in _pieces(tensors, order):
+        checksum.update(piece)
+    known = {**metadata, DATA_SUM: checksum.hexdigest()}
+    header_sum = _header_sum(header, known)
+    header["__metadata__"] = {**known, HEADER_SUM: header_sum}
+    text = _as_text(header)
+    text += b" " * (-len(text) % 8)
+    with atomic_file(path) as file, Direct(file) as direct:
+        direct.write(len(text).to_bytes(8, "little") + text)
+        for piece in _pieces(tensors, order):
+            direct.write(piece)
+    return header_sum
+
+
+def data_bytes(tensors: Tensors) -> int:
+    """Return how many bytes the data of these tensors are, without making those that are lazy."""
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in _kinds(tensors).values())
+
+
+def _kinds(tensors: Tensors) -> Mapping[str, Kind]:
+    if isinstance(tensors, LazyTensors):
+        return tensors.kinds
+    return {name: (array.dtype, array.shape) for name, array in tensors.items()}
+
+
+def _as_text(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _header_sum(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
+    others = {name: text for name, text in metadata.items() if name != HEADER_SUM}
+    return hashlib.sha256(_as_text({**tensors, "__metadata__": others})).hexdigest()
+
+
+def _flat(array: NDArray[Any]) -> Any:
+    """The array in one dimension: a view where its memory is contiguous, else an iterator that can be cut."""
+    return array.reshape(-1) if array.flags.c_contiguous else array.flat
+
+
+def _cuts(size: int) -> Iterator[slice]:
+    return (slice(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE))
+
+
+def _pieces(tensors: Tensors, order: list[str]) -> Iterator[memoryview]:
+    for name in order:
+        array = tensors[name]
+        flat = _flat(array)
+        yield from (memoryview(flat[cut]).cast("B") for cut in _cuts(array.size))
+
+
+def read_header(path: Path) -> Header:
+    """The tensors and metadata of a file, or a DataError that says what is wrong with it."""
+    with storage_errors("read", path), open_regular(path) as file:
+        return _checked_header(file, path)
+
+
+def read_into(
+    path: Path, destination: Tensors, sha256: str | None = None, header_sha256: str | None = None
+) -> None:
+    """Fill the arrays of `destination` from the file, converting the float type where it differs.
+
+    Names, shapes and checksum (of the whole file if `sha256` is given, else the data's own if the file
+    carries one, and the header's if that is given) are verified first: a file that is refused for them leaves
+    the destination as it was.
+    """
+    with storage_errors("read", path), open_regular(path) as file:
+        header = _checked_header(file, path)
+        refuse_misfits(header, {name: array.shape for name, array in destination.items()}, path)
+        _refuse_other(header, header_sha256, path)
+        _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get(DATA_SUM), path)
+        file.seek(header.data_start)
+        for name, entry in header.tensors.items():
+            _fill(destination[name], name, entry, file, path)
+
+
+def verify_whole(path: Path, header_sum: str) -> None:
+    """A DataError unless this is the intact file whose header has this checksum."""
+    header = read_header(path)
+    _refuse_other(header, header_sum, path)
+    verify_data(path, header)
+
+
+def fingerprint(path: Path) -> str:
+    """Return what identifies the content: the checksum in the header, else one of the whole file."""
+    if found := read_header(path).metadata.get(HEADER_SUM):
+        return found
+    with storage_errors("read", path), open_regular(path) as file:
+        return _digest(file)
+
+
+def _refuse_other(header: Header, header_sum: str | None, path: Path) -> None:
+    known = header.metadata
+    if header_sum and (known.get(HEADER_SUM) != header_sum or DATA_SUM not in known):
+        raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
+
+
+def verify_data(path: Path, header: Header) -> bool:
+    """Return whether the file carries a checksum of its data; a DataError if it does not match."""
+    expected = header.metadata.get(DATA_SUM)
+    with storage_errors("read", path), open_regular(path) as file:
+        _verify(file, header.data_start, expected, path)
+    return expected is not None
+
+
+def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: int = 0) -> None:
+    """Fill `rows` from one tensor, beginning with its row number `first`.
+
+    Convert as `read_into` does, but verify nothing: `verify_data` does that for the whole file.
+    """
+    entry = header.tensors[name]
+    width = prod(entry.shape[1:]) * np.dtype(_STORED[entry.dtype]).itemsize
+    with storage_errors("read", path), open_regular(path) as file:
+        file.seek(header.data_start + entry.start + first * width)
+        _fill(rows, name, entry, file, path)
+
+
+def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
+    """Compare everything from `start` on with its SHA-256, if that is known."""
+    file.seek(start)
+    if expected and _digest(file) != expected:
+        raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
+
+
+def _digest(file: Any) -> str:
+    """The SHA-256 of what is left of a file."""
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -> None:
+    """Read the next tensor of the file into `array`, through a buffer if it must be converted."""
+    flat, stored = _flat(array), np.dtype(_STORED[entry.dtype])
+    direct = array.dtype == stored and array.flags.c_contiguous
+    for cut in _cuts(array.size):
+        piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)
+        if file.readinto(piece) != piece.nbytes:
+            raise DataError(f"{path} was cut short while it was read")
+        if entry.dtype == "BF16" and not direct:  # the upper half of a float32
+            flat[cut] = (piece.astype("<u4") << 16).view("<f4")
+        elif not direct:
+            with np.errstate(over="ignore"):
+                flat[cut] = piece
+            if entry.dtype == "F64" and (np.isinf(flat[cut]) & np.isfinite(piece)).any():
+                raise DataError(f"{path}: {name} holds values too large for {array.dtype}")
+
+
+def refuse_misfits(
+    header: Header, expected: Mapping[str, tuple[int, ...]], path: Path, integers: bool = False
+) -> None:
+    """A DataError unless the file holds exactly these tensors, in these shapes, of floats (or integers)."""
+    readable = _STORED if integers else DTYPES
+    wrong = {
+        "missing": [name for name in expected if name not in header.tensors],
+        "unexpected": [f"{name!r:.80}" for name in header.tensors if name not in expected],
+        "wrong shape": [
+            f"{name} is {header.tensors[name].shape}, not {shape}"
+            for name, shape in expected.items()
+            if name in header.tensors and header.tensors[name].shape != shape
+        ],
+        "not of floats": [
+            f"{name} is {entry.dtype}"
+            for name, entry in header.tensors.items()
+            if name in expected and entry.dtype not in readable
+        ],
+    }
+    lists = [
+        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for what, names in wrong.items()
+        if names
+    ]
+    if lists:
+        raise DataError(f"{path} holds other tensors than this model: {'; '.join(lists)}")
+
+
+def _checked_header(file: BinaryIO, path: Path) -> Header:
+    try:
+        return _parse(file, os.fstat(file.fileno()).st_size)
+    except ValueError as error:
+        raise DataError(f"{path} is not an intact safetensors file: {error}") from error
+
+
+def _parse(file: BinaryIO, size: int) -> Header:
+    """Read and check everything in front of the data; a ValueError says what is wrong."""
+    front = file.read(9)
+    length = int.from_bytes(front[:8], "little")
+    # Looked at together with the brace: an intact header of 128 bytes starts with \x80 as well.
+    if front[8:] != b"{" and front.startswith(_PICKLES):
+        raise ValueError("it is a pickled file; distgpt reads safetensors only")
+    if front.startswith(b"GGUF"):
+        raise ValueError("it is in GGUF, which `distgpt weights import` reads")
+    if length > min(_HEADER_CAP, size - 8):
+        raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
+    if front[8:] != b"{" or length < 2:
+        raise ValueError("it has no header")
+    header = parse_json(b"{" + file.read(length - 1), _HEADER_CAP)
+    metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))
+    if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
+        raise ValueError("the checksum of its header is not the one it was written with")
+    entries = {name: _entry(name, said) for name, said in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    end = 0
+    for name, entry in entries.items():
+        if entry.start != end:
+            raise ValueError(f"tensor {name!r:.80} starts at byte {entry.start} of the data, expected {end}")
+        end = entry.stop
+    if end != size - 8 - length:
+        raise ValueError(f"its header describes {end} bytes of data, but {size - 8 - length} are there")
+    return Header(entries, metadata, 8 + length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A tensor as a header describes it."""
+
+    dtype: str
+    shape: _Numbers
+    data_offsets: _Numbers
+
+
+def _entry(name: str, said: Any) -> Entry:
+    which = f"tensor {name!r:.80}"
+    try:
+        found = checked(_Described, said)
+    except ValueError as error:
+        raise ValueError(f"{which} is not described by dtype, shape and data_offsets: {error}") from None
+    dtype, shape, offsets = found.dtype, found.shape, found.data_offsets
+    if dtype not in _WIDTHS:
+        raise ValueError(f"{which} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * _WIDTHS[dtype]:
+        raise ValueError(f"{which} of shape {shape!r:.80} does not fill bytes {offsets!r:.80}")
+    return Entry(dtype, shape, *offsets)

@@ -1,0 +1,329 @@
+"""Checkpoints and the best weights, which rank 0 writes while training continues; and disks that fail."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from distgpt.core.base.errors import DistgptError, StorageError
+from distgpt.core.base.interrupts import Interrupted
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import TrainConfig
+from distgpt.core.model.memory import FlatBuffer
+from distgpt.core.model.model import Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.saved.checkpoint import Best, State, newest_step, save_checkpoint
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.saved.tensors import LazyTensors, data_bytes, write_tensors
+from distgpt.core.train.placement import OPTIMIZER, WEIGHTS, Gathering, Groups
+
+SECONDS_BETWEEN_ATTEMPTS = 20.0
+LONGEST = 60.0  # seconds that a thread may take before training waits for it
+SECONDS_AT_ONCE = 1.0  # that a signal waits for a checkpoint that is being written
+NICE = 19  # it takes what the workers leave of the processor
+PIECE = 1 << 22  # elements that a worker copies at a time
+
+Live = dict[str, Mapping[str, Any]]  # the stem of a checkpoint's file → buffers by their prefix in it
+
+
+class Disk:
+    """The disk that weights are written to. `guards/full_disk.py` has one that makes room on a full one."""
+
+    def reserved(self, comm: Comm, step: int) -> AbstractContextManager[None]:
+        """Hold room for the final weights meanwhile. Collective."""
+        return nullcontext()
+
+    def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        """Call write(), which writes this many bytes of this step. In any thread."""
+        write()
+
+    def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        """Call write(), which writes the final weights."""
+        write()
+
+    def report(self) -> None:
+        """Report what was done meanwhile. In the main thread."""
+
+
+class Checkpoints:
+    """Rank 0 writes one at a time: at once, or from a copy in a thread. The other ranks may have to help it.
+
+    A failed save is reported and retried if an older checkpoint exists. Otherwise, or with
+    --on-disk-error stop, `fatal_error` holds the error that ends the run.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: AdamW,
+        directory: RunDirectory,
+        description: Description,
+        config: TrainConfig,
+        say: Callable[[str], None],
+        comm: Comm | None = None,
+        best: Best | None = None,
+        disk: Disk | None = None,
+        gathering: Gathering | None = None,
+    ) -> None:
+        """`gathering`: of what other ranks have of weights and moments. `best`: see below."""
+        self.disk = disk or Disk()
+        self._directory, self.description, self._config, self._say = directory, description, config, say
+        self._live: Live = {
+            WEIGHTS: {"": model.weights},
+            OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
+        }
+        self._comm = comm or SerialComm()
+        self._gathering = gathering or Gathering(self._comm)
+        self._model = model
+        self._copy = Copy(model) if config.save == "async" else None
+        self._thread: threading.Thread | None = None
+        self._write: Callable[[], None] | None = None  # what is being written, or has failed
+        self._best_in_write: Best | None = None  # the best weights among that
+        self._failed: Exception | None = None
+        self._begun = self._failed_at = 0.0
+        self._is_failing = False  # and that was reported
+        self.fatal_error: StorageError | None = None
+        self.best = best  # the loss of the best weights that are on the disk; known to rank 0
+        self.seconds: float | None = None  # the time that the last checkpoint took
+
+    @property
+    def has_all(self) -> bool:
+        """Return whether rank 0 can save without the others."""
+        return self._gathering.has_all
+
+    def on_root(self, save: Callable[[], Any]) -> Any:
+        """Call `save` on rank 0 while the others wait, or send it what they have. Collective."""
+        return self._gathering.on_root(save)
+
+    def is_best(self, loss: float) -> bool:
+        """Return whether this is below the losses of the weights on the disk and on their way. For rank 0."""
+        known = self._best_in_write or self.best
+        return loss < (known.loss if known else math.inf)
+
+    def begin(self, state: State, best: Best | None, checkpoint: bool) -> None:
+        """Write the best weights, if these are, a checkpoint, or both. A failure is not raised.
+
+        Called on all ranks; collective where not `has_all`.
+        """
+        write = partial(self._begin, state, best, checkpoint)
+        if not self.has_all:
+            self.on_root(write)
+        elif self._comm.rank == 0:
+            write()
+
+    def _begin(self, state: State, best: Best | None, checkpoint: bool) -> None:
+        self._clear()
+        stems = [WEIGHTS, OPTIMIZER] if checkpoint else [WEIGHTS]
+        live = {stem: self._live[stem] for stem in stems}
+        groups = self._copy.taken(live) if self._copy else self._on_host(live)
+        self._write, self._best_in_write = partial(self._save, groups, state, best), best
+        if self._copy:
+            self._start()
+        else:
+            self._attempt()
+            if self._failed and best and self._config.on_disk_error != "stop":
+                self._attempt()  # the next step changes the weights
+            self._handle_outcome()
+            self._write = self._best_in_write = None
+
+    def _clear(self) -> None:
+        """Wait for what is being written. If the best weights failed, retry: the copy of them goes now."""
+        self.wait()
+        if self._write and self._best_in_write:
+            self._attempt()
+            self._handle_outcome()
+        self._write = self._best_in_write = None
+
+    def write_now(self, state: State, best: Best | None = None) -> None:
+        """Write a checkpoint now; a failure is raised."""
+        self._clear()
+        try:
+            self._save(self._on_host(self._live), state, best)
+        finally:
+            self.disk.report()
+        self.report_recovery()
+
+    def write_last(self, state: State, best: Best | None) -> None:
+        """Write the last checkpoint. If that fails, write the weights alone, and raise the failure."""
+        try:
+            self.write_now(state, best)
+        except StorageError as error:
+            try:
+                self.write_weights(state.step)
+            except StorageError:
+                raise error from None
+            raise StorageError(f"{error}; {self._directory.weights} is written") from error
+
+    def write_weights(self, step: int) -> None:
+        """Write the weights alone, at the end; a failure is raised. For rank 0, in `on_root`."""
+        weights = self._on_host({WEIGHTS: self._live[WEIGHTS]})[WEIGHTS]
+        write = partial(write_tensors, self._directory.weights, weights, self.description.to_metadata())
+        self.disk.write_final(step, data_bytes(weights), write)
+        self.disk.report()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Wait at an early end for what is being written: a second after a signal, else to the end."""
+        try:
+            yield
+        except Interrupted:
+            self.wait(SECONDS_AT_ONCE)
+            raise
+        except DistgptError:
+            self.wait()
+            raise
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until nothing is being written, or for this many seconds."""
+        if self._thread:
+            self._thread.join(seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+                self._handle_outcome()
+
+    def check(self, has_lost_disk: bool) -> None:
+        """Between two steps: end the run if rank 0 cannot save any more, or retry what has failed.
+
+        Collective. `has_lost_disk`: whether rank 0 has a fatal error, as all ranks have heard.
+        """
+        if has_lost_disk:
+            on_root(self._comm, self._raise_fatal)
+        if self._comm.rank == 0:
+            self._poll()
+
+    def _raise_fatal(self) -> None:
+        assert self.fatal_error
+        raise self.fatal_error
+
+    def _poll(self) -> None:
+        """Look how the thread has ended, or retry what has failed."""
+        if self._thread:
+            if not self._thread.is_alive() or time.monotonic() > self._begun + LONGEST:
+                self.wait()
+        elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
+            self._start()
+
+    def tolerate(self, error: StorageError) -> None:
+        """Report once that something could not be written; raise the error if the run must end."""
+        try:
+            saved = newest_step(self._directory.checkpoints)
+        except StorageError:
+            saved = None
+        if saved is None or self._config.on_disk_error == "stop":
+            raise error
+        if not self._is_failing:
+            self._is_failing = True
+            self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
+
+    def report_recovery(self) -> None:
+        """Something was written: report it if a write had failed before."""
+        if self._is_failing:
+            self._is_failing = False
+            self._say("the disk can be written again")
+
+    def _start(self) -> None:
+        self._begun = time.monotonic()
+        self._thread = threading.Thread(target=self._attempt_aside, name="saving", daemon=True)
+        self._thread.start()
+
+    def _attempt_aside(self) -> None:
+        if sys.platform == "linux":  # where threads have a priority of their own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        self._attempt()
+
+    def _attempt(self) -> None:
+        assert self._write
+        self._failed = None
+        try:
+            self._write()
+        except Exception as error:  # raised or tolerated in the main thread
+            self._failed = error
+
+    def _handle_outcome(self) -> None:
+        """Look what became of an attempt."""
+        self.disk.report()
+        failed, self._failed = self._failed, None
+        if failed is None:
+            self._write = self._best_in_write = None
+            self.report_recovery()
+            return
+        self._failed_at = time.monotonic()
+        if not isinstance(failed, StorageError):
+            raise failed
+        try:
+            self.tolerate(failed)
+        except StorageError as error:
+            self.fatal_error, self._write, self._best_in_write = error, None, None
+
+    def _on_host(self, live: Live) -> Groups:
+        gathered = self._gathering.groups(weights_alone=OPTIMIZER not in live)
+        own = {stem: buffers for stem, buffers in live.items() if stem not in gathered}
+        return {**{stem: self._read_twice(buffers) for stem, buffers in own.items()}, **gathered}
+
+    def _read_twice(self, buffers: Mapping[str, FlatBuffer]) -> LazyTensors:
+        """Return a file's tensors, which come from a GPU one by one: there may be no room for them all."""
+        to_host, found, kinds = self._model.kernels.to_host, {}, {}
+        for prefix, buffer in buffers.items():
+            dtype = to_host(buffer.flat[:1]).dtype
+            for name, array in buffer.items():
+                found[prefix + name], kinds[prefix + name] = array, (dtype, array.shape)
+        return LazyTensors(kinds, lambda name: to_host(found[name]))
+
+    def _save(self, groups: Groups, state: State, best: Best | None) -> None:
+        begun, metadata = time.perf_counter(), self.description.to_metadata()
+        if best:
+            weights, path, facts = groups[WEIGHTS], self._directory.best, metadata | best.to_metadata()
+            self.disk.write(state.step, data_bytes(weights), lambda: write_tensors(path, weights, facts))
+            self.best = best
+        state = replace(state, best=self.best)
+        if OPTIMIZER in groups:
+            files = {stem: (group, metadata if stem == WEIGHTS else {}) for stem, group in groups.items()}
+            path, document, keep = self._directory.checkpoints, state.to_json(), self._config.keep
+            size = sum(data_bytes(group) for group in groups.values())
+            write = partial(save_checkpoint, path, state.step, files, document, keep)
+            self.disk.write(state.step, size, write)
+            self.seconds = time.perf_counter() - begun
+
+
+class Copy:
+    """Weights and moments as they were at one step, in memory of its own on the host."""
+
+    def __init__(self, model: Model) -> None:
+        self._kernels = model.kernels
+        self._buffers: dict[str, FlatBuffer] = {}
+
+    def taken(self, live: Live) -> Groups:
+        """Return the tensors by the files they go to, in the same memory every time."""
+        return {
+            stem: {
+                prefix + name: array
+                for prefix, buffer in buffers.items()
+                for name, array in self._copied(prefix, buffer).items()
+            }
+            for stem, buffers in live.items()
+        }
+
+    def _copied(self, prefix: str, buffer: FlatBuffer) -> FlatBuffer:
+        to_host = self._kernels.to_host
+        if prefix not in self._buffers:
+            dtype = to_host(buffer.flat[:1]).dtype
+            self._buffers[prefix] = FlatBuffer(buffer.layout, partial(np.empty, dtype=dtype))
+        own, flat = self._buffers[prefix].flat, buffer.flat
+        # A GPU's array is never on the host as a whole beside the copy: `copy_bytes` counts one.
+        pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
+        self._kernels.each(lambda i: np.copyto(own[pieces[i]], to_host(flat[pieces[i]])), len(pieces))
+        return self._buffers[prefix]

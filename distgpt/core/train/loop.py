@@ -1,0 +1,154 @@
+"""The training loop: every step that is left, and what is due between two steps. The same on every rank."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NoReturn
+
+from distgpt.core.base.interrupts import Interrupted, deferred_signals
+from distgpt.core.comm.agree import on_root
+from distgpt.core.saved.checkpoint import Best
+from distgpt.core.train.activity import SAMPLING, SAVING
+from distgpt.core.train.in_flight import InFlight
+from distgpt.core.train.report import sample
+from distgpt.core.train.run import BadStep, Guard, Run
+from distgpt.core.train.sanity import refuse_different_weights, refuse_non_finite_weights
+from distgpt.core.train.schedule import Due, Schedule
+from distgpt.core.train.summary import summarised
+
+
+def train(run: Run) -> None:
+    """Train to the last step, then write the weights and the summary. Collective."""
+    with (
+        run.directory.claimed(run.comm),
+        summarised(run),
+        deferred_signals(run.signals),
+        entered(run.guards),
+        run.checkpoints.disk.reserved(run.comm, run.progress.step),
+        run.checkpoints.settled(),
+    ):
+        while True:
+            try:
+                take_steps(run)
+                break
+            except BadStep as bad:  # raised on all ranks at the same step
+                run.judge.recover(run, bad)  # progress.step is an earlier one now
+        run.exchange.end_round(run.progress.step)  # of a run that resumed within a round
+        run.checkpoints.on_root(lambda: _write_weights(run))
+
+
+@contextmanager
+def entered(guards: Sequence[Guard]) -> Iterator[None]:
+    """Enter all guards, and leave them in the reverse order."""
+    with ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard)
+        yield
+
+
+def take_steps(run: Run) -> None:
+    """Take all steps that are left. Raises what ends the run, or BadStep."""
+    t, progress = run.settings, run.progress
+    if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
+        save(run, best=evaluate(run), checkpoint=False)
+    progress.evaluation_pending = False
+    schedule = Schedule(t, run.comm, run.placement.rounds, bool(run.assessment), progress.step)
+    depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
+    in_flight = InFlight(depth)
+    number = progress.step
+    while number != run.clock.last:
+        is_last = number + 1 == run.clock.last
+        in_flight.add(run.launch(number, run.batches, run.votes.mine, run.clock.elapsed))
+        number += 1
+        due = schedule.after(number, is_last)
+        stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
+        if stop:
+            stop = settle(run, in_flight, leave=0) or stop
+            if not is_last:
+                save_and_stop(run, Interrupted(stop, shared=True), evaluation_pending=due.evaluate)
+        if due:
+            do(run, due)
+            if due.save:
+                schedule.saved()
+            in_flight.restart_clock()  # none of that was a step's time
+
+
+def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
+    """Wait until `leave` steps are under way. Return the signal that came to any rank, the same on all."""
+    stop = None
+    while len(in_flight) > leave:
+        done = in_flight.wait()
+        # First of all: a bad step must not count, and one that ends the run is not recorded.
+        rejected = run.judge.judge(done)
+        if rejected:  # its line says after which step, so before that is counted
+            run.report.skipped(run.progress.step, rejected, run.batches.skipped)
+        run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
+        run.activity.step = run.progress.step
+        metrics: dict[str, float] = {}
+        for guard in run.guards:  # after the count: they look at the duration of the last step
+            metrics |= guard.settled(done)
+        is_last = run.progress.step == run.clock.last  # before the clock hears of the next step
+        run.report.step(run.progress.step, done, metrics | ({"skipped": 1} if rejected else {}), is_last)
+        heard = run.votes.heard(done.result.flags())
+        run.clock.hear(heard.elapsed, launched=run.progress.step + len(in_flight))
+        run.checkpoints.check(heard.has_lost_disk)  # after the report: if it raises, the step was recorded
+        stop = heard.stop or stop
+    return stop
+
+
+def do(run: Run, due: Due) -> None:
+    """Compare, evaluate, save and sample, as far as it is due."""
+    if due.compare:
+        refuse_different_weights(run)
+    if due.evaluate or due.save:
+        refuse_non_finite_weights(run)
+    best = None
+    if due.evaluate:
+        try:
+            best = evaluate(run)
+        except Interrupted as stop:
+            if not stop.shared:  # a second signal, which this rank alone has seen
+                raise
+            save_and_stop(run, stop, evaluation_pending=True)
+    save(run, best, due.save)
+    if due.sample and run.comm.rank == 0:
+        run.activity.enter(SAMPLING)
+        text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
+        run.report.sample(run.progress.step, text)
+
+
+def evaluate(run: Run) -> Best | None:
+    """Return the validation loss if it is the lowest after a step so far. Collective."""
+    step, validation = run.progress.step, run.assessment.validation
+    metrics = {"step": step, **run.assessment.measure()}
+    run.report.evaluation(metrics)
+    run.progress.count_evaluation(loss := metrics.get("val_loss"))
+    if not step or loss is None or validation is None:
+        return None
+    is_best = on_root(run.comm, lambda: run.checkpoints.is_best(loss))
+    return Best(loss, validation.count, step) if is_best else None
+
+
+def save(run: Run, best: Best | None, checkpoint: bool) -> None:
+    """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
+    run.activity.enter(SAVING)
+    if checkpoint and run.progress.step == run.clock.last:
+        run.checkpoints.on_root(lambda: run.checkpoints.write_last(run.state(), best))
+    elif best or checkpoint:
+        run.checkpoints.begin(run.state(), best, checkpoint)
+
+
+def save_and_stop(run: Run, stop: Interrupted, evaluation_pending: bool) -> NoReturn:
+    """End the run for a signal that all ranks know of. A resumed run makes up for a pending evaluation."""
+    refuse_non_finite_weights(run)
+    run.progress.evaluation_pending = evaluation_pending
+    run.activity.enter(SAVING)
+    run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))
+    raise stop
+
+
+def _write_weights(run: Run) -> None:
+    run.checkpoints.write_weights(run.progress.step)
+    run.checkpoints.disk.write(run.progress.step, 0, run.directory.write_metrics)

@@ -1,0 +1,154 @@
+"""summary.json: losses, the reason of the stop, and the speed and memory a run took, written at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from distgpt.core.base.errors import DistgptError
+from distgpt.core.base.files import atomic_file
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import gather_ints, on_root
+from distgpt.core.comm.cores import peak_memory
+from distgpt.core.config import TrainConfig
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.saved.checkpoint import newest_step
+from distgpt.core.train.run import Run
+from distgpt.doctor.facts import environment
+
+WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
+
+
+@contextmanager
+def summarised(run: Run) -> Iterator[None]:
+    """Write the summary at the end, whatever ends the run. Collective where nothing fails."""
+    try:
+        yield
+    except BaseException as error:
+        write_stopped(run, error)
+        raise
+    write_summary(run)
+
+
+def write_summary(run: Run) -> None:
+    """Write the summary of a run that is done. Collective."""
+    host, gpu = (
+        gather_ints(run.comm, peak_memory()),
+        gather_ints(run.comm, _gpu_memory(run.stage)),
+    )
+    is_whole = run.settings.train_minutes or run.progress.step >= run.settings.steps
+    found = _found(run, "finished" if is_whole else "ended early") | {
+        "peak_memory": host,
+        "peak_gpu_memory": gpu if any(gpu) else None,
+    }
+
+    def write() -> None:
+        # A start that took no step, as to write weights anew that were deleted, has no losses to report.
+        if run.progress.seconds or run.directory.finished_at() != run.progress.step:
+            _write(run.directory.summary, found)
+
+    on_root(run.comm, write)
+
+
+def write_stopped(run: Run, error: BaseException) -> None:
+    """Write the summary of a run that an error or an interruption ends, as far as rank 0 alone knows it."""
+    if run.comm.rank == 0:
+        with suppress(DistgptError, OSError):  # the error itself is what the user has to see
+            _write(run.directory.summary, _found(run, _reason(error)))
+
+
+def _reason(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else getattr(error, "stop", "failed")
+
+
+def _found(run: Run, stop: str) -> dict[str, Any]:
+    return {**_about(run), **_losses(run), **_speed(run), "stop": stop}
+
+
+def _losses(run: Run) -> dict[str, Any]:
+    """Return losses after the last step and of the best weights on the disk; None where there are none."""
+    best = run.checkpoints.best
+    loss = best.loss if best else None
+    return {
+        "step": run.progress.step,
+        "loss": _known(run.progress.loss),
+        "train_bits_per_byte": run.reading.bits_per_byte(_known(run.progress.loss)),
+        "val_loss": _known(run.progress.val_loss),
+        "bits_per_byte": run.assessment.bits_per_byte(_known(run.progress.val_loss)),
+        "best_val_loss": loss,
+        "best_bits_per_byte": run.assessment.bits_per_byte(loss),
+        "best_step": best.step if best else None,
+    }
+
+
+def _known(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
+def _about(run: Run) -> dict[str, Any]:
+    t = run.settings
+    return {
+        "stage": run.stage.name,
+        "ranks": run.comm.size,
+        "threads": run.stage.threads,
+        **run.where,
+        "dtype": t.dtype,
+        "parameters": run.model.layout.elements,
+        "batch_size": t.batch_size,
+        "seq_len": run.model.config.seq_len,
+        "grad_accum": t.grad_accum,
+        "recompute": t.recompute,
+        "allreduce": _allreduce(run),
+        "environment": environment(),
+    }
+
+
+def _allreduce(run: Run) -> str | None:
+    """Return how gradients were summed, as in "nccl, overlapped, bfloat16"."""
+    if run.comm.size == 1:
+        return None
+    t = run.settings
+    wire = [t.gradient_dtype] if t.gradient_dtype != "float32" else []
+    return ", ".join(filter(None, [run.stage.transport, run.exchange.name, *wire]))
+
+
+def _speed(run: Run) -> dict[str, Any]:
+    """Return the speed of this process's steps; `train_s` is without evaluations, samples and checkpoints."""
+    seconds = run.progress.seconds
+    tokens = run.settings.batch_size * run.model.config.seq_len
+    found = {"steps": len(seconds), "tokens": tokens * len(seconds), "train_s": sum(seconds)}
+    if seconds:
+        left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
+        first = run.progress.step - len(seconds) + left_out
+        step = run.placement.rounds.mean(first, seconds[left_out:])
+        found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
+    return found
+
+
+def _gpu_memory(stage: Stage) -> int:
+    return 0 if stage.device is None else int(stage.device.taken())
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    with atomic_file(path) as file:
+        file.write(json.dumps(found, indent=1).encode() + b"\n")
+
+
+def how_to_resume(run: Run) -> str:
+    """Return a sentence for the user of an interrupted run."""
+    step = newest_step(run.directory.checkpoints)
+    if step is None and run.directory.branched_from() is None:
+        return f"nothing was saved yet: checkpoints are written {_how_often(run.config.train)}"
+    words = shlex.join(["--out", str(run.directory.path), "--resume", "auto"])
+    return f"step {step} is saved: resume with {words}" if step else f"resume with {words}"
+
+
+def _how_often(t: TrainConfig) -> str:
+    if t.save_every:
+        return f"every {count(t.save_every, 'step')} (--save-every)"
+    return f"every {t.save_minutes:g} minutes (--save-every)" if t.save_minutes else "at the end"

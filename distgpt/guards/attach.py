@@ -1,0 +1,58 @@
+"""Attach guards to a run: which of them, by its settings, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from distgpt.core.config import TrainConfig
+from distgpt.core.train.progress import Pace
+from distgpt.core.train.run import Guard, Run
+from distgpt.core.train.seams import Seams
+from distgpt.guards.full_disk import room_for
+from distgpt.guards.stuck import save_and_exit
+from distgpt.guards.watchdog import Stall, Watchdog
+
+
+def guarded(t: TrainConfig, end: float | None = None, stall: Stall | None = None) -> Seams:
+    """Return the seams of a run with what its settings ask for.
+
+    `end` is a moment of time.monotonic() by which the run has to be gone; `stall`: when it counts as stuck.
+    """
+    seams = Seams(disk=room_for, guards=partial(_guards, end=end, stall=stall or Stall()))
+    if t.on_bad_step != "stop" or t.spike_zscore:
+        from distgpt.guards.bad_steps import BadSteps
+
+        seams = replace(seams, judge=BadSteps)
+    if t.recheck_every:
+        from distgpt.guards.recheck import Recheck
+
+        seams = replace(seams, inspector=Recheck)
+    if t.train_minutes:
+        from distgpt.guards.timed import timed_clock
+
+        seams = replace(seams, clock=timed_clock)
+    return seams
+
+
+def _guards(run: Run, end: float | None, stall: Stall) -> Sequence[Guard]:
+    """Return the guards of a run. Collective."""
+    pace, found = Pace(run.progress, run.placement.rounds), list[Guard]()
+    slowest: Callable[[], str] = str  # "" where there is no other rank
+    if run.comm.size > 1:
+        from distgpt.guards.stragglers import Stragglers
+
+        stragglers = Stragglers()
+        slowest = stragglers.sentence
+        found.append(stragglers)
+    end_job = partial(save_and_exit, run)
+    found.append(Watchdog(run.comm, run.activity, stall, pace.usual, slowest, run.report.note, end_job))
+    if end is not None and run.comm.rank == 0:  # the others hear of it by a step's votes
+        from distgpt.guards.deadline import Deadline, TimeLimit
+
+        saved = run.placement.saved_buffers(is_common=False)
+        limit = TimeLimit(end, 4 * saved * run.model.layout.size)
+        saves = 2 if run.settings.save == "async" else 1
+        found.append(Deadline(limit, run.signals, pace, run.checkpoints, saves))
+    return found

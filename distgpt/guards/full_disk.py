@@ -1,0 +1,199 @@
+"""Guard against a full disk: room for the final weights from the start, and old checkpoints given up for new.
+
+`Checkpoints` passes every write of weights through `Room`. Quotas count as a full disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from distgpt.core.base.errors import DistgptError, Say, StorageError, escape
+from distgpt.core.base.files import FULL, allocate, new_file, storage_errors, system_error, unfinished
+from distgpt.core.base.formatting import size
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import TrainConfig
+from distgpt.core.model.model import Model
+from distgpt.core.saved.checkpoint import DAMAGED, drop, newest_intact, saved_checkpoints
+from distgpt.core.saved.modelfile import Description
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.checkpoints import Disk
+
+SLACK = 1 / 32  # of what is written, which shall stay free for lines of metrics
+MORE = 64 << 10  # bytes that are reserved beside the weights, for the summary and the last metrics
+ENTRY = 256  # bytes of a tensor's entry in a header, at most
+
+
+class Room(Disk):
+    """The room that a run has on its disk. For rank 0, where not collective."""
+
+    def __init__(self, directory: RunDirectory, t: TrainConfig, weights: int, say: Say) -> None:
+        """`weights`: bytes of the file of final weights, at most."""
+        self._directory, self._keep, self._weights, self._say = directory, t.keep, weights, say
+        self._gives_up = t.on_disk_error != "stop"
+        self._reserve: Path | None = None
+        self._given_up: list[str] = []  # names of checkpoints, not yet reported
+        self._reason = 0  # the step for which they were
+        self._fewest = t.keep  # checkpoints that were left whenever it was said
+
+    @contextmanager
+    def reserved(self, comm: Comm, step: int) -> Iterator[None]:
+        """Hold room for the final weights meanwhile. Collective."""
+        on_root(comm, lambda: self._begin(step))
+        try:
+            yield
+        finally:
+            with suppress(StorageError):  # what ended the run counts more; the next start removes the file
+                self._release()
+            self.report()
+
+    def _begin(self, step: int) -> None:
+        try:
+            self.write(step, self._weights, self._take)
+        finally:
+            self.report()
+
+    def _take(self) -> None:
+        path = unfinished(self._directory.weights)  # a name that `RunDirectory.create` cleans up after a kill
+        with storage_errors(f"reserve {size(self._weights)} for the final weights in", self._directory.path):
+            try:
+                with new_file(path) as file:
+                    allocate(file, self._weights)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+        self._reserve = path
+
+    def _release(self) -> None:
+        path, self._reserve = self._reserve, None
+        if path:
+            with storage_errors("remove", path):
+                path.unlink(missing_ok=True)
+
+    def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        """Call write(), and give up old checkpoints while that finds no room, if all of them would be enough.
+
+        One that could not fit is not begun: it would fill the disk, and lines of metrics would find no room.
+        """
+        needed = n_bytes * (1 + SLACK)
+        is_full, failed = _free(self._directory.path) < needed, None
+        outdated: list[Path] | None = None  # looked for when the first of them has to go
+        while True:
+            if not is_full:
+                try:
+                    write()
+                    return
+                except StorageError as error:
+                    if not _is_full(error):
+                        raise
+                    failed = error
+            if outdated is None:
+                outdated = self._outdated_if_enough(step, needed)
+            if not outdated:
+                if failed:
+                    raise failed
+                write()  # which may fit all the same
+                return
+            self._give_up(outdated.pop(0), step)
+            is_full = _free(self._directory.path) < needed
+
+    def _outdated_if_enough(self, step: int, needed: float) -> list[Path]:
+        """List what may be given up; nothing if that would not do: a disk that others fill takes no more."""
+        found = list(self._outdated(step))
+        return found if _free(self._directory.path) + sum(map(_size, found)) >= needed else []
+
+    def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        self._release()
+        self.write(step, n_bytes, write)
+
+    def report(self) -> None:
+        """Report what was given up: every time in history.jsonl, but said only as it gets worse."""
+        if not self._given_up:
+            return
+        with suppress(StorageError):  # where this line has no room either, the next one says it, too
+            left, names = len(saved_checkpoints(self._directory.checkpoints)), ", ".join(self._given_up)
+            if left < self._fewest or DAMAGED in names:
+                self._fewest = left
+                self._say(
+                    f"the disk is full: gave up {names} for step {self._reason};"
+                    f" {left} of {self._keep} checkpoints are left in {escape(str(self._directory.path))}"
+                )
+            if left < self._keep or DAMAGED in names:  # else they would be gone by now in any case
+                self._directory.remember({"step": self._reason, "given_up": self._given_up})
+            self._given_up = []
+
+    def _give_up(self, path: Path, step: int) -> None:
+        drop(path)
+        if not path.exists():
+            self._given_up.append(path.name)
+            self._reason = step
+
+    def _outdated(self, step: int) -> Iterator[Path]:
+        """Yield what a run at this step can do without: damaged checkpoints, then others from the oldest.
+
+        Neither the newest intact one, nor those of later steps, nor one that another run begins with.
+        """
+        checkpoints = self._directory.checkpoints
+        try:
+            newest = newest_intact(checkpoints, step) if self._gives_up else None
+            saved = saved_checkpoints(checkpoints, step)
+        except DistgptError:  # none is intact, or none can be read: this is no moment to remove any
+            return
+        if newest is None:
+            return
+        yield from sorted(checkpoints.glob(f"{DAMAGED}*"))
+        needed = _begun_with(self._directory.path)
+        for path in reversed(saved[saved.index(newest[0]) + 1 :]):
+            if path.resolve() not in needed:
+                yield path
+
+
+def room_for(
+    directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
+) -> Room:
+    """Return the room of a run, which holds the most bytes that the file of its weights can have."""
+    layout, wide = model.weights.layout, np.dtype(model.kernels.wide)
+    header = len(json.dumps(description.to_metadata(), ensure_ascii=False).encode())
+    weights = int(layout.elements * wide.itemsize) + header + ENTRY * len(layout.specs) + MORE
+    return Room(directory, t, weights, say)
+
+
+def _begun_with(run: Path) -> set[Path]:
+    """Return the checkpoints with which the other runs in this run's folder began."""
+    found = set()
+    with suppress(OSError):
+        for other in run.absolute().parent.iterdir():
+            with suppress(DistgptError, OSError):
+                if origin := RunDirectory(other).branched_from():
+                    found.add(origin.resolve())
+            with suppress(DistgptError, OSError):
+                if (config := RunDirectory(other).saved()) and config.train.init:
+                    found.add(Path(config.train.init).resolve().parent)
+    return found
+
+
+def _free(path: Path) -> float:
+    """Return the bytes that this disk has for a user, infinite if it does not say. A quota may allow less."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return float("inf")
+    blocks = found.f_bavail if os.geteuid() else found.f_bfree  # root may use what is kept back for it
+    return blocks * found.f_frsize if found.f_blocks else float("inf")
+
+
+def _size(folder: Path) -> int:
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0
+
+
+def _is_full(error: BaseException | None) -> bool:
+    found = system_error(error)
+    return found is not None and found.errno in FULL

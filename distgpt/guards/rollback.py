@@ -1,0 +1,47 @@
+"""Go back after a bad step, for --on-bad-step rollback: to the newest checkpoint, and past the bad data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distgpt.core.comm.agree import on_root
+from distgpt.core.saved.checkpoint import State, load_state, newest_intact
+from distgpt.core.train.model_kind import kind_of
+from distgpt.core.train.restore import begin_anew, restore
+from distgpt.core.train.run import BadStep, Run
+
+
+def roll_back(run: Run, bad: BadStep) -> None:
+    """Restore the newest checkpoint, or the first weights. Batches up to the bad one are not seen again.
+
+    Collective.
+    """
+    used = bad.step + run.batches.skipped
+    run.checkpoints.wait()
+    path, document = on_root(run.comm, lambda: _newest(run))
+    state = State.from_json(document)
+    if path:
+        restore(run.comm, run.model, run.optimizer_state, Path(path))
+    else:
+        t = run.config.train
+        begin_anew(run.comm, kind_of(t), run.model, run.optimizer_state, t, run.batches)
+    run.load(replace(state, skipped=used - state.step))
+    run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
+    step, what = run.progress.step, f"{bad.reason} at step {bad.step}"
+    run.report.remember({"step": step, "bad": what, "back_to": step, "skipped": run.batches.skipped})
+    run.report.note(f"{what}: back to step {step}, and past these data")
+
+
+def _newest(run: Run) -> tuple[str | None, dict[str, Any]]:
+    newest = newest_intact(run.directory.checkpoints, run.progress.step)
+    path = newest[0] if newest else run.start
+    return (str(path), load_state(path)) if path else (None, {"step": 0})
+
+
+def _forget_later_steps(run: Run, was_saved: bool) -> None:
+    run.directory.drop_metrics_after(run.progress.step, run.progress.evaluation_pending)
+    if was_saved:  # else the run would come to the same step again if it ended now
+        run.checkpoints.write_now(run.state())

@@ -1,0 +1,68 @@
+"""Tensors that rank 0 does not have, in files: it writes and reads them for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.model.memory import FlatBuffer, Layout
+from distgpt.core.model.model import Model
+from distgpt.core.ops.api import Array
+from distgpt.core.saved.tensors import Kind, LazyTensors
+from distgpt.core.train.placement import Gathering
+
+DONE = -1
+
+
+class TensorByTensor(Gathering):
+    """Rank 0 asks for tensors one by one, and the others answer, so that no rank has them all at once."""
+
+    has_all = False
+
+    def __init__(self, comm: Comm, kinds: Mapping[str, Kind]) -> None:
+        """`kinds`: of everything that rank 0 may ask for, by name."""
+        super().__init__(comm)
+        self._kinds, self._names = kinds, list(kinds)
+        self._numbers = {name: number for number, name in enumerate(kinds)}
+
+    def gathered(self, name: str) -> Array:
+        """The tensor of this name, for rank 0. Collective."""
+        raise NotImplementedError
+
+    def some(self, names: Mapping[str, str]) -> LazyTensors:
+        """For rank 0: tensors by other names, made from these as they are used."""
+        kinds = {name: self._kinds[own] for name, own in names.items()}
+        return LazyTensors(kinds, lambda name: self._asked(names[name]))
+
+    def on_root(self, act: Callable[[], Any]) -> Any:
+        if self._comm.rank:
+            while (number := self._told(0)) != DONE:
+                self.gathered(self._names[number])
+        return on_root(self._comm, lambda: self._closing(act))
+
+    def _closing(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        finally:
+            self._told(DONE)
+
+    def _asked(self, name: str) -> Array:
+        self._told(self._numbers[name])
+        return self.gathered(name)
+
+    def _told(self, number: int) -> int:
+        message = np.array([number], np.int64)
+        self._comm.broadcast(message)
+        return int(message[0])
+
+
+def host_buffer(model: Model, layout: Layout) -> FlatBuffer:
+    """Memory of the host for tensors no larger than the weights: that of the gradients, where it is there."""
+    if model.kernels.capabilities.is_async:
+        return FlatBuffer(layout, partial(np.zeros, dtype=model.kernels.wide))
+    return model.grads if layout is model.layout else FlatBuffer(layout, lambda size: model.grads.flat[:size])

@@ -1,0 +1,155 @@
+"""From the settings to a strategy: which component places, cuts and sums. Only these are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from distgpt.components import EXCHANGES, MICRO_BATCHES, PLACEMENTS
+from distgpt.core.base.errors import Say, UsageError
+from distgpt.core.base.tables import imported
+from distgpt.core.comm.agree import refuse_anywhere
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import TrainConfig
+from distgpt.core.model.model import Model
+from distgpt.core.train.exchange import Exchange
+from distgpt.core.train.micro_batches import MicroBatches
+from distgpt.core.train.placement import OptimizerState, Placement
+from distgpt.core.train.strategy import Start, Strategy
+
+WITHOUT_THREADS = (
+    "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
+)
+WITHOUT_NCCL = (
+    "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
+    " and --allreduce auto or nccl"
+)
+LACKS_ALLTOALL = (
+    "--allreduce cuda-aware is for --grad-sync allreduce and chunked with --gradient-dtype float32: use nccl"
+    " or host"
+)
+ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
+
+MakeExchange = Callable[[Comm, OptimizerState, TrainConfig, Say], Exchange]
+MakeMicroBatches = Callable[[TrainConfig, int, int, Model, Start | None], MicroBatches]
+
+
+class Chosen(Strategy):
+    """The strategy that the settings ask for. "" is the name of a plain part."""
+
+    def __init__(self, config: TrainConfig, ranks: int) -> None:
+        place: type[Placement] = Placement
+        if name := placement_name(config, ranks):
+            place = imported(PLACEMENTS[name], f"the placement {name!r}")
+        super().__init__(config, ranks, place(config, ranks))
+        self._micro_batches, self._exchange = micro_batches_name(config, ranks), exchange_name(config, ranks)
+        self.counted_by = "--reproducible-parts" if config.reproducible_parts else ""
+
+    def names(self) -> list[str]:
+        placement, micro_batches, exchange = super().names()
+        return [placement, self._micro_batches or micro_batches, self._exchange or exchange]
+
+    def fixed_count(self, t: TrainConfig) -> int:
+        return t.reproducible_parts // self.ranks or super().fixed_count(t)
+
+    def micro_batches(
+        self, t: TrainConfig, rank: int, model: Model, start: Start | None = None
+    ) -> MicroBatches:
+        if not self._micro_batches:
+            return super().micro_batches(t, rank, model, start)
+        make: MakeMicroBatches = imported(MICRO_BATCHES[self._micro_batches], self._micro_batches)
+        return make(t, self.ranks, rank, model, start)
+
+    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+        return exchange_for(comm, state, t, say)
+
+    def refuse_unmeasurable(self) -> None:
+        if self._micro_batches == "balanced":
+            raise UsageError("--balance auto is for training: ranks are measured with even shares")
+        if self.config.grad_sync == "auto" and not (self.config.outer_every and self.ranks > 1):
+            raise UsageError(
+                "--grad-sync auto chooses while it trains: measure one of the others by its name"
+            )
+
+    def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
+        refuse_anywhere(comm, _lacking(self.config, comm, on_gpu) if comm.size > 1 else "")
+
+    def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
+        count, wire = parts_made(t, self.ranks), model.kernels.wire
+        if count and wire:
+            from distgpt.parallel.reductions import ReduceScatterGather
+
+            for _ in range(count):
+                ReduceScatterGather(comm, model.grads.flat, t.gradient_dtype, 0, wire)
+
+    def rehearse(self, model: Model) -> None:
+        super().rehearse(model)
+        if model.kernels.capabilities.is_async:
+            return
+        if self._exchange:
+            from distgpt.parallel.reductions import rehearse_reductions
+
+            rehearse_reductions(model.kernels, self.config.gradient_dtype)
+        if self.config.reproducible_parts:
+            from distgpt.parallel.reproducible import rehearse_tree
+
+            rehearse_tree(model.kernels)
+
+
+def exchange_for(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange that `t` asks for. `say` gets what --grad-sync auto has chosen. Collective."""
+    name = exchange_name(t, comm.size)
+    if not name:
+        return Strategy(t, comm.size).exchange(comm, state, t, say)
+    make: MakeExchange = imported(EXCHANGES[name], f"--grad-sync {name}")
+    return make(comm, state, t, say)
+
+
+def placement_name(t: TrainConfig, ranks: int) -> str:
+    """Return a name of PLACEMENTS, "" for replicas."""
+    if ranks == 1:
+        return ""
+    return "local steps" if t.outer_every else "sharded" if t.grad_sync == "sharded" else ""
+
+
+def micro_batches_name(t: TrainConfig, ranks: int) -> str:
+    """Return a name of MICRO_BATCHES, "" for even parts that the backward pass adds up."""
+    if t.reproducible_parts:
+        return "reproducible parts"
+    return "balanced" if t.balance == "auto" and ranks > 1 else ""
+
+
+def exchange_name(t: TrainConfig, ranks: int) -> str:
+    """Return a name of EXCHANGES, "" for one Allreduce of everything as it lies in memory."""
+    if ranks == 1:
+        return ""
+    if t.outer_every:
+        return "local steps"
+    if t.grad_sync not in ONE_CALL:
+        return t.grad_sync
+    return "in parts" if t.gradient_dtype != "float32" or t.reproducible_parts else ""
+
+
+def parts_made(t: TrainConfig, ranks: int) -> int:
+    """Return how many `ReduceScatterGather` a rank may have on a GPU at once; with NCCL it may have fewer."""
+    name = exchange_name(t, ranks)
+    if not name or (t.gradient_dtype == "float32" and not t.reproducible_parts):
+        return int(name == "sharded")
+    return 2 if name == "auto" else 1
+
+
+def check_hierarchical(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Refuse sums within nodes first between GPUs."""
+    if on_gpu and ranks > 1:
+        raise UsageError(
+            "--grad-sync hierarchical is for CPU stages; between GPUs use allreduce, or overlapped with NCCL"
+        )
+
+
+def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
+    """Return what this job's MPI or NCCL lacks for such an exchange; "" if nothing."""
+    if t.grad_sync == "overlapped" and on_gpu:
+        return "" if comm.nccl else WITHOUT_NCCL
+    if t.grad_sync == "overlapped":
+        return "" if comm.threads else WITHOUT_THREADS
+    in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"
+    return LACKS_ALLTOALL if on_gpu and comm.lacks_alltoall and in_parts else ""

@@ -1,0 +1,159 @@
+"""Local steps: each rank trains on its own part of the batch, and after a round of steps all meet (DiLoCo).
+
+A round begins with the same weights on all ranks. At its end all take one step of Nesterov momentum along the
+mean of how far they have come. In between only a few numbers cross the network in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import numpy as np
+
+from distgpt.core.base.errors import UsageError, refuse_beside
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import TrainConfig
+from distgpt.core.model.memory import FlatBuffer
+from distgpt.core.model.model import Model
+from distgpt.core.model.optim import AdamW
+from distgpt.core.ops.api import Array, OuterState
+from distgpt.core.train.exchange import Exchange, Scales
+from distgpt.core.train.placement import RECENT, Rounds
+
+
+class LocalSteps(Exchange):
+    """Gradients stay with their rank. The changes of the weights are summed in the gradients' memory."""
+
+    waits_after_update = True
+
+    def __init__(
+        self,
+        name: str,
+        comm: Comm,
+        optimizer: AdamW,
+        outer: Outer,
+        rounds: Rounds,
+        sum_changes: Callable[[int], None],
+    ) -> None:
+        """`name`: how `sum_changes` sums the gradients' memory over the ranks."""
+        self.name, self.comm, self.rounds = name, comm, rounds
+        self.optimizer, self.outer, self.sum_changes = optimizer, outer, sum_changes
+
+    def sum_gradients(self, step: int) -> None:
+        """Sum the squared norms alone: all ranks clip alike, and skip a step that one of them cannot use."""
+        self.optimizer.compute_norm()
+        self.sum_flags()
+
+    def compute_norm(self, optimizer: AdamW) -> None:
+        """Do nothing: `sum_gradients` has done it, since nobody may wait here while weights are locked."""
+
+    def scales(self, learned: float) -> Scales:
+        """Return the scales of a step: gradients are this rank's own, norm² is the mean over the ranks."""
+        ranks = self.comm.size
+        return Scales(1.0 / ranks / learned, 1.0 / learned, math.sqrt(1.0 / ranks) / learned)
+
+    def sum_flags(self) -> None:
+        """Sum the loss, the flags and the squared norm: in one message where they lie on the host."""
+        extra, norm = self.optimizer.model.grads.flags, self.optimizer.norm
+        if not isinstance(norm, np.ndarray):
+            self.comm.sum(extra)
+            self.comm.sum(norm)
+            return
+        both = np.concatenate([extra, norm])  # float64, as the norm is
+        self.comm.sum(both)
+        extra[:], norm[:] = both[: len(extra)], both[len(extra) :]
+
+    def after_update(self, step: int, is_changed: bool) -> None:
+        self.outer.in_sync = False
+        if self.rounds.ends(step + 1):
+            self.end_round(step + 1)
+
+    def end_round(self, step: int) -> None:
+        if self.outer.in_sync:
+            return
+        self.outer.store_change_as_gradient()
+        self.sum_changes(step - 1)
+        self.outer.step(self.comm.size)
+
+    def waits(self, model: Model) -> list[tuple[str, Array]]:
+        return [("sum_flags", model.grads.flags), ("sum_changes", model.grads.flat)]
+
+
+class Outer:
+    """Takes a step by Nesterov momentum along the mean change of weights that began a round alike."""
+
+    def __init__(self, model: Model, config: TrainConfig) -> None:
+        self._model, self._config = model, config
+        wide = model.kernels.wide_zeros
+        self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
+        self.in_sync = True  # no rank has changed its weights since
+
+    def begin(self) -> None:
+        """Begin a first round with the weights as they are."""
+        k = self._model.kernels
+        k.zero(self.velocity.flat)
+        k.put(self.round_start.flat, k.to_host(self._model.weights.flat))
+        self.in_sync = True
+
+    def store_change_as_gradient(self) -> None:
+        """Gradients ← this rank's weights - those at the round's start."""
+        model = self._model
+        model.kernels.subtract(model.grads.flat, model.weights.flat, self.round_start.flat)
+
+    def step(self, ranks: int) -> None:
+        """Take the outer step once these changes are summed; the next round begins."""
+        model, c = self._model, self._config
+        low = None if model.params is model.weights else model.params.flat
+        buffers = (self.round_start.flat, self.velocity.flat, model.grads.flat)
+        state = OuterState(model.weights.flat, low, *buffers)
+        model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
+        self.in_sync = True
+
+
+class LocalRounds(Rounds):
+    """Rounds of `every` steps; the last one may be shorter."""
+
+    def __init__(self, every: int, steps: int) -> None:
+        self.length, self._steps = every, steps
+
+    def ends(self, done: int) -> bool:
+        return done % self.length == 0 or done == self._steps
+
+    def before(self, done: int) -> int:
+        return (done - 1) // self.length * self.length
+
+    def recent(self, done: int, seconds: list[float]) -> list[float]:
+        """Return at least those of one round; before its first exchange, that is guessed."""
+        last = seconds[-max(RECENT, self.length) :]
+        has_exchanged = done // self.length > (done - len(seconds)) // self.length
+        return last if has_exchanged else [*last, sum(last)]
+
+    def usual(self, recent: Sequence[float]) -> float:
+        """Return the seconds of a round's slowest step."""
+        return max(recent)
+
+    def mean(self, first: int, seconds: Sequence[float]) -> float:
+        """Return a step's mean, from the median of steps that end a round and that of the others."""
+        ends: list[float] = []
+        others: list[float] = []
+        for step, took in enumerate(seconds, first + 1):
+            (ends if self.ends(step) else others).append(took)
+        if not ends or not others:
+            return median(seconds)
+        return (median(ends) + (self.length - 1) * median(others)) / self.length
+
+
+def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Raise a UsageError about what needs the same weights on all ranks in every step."""
+    if not t.outer_every or ranks == 1:
+        return
+    what = f"--outer-every {t.outer_every}"
+    if t.grad_sync in ("overlapped", "sharded"):
+        raise UsageError(
+            f"{what} goes with --grad-sync allreduce, chunked or hierarchical: {t.grad_sync} needs gradients "
+            "of every step"
+        )
+    others = {"deterministic (reproducible parts)": t.reproducible_parts, "recheck-every": t.recheck_every}
+    refuse_beside(what, others, "ranks have weights of their own")

@@ -1,0 +1,137 @@
+"""Sum gradients in buckets while the backward pass is still running, by a thread or by NCCL.
+
+Parameters lie in the order in which their gradients are finished, so a bucket is a stretch of the flat
+buffer: `ready(n)` says that the first n gradients are final. All ranks cut the same buckets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+
+from distgpt.core.base.errors import Say
+from distgpt.core.comm.api import Comm, NcclComm
+from distgpt.core.config import TrainConfig
+from distgpt.core.model.model import Model
+from distgpt.core.ops.api import Work
+from distgpt.core.train.exchange import AfterBackward, Exchange, Reduction
+from distgpt.core.train.placement import OptimizerState
+from distgpt.parallel.reductions import (
+    HostWire,
+    ReduceScatterGather,
+    fastest_between_nodes,
+    flags_sum,
+    flat_reduction,
+    one_by_one,
+)
+
+BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
+LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the speed of the links
+
+
+class Overlapped(AfterBackward):
+    """A thread sums the buckets through a communicator of its own."""
+
+    def __init__(self, size: int, reduction: Reduction, sum_flags: Callable[[], None], mean: float) -> None:
+        super().__init__("overlapped", reduction, size, sum_flags, mean)
+        self._thread: threading.Thread | None = None
+        self._handed = 0  # elements that the thread has been given
+        self._buckets: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # None: the last one of a step
+        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._step = 0
+        self.ready = self._ready
+
+    def before_backward(self, step: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._sum_buckets, name="summing", daemon=True)
+            self._thread.start()
+        self._step = step
+
+    def _ready(self, final: int) -> None:
+        if final - self._handed >= BUCKET:
+            self._hand(final)
+
+    def _hand(self, final: int) -> None:
+        self._buckets.put((self._handed, final))
+        self._handed = final
+
+    def sum_gradients(self, step: int) -> None:
+        if self._handed < self._size:
+            self._hand(self._size)
+        self._handed = 0
+        self._buckets.put(None)
+        failure = self._ended.get()
+        if failure is not None:
+            raise failure
+        self._sum_flags()
+
+    def _sum_buckets(self) -> None:
+        failure: BaseException | None = None
+        while True:
+            bucket = self._buckets.get()
+            if bucket is None:
+                self._ended.put(failure)
+            elif failure is None:
+                try:
+                    self._reduction.sum(*bucket, self._step)
+                except BaseException as error:  # raised in the main thread
+                    failure = error
+
+
+class OverlappedNccl(AfterBackward):
+    """NCCL sums the buckets on a stream of its own. The recorded pass is cut where it is called."""
+
+    def __init__(
+        self,
+        size: int,
+        nccl: NcclComm,
+        reduction: Reduction,
+        between: Callable[[Work], None],
+        sum_flags: Callable[[], None],
+        mean: float,
+    ) -> None:
+        """`between`: `Kernels.between`, which cuts a recording."""
+        super().__init__("overlapped", reduction, size, sum_flags, mean)
+        self._nccl, self._between = nccl, between
+        self._cut = self._sent = 0  # elements before the last cut, and those that have been sent
+        self._step = 0
+        self.ready = self._ready
+
+    def before_backward(self, step: int) -> None:
+        self._cut = self._sent = 0
+        self._step = step
+
+    def _ready(self, final: int) -> None:
+        """Called while the pass is recorded, not when it is repeated; `_send` is called both times."""
+        if final - self._cut >= LARGE_BUCKET and final < self._size:
+            self._cut = final
+            self._between(partial(self._send, final))
+
+    def _send(self, final: int) -> None:
+        self._nccl.on_side_stream(partial(self._reduction.sum, self._sent, final, self._step))
+        self._sent = final
+
+    def sum_gradients(self, step: int) -> None:
+        self._send(self._size)
+        self._nccl.join()
+        self._sum_flags()
+
+
+def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange of --grad-sync overlapped. Collective."""
+    model, mean = state.optimizer.model, 1.0 / comm.size
+    sum_flags, size = flags_sum(comm, model, t), model.layout.size
+    if model.kernels.capabilities.is_async:
+        assert comm.nccl
+        flat, between = flat_reduction(comm, model, t), model.kernels.between
+        return OverlappedNccl(size, comm.nccl, flat, between, sum_flags, mean)
+    parts = partial(_in_a_thread, model, t)
+    reduction = fastest_between_nodes(comm.dup_sleeping(), model.grads.flat, t.gradient_dtype, parts)
+    return Overlapped(size, reduction, sum_flags, mean)
+
+
+def _in_a_thread(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
+    """Return what a thread beside the workers calls, without them."""
+    return ReduceScatterGather(comm, model.grads.flat, wire, t.seed, HostWire(one_by_one, 1))

@@ -1,0 +1,247 @@
+"""Sums of a stretch of the gradients over ranks: in parts that ranks sum, or within nodes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from distgpt.core.base.errors import Say
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import TrainConfig
+from distgpt.core.model.memory import FlatBuffer, Layout, Spec
+from distgpt.core.model.model import Model
+from distgpt.core.ops.api import Array, Kernels, Wire
+from distgpt.core.train.exchange import AfterBackward, Allreduce, Exchange, Reduction
+from distgpt.core.train.placement import OptimizerState
+
+LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
+PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
+GRAIN = 4096  # elements that a worker takes at least
+
+Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
+
+
+def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
+    """Return where each part of a stretch begins, and where the last one ends.
+
+    All have the same length, as NCCL wants it; the last one also has the remainder.
+    """
+    each = (stop - start) // line // parts * line
+    return [*(start + each * part for part in range(parts)), stop]
+
+
+def spread(count: int, each: Each, workers: int, loop: Callable[..., Any], *args: Any) -> None:
+    """Call a loop on even stretches of its elements, one for each worker."""
+    parts = min(workers, -(-count // GRAIN))
+    bounds = bounds_of(0, count, parts or 1)
+    each(lambda i: loop(bounds[i], bounds[i + 1], *args), parts)
+
+
+class HostWire:
+    """Compiled loops on the host's memory. `each` runs them, on this many workers."""
+
+    def __init__(self, each: Each, workers: int) -> None:
+        self._each, self._workers = each, workers
+        self.piece = PIECE
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.zeros(shape, dtype)
+
+    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
+        from distgpt.core.cpu.fused import flat
+
+        self._over(len(out), flat.dither, out, x, index, key)
+
+    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
+        from distgpt.core.cpu.fused import flat
+
+        self._over(len(total), flat.add_tree if by_twos else flat.add_parts, total, parts)
+
+    def widen(self, out: Array, x: Array) -> None:
+        from distgpt.core.cpu.fused import flat
+
+        self._over(len(out), flat.widen, out, x)
+
+    def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
+        spread(count, self._each, self._workers, loop, *args)
+
+
+class ReduceScatterGather(Reduction):
+    """Every rank sums one part of the stretch, in the order of the ranks or by twos, and sends it to all.
+
+    `kind` is the type in which elements are sent: the buffer's own, or bfloat16. Rounding to bfloat16 is
+    random, so that it cancels out over the steps: no rank has to remember what it rounded away.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        flat: Array,
+        kind: str,
+        seed: int,
+        wire: Wire,
+        by_twos: bool = False,
+    ) -> None:
+        self._by_twos = by_twos
+        self._comm, self._flat, self._seed, self._wire = comm, flat, seed, wire
+        self._is_narrow = kind == "bfloat16" and flat.dtype != np.float64
+        self._most = max(LINE, wire.piece // comm.size // LINE * LINE)  # elements of a part in one piece
+        dtype = np.dtype(np.uint16) if self._is_narrow else flat.dtype
+        self._received = wire.zeros((comm.size, self._most), dtype)
+        self._travelling = wire.zeros((comm.size * self._most if self._is_narrow else 0,), dtype)
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        bounds = bounds_of(start, stop, self._comm.size)
+        for pieces in self._pieces(bounds):
+            self._reduce(pieces, step)
+            if self._is_narrow:
+                self._send(pieces, step)
+        if not self._is_narrow:
+            self._comm.all_gather(self._flat, bounds)
+
+    def reduce(self, bounds: Sequence[int], step: int) -> None:
+        """Replace this rank's part, between two of the bounds, by its sum. Other parts stay as they are."""
+        for pieces in self._pieces(bounds):
+            self._reduce(pieces, step)
+
+    def _pieces(self, bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Cut all parts into pieces. Return (start, stop) by rank for the first pieces, the second, …"""
+        longest = max(np.diff(bounds), default=0)
+        return [
+            [(min(a + at, b), min(a + at + self._most, b)) for a, b in pairwise(bounds)]
+            for at in range(0, longest, self._most)
+        ]
+
+    def _reduce(self, pieces: list[tuple[int, int]], step: int) -> None:
+        counts = [stop - start for start, stop in pieces]
+        starts, sent = [start for start, _ in pieces], self._flat
+        if self._is_narrow:
+            sent, starts = self._travelling, [rank * self._most for rank in range(len(pieces))]
+            for begin, (start, stop) in zip(starts, pieces, strict=True):
+                self._narrow(sent[begin : begin + stop - start], start, step, 0)
+        self._comm.all_to_all(self._received, sent, starts, counts)
+        start, stop = pieces[self._comm.rank]
+        self._wire.add_parts(self._flat[start:stop], self._received, self._by_twos)
+
+    def _send(self, pieces: list[tuple[int, int]], step: int) -> None:
+        """Send each rank's piece to all, rounded, also on the rank that it comes from."""
+        ends = np.cumsum([0, *(stop - start for start, stop in pieces)]).tolist()
+        rank, flying = self._comm.rank, self._travelling
+        self._narrow(flying[ends[rank] : ends[rank + 1]], pieces[rank][0], step, 1)
+        self._comm.all_gather(flying, ends)
+        for begin, (start, stop) in zip(ends, pieces, strict=False):
+            self._wire.widen(self._flat[start:stop], flying[begin : begin + stop - start])
+
+    def _narrow(self, out: Array, start: int, step: int, time: int) -> None:
+        key = crc32(f"{self._seed} {step} {self._comm.rank} {time}".encode())
+        self._wire.dither(out, self._flat[start : start + len(out)], start, key)
+
+
+class Hierarchical(Reduction):
+    """Sums each part within the node, then across nodes, and sends it back: less crosses the network."""
+
+    def __init__(self, comm: Comm, flat: Array, node: ReduceScatterGather, across: Reduction) -> None:
+        """`comm`: the ranks of the node."""
+        self._comm, self._flat, self._node, self._across = comm, flat, node, across
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        bounds, rank = bounds_of(start, stop, self._comm.size), self._comm.rank
+        self._node.reduce(bounds, step)
+        self._across.sum(bounds[rank], bounds[rank + 1], step)
+        self._comm.all_gather(self._flat, bounds)
+
+
+# From the settings to reductions
+
+
+def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return one sum after the backward pass, by any reduction. Collective."""
+    model = state.optimizer.model
+    reduction, size = reduction_for(comm, model, t), model.layout.size
+    return AfterBackward(t.grad_sync, reduction, size, flags_sum(comm, model, t), mean_factor(comm, t))
+
+
+def reduction_for(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
+    """Return what sums the gradients, without the numbers appended to them. Collective."""
+    if t.grad_sync == "hierarchical":
+        return fastest_between_nodes(comm, model.grads.flat, t.gradient_dtype, partial(in_parts, model, t))
+    return flat_reduction(comm, model, t)
+
+
+def flat_reduction(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
+    """Return a reduction over all ranks alike, wherever they are."""
+    if t.gradient_dtype == "float32" and not t.reproducible_parts:
+        return Allreduce(comm, model.grads.flat, t.grad_sync == "chunked")
+    return in_parts(model, t, comm, t.gradient_dtype)
+
+
+def fastest_between_nodes(
+    comm: Comm, flat: Array, wire: str, parts: Callable[[Comm, str], ReduceScatterGather]
+) -> Reduction:
+    """Return a reduction that sends little between nodes. Collective."""
+
+    def across(comm: Comm) -> Reduction:
+        return parts(comm, wire) if wire != "float32" else Allreduce(comm, flat)
+
+    levels = comm.split_by_node()
+    if levels is None:  # chunked: what stays in a cache is summed faster within a node
+        is_one_node = comm.size == comm.local_size
+        return Allreduce(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)
+    node, peers = levels
+    return Hierarchical(node, flat, parts(node, "float32"), across(peers))
+
+
+def in_parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
+    """Return a reduction in parts, by the loops of the device that holds the gradients."""
+    k = model.kernels
+    loops = k.wire or HostWire(k.each, k.threads)
+    return ReduceScatterGather(
+        comm, model.grads.flat, wire, t.seed, loops, by_twos=bool(t.reproducible_parts)
+    )
+
+
+def flags_sum(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
+    """Return what sums the numbers appended to the gradients in a call of their own."""
+    extra = model.grads.flags
+
+    def sum_flags() -> None:
+        if t.reproducible_parts:
+            tree_sum(comm, extra[:1])
+        comm.sum(extra[1:] if t.reproducible_parts else extra)
+
+    return sum_flags
+
+
+def tree_sum(comm: Comm, value: Array) -> None:
+    """Replace value (1,) by its sum over ranks, in the same tree. Collective."""
+    every = np.zeros(comm.size, value.dtype)
+    every[comm.rank] = value[0]
+    comm.sum(every)  # of one number and zeros
+    while len(every) > 1:
+        every = every[::2] + every[1::2]
+    value[0] = every[0]
+
+
+def mean_factor(comm: Comm, t: TrainConfig) -> float:
+    """Return the factor that makes a mean of the ranks' sum: reproducible parts have their weight already."""
+    return 1.0 if t.reproducible_parts else 1.0 / comm.size
+
+
+def one_by_one(work: Callable[[int], Any], count: int) -> None:
+    """Do the same as `Kernels.each`, in the calling thread."""
+    for part in range(count):
+        work(part)
+
+
+def rehearse_reductions(kernels: Kernels, wire: str) -> None:
+    """Compile every loop that a reduction in parts may call."""
+    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1)
+    for by_twos in (False, True):
+        loops = HostWire(one_by_one, 1)
+        ReduceScatterGather(SerialComm(), grads.flat, wire, 0, loops, by_twos).sum(0, LINE, 0)

@@ -1,0 +1,101 @@
+"""The same bits on any number of ranks: gradients of fixed parts of the batch, added up in a fixed tree.
+
+Unit u is made of rows u·B/U … of the global batch, whoever computes it. Two neighbours are added, then pairs
+of neighbours, and so on: first those of one rank, which has a whole branch of the tree, then across ranks.
+"""
+
+from __future__ import annotations
+
+from distgpt.core.base.errors import UsageError
+from distgpt.core.base.formatting import count
+from distgpt.core.config import TrainConfig
+from distgpt.core.data.batches import rank_rows
+from distgpt.core.model.memory import FlatBuffer, Layout, Spec
+from distgpt.core.model.model import Model
+from distgpt.core.ops.api import Kernels
+from distgpt.core.train.micro_batches import MicroBatches
+from distgpt.core.train.strategy import Start
+from distgpt.parallel.reductions import LINE, spread
+
+
+class Tree:
+    """Adds up the parts of one rank. Their gradients come one after the other in the same memory."""
+
+    def __init__(self, grads: FlatBuffer, kernels: Kernels, parts: int) -> None:
+        self._sums = grads.with_flags[: grads.layout.size + 1]  # with the loss
+        self._kernels, self._parts = kernels, parts
+        self._branches = kernels.wide_zeros(parts.bit_length() - 1, len(self._sums))
+
+    def add(self, part: int) -> None:
+        """Add the gradients of a part, counted from 0. After the last one the buffer holds the sum of all."""
+        from distgpt.core.cpu.fused import flat
+
+        level = ((part + 1) & -(part + 1)).bit_length() - 1  # branches that end with this part
+        out = self._sums if part == self._parts - 1 else self._branches[level]
+        k = self._kernels
+        spread(len(out), k.each, k.threads, flat.join, out, self._sums, self._branches[:level])
+
+
+class ReproducibleParts(MicroBatches):
+    """Each micro-batch is one part of the batch. The tree adds their gradients, not the backward pass."""
+
+    name = "reproducible parts"
+
+    def __init__(self, config: TrainConfig, ranks: int, model: Model) -> None:
+        super().__init__(config, ranks)
+        self._parts = config.reproducible_parts
+        self.weight = 1 / self._parts  # from the start the mean over all ranks: a sum is all they need
+        is_single = self._parts <= ranks  # part of a rank, which has nothing to add
+        self._tree = None if is_single else Tree(model.grads, model.kernels, self.count)
+
+    def rows(self, rank: int, i: int) -> slice:
+        # A rank has neighbouring parts, which are a whole branch of the tree.
+        return rank_rows(self._batch_size, rank * self.count + i, self._parts, 0, 1)
+
+    def adds(self, i: int) -> bool:
+        return False
+
+    def done(self, i: int) -> None:
+        if self._tree:
+            self._tree.add(i)
+
+
+def make(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start | None) -> MicroBatches:
+    """Return the micro-batches that --reproducible-parts asks for."""
+    return ReproducibleParts(t, ranks, model)
+
+
+def rehearse_tree(kernels: Kernels) -> None:
+    """Compile the loop that adds up the parts."""
+    Tree(FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1), kernels, 1).add(0)
+
+
+def usual_parts(batch_size: int) -> int:
+    """Return the largest of 8, 4, 2 and 1 that divides the batch."""
+    return next(parts for parts in (8, 4, 2, 1) if batch_size % parts == 0)
+
+
+def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Raise a UsageError where settings or ranks do not allow the same bits."""
+    parts, what = t.reproducible_parts, f"--deterministic, with {count(t.reproducible_parts, 'part')},"
+    if on_gpu:
+        raise UsageError(
+            "--reproducible-parts is for CPU stages; on GPUs use --deterministic, but not --grad-sync auto, "
+            "for the same bits in every run"
+        )
+    if parts & (parts - 1):
+        raise UsageError(f"--reproducible-parts {parts} is no power of two")
+    if t.batch_size % parts:
+        raise UsageError(f"--reproducible-parts {parts} does not divide --batch-size {t.batch_size}")
+    if parts % ranks:
+        raise UsageError(f"--reproducible-parts {parts} cannot be given to {ranks} ranks evenly")
+    if ranks > 1 and (t.grad_sync not in ("auto", "allreduce", "sharded") or t.gradient_dtype != "float32"):
+        raise UsageError(
+            f"{what} goes with --grad-sync allreduce or sharded and --gradient-dtype float32: what the "
+            "others round depends on the number of ranks"
+        )
+    if t.dtype == "float64" or t.matmul == "blas":
+        raise UsageError(
+            f"{what} goes with --dtype float32 or bfloat16 and matmul of our own: how the BLAS adds, which "
+            "multiplies float64, depends on the number of threads"
+        )

@@ -1,0 +1,201 @@
+"""Each rank sums, clips and updates a part of the weights, and holds the moments of that part (ZeRO 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from distgpt.core.base.errors import Say
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import TrainConfig
+from distgpt.core.model.memory import Layout
+from distgpt.core.model.model import Model
+from distgpt.core.model.muon import borders
+from distgpt.core.model.optim import AdamW, place_in
+from distgpt.core.ops.api import PIECE, Array
+from distgpt.core.saved.checkpoint import load_some
+from distgpt.core.saved.tensors import Tensors
+from distgpt.core.train.exchange import Exchange
+from distgpt.core.train.placement import OPTIMIZER, WEIGHTS, Gathering, Groups, OptimizerState, Placement
+from distgpt.parallel.checkpointing import TensorByTensor, host_buffer
+from distgpt.parallel.reductions import bounds_of, flags_sum, in_parts, mean_factor
+
+MASTER = "w/"  # of weights in full precision, which have no prefix in their file
+PREFIXES = ("m/", "v/")
+
+
+class Sharded(Exchange):
+    """After the update, ranks give each other the weights that the passes read.
+
+    Where these are rounded to bfloat16, the weights in full precision stay with their owner, as moments do.
+    """
+
+    name = "sharded"
+    waits_after_update = True
+
+    def __init__(
+        self,
+        comm: Comm,
+        model: Model,
+        bounds: Sequence[int],
+        reduce: Callable[[Sequence[int], int], None],
+        sum_flags: Callable[[], None],
+        mean: float,
+    ) -> None:
+        """`bounds`: of the ranks' parts. `reduce(bounds, step)` gives this rank the sum of its part."""
+        self.mean = mean
+        self.comm, self.model, self._reduce, self._sum_flags = comm, model, reduce, sum_flags
+        self._bounds = bounds
+        self._pieces = model.kernels.scalars(-(-model.layout.size // PIECE))
+
+    def sum_gradients(self, step: int) -> None:
+        self._reduce(self._bounds, step)
+        self._sum_flags()
+
+    def compute_norm(self, optimizer: AdamW) -> None:
+        """Add up the same pieces as a rank that has all gradients, so that the norm is the same number.
+
+        With Muon a part may begin within a piece, and the norm differs by rounding.
+        """
+        k, own = self.model.kernels, optimizer.own
+        k.zero(self._pieces)
+        first, count = own.start // PIECE, -(-(own.stop - own.start) // PIECE)
+        k.squares(self._pieces[first : first + count], self.model.grads.flat[own])
+        self.comm.sum(self._pieces)
+        k.add_up(optimizer.norm, self._pieces)
+
+    def after_update(self, step: int, is_changed: bool) -> None:
+        if is_changed:
+            self.comm.all_gather(self.model.params.flat, self._bounds)
+
+    def waits(self, model: Model) -> list[tuple[str, Array]]:
+        return [*super().waits(model), ("after_update", model.params.flat)]
+
+
+def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange of --grad-sync sharded."""
+    model = state.optimizer.model
+    nccl = comm.nccl if t.gradient_dtype == "float32" else None
+    reduce = (
+        in_parts(model, t, comm, t.gradient_dtype).reduce
+        if nccl is None
+        else lambda bounds, step: nccl.reduce(model.grads.flat, bounds)
+    )
+    bounds = shards(t, model.layout, comm.size)
+    return Sharded(comm, model, bounds, reduce, flags_sum(comm, model, t), mean_factor(comm, t))
+
+
+def shards(t: TrainConfig, layout: Layout, ranks: int) -> list[int]:
+    """Return where each rank's part of the flat buffers begins, and where the last one ends.
+
+    Parts begin at multiples of the pieces whose squares make the norm, which is then the same for any parts;
+    with Muon they have whole matrices.
+    """
+    if t.optimizer == "muon":
+        return borders(layout, ranks, lambda spec: spec.size)
+    return bounds_of(0, layout.size, ranks, PIECE)
+
+
+class ShardedPlacement(Placement):
+    """Each rank has the moments of its own part, and keeps only this part up to date in full precision."""
+
+    name = "sharded"
+    option = "--grad-sync sharded"
+    may_copy = False
+
+    def own(self, layout: Layout, rank: int) -> slice:
+        bounds = shards(self.config, layout, self.ranks)
+        return slice(bounds[rank], bounds[rank + 1])
+
+    def state(self, model: Model, rank: int) -> OptimizerState:
+        # Nothing is left to divide among ranks, as Muon does where all have all moments.
+        return ShardedState(self.optimizer(model, self.own(model.layout, rank)))
+
+
+class ShardedState(OptimizerState):
+    """The moments of one rank's part, and where weights are rounded, this part in full precision."""
+
+    def load_weights(self, comm: Comm, read: Callable[[Tensors], None]) -> None:
+        model = self.optimizer.model
+        if model.part is None:
+            super().load_weights(comm, read)
+            return
+        host = host_buffer(model, model.layout)
+        on_root(comm, lambda: read(dict(host)))
+        comm.broadcast(host.flat)
+        for name, values in host.items():
+            model.put(name, values)
+
+    def restore(self, comm: Comm, checkpoint: Path) -> None:
+        restore_parts(comm, self.optimizer, checkpoint)
+
+    def gathering(self, comm: Comm) -> Gathering:
+        return Shards(comm, self.optimizer)
+
+
+class Part(NamedTuple):
+    """A rank's elements `own` of a flat buffer, and where each rank's elements of it begin."""
+
+    layout: Layout
+    own: slice
+    flat: Array
+    bounds: list[int]
+
+
+class Shards(TensorByTensor):
+    """Moments and weights of which every rank keeps a part up to date."""
+
+    def __init__(self, comm: Comm, optimizer: AdamW) -> None:
+        model, layout, second = optimizer.model, optimizer.model.layout, optimizer.v.layout
+        self._to_host = model.kernels.to_host
+        bounds = shards(optimizer.config, layout, comm.size)
+        self._parts = {
+            "m/": Part(layout, optimizer.own, optimizer.m.flat, bounds),
+            "v/": Part(
+                second, optimizer.v_own, optimizer.v.flat, [place_in(second, layout, at) for at in bounds]
+            ),
+            MASTER: Part(layout, optimizer.own, model.precise(optimizer.own), bounds),
+        }
+        self._specs = {
+            prefix + spec.name: (prefix, spec)
+            for prefix, part in self._parts.items()
+            for spec in part.layout.specs
+        }
+        kind = optimizer.m.flat.dtype
+        super().__init__(comm, {name: (kind, spec.shape) for name, (_, spec) in self._specs.items()})
+
+    def groups(self, weights_alone: bool) -> Groups:
+        moments = {name: name for name, (prefix, _) in self._specs.items() if prefix != MASTER}
+        masters = {spec.name: MASTER + spec.name for spec in self._parts[MASTER].layout.specs}
+        weights: Groups = {WEIGHTS: self.some(masters)}
+        return weights if weights_alone else {OPTIMIZER: self.some(moments), **weights}
+
+    def gathered(self, name: str) -> Array:
+        """On all ranks."""
+        prefix, spec = self._specs[name]
+        layout, own, flat, bounds = self._parts[prefix]
+        start = layout.offsets[spec.name]
+        stop = start + spec.size
+        whole = np.empty(spec.size, flat.dtype)
+        a, b = max(start, own.start), min(stop, own.stop)
+        if a < b:
+            whole[a - start : b - start] = self._to_host(flat[a - own.start : b - own.start])
+        self._comm.all_gather(whole, [min(max(bound, start), stop) - start for bound in bounds])
+        return whole.reshape(spec.shape)
+
+
+def restore_parts(comm: Comm, optimizer: AdamW, checkpoint: Path) -> None:
+    """Fill each rank's part from a verified checkpoint. Collective."""
+    model = optimizer.model
+    parts = (optimizer.m, optimizer.own), (optimizer.v, optimizer.v_own)
+    for prefix, (moment, own) in zip(PREFIXES, parts, strict=True):
+        through = host_buffer(model, moment.layout)
+        named = {prefix + name: array for name, array in through.items()}
+        on_root(comm, partial(load_some, checkpoint, OPTIMIZER, named))
+        comm.broadcast(through.flat)
+        model.kernels.put(moment.flat, through.flat[own])

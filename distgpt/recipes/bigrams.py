@@ -1,0 +1,137 @@
+"""First weights that predict each token from the one before, learned from the counts of all pairs in a text.
+
+A model whose layers add nothing yet computes softmax(head · norm(wte[a])) for the token after a. So embedding
+and output layer can be learned without the layers, and from counts instead of tokens: a pass over all pairs
+costs V² products of width C, however long the text is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from distgpt.core.config import ModelConfig
+from distgpt.core.ops.api import Array
+from distgpt.recipes.scaling import PAIR_ROWS
+
+MOST_TOKENS = 1 << 24  # of a text, which are counted
+MOST_ROWS = PAIR_ROWS  # tokens that are learned, the most frequent ones: the others keep their random weights
+ROWS = 256  # of a piece of work
+# Which part of the rows takes how many steps. The output layer learns from frequent tokens first.
+PHASES = ((0.25, 12), (0.5, 6), (1.0, 9))
+EMBEDDING_LR, BETA1, BETA2, EPS = 0.3, 0.7, 0.9, 1e-12
+HEAD_LR = 5.0  # divided by the width, over which a score sums
+
+
+class PairWeights:
+    """A row of the table of first weights (core/train/restore.py)."""
+
+    note = "first weights: from how often each token of the text follows each other one"
+    tokens = MOST_TOKENS
+
+    def learn(self, tokens: Array, weights: Mapping[str, Array], config: ModelConfig, threads: int) -> None:
+        """Learn embedding and output layer in place."""
+        vocab = config.vocab_size
+        centred = config.norm == "layernorm"
+        learn_bigrams(tokens, weights["wte"][:vocab], weights["head.w"][:vocab], centred, threads)
+
+
+PAIRS = PairWeights()
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Counts of pairs (token, next token), by tokens in the order of their frequency."""
+
+    order: Array  # (V,), the most frequent token first
+    frequency: Array  # (V,), how often a token is followed by any, in that order
+    starts: Array  # (V + 1,), where a token's pairs begin
+    first: Array
+    second: Array
+    count: Array
+
+    @classmethod
+    def of(cls, tokens: Array, vocab_size: int) -> Pairs:
+        frequency = np.bincount(tokens[:-1], minlength=vocab_size)
+        order = np.argsort(-frequency, kind="stable")
+        place = np.empty(vocab_size, np.int64)
+        place[order] = np.arange(vocab_size)
+        keys, count = np.unique(place[tokens[:-1]] * vocab_size + place[tokens[1:]], return_counts=True)
+        first, second = np.divmod(keys, vocab_size)
+        starts = np.searchsorted(first, np.arange(vocab_size + 1))
+        return cls(
+            order, frequency[order].astype(np.float32), starts, first, second, count.astype(np.float32)
+        )
+
+
+def learn_bigrams(tokens: Array, embedding: Array, head: Array, centred: bool, threads: int) -> None:
+    """Replace embedding and head (V, C) by trained ones, in place. They begin as they are.
+
+    `centred`: the norm between them subtracts the mean. Results do not depend on the number of threads.
+    """
+    from distgpt.core.cpu.matmul.blas import single_threaded_blas  # which takes a while to import
+
+    single_threaded_blas()  # as stages on GPUs have not done; the threads are ours
+    pairs = Pairs.of(tokens, len(embedding))
+    learned = min(MOST_ROWS, int(np.count_nonzero(pairs.frequency)))
+    if not learned:
+        return
+    e, h = (weights[pairs.order].astype(np.float32) for weights in (embedding, head))
+    steps = [max(1, round(part * learned)) for part, count in PHASES for _ in range(count)]
+    embeddings, outputs = Adam(e, EMBEDDING_LR), Adam(h, HEAD_LR / h.shape[1])
+    with ThreadPoolExecutor(threads) as pool:
+        for step, rows in enumerate(steps):
+            de = np.zeros((rows, e.shape[1]), np.float32)
+            dh = np.zeros_like(h)
+            work: deque[Future[Array]] = deque()  # a result is as large as the head: few wait to be added
+            for start in range(0, rows, ROWS):
+                if len(work) > threads:
+                    dh += work.popleft().result()
+                part = slice(start, min(start + ROWS, rows))
+                work.append(pool.submit(_gradients, pairs, part, e, h, de, centred))
+            while work:  # in this order: sums round alike on any number of threads
+                dh += work.popleft().result()
+            falling = min(1.0, 2 * (1 - step / len(steps)))
+            embeddings.step(de, falling)
+            outputs.step(dh, falling)
+    embedding[pairs.order], head[pairs.order] = e, h
+
+
+def _gradients(pairs: Pairs, rows: slice, e: Array, h: Array, de: Array, centred: bool) -> Array:
+    """de[rows] ← the gradient of the mean loss; return the part of the head's (V, C) from these rows."""
+    x = e[rows] - e[rows].mean(1, keepdims=True) if centred else e[rows]
+    scale = 1 / np.sqrt(np.mean(x * x, 1, keepdims=True) + 1e-5)
+    x = x * scale
+    p = x @ h.T
+    p -= p.max(1, keepdims=True)
+    np.exp(p, p)
+    p *= (pairs.frequency[rows] / p.sum(1))[:, None]
+    here = slice(pairs.starts[rows.start], pairs.starts[rows.stop])
+    p[pairs.first[here] - rows.start, pairs.second[here]] -= pairs.count[here]
+    p /= pairs.frequency.sum()
+    dx = p @ h
+    if centred:
+        dx -= dx.mean(1, keepdims=True)
+    de[rows] = scale * (dx - x * np.mean(dx * x, 1, keepdims=True))
+    return p.T @ x
+
+
+class Adam:
+    """Updates the first rows of a matrix, as many as there are gradients."""
+
+    def __init__(self, weights: Array, lr: float) -> None:
+        self._weights, self._lr = weights, lr
+        self._m, self._v = np.zeros_like(weights), np.zeros_like(weights)
+        self._steps = np.zeros((len(weights), 1), np.float32)
+
+    def step(self, gradient: Array, falling: float) -> None:
+        weights, m, v, steps = (a[: len(gradient)] for a in (self._weights, self._m, self._v, self._steps))
+        steps += 1
+        m += (1 - BETA1) * (gradient - m)
+        v += (1 - BETA2) * (gradient * gradient - v)
+        size = np.sqrt(v / (1 - BETA2**steps)) + EPS
+        weights -= self._lr * falling * m / (1 - BETA1**steps) / size

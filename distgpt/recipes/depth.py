@@ -1,0 +1,146 @@
+"""--depth: the settings of a new run that follow from a depth and from the text. For rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distgpt.core.base.errors import UsageError, refuse_beside
+from distgpt.core.base.formatting import clock, count, three_digits
+from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS, RunConfig
+from distgpt.core.config.asked import Asked
+from distgpt.core.data.loading import AUTO
+from distgpt.core.data.named import resolve_data
+from distgpt.core.data.shards import is_shards, read_manifest
+from distgpt.core.train.resumption import begins_anew
+from distgpt.recipes.scaling import (
+    DEEPEST,
+    EPOCHS,
+    TOKENS_PER_PARAMETER,
+    Text,
+    bytes_per_token,
+    parameters,
+    recipe,
+    text_to_learn_from,
+    tokens_to_read,
+)
+from distgpt.texts.prepare.documents import find_inputs
+from distgpt.texts.prepare.vocabulary import vocabulary_size
+
+DIALLED = "fast"  # the preset that the laws are for
+BYTES_PER_WORD = 6
+# Of runs by the clock. A token that is evaluated takes half of the time of one that is learned from.
+EVALUATIONS, VAL_SHARE, LEAST_VAL_TOKENS = 6, 64, 1 << 12
+UNPACKED = 3  # times its size is a compressed text, about
+# Settings of the user from which others follow.
+FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TOKENS, "steps"}
+
+
+def titled(asked: Asked) -> Asked:
+    """Return what is asked for with the name of the preset that a depth belongs to, unless it has another."""
+    if asked.given.get("chats"):  # tuning names its runs
+        return asked
+    return replace(asked, title=asked.name if asked.preset or asked.toml else DIALLED)
+
+
+def with_depth(asked: Asked, ranks: int) -> Asked:
+    """Return what is asked for with the settings that follow from its depth. For rank 0."""
+    dial, asked = Dial(asked.depth or 0, asked.tokens, ranks), replace(titled(asked), depth=None)
+    if not begins_anew(asked):  # a resumed run has its settings: the same depth is no other model
+        return replace(asked, given={"n_layer": dial.depth, **asked.given})
+    if asked.preset not in (None, DIALLED):
+        raise UsageError(f"--depth is for the preset {DIALLED}: leave out --preset {asked.preset}")
+    return replace(asked, preset=DIALLED, derived=dial.settings(asked.settings()))
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Turns a depth into settings. `tokens` to read: 0 for as many as the depth asks for."""
+
+    depth: int
+    tokens: float = 0.0
+    ranks: int = 1
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what follows, as changes to the preset; `given` is what the user says beside it."""
+        if type(self.depth) is not int or not 1 <= self.depth <= DEEPEST:
+            raise UsageError(f"--depth is {self.depth!r:.80}: it must be at least 1 and at most {DEEPEST}")
+        for name in FOLLOWED & given.keys():
+            (BATCH_IN_TOKENS if name == BATCH_TOKENS else SETTINGS[name]).check(name, given[name])
+        refuse_beside("--depth", {"init": given.get("init")}, "its weights have a depth")
+        text = text_of(given)
+        found = recipe(self.depth, self.tokens or tokens_to_read(self.depth, text), text, self.ranks, given)
+        return found | (_evaluations(self.tokens, found["steps"]) if self.tokens and holds_out(given) else {})
+
+    def described(self, run: RunConfig) -> str:
+        """Return a table of what has followed."""
+        model, t = run.model, run.train
+        given = {"data": t.data, "tokenizer": t.tokenizer, "val_fraction": t.val_fraction}
+        text = text_of({**given, "vocab_size": model.vocab_size})
+        size = parameters(self.depth, text.vocab_size)
+        per_step = t.batch_size * model.seq_len
+        read = per_step * t.steps
+        tokenizer = "the shards'" if is_shards(resolve_data(t.data)) else t.tokenizer
+        times = read / text.tokens
+        of_text = f"the text {three_digits(times)} times" if times >= 1 else f"{times:.1%} of the text"
+        each = f"{three_digits(read / size)} for each of {_about(size)} parameters (layers and output layer)"
+        steps = f"{count(t.steps, 'step')} of {per_step:,} tokens"
+        if t.train_minutes:
+            steps = f"about {steps}, until {clock(60 * t.train_minutes)} is over"
+        rows = {
+            f"depth {self.depth}": f"{model.n_embd} wide, {model.n_head} heads, context {model.seq_len}",
+            "text": f"about {_about(text.tokens)} tokens; tokenizer {tokenizer}, {text.vocab_size:,} entries",
+            "training": f"reads {_about(read)} tokens, {of_text}; {each}",
+            "steps": f"{steps}; the learning rate rises over the first {t.warmup}",
+            "learning rates": f"{t.lr:g}, embedding {t.embedding_lr:g}, output {t.head_lr:g},"
+            f" vectors {t.vector_lr:g}; weight decay {t.weight_decay:g}",
+        }
+        if not self.tokens and 0.95 * EPOCHS <= times < 0.95 * TOKENS_PER_PARAMETER * size / text.tokens:
+            rows["note"] = (
+                f"a longer text would teach it more: {TOKENS_PER_PARAMETER} tokens for each of these"
+                f" parameters are best, but no text is read more than {EPOCHS} times"
+            )
+        return "\n".join(f"{name:<16}{what}" for name, what in rows.items())
+
+
+def _evaluations(tokens: float, steps: int) -> dict[str, Any]:
+    """Return settings that evaluate a run by the clock a few times, at a small share of its time.
+
+    So its curve shows when it begins to learn the text by heart, and the best weights are kept.
+    """
+    most = max(LEAST_VAL_TOKENS, int(tokens / VAL_SHARE))
+    return {"eval_every": max(1, steps // EVALUATIONS), "val_tokens": most}
+
+
+def holds_out(given: Mapping[str, Any]) -> bool:
+    """Return whether these settings keep a text for validation."""
+    if given.get("val") or given.get("val_fraction"):
+        return True
+    path = resolve_data(given.get("data", "corpus"))
+    return is_shards(path) and bool(read_manifest(path).of("val"))
+
+
+def text_of(given: Mapping[str, Any]) -> Text:
+    """Return the size of the text that these settings name, by the bytes of its files."""
+    path, tokenizer = resolve_data(given.get("data", "corpus")), given.get("tokenizer", AUTO)
+    if is_shards(path):
+        manifest = read_manifest(path)
+        tokens = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
+        return Text(max(1, tokens), manifest.vocab_size)
+    files, held_out = find_inputs((path,)), given.get("val_fraction", 0.0)
+    size = max(1, (1 - held_out) * sum(file.bytes * (UNPACKED if file.compressed else 1) for file in files))
+    entries = given.get("vocab_size", 0)
+    if tokenizer == AUTO:
+        return text_to_learn_from(size, entries)
+    entries = entries or vocabulary_size(tokenizer, path)
+    if tokenizer in ("byte", "char"):
+        return Text(size, entries)
+    return Text(size / (BYTES_PER_WORD if tokenizer == "word" else bytes_per_token(entries)), entries)
+
+
+def _about(number: float) -> str:
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{three_digits(number / factor)} {unit}"
+    return f"{number:.0f}"

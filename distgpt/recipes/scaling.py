@@ -1,0 +1,233 @@
+"""One dial: what follows from a depth and a text, by fitted laws (docs/explanation/learning.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HEAD = 64  # elements of an attention head; each layer makes the model this much wider
+TOKENS_PER_PARAMETER = 12  # of the layers' matrices and the output layer
+EPOCHS = 8  # read a text no more often
+DEEPEST = 100
+BYTES_AT_LEAST = 200_000  # of a text that has enough for a vocabulary of its own
+SMALLEST_BPE, LARGEST_BPE = 512, 1 << 15
+REFERENCE_BATCH = 1 << 12  # tokens, at which the learning rates of the preset `fast` were found
+SMALLEST_BATCH, LARGEST_BATCH = 1 << 9, 1 << 19
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, as far as the laws need it: about how many tokens it has, and of how many kinds."""
+
+    tokens: float
+    vocab_size: int
+    tokenizer: str = ""  # to learn, as --tokenizer takes it; "": the text has one
+    difficulty: float = 1.0  # times as many bits per byte as in the text that the laws were fitted to
+
+
+def width(depth: int) -> int:
+    return HEAD * depth
+
+
+def matrices(depth: int) -> int:
+    """Count the parameters of the layers' matrices."""
+    return 12 * depth * width(depth) ** 2
+
+
+def parameters(depth: int, vocab_size: int) -> int:
+    """Count the parameters of the tokens-per-parameter ratio: the layers' matrices and the output layer."""
+    return matrices(depth) + vocab_size * width(depth)
+
+
+def vocabulary(size: float) -> int:
+    """Return the entries of a BPE for a text of this many bytes: a power of two, about 1.6 √size."""
+    if size < BYTES_AT_LEAST:
+        return 256
+    return min(LARGEST_BPE, max(SMALLEST_BPE, power_of_two(1.6 * math.sqrt(size))))
+
+
+def bytes_per_token(vocab_size: int) -> float:
+    """Return about how many bytes of English a token has."""
+    return 1.9 + 0.37 * math.log2(vocab_size / SMALLEST_BPE) if vocab_size > 256 else 1.0
+
+
+def text_to_learn_from(size: float, entries: int = 0) -> Text:
+    """Return the tokens of a text of this many bytes, with its own vocabulary or this many `entries`."""
+    entries = entries or vocabulary(size)
+    if entries <= 256:
+        return Text(size, entries, "byte")
+    return Text(size / bytes_per_token(entries), entries, f"bpe:{entries}")
+
+
+def context(depth: int, tokens: float) -> int:
+    """Return the tokens of a sequence. A shorter text makes it smaller."""
+    usual = 256 if depth <= 3 else 512 if depth <= 6 else 1024
+    fits = 1 << max(3, int(tokens / 2).bit_length() - 1)
+    return min(usual, fits)
+
+
+def tokens_to_read(depth: int, text: Text) -> float:
+    return min(TOKENS_PER_PARAMETER * parameters(depth, text.vocab_size), EPOCHS * text.tokens)
+
+
+def batch(tokens: float) -> int:
+    """Return the tokens of a step in a run over this many (arXiv 2505.13738)."""
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, power_of_two(REFERENCE_BATCH * (tokens / 12e6) ** 0.383)))
+
+
+def recipe(
+    depth: int, tokens: float, text: Text, ranks: int = 1, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the settings of a run over this many tokens, as changes to the preset `fast`.
+
+    Settings in `given` override the derived ones, and the rest is derived from them.
+    """
+    given = given or {}
+    seq_len = given.get("seq_len", context(depth, text.tokens))
+    sequences = max(1, given.get("batch_tokens", batch(tokens)) // seq_len)
+    sequences = given.get("batch_size", -(-sequences // ranks) * ranks)
+    steps = given.get("steps", max(1, round(tokens / (sequences * seq_len))))
+    larger = math.sqrt(sequences * seq_len / REFERENCE_BATCH)
+    narrower = math.sqrt(256 / width(depth))
+    from_pairs = tokens <= PAIRS_UP_TO
+    lr = min(0.05, (0.04 if from_pairs else 0.03) * larger)
+    embedding, values, head = (0.02, 0.1, 0.0007) if from_pairs else (0.3, 0.3, 0.008)
+    found = {
+        "lr": lr,
+        "min_lr": lr / 20,
+        "embedding_lr": embedding * narrower,
+        "value_lr": values * narrower,
+        "head_lr": head * narrower,
+        "vector_lr": 0.01,
+        "weight_decay": 0.28 * larger * min(1.0, 4e6 / tokens),
+    }
+    return {
+        "n_layer": depth,
+        "n_head": depth,
+        "n_embd": width(depth),
+        "seq_len": seq_len,
+        "window": 0 if from_pairs else seq_len // 4,
+        **({"tokenizer": text.tokenizer} if text.tokenizer else {}),
+        "batch_size": sequences,
+        "steps": steps,
+        "warmup": min(100, math.ceil(steps / 25)),
+        "init_weights": "bigrams" if from_pairs else "unit",
+        **{name: float(f"{value:.3g}") for name, value in found.items()},
+    }
+
+
+def power_of_two(value: float) -> int:
+    """Return the nearest one, by ratio."""
+    return 1 << max(0, round(math.log2(max(1.0, value))))
+
+
+# By the clock: which depth learns most in a given time
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Bits per byte = E + A / parameters^a + B / tokens^b, of the layers' matrices alone.
+
+    Both were fitted to one text with `LAWS_VOCABULARY` entries. Tokens of a smaller vocabulary say less each:
+    they count by their bytes.
+    """
+
+    E: float
+    A: float
+    a: float
+    B: float
+    b: float
+
+    def bits_per_byte(self, parameters: float, tokens: float) -> float:
+        return self.E + self.A / math.pow(parameters, self.a) + self.B / math.pow(tokens, self.b)
+
+
+PAIRS_LAW = Law(E=0.0457, A=4.9509, a=0.3, B=4.212, b=0.065)  # of runs that begin with pairs
+LAW = Law(E=0.66, A=17.3338, a=0.3, B=249.1379, b=0.4)  # of longer ones; both by benchmarks/scaling_laws.py
+LAWS_VOCABULARY = 8192
+# What the laws say is off by about as much, as a share: see benchmarks/predicted_bits.py.
+EXPECTED_WITHIN = 0.1
+# Reading a text again teaches less: from the second time on 1/e as much after this many times, and all times
+# together as much as so many new texts (arXiv 2305.16264).
+REPEATED = 15.0
+PAIRS_UP_TO = 2e6  # tokens of a run, in which first weights from pairs of tokens win
+PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # of first weights from pairs: passes over all, tokens at most
+SLOWER_PAIRS = 3.0  # how many times the time of training a FLOP there takes
+PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
+# Read a text no more often however much time there is: held-out loss was lowest after 4 to 6 times
+# (docs/explanation/learning.md), and nothing here holds a model back from learning it by heart.
+EPOCHS_BY_CLOCK = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A depth, the tokens it reads, the seconds it may take, and the bits per byte to expect then."""
+
+    depth: int
+    tokens: float
+    seconds: float
+    bits_per_byte: float
+
+    def bits_range(self) -> str:
+        """Return between which two figures the bits per byte are expected."""
+        low, high = (self.bits_per_byte * (1 + off) for off in (-EXPECTED_WITHIN, EXPECTED_WITHIN))
+        return f"{low:.2f} to {high:.2f}"
+
+
+def expected_bits(depth: int, tokens: float, text: Text) -> float:
+    """Return about how many bits per byte a model has after this many tokens, some of them read again."""
+    repeated = max(0.0, tokens / text.tokens - 1)
+    new = min(tokens, text.tokens) + text.tokens * REPEATED * (1 - math.exp(-repeated / REPEATED))
+    law = PAIRS_LAW if tokens <= PAIRS_UP_TO else LAW
+    same = bytes_per_token(text.vocab_size) / bytes_per_token(LAWS_VOCABULARY)
+    return text.difficulty * law.bits_per_byte(matrices(depth), same * new)
+
+
+def flops(depth: int, text: Text) -> float:
+    """Return those of a token in training: of the matrices and of attention."""
+    return 6.0 * (parameters(depth, text.vocab_size) + depth * width(depth) * context(depth, text.tokens))
+
+
+def pair_flops(depth: int, text: Text) -> float:
+    """Return those of learning first weights from the counts of pairs (recipes/bigrams.py)."""
+    return 6.0 * PAIR_PASSES * min(PAIR_ROWS, text.vocab_size) * text.vocab_size * width(depth)
+
+
+def speed(depth: int, measured: Mapping[int, float], text: Text) -> float:
+    """Return the tokens/s of a depth: on a line through the nearest measured ones, in log-log over FLOPs."""
+    near = sorted(sorted(measured, key=lambda known: abs(known - depth))[:2])
+    at, *places = (math.log(flops(each, text)) for each in (depth, *near))
+    rates = [math.log(measured[each]) for each in near]
+    if len(near) == 1:
+        return math.exp(rates[0] - (at - places[0]))
+    slope = min(0.0, max(-1.0, (rates[1] - rates[0]) / (places[1] - places[0])))
+    nearest = min(range(2), key=lambda i: abs(places[i] - at))
+    return math.exp(rates[nearest] + slope * (at - places[nearest]))
+
+
+def choose(seconds: float, measured: Mapping[int, float], text: Text, only: int = 0) -> Choice:
+    """Return the depth with the lowest expected loss after this time, by the tokens/s of some depths."""
+    fitting = [
+        depth
+        for depth in range(1, DEEPEST + 1)
+        if depth == 1 or parameters(depth, text.vocab_size) <= PARAMETERS_PER_TOKEN * text.tokens
+    ]
+
+    def choice(depth: int) -> Choice:
+        rate, most = speed(depth, measured, text), EPOCHS_BY_CLOCK * text.tokens
+        pairs = SLOWER_PAIRS * pair_flops(depth, text) / (rate * flops(depth, text))  # seconds
+
+        def reading(tokens: float) -> Choice:
+            before = pairs if tokens <= PAIRS_UP_TO else 0.0
+            end = min(seconds, before + most / rate)
+            return Choice(depth, tokens, end, expected_bits(depth, tokens, text))
+
+        tokens = max(1.0, min(most, seconds * rate))
+        if tokens <= PAIRS_UP_TO:
+            return reading(max(1.0, min(tokens, max(seconds - pairs, seconds / 20) * rate)))
+        # A run that could read a little more than begins with pairs may learn more with them.
+        return min(reading(tokens), reading(PAIRS_UP_TO), key=lambda each: each.bits_per_byte)
+
+    return min(map(choice, [only] if only else fitting), key=lambda each: each.bits_per_byte)

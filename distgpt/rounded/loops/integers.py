@@ -1,0 +1,117 @@
+"""int8 and int4 in plain NumPy: matrices as integers and scales.
+
+A matrix in int8 is symmetric: w ≈ q · scale, q in -127 … 127, with one scale for each block of k of a row. A
+scale is a bfloat16, rounded up, so that the largest element of a block still fits. In int4 blocks are
+smaller, q is one of the 16 LEVELS, and the scale, of either sign, is searched for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from distgpt.core.ops.api import Array, Floats2d
+from distgpt.core.ops.low_precision import BITS, from_bfloat16, to_bfloat16
+
+# Columns that share a scale, by the bits of integers. In int4 they are half as many: what fewer bits lose is
+# large enough to pay for more scales.
+BLOCKS = {8: 64, 4: 32}
+MOST = 127
+# Dense where weights are: nearly the best for normal and Student's t distributions (8 degrees of freedom),
+# each block with the scale, of either sign, that suits it best. The positive ones end earlier, so that
+# the sign can put the largest weight at the end that fits it.
+LEVELS = (-127, -97, -75, -58, -44, -32, -20, -9, 0, 12, 23, 34, 47, 62, 79, 105)
+
+
+class Quantised(NamedTuple):
+    """A matrix (n, k): q int8 (n, k), scales (n, blocks of k), bits of bfloat16; in int4 q are LEVELS."""
+
+    q: Array
+    scales: Array
+    bits: int = 8
+
+
+def quantise(w: Floats2d) -> Quantised:
+    """Round a float32 matrix to the nearest int8."""
+    n, k = w.shape
+    block = BLOCKS[8]
+    blocks = -(-k // block)
+    q, scales = np.empty((n, k), np.int8), np.empty((n, blocks), BITS)
+    for i in range(0, n, 1024):  # a part that stays in a cache
+        padded = np.zeros((len(w[i : i + 1024]), blocks * block), np.float32)
+        padded[:, :k] = w[i : i + 1024]
+        each = padded.reshape(len(padded), blocks, block)
+        least = np.abs(each).max(2) / np.float32(MOST)
+        bits = ((least.view(np.uint32) + np.uint32(0xFFFF)) >> 16).astype(BITS)
+        scale = from_bfloat16(bits)[..., None]
+        rounded = np.rint(each / np.where(scale == 0, np.float32(1), scale))
+        q[i : i + 1024] = rounded.reshape(len(padded), -1)[:, :k]
+        scales[i : i + 1024] = bits
+    return Quantised(q, scales)
+
+
+NEAREST = np.array([min(LEVELS, key=lambda level: abs(q - level)) for q in range(-MOST, MOST + 1)], np.int8)
+# Scales to try, as parts of the one that makes the largest element of a block the end of LEVELS.
+LEAST = 1e-36  # a smaller scale stands for zeros
+TRIED = tuple(sign * part for sign in (1, -1) for part in np.linspace(0.85, 1.3, 7, dtype=np.float32))
+
+
+def quantise4(w: Floats2d) -> Quantised:
+    """Round a float32 matrix to int4: each block by the scale of those tried that leaves the least error.
+
+    Of integers q the best scale is Σ w q / Σ q², which takes (Σ w q)² / Σ q² off the squared error.
+    """
+    n, k = w.shape
+    block = BLOCKS[4]
+    blocks = -(-k // block)
+    padded = np.zeros((n, blocks * block), np.float32)
+    padded[:, :k] = w
+    each = padded.reshape(n, blocks, block)
+    top = np.abs(each).max(2) / np.float32(MOST)
+    best, scale = np.zeros_like(top), np.zeros_like(top)
+    for part in TRIED:
+        tried = (top * part)[..., None]
+        x, q = each * _inverse(tried), nearest(each, tried).astype(np.float32)
+        product, square = (x * q).sum(2), (q * q).sum(2) + np.float32(LEAST)
+        gain = (product * part) ** 2 / square
+        scale = np.where(gain > best, product / square * (top * part), scale)
+        best = np.maximum(best, gain)
+    bits = to_bfloat16(scale)
+    q = nearest(each, from_bfloat16(bits)[..., None])
+    return Quantised(np.ascontiguousarray(q.reshape(n, -1)[:, :k]), bits, 4)
+
+
+def _inverse(scale: Array) -> Array:
+    there = np.abs(scale) >= LEAST
+    found: Array = np.where(there, np.float32(1) / np.where(there, scale, np.float32(1)), np.float32(0))
+    return found
+
+
+def nearest(w: Array, scale: Array) -> Array:
+    """Return the levels that stand for elements best."""
+    found: Array = NEAREST[np.clip(np.rint(w * _inverse(scale)), -MOST, MOST).astype(np.int16) + MOST]
+    return found
+
+
+_PLACES = np.zeros(256, np.uint8)
+_PLACES[np.array(LEVELS, np.int8).view(np.uint8)] = range(len(LEVELS))
+_PAIRS = np.array([(low, high) for high in LEVELS for low in LEVELS], np.int8)
+
+
+def to_nibbles(q: Array) -> Array:
+    """Return the places of LEVELS, two columns in a byte, the first in its lower half."""
+    n, k = q.shape
+    places = np.zeros((n, k + k % 2), np.uint8)
+    places[:, :k] = _PLACES[q.view(np.uint8)]
+    return places[:, ::2] | places[:, 1::2] << 4
+
+
+def from_nibbles(halves: Array, k: int) -> Array:
+    """Return the LEVELS of k columns."""
+    return np.ascontiguousarray(_PAIRS[halves].reshape(len(halves), -1)[:, :k])
+
+
+def restored(x: Quantised) -> Floats2d:
+    """Return the float32 matrix that this stands for."""
+    return x.q * np.repeat(from_bfloat16(x.scales), BLOCKS[x.bits], axis=1)[:, : x.q.shape[1]]

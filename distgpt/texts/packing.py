@@ -1,0 +1,187 @@
+"""Rows that begin with a document: documents are put together by best fit, so that few of them are cut.
+
+A row has room for T + 1 tokens, and a longer document is cut into parts of that size and a rest. A row
+takes the longest part that fits, again and again; where none does, the shortest one fills it and loses its
+end. All documents of the corpus can be chosen. So the rows of an epoch are the same every time, and only
+their order is drawn. The last row is filled up with the beginning of the corpus.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError, Say, UsageError
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import on_every_rank, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import RunConfig
+from distgpt.core.data.batches import Batches, Tokens
+from distgpt.core.data.loading import TEXTS, Corpus, DataRequest, kind_of, load_one
+from distgpt.core.ops.api import Array
+
+AT_ONCE = 1 << 22  # tokens that are searched together
+NO_DOCUMENTS = (
+    "--pack needs documents that a token of its own separates: give --data documents (a folder, .jsonl,"
+    " .parquet), not one text, and --tokenizer gpt2 or a BPE; shards are made with --separator auto"
+)
+
+Row = list[tuple[int, int]]  # of each piece its part's length, and how many of its tokens are taken
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The pieces of all rows: row r has those in [ends[r], ends[r + 1]). `cut_off` tokens are in no row."""
+
+    starts: Array  # int64
+    lengths: Array  # int32
+    ends: Array  # int64
+    cut_off: int
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def row(self, number: int) -> Iterator[tuple[int, int]]:
+        """Return where each piece of a row begins, and its length."""
+        pieces = slice(*self.ends[number : number + 2].tolist())
+        return zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True)
+
+
+class PackedBatches(Batches):
+    """The global batches of a run whose rows are packed; `windows` gives numbers of rows."""
+
+    def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, separator: int) -> None:
+        super().__init__(tokens, seq_len, batch_size, seed, shift=False)
+        room = seq_len + 1
+        parts = part_starts(document_starts(tokens, separator), len(tokens), room)
+        self.plan = pack(parts, len(tokens), room)
+        self.windows_per_epoch = len(self.plan)
+
+    def notes(self, steps: int) -> Iterator[str]:
+        yield from super().notes(steps)
+        rows, cut_off = count(len(self.plan), "sequence"), self.plan.cut_off / self.tokens
+        yield f"--pack: {rows}; {cut_off:.1%} of the tokens, ends of documents that do not fit, are left out"
+
+    def _starts(self, step: int, rows: slice) -> Array:
+        return self._order(step, rows)[0].astype(np.int64)
+
+    def _window(self, start: int) -> Array:
+        pieces = [self._tokens.read(begin, begin + length) for begin, length in self.plan.row(start)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCorpus(Corpus):
+    """Documents that batches put together in rows."""
+
+    def batches(self, comm: Comm, run: RunConfig) -> Batches:
+        separator, t = self.separator, run.train
+        if separator is None:
+            raise shared(UsageError(NO_DOCUMENTS))
+        length = run.model.seq_len
+        return on_every_rank(comm, lambda: PackedBatches(self.train, length, t.batch_size, t.seed, separator))
+
+
+class _Packed:
+    """A row of the table of texts, by --pack: texts of the kind that the path tells, in other batches."""
+
+    def refuse_missing(self, request: DataRequest) -> None:
+        TEXTS[kind_of(request.data)].refuse_missing(request)
+
+    def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
+        found = load_one(comm, replace(request, kind=""), say)
+        return PackedCorpus(found.tokenizer, found.splits, found.separator)
+
+
+PACKED = _Packed()
+
+
+def document_starts(tokens: Tokens, separator: int) -> Array:
+    """Return where documents begin: at each separator, and at 0, where the rest of one may stand. int64."""
+    found = [np.zeros(1, np.int64)]
+    for start in range(0, len(tokens), AT_ONCE):
+        ids = tokens.read(start, min(start + AT_ONCE, len(tokens)))
+        found.append(np.flatnonzero(ids == separator) + start)
+    starts = np.concatenate(found)
+    if len(starts) == 1:
+        raise DataError(f"--pack: the token {separator}, which separates documents, is not in the corpus")
+    return starts[1:] if starts[1] == 0 else starts
+
+
+def part_starts(starts: Array, tokens: int, room: int) -> Array:
+    """Return where parts of documents begin, of which none is longer than a row."""
+    counts = -(-np.diff(starts, append=tokens) // room)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts, counts) + room * (np.arange(counts.sum()) - before)
+
+
+def pack(starts: Array, tokens: int, room: int, whole: bool = False) -> Plan:
+    """Return the plan for parts that begin at these places of a corpus of this many tokens.
+
+    `whole`: none is cut, so that rows may have room left at their end.
+    Rows depend on lengths alone, and come in runs of equal ones. So a row is chosen once for the whole run:
+    the work grows with the number of lengths, not of documents.
+    """
+    lengths = np.diff(starts, append=tokens)
+    order = np.argsort(lengths, kind="stable")
+    sizes, first = np.unique(lengths[order], return_index=True)
+    left = dict(zip(sizes.tolist(), np.diff(first, append=len(order)).tolist(), strict=True))
+    taken = dict(zip(sizes.tolist(), first.tolist(), strict=True))  # of `order`: the next one of a length
+    chosen, taken_of, per_row = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.zeros(1, np.int64)]
+    for row, repeats in _runs(left, room, whole):
+        chosen.append(order[_documents(row, repeats, taken)])
+        taken_of.append(np.tile(np.array([length for _, length in row], np.int32), repeats))
+        per_row.append(np.full(repeats, len(row)))
+    begins, pieces = starts[np.concatenate(chosen)], np.concatenate(taken_of)
+    cut_off = tokens - int(pieces.sum(dtype=np.int64))
+    missing = 0 if whole else -int(pieces.sum(dtype=np.int64)) % room
+    filler = np.array([*([tokens] * (missing // tokens)), missing % tokens], np.int32)
+    filler = filler[filler > 0]
+    per_row[-1][-1] += len(filler)
+    return Plan(
+        np.append(begins, np.zeros(len(filler), np.int64)),
+        np.append(pieces, filler),
+        np.cumsum(np.concatenate(per_row)),
+        cut_off,
+    )
+
+
+def _runs(left: dict[int, int], room: int, whole: bool) -> Iterator[tuple[Row, int]]:
+    """Return each different row, and how many of it follow each other. `left`: parts by length."""
+    sizes = sorted(left)
+    while sizes:
+        row: Row = []
+        missing = room
+        while missing and sizes:
+            at = bisect_right(sizes, missing) - 1  # the longest that fits, else the shortest
+            if at < 0 and whole:
+                break
+            size = sizes[at := max(0, at)]
+            row.append((size, min(size, missing)))
+            missing -= row[-1][1]
+            left[size] -= 1
+            if not left[size]:
+                del sizes[at]
+        used = Counter(size for size, _ in row)
+        more = min(left[size] // times for size, times in used.items())
+        for size, times in used.items():
+            left[size] -= more * times
+        sizes = [size for size in sizes if left[size]] if more else sizes
+        yield row, 1 + more
+
+
+def _documents(row: Row, repeats: int, taken: dict[int, int]) -> Array:
+    """Return which parts of each length these rows take, piece by piece; `taken` moves past them."""
+    used = Counter(size for size, _ in row)
+    so_far: defaultdict[int, int] = defaultdict(int)
+    found = np.empty((repeats, len(row)), np.int64)
+    for piece, (size, _) in enumerate(row):
+        found[:, piece] = taken[size] + so_far[size] + used[size] * np.arange(repeats)
+        so_far[size] += 1
+    for size, times in used.items():
+        taken[size] += times * repeats
+    return found.reshape(-1)

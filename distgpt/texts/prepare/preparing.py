@@ -1,0 +1,435 @@
+"""From documents to token shards: in bounded memory, on several threads, resumable after an interruption.
+
+First all documents are tokenized into a spool (spool.py), then taken out of it in the order of their keys. So
+the shuffle is one of all documents, and everything is counted before the first shard."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from distgpt.core.base.errors import DataError, DistgptError, UsageError
+from distgpt.core.base.files import atomic_file, storage_errors
+from distgpt.core.base.formatting import count
+from distgpt.core.data.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    ShardWriter,
+    check_front,
+    read_tokenizer,
+    shard_name,
+)
+from distgpt.core.data.tokenizers import (
+    Ids,
+    Tokenizer,
+    find_kind,
+    fingerprint,
+    id_dtype,
+    load_tokenizer,
+)
+from distgpt.core.ops.api import Array
+from distgpt.texts.prepare.documents import (
+    FIELD,
+    MAX_DOCUMENT,
+    Input,
+    Offset,
+    Piece,
+    documents,
+    find_inputs,
+    pieces,
+)
+from distgpt.texts.prepare.encoding import Encoded, Separator, encode, find_separator, in_order
+from distgpt.texts.prepare.progress import (
+    PROGRESS,
+    Progress,
+    Settings,
+    list_inputs,
+    load_progress,
+    remove_all,
+    remove_partial,
+    reserved,
+)
+from distgpt.texts.prepare.spool import Spool, files_for
+from distgpt.texts.tokenizers.learn import not_empty
+
+LEAST = 2  # tokens: one to see, one to predict
+EVERY, EACH = 1 << 24, 1 << 18  # tokens from one note of the progress to the next; more for each file
+PARTS = 16  # of validation: a longer document gives a share of its own tokens
+LEAST_SHARE = 64  # tokens that make sense on their own
+
+AT_ONCE = 1 << 20  # ids that are read together, or a few more
+
+# File of the spool; of each document in it the first id, their number, and whether the document begins there.
+_Spans = tuple[int, Array, Array, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`tokenizer` is one, or its name; for char, word and bpe:N it is made from the inputs.
+
+    `val_shards`, if given, counts whole shards for validation, instead of a fraction of the tokens.
+    Without a `seed` the documents stay in the order in which they are read.
+    """
+
+    inputs: tuple[Path | Input, ...]
+    tokenizer: str | Tokenizer
+    out: Path
+    shard_tokens: int = 100_000_000
+    val_fraction: float = 0.05
+    val_shards: int | None = None
+    separator: str = "auto"
+    field: str = FIELD
+    seed: int | None = 0
+    max_document: int = MAX_DOCUMENT
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shard_tokens < LEAST:
+            raise UsageError(f"--shard-tokens is {self.shard_tokens}: it must be at least {LEAST}")
+        if not 0 <= self.val_fraction < 1:
+            raise UsageError(f"--val-fraction is {self.val_fraction}: it must lie in [0, 1)")
+
+    def known_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, unless it has to be made from the inputs."""
+        if isinstance(self.tokenizer, Tokenizer):
+            return self.tokenizer
+        kind, _ = find_kind(self.tokenizer)
+        return None if kind and kind.learn else load_tokenizer(self.tokenizer)
+
+    def made_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer made from the inputs."""
+        kind, argument = find_kind(str(self.tokenizer))
+        assert kind is not None and kind.learn is not None
+        texts = documents(self.inputs, self.field, self.max_document)
+        return kind.learn(argument, not_empty(texts), True)
+
+    def settings(self, tokenizer: Tokenizer | None) -> Settings:
+        """Return what the shards depend on, besides the inputs."""
+        made = f"{tokenizer.describe()} ({fingerprint(tokenizer)[:16]})" if tokenizer else self.tokenizer
+        return {
+            "tokenizer": made,
+            "shard_tokens": self.shard_tokens,
+            "val_fraction": self.val_fraction if self.val_shards is None else None,
+            "val_shards": self.val_shards,
+            "separator": self.separator,
+            "field": self.field,
+            "seed": self.seed,
+        }
+
+    def held_out(self, tokens: int) -> int:
+        """Return the number of tokens for validation among this many."""
+        if self.val_shards is not None:
+            return self.val_shards * self.shard_tokens
+        held_out = min(int(self.val_fraction * tokens), self.shard_tokens)
+        return held_out if held_out >= LEAST else 0
+
+
+class Watcher(Protocol):
+    """Shows the progress of the work."""
+
+    def began(self, total_bytes: int, of: str, label: str = "") -> None: ...
+
+    def advanced(self, consumed: int, tokens: int) -> None: ...
+
+    def noted(self, text: str) -> None: ...
+
+
+class Preparation:
+    """Puts the ids of the pieces into shards, and says in `progress` how far it is."""
+
+    def __init__(
+        self,
+        request: Request,
+        inputs: list[Input],
+        tokenizer: Tokenizer,
+        progress: Progress,
+        separator: Separator,
+        watcher: Watcher,
+    ) -> None:
+        self._request, self._inputs, self._tokenizer = request, inputs, tokenizer
+        self._progress, self._separator, self._watcher = progress, separator, watcher
+        self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<").str
+        self._total = sum(source.bytes for source in inputs)
+
+    def run(self) -> None:
+        """Write all shards, or those that are missing. `progress` then describes all of them."""
+        request, progress = self._request, self._progress
+        if progress.complete:
+            self._check_finished()
+            return
+        sizes = progress.spooled or [[0, 0] for _ in range(files_for(self._total))]
+        self._spool = Spool(request.out, self._dtype, request.seed, sizes)
+        if progress.held_out is None:
+            self._fill_spool()
+        self._write_all()
+        progress.complete = True
+        progress.save(self._request.out)
+        self._spool.remove()
+
+    # Into the spool
+
+    def _fill_spool(self) -> None:
+        progress, spool = self._progress, self._spool
+        every = min(self._request.shard_tokens, EVERY + EACH * len(spool.sizes))
+        tokens = noted = sum(pair[1] for pair in progress.sources)
+        self._watcher.began(self._total, self._tokenizer.describe())
+        with self._encoded() as results:
+            for encoded in results:
+                piece, source = encoded.piece, progress.sources[encoded.piece.place.input]
+                spool.add(progress.counts.documents - (not piece.begins), encoded.lengths, encoded.ids)
+                progress.counts += encoded.counts
+                source[0] += encoded.counts.documents
+                source[1] += len(encoded.ids)
+                tokens += len(encoded.ids)
+                if tokens - noted >= every:
+                    progress.place, progress.spooled = piece.next, spool.flush()
+                    progress.save(self._request.out)
+                    noted = tokens
+                self._watcher.advanced(piece.consumed, tokens)
+        progress.spooled = spool.flush()
+        tokens = max(0, self._with_separators() - self._dropped())
+        progress.held_out = min(self._request.held_out(tokens), tokens)
+        progress.save(self._request.out)
+
+    def _encoded(self) -> closing[Generator[Encoded, None, None]]:
+        """The ids of the pieces that are left."""
+        request = self._request
+        todo = pieces(self._inputs, request.field, self._progress.place, request.max_document)
+        work = partial(encode, tokenizer=self._tokenizer, field=request.field)
+        return closing(in_order(work, todo, Piece.size, request.workers))
+
+    def _with_separators(self) -> int:
+        """Ids of all documents, a separator beside each."""
+        tokens = sum(tokens for tokens, _ in self._spool.sizes)
+        return tokens + len(self._separator.ids) * self._progress.counts.documents
+
+    def _dropped(self) -> int:
+        """Ids of a separator that does not stand before the first document."""
+        return len(self._separator.ids) * self._separator.only_between
+
+    # Out of the spool
+
+    def _write_all(self) -> None:
+        progress = self._progress
+        self._check_finished()
+        width = np.dtype(self._dtype).itemsize
+        documents = count(progress.counts.documents, "document")
+        label = "writing" if self._request.seed is None else "shuffling"
+        self._watcher.began(self._with_separators() * width, documents, label)
+        self._done = 0
+        self._write("val", progress.held_out or 0)
+        self._write("train", 2 * self._with_separators())  # all there is
+
+    def _write(self, split: str, left: int) -> None:
+        """Write this many ids of a split, or what finished shards do not hold of them."""
+        skip = self._progress.tokens(split)
+        if split == "train" and self._request.seed is None:  # its stream begins with those for validation
+            skip += self._progress.held_out or 0
+        width, total = np.dtype(self._dtype).itemsize, self._with_separators()
+        writer: ShardWriter | None = None
+        try:
+            for ids in self._stream(split) if left else ():
+                ids = ids[:left]
+                left -= len(ids)
+                self._done += len(ids)
+                skip, ids = max(0, skip - len(ids)), ids[skip:]
+                while len(ids):
+                    writer = writer or self._new_shard(split)
+                    room = min(len(ids), self._request.shard_tokens - writer.tokens)
+                    writer.write(ids[:room])
+                    ids = ids[room:]
+                    if writer.tokens == self._request.shard_tokens:
+                        self._finish(writer, split)
+                        writer = None
+                    self._watcher.advanced(min(self._done, total) * width, self._done)
+                if not left:
+                    break
+            if writer:
+                self._finish(writer, split)
+        except BaseException:
+            if writer:
+                writer.discard()
+            raise
+
+    def _stream(self, split: str) -> Iterator[Ids]:
+        """The ids of a split, a separator before each document, and before the rest of one that was cut."""
+        is_first = True
+        for file, starts, lengths, is_whole in self._spans(split):
+            lead = np.full(len(starts), len(self._separator.ids))
+            if is_first and (self._separator.only_between or not is_whole[0]):
+                lead[0] = 0
+            is_first = False
+            yield from self._blocks(file, starts, lengths, lead)
+
+    def _blocks(self, file: int, starts: Array, lengths: Array, lead: Array) -> Iterator[Ids]:
+        """The ids of these documents, about `AT_ONCE` at a time. `lead`: ids of the separator before each."""
+        starts, lengths, lead = _in_pieces(starts, lengths, lead)
+        ends = np.cumsum(lead + lengths)
+        cuts = np.flatnonzero(np.diff(ends // AT_ONCE)) + 1
+        for first, stop in pairwise([0, *cuts.tolist(), len(ends)]):
+            some, begin = slice(first, stop), ends[first] - lengths[first] - lead[first]
+            at = (ends - lengths)[some] - begin
+            ids = np.empty(ends[stop - 1] - begin, self._dtype)
+            for back, token in enumerate(reversed(self._separator.ids), 1):
+                ids[at[lead[some] > 0] - back] = token
+            self._spool.read_ids(file, ids, at.tolist(), starts[some].tolist(), lengths[some].tolist())
+            yield ids
+
+    def _spans(self, split: str) -> Iterator[_Spans]:
+        """Return the parts of documents that belong to a split, in the order of their keys.
+
+        Without a shuffle they are all documents, of which the first ids are for validation. Else validation
+        takes the same share from the start of every long document, and fills up with short ones. So every
+        long document contributes, and each is cut at most once.
+        """
+        if self._request.seed is None:
+            for file in range(len(self._spool.sizes)):
+                for starts, lengths in self._spool.documents(file):
+                    yield file, starts, lengths, np.ones(len(starts), bool)
+            return
+        between, total = len(self._separator.ids), max(1, self._with_separators())
+        held_out = (self._progress.held_out or 0) + self._dropped() if self._progress.held_out else 0
+        least = self._least_of_long(held_out, total)
+        long_so_far, left = 0, held_out - held_out * self._tokens_of_long(least) // total
+        for file in range(len(self._spool.sizes)):
+            for starts, lengths in self._spool.documents(file):
+                tokens = lengths + between
+                short = np.where(tokens < least, tokens, 0)
+                given = np.clip(left - np.cumsum(short) + short, 0, short)
+                left -= int(given.sum())
+                for i in np.flatnonzero(tokens >= least).tolist():  # not in 64 bits
+                    before, long_so_far = long_so_far, long_so_far + int(tokens[i])
+                    given[i] = held_out * long_so_far // total - held_out * before // total
+                cut = np.maximum(given - between, 0)
+                if split == "val" and len(some := np.flatnonzero(given)):
+                    yield file, starts[some], cut[some], np.ones(len(some), bool)
+                elif split == "train" and len(some := np.flatnonzero(given < tokens)):
+                    yield file, (starts + cut)[some], (lengths - cut)[some], (cut == 0)[some]
+
+    def _tokens_of_long(self, least: int) -> int:
+        """Ids of all long documents, a separator beside each."""
+        files = range(len(self._spool.sizes))
+        parts = chain.from_iterable(map(self._spool.documents, files))
+        every = (lengths + len(self._separator.ids) for _, lengths in parts)
+        return sum(int(tokens[tokens >= least].sum()) for tokens in every)
+
+    def _least_of_long(self, held_out: int, total: int) -> int:
+        """Return the least number of ids, with its separator, of a document that gives some to validation."""
+        if not held_out:
+            return total + 1
+        share = (LEAST_SHARE + len(self._separator.ids)) * total
+        return max(held_out // PARTS + 1, -(-share // held_out))
+
+    def _check_finished(self) -> None:
+        for shard in self._progress.shards:
+            check_front(self._request.out / shard.name, shard, self._dtype)
+
+    def _new_shard(self, split: str) -> ShardWriter:
+        number = sum(shard.split == split for shard in self._progress.shards)
+        return ShardWriter(self._request.out / shard_name(split, number), self._dtype)
+
+    def _finish(self, writer: ShardWriter, split: str) -> None:
+        """Give the shard its name, and note that."""
+        self._progress.shards.append(writer.finish(split))
+        self._progress.save(self._request.out)
+
+
+def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array, Array]:
+    """Split long documents into several spans, of which only the first has a separator."""
+    pieces = np.maximum(-(-lengths // AT_ONCE), 1)
+    if pieces.max() == 1:
+        return starts, lengths, lead
+    number = np.concatenate([np.arange(count) for count in pieces.tolist()])
+    starts, lengths, lead = (np.repeat(array, pieces) for array in (starts, lengths, lead))
+    done = number * AT_ONCE
+    return starts + done, np.minimum(lengths - done, AT_ONCE), np.where(number, 0, lead)
+
+
+def prepare(request: Request, watcher: Watcher) -> Manifest:
+    """Write the shards, or what is missing of them."""
+    inputs = find_inputs(request.inputs)
+    tokenizer = request.known_tokenizer()
+    fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
+    with reserved(request.out, watcher.noted):
+        progress = load_progress(request.out, fresh)
+        if progress.begun:
+            watcher.noted(f"resuming after {progress.finished()} in {request.out}")
+        remove_partial(request.out, progress)
+        try:
+            progress.save(request.out)
+            if tokenizer is None and progress.begun:
+                tokenizer = read_tokenizer(request.out)
+            elif tokenizer is None:
+                watcher.noted(f"collecting the {request.tokenizer} vocabulary")
+                tokenizer = request.made_tokenizer()
+            with atomic_file(request.out / TOKENIZER) as file:
+                file.write(tokenizer.to_json().encode())
+            separator = find_separator(request.separator, tokenizer)
+            Preparation(request, inputs, tokenizer, progress, separator, watcher).run()
+            return _sealed(request, progress, tokenizer, separator.ids)
+        except DataError:
+            if progress.begun:
+                watcher.noted(f"{progress.finished()} in {request.out}: remove it once an input has changed")
+            raise
+        except (KeyboardInterrupt, DistgptError):
+            if progress.begun:
+                watcher.noted(f"{progress.finished()} in {request.out}: the same command resumes")
+            raise
+        finally:
+            if progress.begun:
+                remove_partial(request.out, progress)
+            else:
+                remove_all(request.out)
+
+
+def _sealed(
+    request: Request, progress: Progress, tokenizer: Tokenizer, separator: tuple[int, ...]
+) -> Manifest:
+    """Write the manifest, with which the shards are complete."""
+    _refuse_without_training(request, progress)
+    if list_inputs(find_inputs(request.inputs)) != progress.inputs:
+        raise DataError(f"the inputs changed while they were read; remove {request.out} and begin again")
+    manifest = Manifest(
+        tokenizer=fingerprint(tokenizer),
+        description=tokenizer.describe(),
+        vocab_size=tokenizer.size,
+        dtype=np.dtype(id_dtype(tokenizer.size)).newbyteorder("<").str,
+        shards=tuple(progress.shards),
+        separator=separator,
+        settings={name: progress.settings[name] for name in progress.settings if name != "tokenizer"},
+        inputs=tuple((name, size) for name, size, _ in progress.inputs),
+        sources=tuple((documents, tokens) for documents, tokens in progress.sources),
+        documents=progress.counts.documents,
+        text_bytes=progress.counts.text_bytes,
+        replaced=progress.counts.replaced,
+    )
+    with atomic_file(request.out / MANIFEST) as file:
+        file.write(manifest.to_json().encode())
+    with storage_errors("write to", request.out):
+        (request.out / PROGRESS).unlink()
+    return manifest
+
+
+def _refuse_without_training(request: Request, progress: Progress) -> None:
+    train, val = progress.tokens("train"), progress.tokens("val")
+    if train >= LEAST:
+        return
+    progress.shards.clear()  # nothing to resume
+    progress.place = Offset()
+    if train + val == 1:
+        raise DataError("there is only 1 token; at least 2 are needed, one to see and one to predict")
+    if not train + val:
+        names = (given.name if isinstance(given, Input) else str(given) for given in request.inputs)
+        raise DataError(f"there is no text in {', '.join(names):.200}")
+    raise DataError(
+        f"nothing is left for training: of {train + val:,} tokens, {val:,} are for validation;"
+        " lower --val-shards or --val-fraction, or --shard-tokens"
+    )
