@@ -8,6 +8,13 @@ from __future__ import annotations
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
 TABLES = {
+    # By how the names of their environment variables begin (core/comm/batch.py).
+    "batch systems": {
+        "SLURM_": "distgpt.jobs.systems:SLURM",
+        "PBS_": "distgpt.jobs.systems:PBS",
+        "LSB_": "distgpt.jobs.systems:LSF",
+        "SGE_": "distgpt.jobs.systems:GRID_ENGINE",
+    },
     # By what a name of weights begins with, before a colon (core/saved/named.py).
     "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
     # By the setting init_weights (core/train/restore.py).

@@ -7,27 +7,22 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from typing import NoReturn, TextIO
 
 from distgpt.core.base.errors import DistgptError, StorageError, one_line
 from distgpt.core.base.interrupts import ENDING, EXIT_CODES, Interrupted
 from distgpt.core.comm.api import Comm
+from distgpt.core.comm.batch import Environ, Launcher, systems
 
 INTERNAL = 70
 
-# The variables in which launchers tell a process how many it is one of, the most reliable first: mpirun of
-# MPICH may itself use srun. SLURM_NTASKS is also set where nothing was launched.
-LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "MPI_LOCALNRANKS": "mpirun of MPICH or a relative",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "PMI_SIZE": "a launcher that speaks PMI",
-    "PMIX_SIZE": "a launcher that speaks PMIx",
-}
-# The rank, for messages before MPI has started.
-RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-RANKS_OF_HOST = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+OPEN_MPI = Launcher(
+    "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"
+)
+MPICH = Launcher("mpirun of MPICH or a relative", "MPI_LOCALNRANKS", local_rank="MPI_LOCALRANKID")
+# What an unknown launcher speaks, or one of those above.
+PMI = Launcher("a launcher that speaks PMI", "PMI_SIZE", "PMI_RANK")
+PMIX = Launcher("a launcher that speaks PMIx", "PMIX_SIZE", "PMIX_RANK")
 
 NCCL_STATUS = {6: "remote error", 7: "in progress"}  # newer than the first five
 
@@ -41,14 +36,27 @@ SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_START = 5.0  # that rank 0 may start later than others
 
 
-def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """Return the number of processes of this job by the launcher's variable that says so."""
-    return {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
+def launchers(environ: Environ = os.environ) -> list[Launcher]:
+    """Return the launchers that have told this process how many it is one of, the most reliable first.
+
+    An mpirun may itself use the launcher of a batch system, and both may speak a protocol.
+    """
+    known = (OPEN_MPI, MPICH, *_of_systems(environ), PMI, PMIX)
+    return [launcher for launcher in known if environ.get(launcher.size, "").isdigit()]
 
 
-def launched_as(environ: Mapping[str, str] = os.environ) -> int:
+def _of_systems(environ: Environ) -> list[Launcher]:
+    return [system.launcher for system in systems(environ) if system.launcher]
+
+
+def launched_as(environ: Environ = os.environ) -> int:
     """Return how many processes this one was started with; 1 outside a launcher."""
-    return max(launchers_counts(environ).values(), default=1)
+    return max((int(environ[launcher.size]) for launcher in launchers(environ)), default=1)
+
+
+def launcher_name(environ: Environ = os.environ) -> str:
+    """Return what has launched this process; "" if nothing has."""
+    return next((launcher.name for launcher in launchers(environ)), "")
 
 
 def shown_on_terminal(stream: TextIO) -> bool:
@@ -58,12 +66,15 @@ def shown_on_terminal(stream: TextIO) -> bool:
 
 def launched_rank() -> int:
     """Return this process's rank as its launcher gives it; 0 outside a launcher."""
-    return next((int(os.environ[key]) for key in RANKS if os.environ.get(key, "").isdigit()), 0)
+    # A batch system's launcher last: an mpirun that uses it starts one process with it on each host.
+    known = (PMI.rank, PMIX.rank, OPEN_MPI.rank, *(each.rank for each in _of_systems(os.environ)))
+    return next((int(os.environ[key]) for key in known if os.environ.get(key, "").isdigit()), 0)
 
 
 def is_first_of_host() -> bool:
     """Return whether the launcher numbers this process 0 among those of its host."""
-    return any(os.environ.get(key) == "0" for key in RANKS_OF_HOST)
+    known = (MPICH, OPEN_MPI, *_of_systems(os.environ))
+    return any(os.environ.get(launcher.local_rank) == "0" for launcher in known)
 
 
 def leave(error: BaseException, comm: Comm | None) -> int:
@@ -145,7 +156,7 @@ def let_rank_0_speak() -> None:
 
     Open MPI's mpirun ends all ranks as soon as one has failed. MPICH's does not, and needs no sleep.
     """
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+    if OPEN_MPI.size in os.environ:
         time.sleep(SECONDS_TO_START)
 
 
