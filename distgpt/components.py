@@ -15,6 +15,23 @@ TABLES = {
         "LSB_": "distgpt.jobs.systems:LSF",
         "SGE_": "distgpt.jobs.systems:GRID_ENGINE",
     },
+    # By name (core/cpu/stages.py).
+    "stages": {"cuda": "distgpt.gpu.stage:GPU", "mpi-cuda": "distgpt.gpu.stage:GPU"},
+    # By dtype: kernels of the stages on CPUs (core/cpu/stages.py).
+    "kernels": dict.fromkeys(("int8", "int4"), "distgpt.rounded.loops.kernels:make"),
+    # By a feature in LLVM's words; by the system's name of a machine (core/cpu/compiling/processor.py).
+    "processors": {"neon": "distgpt.processors.arm:ARM", "amx-bf16": "distgpt.processors.permission:AMX"},
+    "features": dict.fromkeys(("arm64", "aarch64"), "distgpt.processors.arm:features"),
+    # By `Shape.tiles` (core/cpu/matmul/assembled.py).
+    "tiles": {
+        "amx": "distgpt.processors.amx:module",
+        "bfmmla": "distgpt.processors.mmla:module",
+        "neon": "distgpt.processors.neon:module",
+        "widened": "distgpt.processors.widening:module",
+    },
+    "steps": {"bfmmla": "distgpt.processors.mmla:STEPS"},
+    # By whose errors they are (core/comm/launched.py).
+    "libraries": {"nccl": "distgpt.gpu.failures:NCCL"},
     # By what a name of weights begins with, before a colon (core/saved/named.py).
     "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
     # By the setting init_weights (core/train/restore.py).

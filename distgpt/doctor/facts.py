@@ -23,8 +23,9 @@ from distgpt.core.comm.cores import usable_cores
 from distgpt.core.comm.limits import granted_cores, granted_memory
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig
-from distgpt.core.cpu.stages import Stage, device_of, threads_of
+from distgpt.core.cpu.stages import Stage, expected_dtype, threads_of
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
+from distgpt.gpu.stage import device_of
 
 Facts = dict[str, Any]
 
@@ -179,9 +180,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
 def auto_dtype() -> str:
     """Return what --dtype auto is for a small model on this processor, and why; "" where nothing computes."""
     try:
-        from distgpt.core.cpu.dtypes import expected
-
-        found = expected("serial", RunConfig())
+        found = expected_dtype("serial", RunConfig())
     except UsageError as error:  # of the environment
         return str(error)
     except Exception:  # compute() says why

@@ -14,9 +14,10 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu import stages
-from distgpt.core.cpu.stages import device_of, open_stage
+from distgpt.core.cpu.stages import open_stage
 from distgpt.gpu import accelerator, probe, transport
 from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.stage import bound, device_of
 from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
 
 
@@ -148,7 +149,7 @@ def on_two_gpus(monkeypatch, open_gpu, make=lambda device, options: None):
 
     def act(comm):
         try:
-            return stages._bound("mpi-cuda", comm, GpuConfig(allreduce="host")).kernels("float32")
+            return bound("mpi-cuda", comm, GpuConfig(allreduce="host")).kernels("float32")
         except UsageError as error:
             assert error.shared
             return str(error)

@@ -8,10 +8,11 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.core.cpu.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
-from distgpt.processors import tiles, widening
+from distgpt.processors import widening
+from distgpt.processors.permission import SHAPE as AMX
 from distgpt.rounded.loops import int4, int8
 from distgpt.rounded.loops.int4 import Int4Tile
 from distgpt.rounded.loops.int8 import Int8Tile, dot_of
@@ -110,7 +111,7 @@ def test_what_another_process_wrote_meanwhile_is_replaced_whole(made, tmp_path):
 def test_every_shape_of_registers_assembles():
     for registers in (AVX2, AVX512, AVX512_BF16, AMX):
         for factor, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
-            text = tiles.module_of(registers, factor)(out)
+            text = assembled.tile_text(registers, factor, out)
             assert assembled._verified(text)
             assert ("dpbf16ps" in text) == (registers.dot and factor == "bfloat16")
 

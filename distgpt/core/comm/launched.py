@@ -7,10 +7,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
 from distgpt.core.base.errors import DistgptError, StorageError, one_line
 from distgpt.core.base.interrupts import ENDING, EXIT_CODES, Interrupted
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.batch import Environ, Launcher, systems
 
@@ -23,8 +26,6 @@ MPICH = Launcher("mpirun of MPICH or a relative", "MPI_LOCALNRANKS", local_rank=
 # What an unknown launcher speaks, or one of those above.
 PMI = Launcher("a launcher that speaks PMI", "PMI_SIZE", "PMI_RANK")
 PMIX = Launcher("a launcher that speaks PMIx", "PMIX_SIZE", "PMIX_RANK")
-
-NCCL_STATUS = {6: "remote error", 7: "in progress"}  # newer than the first five
 
 # Errors that one line explains. Other errors print a traceback; in a job of several ranks only the clear ones
 # do not.
@@ -77,6 +78,34 @@ def is_first_of_host() -> bool:
     return any(os.environ.get(launcher.local_rank) == "0" for launcher in known)
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library between the ranks: a row of the table of those whose errors are a line."""
+
+    name: str
+    raised: Callable[[BaseException], str | None]  # what it says; None for errors of others
+    blames_others: Callable[[str], bool]  # whether that tells of another rank or host that is gone
+    fails_everywhere: bool = False  # so that rank 0 is let speak first
+    hint: str = ""
+
+
+def _raised_by_mpi(error: BaseException) -> str | None:
+    return str(error) if type(error).__module__.startswith("mpi4py") else None
+
+
+LIBRARIES: Table[Library] = Table(
+    "libraries", "library", {"mpi": Library("MPI", _raised_by_mpi, blames_others=lambda what: True)}
+)
+
+
+def _raised(error: BaseException) -> tuple[Library, str] | None:
+    """Return the library that has raised an error, and what it says; None if none has."""
+    for _, library in LIBRARIES.rows():
+        if (what := library.raised(error)) is not None:
+            return library, what
+    return None
+
+
 def leave(error: BaseException, comm: Comm | None) -> int:
     """Report the error and return the exit code; an error that only this rank has ends the whole job here."""
     several = comm is not None and comm.size > 1
@@ -95,8 +124,8 @@ def leave(error: BaseException, comm: Comm | None) -> int:
             return _exit_code(error)
         if comm is None and launched_as() > 1:
             _die_of(getattr(error, "number", signal.SIGINT))
-    elif comm is not None and (library := _library(error)):
-        _report_library(comm.rank, library, error)
+    elif comm is not None and (found := _raised(error)):
+        _report_library(comm.rank, *found, error)
     else:
         where = f"rank {_rank(comm)}: " if several or (comm is None and launched_as() > 1) else ""
         say(where + described(error))
@@ -110,32 +139,14 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     return code
 
 
-def _library(error: BaseException) -> str:
-    """Return the library between the ranks that raised this error; "" if none did."""
-    if type(error).__module__.startswith("mpi4py"):
-        return "MPI"
-    is_nccl = type(error).__name__ == "NcclError" and "nccl" in type(error).__module__  # CuPy's
-    return "NCCL" if is_nccl or _unknown_status(error) else ""
-
-
-def _unknown_status(error: BaseException) -> str:
-    """Describe a status of NCCL that CuPy's NcclError may not know, and then is a KeyError; "" for others."""
-    where = list(traceback.walk_tb(error.__traceback__))
-    if not isinstance(error, KeyError) or not where or "nccl" not in where[-1][0].f_code.co_filename:
-        return ""
-    return NCCL_STATUS.get(error.args[0], f"status {error.args[0]}")
-
-
-def _report_library(rank: int, library: str, error: BaseException) -> None:
-    if rank and library == "NCCL":  # which fails on all ranks
+def _report_library(rank: int, library: Library, what: str, error: BaseException) -> None:
+    if rank and library.fails_everywhere:
         time.sleep(SECONDS_FOR_RANK_0)
-    what = _unknown_status(error) or str(error)
-    text = what.lower()
-    if library == "MPI" or "remote" in text:
-        say(has_failed(rank, library, what))
+    if library.blames_others(what):
+        say(has_failed(rank, library.name, what))
         return
-    say(f"rank {rank}: {library}: {what}; with NCCL_DEBUG=INFO in the environment it says why")
-    if "invalid" in text:  # an argument, or a usage: our mistake
+    say(f"rank {rank}: {library.name}: {what}{library.hint}")
+    if "invalid" in what.lower():  # an argument, or a usage: our mistake
         traceback.print_exception(error)
 
 

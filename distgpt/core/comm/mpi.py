@@ -17,7 +17,7 @@ mpi4py.rc.finalize = True
 from mpi4py import MPI
 
 from distgpt.core.base.interrupts import default_signals
-from distgpt.core.comm.api import CHUNK_BYTES, NcclComm
+from distgpt.core.comm.api import CHUNK_BYTES, QueuedComm
 from distgpt.core.comm.batch import Launcher
 from distgpt.core.comm.cores import usable_cores
 from distgpt.core.comm.launched import MPICH, OPEN_MPI, launched_as, launchers
@@ -32,7 +32,7 @@ SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before i
 class MpiComm:
     """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
 
-    nccl: NcclComm | None = None
+    queued: QueuedComm | None = None
     lacks_alltoall = False
 
     def __init__(self, ranks: Any = None, sleeping: bool = False) -> None:

@@ -70,7 +70,7 @@ def note_small_model(stage: Stage, asked: Asked, say: Say) -> None:
     """Suggest a larger model than the default one for a GPU. For all ranks."""
     by_recipe = asked.depth or asked.within or asked.decay_from
     is_chosen = by_recipe or asked.preset or asked.toml or asked.resume or asked.given.keys() & CHOOSES_MODEL
-    if stage.device is None or stage.comm.rank or is_chosen:
+    if not stage.on_gpu or stage.comm.rank or is_chosen:
         return
     # The bundled text is read too fast: five minutes of it would be learned by heart.
     own = "" if "data" in asked.given else "with a text of your own (--data) "

@@ -16,7 +16,6 @@ from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import gather_ints, on_root
 from distgpt.core.comm.cores import peak_memory
 from distgpt.core.config import TrainConfig
-from distgpt.core.cpu.stages import Stage
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.run import Run
 from distgpt.doctor.facts import environment
@@ -39,7 +38,7 @@ def write_summary(run: Run) -> None:
     """Write the summary of a run that is done. Collective."""
     host, gpu = (
         gather_ints(run.comm, peak_memory()),
-        gather_ints(run.comm, _gpu_memory(run.stage)),
+        gather_ints(run.comm, run.stage.taken_memory()),
     )
     is_whole = run.settings.train_minutes or run.progress.step >= run.settings.steps
     found = _found(run, "finished" if is_whole else "ended early") | {
@@ -109,7 +108,7 @@ def _about(run: Run) -> dict[str, Any]:
 
 
 def _allreduce(run: Run) -> str | None:
-    """Return how gradients were summed, as in "nccl, overlapped, bfloat16"."""
+    """Return how gradients were summed, as in "overlapped, bfloat16"."""
     if run.comm.size == 1:
         return None
     t = run.settings
@@ -128,10 +127,6 @@ def _speed(run: Run) -> dict[str, Any]:
         step = run.placement.rounds.mean(first, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found
-
-
-def _gpu_memory(stage: Stage) -> int:
-    return 0 if stage.device is None else int(stage.device.taken())
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.batch import batch_job
-from distgpt.core.cpu.stages import WITH_MPI, Stage
+from distgpt.core.config import WITH_MPI
+from distgpt.core.cpu.stages import Stage
 from distgpt.doctor.facts import cpu
 from distgpt.jobs.launchers import launch
 
