@@ -30,6 +30,8 @@ TABLES = {
         "widened": "distgpt.processors.widening:module",
     },
     "steps": {"bfmmla": "distgpt.processors.mmla:STEPS"},
+    # By their name in summary.json (core/train/summary.py).
+    "summary": {"environment": "distgpt.doctor.facts:environment"},
     # By whose errors they are (core/comm/launched.py).
     "libraries": {"nccl": "distgpt.gpu.failures:NCCL"},
     # By what a name of weights begins with, before a colon (core/saved/named.py).

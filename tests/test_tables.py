@@ -32,6 +32,7 @@ from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.compatibility import CHECKS
 from distgpt.core.train.model_kind import MODEL_KINDS, WholeModel
 from distgpt.core.train.restore import FIRST_WEIGHTS
+from distgpt.core.train.summary import FACTS
 
 
 def public(kind):
@@ -48,6 +49,7 @@ ROWS = {
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
+    "summary": (FACTS, callable),
     "batch systems": (SYSTEMS, lambda row: callable(row.end) and row.name and row.sign),
     "libraries": (LIBRARIES, lambda row: row.raised(ValueError()) is None and row.name),
     "stages": (KINDS, lambda row: callable(row.open) and callable(row.auto_dtype)),

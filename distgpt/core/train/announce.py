@@ -9,7 +9,7 @@ from typing import Any
 from distgpt.core.base.errors import Say, escape
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.formatting import count, size, size_in_column
-from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.config import PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.cpu.stages import Stage
@@ -25,7 +25,6 @@ from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.resumption import described
 from distgpt.core.train.whereabouts import shown_hosts
-from distgpt.recipes.scaling import PARAMETERS_PER_TOKEN
 
 CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
 BY_HEART = 40  # times that a text is read, from which on a large model knows it

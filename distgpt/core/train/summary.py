@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import count
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import gather_ints, on_root
 from distgpt.core.comm.cores import peak_memory
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.run import Run
-from distgpt.doctor.facts import environment
 
+FACTS: Table[Callable[[], object]] = Table("summary", "facts", {})  # that components add, by their name there
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
 
 
@@ -103,7 +104,7 @@ def _about(run: Run) -> dict[str, Any]:
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
         "allreduce": _allreduce(run),
-        "environment": environment(),
+        **{name: tell() for name, tell in FACTS.rows()},
     }
 
 
