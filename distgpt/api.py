@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from distgpt.adapters.adapter import open_model
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import count
+from distgpt.core.base.tables import part
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.launched import leave
@@ -34,11 +35,13 @@ from distgpt.core.train.finished import leave_finished
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.open import open_run
 from distgpt.core.train.plan import Plan, make_plan
-from distgpt.evaluation.trace import Trace, trace
-from distgpt.guards.attach import guarded
-from distgpt.parallel.choose import Chosen
+from distgpt.core.train.seams import plain_seams
+from distgpt.core.train.strategy import Strategy
 from distgpt.recipes.recipes import followed
 from distgpt.rounded.packed import Int8Model, random_model
+
+if TYPE_CHECKING:
+    from distgpt.evaluation.trace import Trace
 
 
 @contextmanager
@@ -156,7 +159,8 @@ def train(
     if plan.is_finished:
         return _finished(plan, ready, told)
     try:
-        run = open_run(plan, ready, Chosen, told, guarded(plan.run.train))
+        seams = part("seams", plain_seams)(plan.run.train)
+        run = open_run(plan, ready, part("strategy", Strategy), told, seams)
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
@@ -243,6 +247,8 @@ class GPT:
 
     def trace(self, tokens: ArrayLike) -> Trace:
         """Hidden states, attention weights of every layer, and logits."""
+        from distgpt.evaluation.trace import trace
+
         ids, shape = self._checked(tokens)
         found = trace(self._model, self._flat(ids), *ids.shape)
         return found if len(shape) == 2 else found.of_one()

@@ -8,6 +8,28 @@ from __future__ import annotations
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
 TABLES = {
+    # What a setting needs that is not as by default, by the names of components (core/config/settings.py).
+    "components": {
+        "balance": "distgpt.parallel.balance:make",
+        "bigrams": "distgpt.recipes.bigrams:PAIRS",
+        "chats": "distgpt.texts.chats.examples:CHATS",
+        "guards": "distgpt.guards.attach:guarded",
+        "hellaswag": "distgpt.evaluation.benchmark:HellaSwag",
+        "hierarchical": "distgpt.parallel.reductions:make",
+        "in parts": "distgpt.parallel.reductions:make",
+        "local steps": "distgpt.parallel.replicas:make",
+        "lora": "distgpt.adapters.adapter_kind:ADAPTERS",
+        "overlapped": "distgpt.parallel.overlapped:make",
+        "packing": "distgpt.texts.packing:PACKED",
+        "recheck": "distgpt.guards.recheck:Recheck",
+        "reproducible": "distgpt.parallel.reproducible:make",
+        "rollback": "distgpt.guards.bad_steps:BadSteps",
+        "sharded": "distgpt.parallel.sharded:make",
+        "trial": "distgpt.parallel.trial:make",
+        "within": "distgpt.guards.timed:timed_clock",
+    },
+    # Parts of a run that the core has plain ones of (core/base/tables.py).
+    "parts": {"seams": "distgpt.guards.attach:guarded", "strategy": "distgpt.parallel.choose:Chosen"},
     # By how the names of their environment variables begin (core/comm/batch.py).
     "batch systems": {
         "SLURM_": "distgpt.jobs.systems:SLURM",
@@ -30,6 +52,8 @@ TABLES = {
         "widened": "distgpt.processors.widening:module",
     },
     "steps": {"bfmmla": "distgpt.processors.mmla:STEPS"},
+    # By what shows or records a run (core/train/lines.py).
+    "listeners": {"live": "distgpt.show.display:Live", "tensorboard": "distgpt.show.display:TensorBoard"},
     # By their name in summary.json (core/train/summary.py).
     "summary": {"environment": "distgpt.doctor.facts:environment"},
     # By whose errors they are (core/comm/launched.py).

@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from distgpt.components import TABLES
 from distgpt.core.base import tables
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.base.tables import Table
+from distgpt.core.base.tables import COMPONENTS, MissingComponent, Table, part
 from distgpt.core.comm.batch import SYSTEMS
 from distgpt.core.comm.launched import LIBRARIES
 from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ModelConfig, TrainConfig, settings_of
 from distgpt.core.cpu.compiling.processor import PROCESSORS, UNLISTED
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS
@@ -29,9 +31,12 @@ from distgpt.core.data.tokenizers import (
 )
 from distgpt.core.saved.named import WEIGHTS
 from distgpt.core.train.assessment import METRICS
-from distgpt.core.train.compatibility import CHECKS
+from distgpt.core.train.compatibility import CHECKS, refuse_unsuited
+from distgpt.core.train.lines import LISTENERS, Lines
 from distgpt.core.train.model_kind import MODEL_KINDS, WholeModel
 from distgpt.core.train.restore import FIRST_WEIGHTS
+from distgpt.core.train.seams import plain_seams
+from distgpt.core.train.strategy import Strategy
 from distgpt.core.train.summary import FACTS
 
 
@@ -50,6 +55,8 @@ ROWS = {
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "summary": (FACTS, callable),
+    "components": (COMPONENTS, lambda row: row is not None),
+    "listeners": (LISTENERS, lambda row: {*public(Lines)} - {"say"} <= {*dir(row)}),
     "batch systems": (SYSTEMS, lambda row: callable(row.end) and row.name and row.sign),
     "libraries": (LIBRARIES, lambda row: row.raised(ValueError()) is None and row.name),
     "stages": (KINDS, lambda row: callable(row.open) and callable(row.auto_dtype)),
@@ -65,11 +72,42 @@ ROWS = {
 }
 
 
+# Parts that the core has plain ones of.
+MORE = {"seams": plain_seams, "strategy": lambda config, ranks: Strategy(config, ranks)}
+
+
 def test_every_row_that_is_handed_in_is_there():
-    assert TABLES.keys() - {"loops"} == ROWS.keys()  # "loops" names folders
+    assert TABLES.keys() - {"loops", "parts"} == ROWS.keys()  # folders, and what has no rows of the core's
+    assert {*MORE} == {*TABLES["parts"]}
+    for name, plain in MORE.items():
+        assert (
+            inspect.signature(part(name, plain)).parameters.keys()
+            == inspect.signature(plain).parameters.keys()
+        )
     for name, (table, fits) in ROWS.items():
         assert set(TABLES[name]) <= {*table}
         assert all(fits(row) for _, row in table.rows()) and len(list(table.rows())) == len([*table])
+
+
+def test_every_component_that_settings_name_is_in_the_table():
+    named = {each.component for kind in (ModelConfig, TrainConfig) for each in settings_of(kind).values()}
+    named |= {name for each in settings_of(TrainConfig).values() for _, name in each.components}
+    assert named - {""} <= {*COMPONENTS}
+
+
+def test_a_setting_whose_component_is_missing_is_refused_in_one_line(handed_in):
+    t = replace(TrainConfig(), recheck_every=2)
+    refuse_unsuited(t, 1, on_gpu=False)
+    handed_in("components", recheck="distgpt.guards.removed:Recheck")
+    with pytest.raises(MissingComponent, match=r"'recheck' needs distgpt\.guards\.removed, which"):
+        refuse_unsuited(t, 1, on_gpu=False)
+    refuse_unsuited(TrainConfig(), 1, on_gpu=False)
+
+
+def test_a_part_that_is_missing_is_the_cores_plain_one(handed_in):
+    assert part("strategy", Strategy) is not Strategy
+    handed_in("parts", strategy="distgpt.parallel.removed:Chosen")
+    assert part("strategy", Strategy) is Strategy
 
 
 def test_a_plain_text_is_read_without_any_component():
@@ -79,6 +117,7 @@ import distgpt.core.train.assessment
 from distgpt.core.comm.batch import SYSTEMS
 from distgpt.core.comm.launched import LIBRARIES
 from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import ModelConfig, TrainConfig, settings_of
 from distgpt.core.cpu.compiling.processor import PROCESSORS, UNLISTED
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS

@@ -25,6 +25,7 @@ from distgpt.commands.options import (
 )
 from distgpt.core.base.errors import command_line, escape, escape_model_text
 from distgpt.core.base.formatting import loss_and_bits, parse_duration
+from distgpt.core.base.tables import COMPONENTS, imported, part
 from distgpt.core.comm.batch import job_end
 from distgpt.core.comm.launched import launched_as, shown_on_terminal
 from distgpt.core.config import GpuConfig
@@ -115,6 +116,8 @@ def train(
     has its own settings, changed by these.
     """
     asked = asked_for(set_by_user(flags), preset, config, out, resume)
+    if (time_limit, stall_timeout, stall_abort) != (None, None, None):
+        COMPONENTS.get("guards")  # raises an error where they are missing
     if launched_as() == 1:
         _refuse_early(asked)
     end = job_end(time_limit)
@@ -123,15 +126,14 @@ def train(
 
     from distgpt.core.train.announce import note_small_model
     from distgpt.core.train.finished import leave_finished
+    from distgpt.core.train.lines import listeners
     from distgpt.core.train.loop import train as train_run
     from distgpt.core.train.open import open_run
     from distgpt.core.train.plan import make_plan
+    from distgpt.core.train.seams import plain_seams
+    from distgpt.core.train.strategy import Strategy
     from distgpt.core.train.summary import how_to_resume
-    from distgpt.guards.attach import guarded
-    from distgpt.guards.watchdog import Stall
-    from distgpt.parallel.choose import Chosen
     from distgpt.recipes.recipes import followed
-    from distgpt.show.display import listeners
 
     shown = listeners(ready.comm, progress, tensorboard, log_lines)
     plan = run = session = None
@@ -142,8 +144,8 @@ def train(
         if plan.is_finished:
             leave_finished(ready.comm, plan, shown.noted)
             return
-        seams = guarded(plan.run.train, end, Stall(stall_timeout, stall_abort))
-        run = open_run(plan, ready, Chosen, shown, seams)
+        seams = part("seams", plain_seams)(plan.run.train, end, stall_timeout, stall_abort)
+        run = open_run(plan, ready, part("strategy", Strategy), shown, seams)
         if profile:
             run, session = _profiled(run)
         train_run(run)
@@ -181,9 +183,8 @@ def _refuse_early(asked: Asked) -> None:
 
 def _profiled(run: Any) -> Any:
     """Return the run with a session that launches its steps and measures them, after the first ones."""
-    from distgpt.measure.profile.session import Session
-
-    session = Session(run.stage, run.step, run.settings)
+    make = imported("distgpt.measure.profile.session:Session", "--profile")
+    session = make(run.stage, run.step, run.settings)
     return replace(run, launch=session.profiler.launch), session
 
 

@@ -90,6 +90,10 @@ class HellaSwag:
         result = self._benchmark.measure(scorer)
         return {"hellaswag": result.acc_norm, "hellaswag_examples": result.examples}
 
+    @staticmethod
+    def words(metrics: dict[str, float]) -> str:
+        return f"HellaSwag {metrics['hellaswag']:.1%} of {metrics['hellaswag_examples']:,}"
+
 
 def load_benchmark(comm: Comm, name: str, path: Path, tokenizer: Tokenizer, seq_len: int) -> Benchmark:
     """Rank 0 reads the files, and every rank makes the same tokens of them. Collective."""

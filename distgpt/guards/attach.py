@@ -15,12 +15,15 @@ from distgpt.guards.stuck import save_and_exit
 from distgpt.guards.watchdog import Stall, Watchdog
 
 
-def guarded(t: TrainConfig, end: float | None = None, stall: Stall | None = None) -> Seams:
+def guarded(
+    t: TrainConfig, end: float | None = None, timeout: float | None = None, abort: float | None = None
+) -> Seams:
     """Return the seams of a run with what its settings ask for.
 
-    `end` is a moment of time.monotonic() by which the run has to be gone; `stall`: when it counts as stuck.
+    `end` is a moment of time.monotonic() by which the run has to be gone. A run without progress is reported
+    after `timeout` seconds (None: by its pace), and ended after `abort` (None: never).
     """
-    seams = Seams(disk=room_for, guards=partial(_guards, end=end, stall=stall or Stall()))
+    seams = Seams(disk=room_for, guards=partial(_guards, end=end, stall=Stall(timeout, abort)))
     if t.on_bad_step != "stop" or t.spike_zscore:
         from distgpt.guards.bad_steps import BadSteps
 

@@ -20,10 +20,33 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from distgpt.core.base.errors import escape_lines
 from distgpt.core.base.formatting import clock, size
-from distgpt.show.display import Plain
 
 SECONDS_BETWEEN_LINES = 3.0
+
+
+class Plain:
+    """Lines of text, and one about the progress every few seconds."""
+
+    def __init__(self, stream: Any, seconds: float) -> None:
+        self.stream = stream
+        self._seconds = seconds
+        self._last = 0.0
+
+    def say(self, text: str, style: str = "") -> None:
+        print(escape_lines(text), file=self.stream, flush=True)
+
+    def noted(self, text: str) -> None:
+        self.say(text, "yellow")
+
+    def is_due(self) -> bool:
+        """Return whether it is time for another line about the progress."""
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
 
 
 class _Bar(Plain):

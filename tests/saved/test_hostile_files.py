@@ -125,9 +125,9 @@ THEIR_OWN = (
     "core/generate/single.py",
     "generation/chat_terminal.py",
     "core/comm/launched.py",
-    "show/display.py",
+    "core/train/lines.py",
 )
-THEIR_OWN += ("doctor/report.py", "commands/train.py", "commands/options.py")
+THEIR_OWN += ("show/progress.py", "doctor/report.py", "commands/train.py", "commands/options.py")
 
 
 def test_everything_printed_passes_one_function():

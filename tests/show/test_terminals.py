@@ -10,8 +10,8 @@ from conftest import distgpt, inside
 
 from distgpt.cli import COMMANDS
 from distgpt.core.generate.request import Event
-from distgpt.show.display import Lines, Live
-from distgpt.show.remaining import ByClock, BySteps
+from distgpt.core.train.lines import ByClock, BySteps, Lines
+from distgpt.show.display import Live
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -172,7 +172,7 @@ def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
 
 def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
     from distgpt.core.generate.single import stream
-    from distgpt.show.display import Lines
+    from distgpt.core.train.lines import Lines
 
     monkeypatch.setenv("PMI_SIZE", "2")
     stream("a", events("\x1b[2J"), 1)

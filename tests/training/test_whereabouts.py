@@ -12,9 +12,9 @@ from conftest import SCRIPT, SMALL, distgpt, inside, needs_mpi, train
 
 from distgpt.core.comm import mpi
 from distgpt.core.comm.batch import batch_job
+from distgpt.core.train import lines as loglines
+from distgpt.core.train.lines import LogLines
 from distgpt.core.train.whereabouts import compact, shown_hosts
-from distgpt.show import loglines
-from distgpt.show.loglines import LogLines
 
 JOBS = {
     "Slurm": {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"},

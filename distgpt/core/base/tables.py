@@ -83,3 +83,19 @@ class Table(Generic[Row]):
         if row is None:
             raise UsageError(f"{self._what} {name!r} is not known here; known: {', '.join(self)}")
         return row
+
+
+# By the names that settings and options give: what a value other than the default needs.
+COMPONENTS: Table[object] = Table("components", "component", {})
+
+
+def part(name: str, plain: Row) -> Row:
+    """Return a part of a run from its component; the core's plain one where that is not installed.
+
+    What only the component can do is refused elsewhere, by `COMPONENTS`.
+    """
+    path = paths_in("parts").get(name)
+    try:
+        return imported(path, name) if path else plain
+    except MissingComponent:
+        return plain

@@ -392,6 +392,7 @@ class TrainConfig:
         "Send gradients in this number format (mpi, mpi-cuda).",
         choices=GRADIENT_DTYPES,
         changeable=True,
+        component="in parts",
         formerly="wire",
     )
     outer_every: int = of_ranks(

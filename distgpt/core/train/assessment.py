@@ -74,6 +74,9 @@ class MetricKind(Protocol):
     def __call__(self, comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> Metric:
         """Load what is measured from a file, on every rank. Collective."""
 
+    def words(self, metrics: dict[str, float]) -> str:
+        """Describe the fields of a line of metrics.jsonl."""
+
 
 METRICS: Table[MetricKind] = Table("metrics", "a metric", {})
 

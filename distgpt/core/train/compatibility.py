@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from distgpt.core.base.errors import UsageError, refuse_beside
-from distgpt.core.base.tables import Table
+from distgpt.core.base.tables import COMPONENTS, Table
 from distgpt.core.config import TrainConfig
 from distgpt.core.data.batches import refuse_uneven
 
@@ -27,6 +27,7 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     if t.is_cut_by_rank:
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     for component in t.components:
+        COMPONENTS.get(component)  # raises an error where it is missing
         if check := CHECKS.get(component):
             check(t, ranks, on_gpu)
     if ranks > 1 and t.gradient_dtype == "bfloat16" and t.dtype == "float64":

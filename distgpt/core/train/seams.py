@@ -50,3 +50,10 @@ class Seams:
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = plain_disk
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = no_guards
+
+
+def plain_seams(
+    t: TrainConfig, end: float | None = None, timeout: float | None = None, abort: float | None = None
+) -> Seams:
+    """Return the seams of a run without guards: nothing looks at the clock or at a run that is stuck."""
+    return Seams()

@@ -29,7 +29,7 @@ from distgpt.measure.compare.stages import (
     without_effect,
 )
 from distgpt.measure.compare.workload import look_at_data
-from distgpt.show.display import Plain
+from distgpt.show.progress import Plain
 
 SECONDS_BETWEEN_LINES = 10.0
 NAME_WIDTH = 9

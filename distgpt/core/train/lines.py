@@ -1,0 +1,323 @@
+"""The listeners of a run: lines of text, and the choice of what shows it and records it beside them."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Protocol
+
+from distgpt.core.base.errors import escape_lines, escape_model_text, print_lines
+from distgpt.core.base.formatting import clock, count
+from distgpt.core.base.interrupts import note
+from distgpt.core.base.tables import MissingComponent, Table
+from distgpt.core.comm.agree import on_every_rank
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.batch import batch_job
+from distgpt.core.comm.launched import drop_output, shown_on_terminal
+from distgpt.core.train.assessment import METRICS
+from distgpt.core.train.report import Listener
+
+Metrics = dict[str, float]  # a line of metrics.jsonl
+Facts = dict[str, Any]  # of announce.py
+
+# Seconds between lines: for a person who watches how it begins, for one who looks now and then, and in the
+# log of a batch job, which is read once it is over.
+AT_FIRST, LATER, IN_A_JOB = 2.0, 10.0, 30.0
+FIRST = 30.0  # seconds that count as the beginning
+
+
+class Output:
+    """Standard output as a run writes to it. The run does not need it, so what cannot be written is dropped.
+
+    Where its reader has left, as in `| head`, the run ends as by a signal: it saves first.
+    """
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+        self._failed: OSError | None = None  # for as long as nobody notes that the run has to end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+        if self._failed:
+            self._give_up(self._failed)
+
+    def _give_up(self, error: OSError) -> None:
+        if error.errno == errno.EPIPE and not note(signal.SIGPIPE):
+            self._failed = error
+            raise error
+        self._failed = None
+        drop_output(self._stream.fileno())
+        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: a terminal that was closed
+            why = error.strerror or error
+            print_lines(f"standard output cannot be written ({why}): going on without it", err=True)
+
+
+class LogLines:
+    """The lines of one run. A batch job is one whose output is no terminal: people work in others."""
+
+    def __init__(self, seconds: float | None, is_terminal: bool) -> None:
+        """`seconds`: between two lines; None: as above."""
+        self._seconds, self._begun = seconds, time.monotonic()
+        self._is_job = not is_terminal and batch_job() is not None
+
+    def interval(self) -> float:
+        """Return the seconds that have to pass between two lines now."""
+        if self._seconds is not None:
+            return self._seconds
+        if self._is_job:
+            return IN_A_JOB
+        return AT_FIRST if time.monotonic() - self._begun < FIRST else LATER
+
+    def stamped(self, text: str) -> str:
+        """Return a line with the time of day, in a batch job."""
+        return f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}" if self._is_job else text
+
+
+class Pace:
+    """The current speed: an exponential average, from which the slow first step is dropped at once."""
+
+    def __init__(self) -> None:
+        self.rate = self.seconds = 0.0
+        self._seen = 0
+
+    def add(self, metrics: Metrics) -> None:
+        self._seen += 1
+        fresh = max(0.1, 1 / max(1, self._seen - 1))
+        self.rate += fresh * (metrics["tokens_per_s"] - self.rate)
+        self.seconds += fresh * (metrics["step_s"] - self.seconds)
+
+
+class Remaining(Protocol):
+    """The end of a run, in words for a line."""
+
+    total: float  # of a bar
+    width: int  # of a step in characters, at most
+
+    def done(self, step: int) -> float:
+        """Return how much of `total` is done."""
+
+    def step(self, step: int) -> str:
+        """Return the step, and of how many if that is known."""
+
+    def elapsed(self) -> str:
+        """Return the time that is over, of all there is; "" where only the steps are known."""
+
+    def left(self, step: int, pace: float) -> str:
+        """Return the time that is left. `pace`: the usual seconds of a step, 0 before the first one."""
+
+
+class BySteps:
+    """The end of a run after its last step."""
+
+    def __init__(self, steps: int) -> None:
+        self.total: float = steps
+        self._steps, self.width = steps, len(f"{steps}/{steps}")
+
+    def done(self, step: int) -> float:
+        return step
+
+    def step(self, step: int) -> str:
+        return f"{step}/{self._steps}"
+
+    def elapsed(self) -> str:
+        return ""
+
+    def left(self, step: int, pace: float) -> str:
+        return f"left {clock(pace * (self._steps - step))}" if pace else "left --:--"
+
+
+class ByClock:
+    """The end of a run when its time is over: nobody knows its last step, so that steps have no total."""
+
+    def __init__(
+        self, seconds: float, left: float, steps: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`seconds`: of the whole run, of which `left` are left; `steps`: about as many as it will take."""
+        self.total = seconds
+        self._now, self._end, self.width = now, now() + left, len(str(steps))
+
+    def done(self, step: int) -> float:
+        return max(0.0, self.total - self._seconds_left())
+
+    def step(self, step: int) -> str:
+        return str(step)
+
+    def elapsed(self) -> str:
+        whole = clock(self.total)
+        return f"{clock(self.done(0)):>{len(whole)}} of {whole}"
+
+    def left(self, step: int, pace: float) -> str:
+        return f"left {clock(self._seconds_left())}"
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._end - self._now())
+
+
+def remaining(facts: Facts) -> Remaining:
+    """Return the end of a run that has started with these facts (announce.py)."""
+    if facts.get("seconds_left") is None:
+        return BySteps(facts["steps"])
+    return ByClock(facts["seconds"], facts["seconds_left"], facts["steps"])
+
+
+class Lines:
+    """Shows a run in lines, one now and then; every step is in metrics.jsonl anyway."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        """`seconds`: between two lines; None: see `LogLines`."""
+        self.stream: Any = Output()
+        self._lines, self._last = LogLines(seconds, self.stream.isatty()), 0.0
+        self._pace = Pace()
+        self._end: Remaining = BySteps(0)
+
+    def say(self, text: str, style: str = "") -> None:
+        print(escape_lines(self._lines.stamped(text)), file=self.stream, flush=True)
+
+    def noted(self, text: str) -> None:
+        self.say(text, "yellow")
+
+    def _is_due(self) -> bool:
+        """Return whether it is time for another line about the progress."""
+        now = time.monotonic()
+        if now - self._last < self._lines.interval():
+            return False
+        self._last = now
+        return True
+
+    def started(self, facts: Facts) -> None:
+        self._end = remaining(facts)
+        self.say(summary(facts))
+
+    def stepped(self, metrics: Metrics) -> None:
+        self._pace.add(metrics)
+        step, end = int(metrics["step"]), self._end
+        is_last = max(end.done(step), metrics.get("elapsed_s", 0.0)) >= end.total
+        if not self._is_due() and step != 1 and not is_last:
+            return
+        words = [
+            f"step {end.step(step):>{end.width}}",
+            f"loss {metrics['loss']:.4f}",
+            f"lr {metrics['lr']:.2e}",
+            f"grad {metrics['grad_norm']:.3f}",
+            f"{self._pace.rate:,.0f} tokens/s",
+            end.elapsed(),
+            end.left(step, self._pace.seconds),
+        ]
+        self.say("  ".join(filter(None, words)))
+
+    def evaluated(self, metrics: Metrics) -> None:
+        self.say(measured(metrics), "cyan")
+
+    def sampled(self, step: int, text: str) -> None:
+        shown = escape_model_text if shown_on_terminal(self.stream) else str
+        print(f"--- sample after step {step}\n{shown(text.strip())}\n---", file=self.stream, flush=True)
+
+    def close(self) -> None:
+        """Everything is written."""
+
+
+class Closing(Listener, Protocol):
+    """A listener that has something to do once the run is over."""
+
+    def close(self) -> None: ...
+
+
+LISTENERS: Table[Callable[[], Closing]] = Table("listeners", "listener", {"plain": Lines})
+
+
+class Listeners:
+    """Passes everything on to several listeners, in no order that matters; to none on ranks but 0."""
+
+    def __init__(self, *listeners: Closing) -> None:
+        self._listeners = listeners
+
+    def started(self, facts: Facts) -> None:
+        for listener in self._listeners:
+            listener.started(facts)
+
+    def stepped(self, metrics: Metrics) -> None:
+        for listener in self._listeners:
+            listener.stepped(metrics)
+
+    def evaluated(self, metrics: Metrics) -> None:
+        for listener in self._listeners:
+            listener.evaluated(metrics)
+
+    def noted(self, text: str) -> None:
+        for listener in self._listeners:
+            listener.noted(text)
+
+    def sampled(self, step: int, text: str) -> None:
+        for listener in self._listeners:
+            listener.sampled(step, text)
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+
+def listeners(comm: Comm, progress: str, tensorboard: bool, log_lines: float | None = None) -> Listeners:
+    """Return the listeners of a run, on rank 0: what shows it, and with --tensorboard a recorder. Collective.
+
+    `progress` is live, plain, or auto: live for a single process on a terminal. Under a launcher one cannot
+    know: some hand their ranks a terminal of their own even where nobody looks. `log_lines`: seconds between
+    two plain lines.
+    """
+
+    def chosen() -> list[Closing]:
+        found = [_shown(comm, progress, log_lines)] if comm.rank == 0 else []
+        return [*found, LISTENERS["tensorboard"]()] if tensorboard and comm.rank == 0 else found
+
+    return Listeners(*on_every_rank(comm, chosen))
+
+
+def _shown(comm: Comm, progress: str, log_lines: float | None) -> Closing:
+    if progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty()):
+        try:
+            return LISTENERS["live"]()
+        except MissingComponent:
+            if progress == "live":
+                raise
+    return Lines(log_lines)
+
+
+def summary(facts: Facts) -> str:
+    """Describe a run that starts, in one line."""
+    threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
+    on = f" on {facts['hosts']}" if facts.get("hosts") else ""  # where they are several
+    dtype = f", {facts['dtype']}" if facts.get("dtype") else ""
+    held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
+    return (
+        f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
+        f"corpus {facts['corpus_tokens']:,} tokens{held_out}; "
+        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{on}{threads}{dtype}; "
+        f"writing to {facts['directory']}"
+    )
+
+
+def measured(metrics: Metrics) -> str:
+    """Describe the results of an evaluation, in one line."""
+    words = [f"after step {metrics['step']}:"]
+    if "val_loss" in metrics:
+        bits = f" ({metrics['bits_per_byte']:.4f} bits per byte)" if "bits_per_byte" in metrics else ""
+        words.append(f"validation loss {metrics['val_loss']:.4f}{bits} over {metrics['val_tokens']:,} tokens")
+    # By the setting that asks for it, which is also its name in metrics.jsonl.
+    words += [kind.words(metrics) for _, kind in METRICS.rows(name for name in METRICS if name in metrics)]
+    return "  ".join(words)
