@@ -23,6 +23,7 @@ from distgpt.core.config import (
     AUTO_DTYPE,
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
+    DEEPEST,
     INFERENCE_DTYPES,
     ON_GPU,
     SETTINGS,
@@ -34,7 +35,6 @@ from distgpt.core.config import (
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
-from distgpt.recipes.scaling import DEEPEST
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)

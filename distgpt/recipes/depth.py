@@ -8,14 +8,13 @@ from typing import Any
 
 from distgpt.core.base.errors import UsageError, refuse_beside
 from distgpt.core.base.formatting import clock, count, three_digits
-from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS, RunConfig
+from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, DEEPEST, SETTINGS, RunConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.data.loading import AUTO
 from distgpt.core.data.named import resolve_data
 from distgpt.core.data.shards import is_shards, read_manifest
 from distgpt.core.train.resumption import begins_anew
 from distgpt.recipes.scaling import (
-    DEEPEST,
     EPOCHS,
     TOKENS_PER_PARAMETER,
     Text,

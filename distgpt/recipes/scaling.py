@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distgpt.core.config import PARAMETERS_PER_TOKEN
+from distgpt.core.config import DEEPEST, PARAMETERS_PER_TOKEN
 
 HEAD = 64  # elements of an attention head; each layer makes the model this much wider
 TOKENS_PER_PARAMETER = 12  # of the layers' matrices and the output layer
 EPOCHS = 8  # read a text no more often
-DEEPEST = 100
 BYTES_AT_LEAST = 200_000  # of a text that has enough for a vocabulary of its own
 SMALLEST_BPE, LARGEST_BPE = 512, 1 << 15
 REFERENCE_BATCH = 1 << 12  # tokens, at which the learning rates of the preset `fast` were found

@@ -8,6 +8,7 @@ from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.config.setting import Group, Setting, check, settings_of
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
+DEEPEST = 100  # layers of --depth
 PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "relu", "relu2", "swiglu")
