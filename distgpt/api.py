@@ -35,8 +35,8 @@ from distgpt.core.train.finished import leave_finished
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.open import open_run
 from distgpt.core.train.plan import Plan, make_plan
-from distgpt.core.train.seams import plain_seams
-from distgpt.core.train.strategy import Strategy
+from distgpt.core.train.run import plain_seams
+from distgpt.core.train.sharing import Strategy
 from distgpt.recipes.recipes import followed
 from distgpt.rounded.packed import Int8Model, random_model
 

@@ -130,8 +130,8 @@ def train(
     from distgpt.core.train.loop import train as train_run
     from distgpt.core.train.open import open_run
     from distgpt.core.train.plan import make_plan
-    from distgpt.core.train.seams import plain_seams
-    from distgpt.core.train.strategy import Strategy
+    from distgpt.core.train.run import plain_seams
+    from distgpt.core.train.sharing import Strategy
     from distgpt.core.train.summary import how_to_resume
     from distgpt.recipes.recipes import followed
 

@@ -19,7 +19,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.batch import batch_job
 from distgpt.core.comm.launched import drop_output, shown_on_terminal
 from distgpt.core.train.assessment import METRICS
-from distgpt.core.train.report import Listener
+from distgpt.core.train.seams import Listener
 
 Metrics = dict[str, float]  # a line of metrics.jsonl
 Facts = dict[str, Any]  # of announce.py
