@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from distgpt.core.base.errors import NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals, first_of
@@ -99,7 +99,7 @@ class Judge(Protocol):
     def objection(self, loss: float, norm: float) -> str:
         """Return why a step must not change the weights, "" if it may."""
 
-    def judge(self, done: Finished) -> str:
+    def judge_step(self, done: Finished) -> str:
         """Return why a finished step has not changed the weights, "" if it has.
 
         Raises the error that ends the run, or a BadStep (run.py), by which the run recovers.
@@ -118,7 +118,7 @@ class FiniteJudge:
         """Return why a step must not change the weights, "" if it may."""
         return not_finite(loss, norm)
 
-    def judge(self, done: Finished) -> str:
+    def judge_step(self, done: Finished) -> str:
         """Return "" for a good step; raise the error that ends the run for another one."""
         # None where nothing waits for a step's result: then the kernels themselves have left out its update.
         reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
@@ -164,11 +164,11 @@ class Clock:
         """Return the seconds that count for the run's time."""
         return 0.0
 
-    def ahead(self) -> float:
+    def elapsed_ahead(self) -> float:
         """Return the fraction of the time that is over with the next step, which rank 0 sends with a step."""
         return 0.0
 
-    def hear(self, elapsed: float, launched: int) -> None:
+    def hear_elapsed(self, elapsed: float, launched: int) -> None:
         """Go by what rank 0 has sent."""
 
 
@@ -194,12 +194,13 @@ class Votes:
     disk: Disk
     clock: Clock
 
-    def mine(self) -> list[float]:
+    def own_votes(self) -> list[float]:
         """Return this rank's votes: one for each signal, one for a lost disk, and rank 0's clock."""
-        elapsed = self.clock.ahead() if self.comm.rank == 0 else 0.0
+        elapsed = self.clock.elapsed_ahead() if self.comm.rank == 0 else 0.0
         return [*self.signals.counts(), int(self.disk.lost is not None), elapsed]
 
-    def heard(self, sums: Sequence[float]) -> Heard:
+    @staticmethod
+    def read_votes(sums: Sequence[float]) -> Heard:
         """Return what the sums of a step say."""
         *signals, disk, elapsed = sums
         return Heard(first_of(signals), bool(disk), float(elapsed))
@@ -238,9 +239,9 @@ class Guard(Protocol):
 class Listener(Protocol):
     """Shows or records the progress of a run. Called on rank 0 alone."""
 
-    def started(self, facts: dict[str, Any]) -> None: ...
-    def stepped(self, metrics: dict[str, Any]) -> None: ...
-    def evaluated(self, metrics: dict[str, Any]) -> None: ...
+    def started(self, facts: dict[str, object]) -> None: ...
+    def stepped(self, metrics: dict[str, float]) -> None: ...
+    def evaluated(self, metrics: dict[str, float]) -> None: ...
     def noted(self, text: str) -> None: ...
     def sampled(self, step: int, text: str) -> None: ...
 
