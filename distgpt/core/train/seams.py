@@ -1,6 +1,17 @@
 """The seams of a run: each contract with its plain version beside it, in the order in which a run meets them.
 
-How ranks share a step is a contract too: sharing.py. `run.Seams` names who makes these objects.
+contract    answers or does                                called by
+ModelKind   what is built, trained and described           open.py, before there is a model
+Judge       which steps may change the weights             `Step._update`, `settle`
+Clock       which step is the last one                     `take_steps`, `settle`
+Votes       what ranks tell each other with each step      `Step.launch`, `settle`
+Inspector   whether computed gradients are right           `Step.launch`; a plain run has none
+Guard       watches finished steps; an observer            `settle`; a plain run has none
+Listener    shows and records progress; an observer        report.py
+Disk        writes what is saved                           checkpoints.py
+
+A contract that is a class is its own plain version. How ranks share a step has a page of its own: sharing.py.
+`Seams` (run.py) has a function for each that makes it.
 """
 
 from __future__ import annotations
@@ -94,7 +105,9 @@ def kind_of(t: TrainConfig) -> ModelKind:
 class Judge(Protocol):
     """Says which steps may change the weights, and what follows where one may not. The same on all ranks."""
 
-    waits: bool  # whether its objection must be known before an update even on kernels with a queue
+    # Whether its objection must be known before an update even where steps are queued. If not, `Step` gets no
+    # `objection` there: kernels themselves leave out an update that is not finite.
+    waits: bool
 
     def objection(self, loss: float, norm: float) -> str:
         """Return why a step must not change the weights, "" if it may."""
@@ -120,7 +133,7 @@ class FiniteJudge:
 
     def judge_step(self, done: Finished) -> str:
         """Return "" for a good step; raise the error that ends the run for another one."""
-        # None where nothing waits for a step's result: then the kernels themselves have left out its update.
+        # None: nobody has judged the step before its update, since it was queued.
         reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
         if reason:
             bad = described(reason, self._progress.step + 1, done.loss, done.norm)
