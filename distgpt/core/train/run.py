@@ -103,24 +103,12 @@ def plain_clock(
     return Clock(t.steps if plan.until is None else plan.until)
 
 
-def plain_disk(
-    directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
-) -> Disk:
-    """Return a disk that just writes."""
-    return Disk()
-
-
-def no_guards(run: Run) -> Sequence[Guard]:
-    """Return none."""
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Seams:
     """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
 
     judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
     clock: Callable[[Plan, Stage, TrainConfig, Pace, Model, Validation | None], Clock] = plain_clock
-    disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = plain_disk
+    disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = lambda *about: Disk()
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
-    guards: Callable[[Run], Sequence[Guard]] = no_guards
+    guards: Callable[[Run], Sequence[Guard]] = lambda run: ()
