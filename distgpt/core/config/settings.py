@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.config.setting import Group, Setting, check, settings_of
+from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
 NORMS = ("layernorm", "rmsnorm")
-MLPS = ("gelu", "relu", "relu2", "swiglu")
+MLPS = tuple(ACTIVATIONS)
 INITS = ("gpt2", "unit", "bigrams")
 POSITIONS = ("learned", "rope", "none")
 ROPE_SCALINGS = ("none", "linear", "llama3")
@@ -67,7 +68,7 @@ class ModelConfig:
     embed_norm: bool = of_model(False, "Normalize the embeddings.")
     final_norm: bool = of_model(True, "Normalize before the output layer.")
     mlp: str = of_model("gelu", "Activation function of the MLP.", choices=MLPS)
-    # swiglu's three matrices of 8/3 of the width have as many parameters as two of four times the width
+    # A gated MLP's three matrices of 8/3 of the width have as many parameters as two of four times the width.
     mlp_width: int = of_model(
         0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
@@ -199,7 +200,27 @@ class ModelConfig:
         """Return the width inside the MLP, after its activation."""
         if self.mlp_width:
             return self.mlp_width
-        return _round_up(8 * self.n_embd // 3, 8) if self.mlp == "swiglu" else 4 * self.n_embd
+        return _round_up(8 * self.n_embd // 3, 8) if self.gated else 4 * self.n_embd
+
+    @property
+    def gated(self) -> bool:
+        """Return whether one half of what the MLP's first matrix gives is multiplied by the other."""
+        return ACTIVATIONS[self.mlp].gated
+
+    @property
+    def pre_width(self) -> int:
+        """Return the width of the activation's input."""
+        return 2 * self.hidden if self.gated else self.hidden
+
+    @property
+    def centred(self) -> bool:
+        """Return whether norms subtract the mean."""
+        return self.norm == "layernorm"
+
+    @property
+    def has_position_vectors(self) -> bool:
+        """Return whether each position has a vector of its own: then neither context nor tokens may move."""
+        return self.positions == "learned"
 
 
 # Another way to give batch_size, into which presets.py converts it.
