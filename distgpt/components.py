@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
-TABLES = {
+TABLES: dict[str, dict[str, str]] = {
     # By what a name of weights begins with, before a colon (core/saved/named.py).
     "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
     # By the setting init_weights (core/train/restore.py).
@@ -21,10 +21,19 @@ TABLES = {
         "lora": "distgpt.adapters.adapter_kind:check",
         "reproducible": "distgpt.parallel.reproducible:check",
     },
+    # Name, the value of --grad-sync → a function of the type MakeExchange (parallel/choose.py).
+    "exchanges": {
+        "auto": "distgpt.parallel.trial:make",
+        "hierarchical": "distgpt.parallel.reductions:make",
+        "overlapped": "distgpt.parallel.overlapped:make",
+        "sharded": "distgpt.parallel.sharded:make",
+    },
+    # Guards of every run, beside those that its settings ask for (guards/attach.py): their names mean nothing.
+    "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
     "loops": {"adapters": "adapters/loops", "rounded": "rounded/loops", "processors": "processors"},
     # By the kind that settings give (core/train/seams.py).
-    "models": {"adapters": "distgpt.adapters.adapter_kind:ADAPTERS"},
+    "models": {"lora": "distgpt.adapters.adapter_kind:ADAPTERS"},
     # By the kind in its saved form, and by what --tokenizer begins with (core/data/tokenizers.py).
     "tokenizers": {
         "bpe": "distgpt.texts.tokenizers.learn:BPE",
@@ -44,24 +53,20 @@ TABLES = {
     },
 }
 
-# Name → a class derived from training.placement.Placement.
+# Name → a class derived from Placement (core/train/sharing.py).
 PLACEMENTS = {
     "sharded": "distgpt.parallel.sharded:ShardedPlacement",
     "local steps": "distgpt.parallel.replicas:LocalPlacement",
 }
 
-# Name → a function of the type training.exchange.choose.MakeMicroBatches.
+# Name → a function of the type MakeMicroBatches (parallel/choose.py).
 MICRO_BATCHES = {
     "reproducible parts": "distgpt.parallel.reproducible:make",
     "balanced": "distgpt.parallel.balance:make",
 }
 
-# Name, mostly the value of --grad-sync → a function of the type training.exchange.choose.MakeExchange.
-EXCHANGES = {
-    "auto": "distgpt.parallel.trial:make",
-    "hierarchical": "distgpt.parallel.reductions:make",
+# Exchanges that other settings than --grad-sync ask for, by what `choose.exchange_name` calls them.
+UNNAMED_EXCHANGES = {
     "in parts": "distgpt.parallel.reductions:make",
     "local steps": "distgpt.parallel.replicas:make",
-    "overlapped": "distgpt.parallel.overlapped:make",
-    "sharded": "distgpt.parallel.sharded:make",
 }

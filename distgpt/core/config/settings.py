@@ -294,6 +294,13 @@ class TrainConfig:
         " (of the MLP; gate with swiglu alone). all: beside each.",
         component="lora",
     )
+    adapter_kind: str = of_model(
+        "auto",
+        "Train adapters of this kind beside the weights of --init: lora, of rank --lora-rank, or a kind that"
+        " was added. auto: lora where it has a rank.",
+        choices=("auto", "lora"),
+        table="models",
+    )
     steps: int = of_schedule(600, "Train for this many optimizer steps.", low=1, changeable=True, first=True)
     epochs: float = of_schedule(
         0.0,
@@ -399,6 +406,7 @@ class TrainConfig:
         " auto: the fastest of these. sharded: each rank sums and updates a part, and keeps only the"
         " moments of that part (mpi; mpi-cuda without hierarchical).",
         choices=GRAD_SYNCS,
+        table="exchanges",
         changeable=True,
         former_choices=(("packed", "allreduce"),),
         components=(("auto", "trial"), *((name, name) for name in ("hierarchical", "overlapped", "sharded"))),
@@ -565,7 +573,9 @@ class TrainConfig:
     @property
     def model_kind(self) -> str:
         """Return the kind of model that is trained: what is made beside it, or all of it."""
-        return "adapters" if self.lora_rank else "whole"
+        if self.adapter_kind not in ("auto", "lora"):
+            return self.adapter_kind
+        return "lora" if self.lora_rank else "whole"
 
     @property
     def is_cut_by_rank(self) -> bool:
