@@ -28,7 +28,7 @@ TABLES: dict[str, dict[str, str]] = {
         "overlapped": "distgpt.parallel.overlapped:make",
         "sharded": "distgpt.parallel.sharded:make",
     },
-    # Guards of every run, beside those that its settings ask for (guards/attach.py): their names mean nothing.
+    # Guards of every run, beside those that its settings ask for (guards/attach.py). No setting has their names.
     "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
     "loops": {"adapters": "adapters/loops", "rounded": "rounded/loops", "processors": "processors"},

@@ -26,8 +26,8 @@ from distgpt.core.saved.named import WEIGHTS
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.compatibility import CHECKS
 from distgpt.core.train.restore import FIRST_WEIGHTS
-from distgpt.guards.attach import GUARDS
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel
+from distgpt.guards.attach import GUARDS
 
 EXCHANGES = Table("exchanges", "--grad-sync", {})
 
