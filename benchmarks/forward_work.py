@@ -68,8 +68,8 @@ def measure(job: Job, stage: Stage, kind: type[MeanLoss] = MeanLoss) -> dict[str
 
     found = timed(work, job.names, job.repeats, job.patience, agreed)
     found["peak_memory"] = gather_ints(comm, peak_memory())
-    if stage.device is not None:
-        found["peak_gpu_memory"] = gather_ints(comm, int(stage.device.taken()))
+    if stage.on_gpu:
+        found["peak_gpu_memory"] = gather_ints(comm, stage.taken_memory())
     return found | {"ranks": comm.size, "threads": kernels.threads}
 
 
@@ -86,7 +86,7 @@ def sequences(names: int) -> Sequences:
 
 def rows_at_once(model: Model, stage: Stage) -> int:
     """Return the predictions in a batch: on a GPU as many as fit into half of its free memory."""
-    if stage.device is None:
+    if not stage.on_gpu:
         return ROWS
     c, k = model.config, model.kernels
     elements = sum(layers.Block.activations(c).values()) + 4 * c.n_embd  # one layer's, and what is around it

@@ -21,14 +21,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.core.config import GpuConfig, RunConfig
+from distgpt.core.config import STAGES, GpuConfig, RunConfig
 from distgpt.core.config.presets import preset
-from distgpt.core.cpu.stages import STAGES, Stage, open_stage
+from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.generate.engine import complete
 from distgpt.core.generate.engine_setup import engine_for
 from distgpt.core.generate.request import Request
 from distgpt.core.train.open import make_steps
+from distgpt.gpu.stage import on_gpu
 from distgpt.parallel.choose import Chosen
 
 SMALLER: dict[str, Any] = {"n_layer": 4, "vocab_size": 4096, "batch_size": 2, "seq_len": 512}
@@ -75,8 +76,8 @@ def trained(stage: Stage, run: RunConfig, steps: int) -> Found:
 def ways(stage: Stage) -> dict[str, tuple[Stage, str]]:
     """The types to check: that of the stage's options, and of its own."""
     found = {"float32": (stage, "float32"), "bfloat16": (stage, "bfloat16")}
-    if stage.device is not None:
-        found["float8"] = replace(stage, gpu=replace(stage.gpu, float8=True)), "bfloat16"
+    if gpu := on_gpu(stage):
+        found["float8"] = replace(gpu, gpu=replace(gpu.gpu, float8=True)), "bfloat16"
     return found
 
 

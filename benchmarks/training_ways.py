@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distgpt.core.config import GpuConfig, RunConfig
+from distgpt.core.config import ON_GPU, STAGES, GpuConfig, RunConfig
 from distgpt.core.config.presets import preset
-from distgpt.core.cpu.stages import ON_GPU, STAGES, Stage, open_stage
+from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.gpu.stage import on_gpu
 from distgpt.recipes.within import measured_speed
 
 
@@ -70,7 +71,8 @@ def run_of(way: Way, args: Any, cores: int) -> RunConfig:
 
 
 def measured(stage: Stage, way: Way, args: Any) -> dict[str, Any]:
-    on = replace(stage, gpu=replace(stage.gpu, float8=way.float8)) if stage.name in ON_GPU else stage
+    gpu = on_gpu(stage)
+    on = replace(gpu, gpu=replace(gpu.gpu, float8=way.float8)) if gpu else stage
     cores = stage.threads * stage.comm.size
     tokens_per_s, _ = measured_speed(on, run_of(way, args, cores))
     return {"tokens_per_s": round(tokens_per_s, 1)}

@@ -8,6 +8,32 @@ from __future__ import annotations
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
 TABLES: dict[str, dict[str, str]] = {
+    # By how the names of their environment variables begin (core/comm/batch.py).
+    "batch systems": {
+        "SLURM_": "distgpt.jobs.systems:SLURM",
+        "PBS_": "distgpt.jobs.systems:PBS",
+        "LSB_": "distgpt.jobs.systems:LSF",
+        "SGE_": "distgpt.jobs.systems:GRID_ENGINE",
+    },
+    # By name (core/cpu/stages.py).
+    "stages": {"cuda": "distgpt.gpu.stage:GPU", "mpi-cuda": "distgpt.gpu.stage:GPU"},
+    # By dtype: kernels of the stages on CPUs (core/cpu/stages.py).
+    "kernels": dict.fromkeys(("int8", "int4"), "distgpt.rounded.loops.kernels:make"),
+    # By a feature in LLVM's words; by the system's name of a machine (core/cpu/compiling/processor.py).
+    "processors": {"neon": "distgpt.processors.arm:ARM", "amx-bf16": "distgpt.processors.permission:AMX"},
+    "features": dict.fromkeys(("arm64", "aarch64"), "distgpt.processors.arm:features"),
+    # By `Shape.tiles` (core/cpu/matmul/assembled.py).
+    "tiles": {
+        "amx": "distgpt.processors.amx:module",
+        "bfmmla": "distgpt.processors.mmla:module",
+        "neon": "distgpt.processors.neon:module",
+        "widened": "distgpt.processors.widening:module",
+    },
+    "steps": {"bfmmla": "distgpt.processors.mmla:STEPS"},
+    # By their name in summary.json (core/train/summary.py).
+    "summary": {"environment": "distgpt.doctor.facts:environment"},
+    # By whose errors they are (core/comm/launched.py).
+    "libraries": {"nccl": "distgpt.gpu.failures:NCCL"},
     # By what a name of weights begins with, before a colon (core/saved/named.py).
     "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
     # By the setting init_weights (core/train/restore.py).
@@ -28,7 +54,7 @@ TABLES: dict[str, dict[str, str]] = {
         "overlapped": "distgpt.parallel.overlapped:make",
         "sharded": "distgpt.parallel.sharded:make",
     },
-    # Guards of every run, beside those that its settings ask for (guards/attach.py). No setting has their names.
+    # Guards of every run, by any name, beside those that settings ask for (guards/attach.py).
     "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
     "loops": {"adapters": "adapters/loops", "rounded": "rounded/loops", "processors": "processors"},

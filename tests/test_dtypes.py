@@ -15,14 +15,17 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu import dtypes
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16, NEON_BF16
+from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.matmul import gain
-from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.core.cpu.stages import expected_dtype, open_stage
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.ops.low_precision import BITS
 from distgpt.core.saved.modelfile import quantize
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.evaluation.evaluate import evaluate
+from distgpt.gpu.stage import GpuStage
+from distgpt.processors.arm import NEON_BF16
+from distgpt.processors.permission import SHAPE as AMX
 
 STEPS = ("--steps", "4", "--save-every", "2")
 BF16, F32, FREE = ({dtypes.VARIABLE: name} for name in ("bfloat16", "float32", ""))
@@ -41,7 +44,7 @@ def on_gpus(*capabilities, **options):
     comm = Ranks()
     comm.others = [-(10 * major + minor) for major, minor in capabilities[1:]]
     device = SimpleNamespace(capability=capabilities[0], name="a GPU")
-    return Stage("cuda", comm, 0, device=device, gpu=GpuConfig(**options))
+    return GpuStage("cuda", comm, 0, device=device, gpu=GpuConfig(**options))
 
 
 @pytest.fixture
@@ -72,18 +75,18 @@ def saved(path):
 
 
 def chosen(width=128, stage="serial", **settings):
-    return dtypes.expected(stage, RunConfig().with_values({"n_embd": width, "n_head": 1, **settings}))
+    return expected_dtype(stage, RunConfig().with_values({"n_embd": width, "n_head": 1, **settings}))
 
 
 def test_gpus_take_bfloat16_from_capability_8_on_and_the_oldest_decides(free):
     run = RunConfig()
-    assert dtypes.for_training(on_gpus((8, 0)), lambda: run).name == "bfloat16"
-    assert dtypes.for_training(on_gpus((9, 0), (8, 6)), lambda: run).name == "bfloat16"
+    assert on_gpus((8, 0)).dtype_for_training(lambda: run).name == "bfloat16"
+    assert on_gpus((9, 0), (8, 6)).dtype_for_training(lambda: run).name == "bfloat16"
     for stage in (on_gpus((7, 5)), on_gpus((9, 0), (7, 5)), on_gpus((9, 0), tf32=True)):
-        found = dtypes.for_training(stage, lambda: run)
+        found = stage.dtype_for_training(lambda: run)
         assert found.name == "float32" and found.why
-        assert dtypes.for_generation(stage, 64, 1 << 40).name == "float32"
-    assert dtypes.for_generation(on_gpus((9, 0)), 64, 1000).name == "bfloat16"
+        assert stage.dtype_for_generation(64, 1 << 40).name == "float32"
+    assert on_gpus((9, 0)).dtype_for_generation(64, 1000).name == "bfloat16"
 
 
 def test_processors_that_gain_nothing_are_not_measured(machine, monkeypatch):
@@ -132,10 +135,10 @@ def test_long_reads_of_weights_decide_for_generation_on_cpus(machine):
     stage = open_stage("serial", 1)
     for shape, small, large in ((AVX2, "float32", "bfloat16"), (AVX512_BF16, "bfloat16", "bfloat16")):
         machine(shape, 2.0)
-        assert dtypes.for_generation(stage, 768, 1 << 20).name == small
-        assert dtypes.for_generation(stage, 768, dtypes.READ_FROM_MEMORY // 4).name == large
+        assert stage.dtype_for_generation(768, 1 << 20).name == small
+        assert stage.dtype_for_generation(768, dtypes.READ_FROM_MEMORY // 4).name == large
     machine(replace(NEON_BF16, dot=False))
-    assert dtypes.for_generation(stage, 768, dtypes.READ_FROM_MEMORY).name == "float32"
+    assert stage.dtype_for_generation(768, dtypes.READ_FROM_MEMORY).name == "float32"
 
 
 def test_the_variable_names_it_and_must_name_one(monkeypatch):

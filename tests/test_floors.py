@@ -22,7 +22,7 @@ ORDER = (
 INSIDE = {
     "core.cpu": (
         *("first_use", "pool", "compiling", "matmul", "fused", "decoding"),
-        *("kernels", "stages", "dtypes"),
+        *("kernels", "dtypes", "stages"),
     ),
     "texts": ("tokenizers", "prepare", "packing", "chats"),
     "formats": ("", "gguf"),

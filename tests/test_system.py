@@ -12,6 +12,7 @@ from fake_macos import pretend_macos
 from distgpt.core.base.system import sysctl, sysctl_number, sysctl_text
 from distgpt.core.comm import cores, limits
 from distgpt.core.cpu.compiling import processor
+from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor import facts
 
 MAC = {
@@ -39,7 +40,7 @@ def test_a_mac_reports_its_fast_cores_its_memory_and_its_name(no_proc, monkeypat
     pretend_macos(monkeypatch, MAC)
     assert cores.usable_cores() == {0, 1, 2, 3}
     assert cores.available_memory() == 16 << 30
-    assert cores.boot_id() == "2F5C-1" and facts.cpu() == "Apple M1"
+    assert cores.boot_id() == "2F5C-1" and processor_name() == "Apple M1"
     assert limits.granted_cores().number == 4 and cores.peak_memory() > 1 << 10
     assert facts.memory()["available"] == min(16 << 30, facts.memory()["total"])
 
@@ -56,7 +57,7 @@ def test_what_a_system_does_not_report_has_a_fallback(no_proc, monkeypatch):
 def test_arm64_on_linux_is_named_as_llvm_names_it(no_proc, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(processor, "processor", lambda: ("neoverse-v2", "+neon"))
-    assert facts.cpu() == "neoverse-v2"
+    assert processor_name() == "neoverse-v2"
 
 
 def test_windows_is_refused_and_wsl_named():

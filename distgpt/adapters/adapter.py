@@ -112,7 +112,7 @@ def open_model(
     Return also the weights file of the whole model, and the type that it computes in.
     """
     whole, merge = with_adapter(weights, adapter, stage.comm)
-    chosen = dtype_of(whole, dtype, stage.comm, stage.device is not None, usual)
+    chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
     model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
     return model, about, whole, chosen
 

@@ -14,8 +14,7 @@ from distgpt.commands.complete import presets
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, launch_options, set_by_user, setting_option, settings_but
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import DTYPES, SETTINGS
-from distgpt.core.cpu.stages import ON_GPU, STAGES
+from distgpt.core.config import DTYPES, ON_GPU, SETTINGS, STAGES
 
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
 

@@ -9,7 +9,7 @@ import click
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH
 from distgpt.core.base.errors import UsageError
-from distgpt.core.cpu.stages import STAGES
+from distgpt.core.config import STAGES
 
 
 @command(example="distgpt doctor --hostfile hostfile --ssh")

@@ -21,9 +21,9 @@ from distgpt.commands.options import (
 )
 from distgpt.core.base.errors import print_lines, refuse_beside
 from distgpt.core.base.formatting import parse_count, parse_duration
-from distgpt.core.config import GpuConfig
+from distgpt.core.config import ON_GPU, GpuConfig
 from distgpt.core.config.asked import Asked, asked_for
-from distgpt.core.cpu.stages import ON_GPU, open_stage
+from distgpt.core.cpu.stages import open_stage
 
 
 @command(example="distgpt estimate --preset gpt2 --batch-tokens 65536 --tokens 2.5B")

@@ -24,14 +24,15 @@ from distgpt.core.config import (
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
     INFERENCE_DTYPES,
+    ON_GPU,
     SETTINGS,
+    STAGES,
     GpuConfig,
     Setting,
     settings_of,
 )
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import DEFAULT_PRESET
-from distgpt.core.cpu.stages import ON_GPU, STAGES
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 from distgpt.recipes.scaling import DEEPEST
 

@@ -19,9 +19,8 @@ from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import train
 from distgpt.commands.tune import as_train, tune
 from distgpt.core.base.errors import UsageError, command_line, print_lines
-from distgpt.core.config import RunConfig
+from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
-from distgpt.core.cpu.stages import ON_GPU, WITH_MPI
 from distgpt.jobs import array
 from distgpt.jobs.array import ELEMENT
 from distgpt.jobs.batchscript import PMI, Job, script

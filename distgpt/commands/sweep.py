@@ -54,9 +54,9 @@ def sweep(
     """
     from distgpt.core.comm.agree import on_root
     from distgpt.core.comm.batch import job_end
-    from distgpt.core.cpu.stages import open_stages
     from distgpt.sweep.opening import begin_sweep, preview
     from distgpt.sweep.report import finish
+    from distgpt.sweep.stages import open_stages
     from distgpt.sweep.work import Listener, Worker
 
     if gpu.deterministic and stage == "serial":

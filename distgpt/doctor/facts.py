@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.errors import DistgptError, UsageError, escape, first_line
-from distgpt.core.base.system import sysctl_text
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.cores import usable_cores
 from distgpt.core.comm.limits import granted_cores, granted_memory
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig
-from distgpt.core.cpu.stages import Stage, device_of, threads_of
+from distgpt.core.cpu.stages import Stage, expected_dtype, threads_of
+from distgpt.core.train.whereabouts import processor_name
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
+from distgpt.gpu.stage import device_of
 
 Facts = dict[str, Any]
 
@@ -49,7 +50,7 @@ def of_rank(comm: Comm) -> Facts:
         "local_rank": comm.local_rank,
         "local_size": comm.local_size,
         "host": platform.node(),
-        "cpu": cpu(),
+        "cpu": processor_name(),
         "features": features(),
         "cores": len(usable_cores()),
         "core_share": comm.cores,
@@ -62,28 +63,6 @@ def of_rank(comm: Comm) -> Facts:
         "gpu": _gpu(comm),
         "environment": {key: os.environ[key] for key in REPORTED if key in os.environ},
     }
-
-
-def cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return sysctl_text("machdep.cpu.brand_string") or _core_name() or platform.machine()
-
-
-def _core_name() -> str:
-    """Return LLVM's name of the processor, for arm64 on Linux, which names none."""
-    if platform.machine() != "aarch64":
-        return platform.processor()
-    try:
-        from distgpt.core.cpu.compiling.processor import processor
-
-        return processor()[0]
-    except (ImportError, OSError):  # compute() says why
-        return ""
 
 
 def system() -> str:
@@ -179,9 +158,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
 def auto_dtype() -> str:
     """Return what --dtype auto is for a small model on this processor, and why; "" where nothing computes."""
     try:
-        from distgpt.core.cpu.dtypes import expected
-
-        found = expected("serial", RunConfig())
+        found = expected_dtype("serial", RunConfig())
     except UsageError as error:  # of the environment
         return str(error)
     except Exception:  # compute() says why
@@ -218,7 +195,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
         **({"commit": known} if (known := commit()) else {}),
-        "processor": cpu(),
+        "processor": processor_name(),
         "cores": len(usable_cores()),
         "cores_of_host": os.cpu_count() or 1,
         "memory_bytes": memory()["total"],

@@ -27,7 +27,8 @@ from distgpt.core.base.formatting import count
 from distgpt.core.comm.launched import launched_as
 from distgpt.core.comm.limits import granted_cores
 from distgpt.core.cpu.stages import identity
-from distgpt.doctor.facts import Facts, cpu, versions
+from distgpt.core.train.whereabouts import processor_name
+from distgpt.doctor.facts import Facts, versions
 from distgpt.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
 from distgpt.doctor.verdicts import foreign_mpirun, grouped
 from distgpt.gpu.probe import driver
@@ -155,7 +156,9 @@ def own_facts(mpi: Facts) -> HostFacts:
     gpus = found.gpus if (found := driver()) else ()
     works = mpi["problem"] or f"{mpi['vendor']} {mpi['version']}"
     cores = granted_cores().whole
-    return HostFacts(identity(), f"{cpu()}, {name} {features}", works, versions(), cores, len(gpus))
+    return HostFacts(
+        identity(), f"{processor_name()}, {name} {features}", works, versions(), cores, len(gpus)
+    )
 
 
 def tell() -> None:

@@ -13,6 +13,7 @@ from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.ops.api import Affine, Array, Kernels
 from distgpt.gpu.api import TYPE_OF
+from distgpt.processors import permission
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
 SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
@@ -40,13 +41,13 @@ def cpu_features() -> list[str]:
 
 def amx() -> str:
     """Describe if our kernel for AMX is used; "" without AMX."""
-    if not processor.has_amx():
+    if not permission.has_amx(processor.features()):
         return ""
     if processor.shape().amx:
         return "used"
-    if processor.amx_wanted():
+    if permission.wanted():
         return "there, not used: the system does not allow it"
-    return f"there, not used: {processor.AMX_HINT}"
+    return f"there, not used: {permission.HINT}"
 
 
 def how(k: CpuKernels) -> str:

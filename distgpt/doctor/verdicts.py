@@ -7,7 +7,8 @@ from typing import Any
 
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import named_ranks
-from distgpt.core.cpu.stages import NOT_KEPT, ON_GPU, STAGES, WITH_MPI
+from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
+from distgpt.core.cpu.stages import NOT_KEPT
 from distgpt.doctor.facts import IGNORED, Facts
 
 FEW = 0.5  # of a host's cores

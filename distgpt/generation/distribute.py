@@ -1,25 +1,16 @@
-"""Inference on several ranks: many requests distributed over them, or the scores of one averaged.
-
-Distributed, each rank has an engine of its own, and rank 0 hands out requests and takes answers. Averaged,
-rank 0 runs one engine, and the others feed what it feeds: every rank computes every token, as in the course
-project.
-"""
+"""Many requests on several ranks: each has an engine of its own, and rank 0 hands out requests."""
 
 from __future__ import annotations
 
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from distgpt.core.base.errors import DistgptError
-from distgpt.core.comm.agree import gather_bytes, shared
+from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.api import Comm
+from distgpt.core.generate.averaged import broadcast
 from distgpt.core.generate.engine import Collector, Engine
-from distgpt.core.generate.lanes import Array, Feed, Lanes
 from distgpt.core.generate.request import Completion, Request
 
 SYNC = 0.5  # seconds between two exchanges: a rank that has nothing to do waits this long for others
@@ -85,66 +76,3 @@ class _Worker:
         until, engine = time.monotonic() + seconds, self._collector.engine
         while not engine.is_idle and time.monotonic() < until and not (at_once and self._done):
             self._done += [(self._numbers.pop(ticket), samples) for ticket, samples in self._collector.step()]
-
-
-def averaged(lanes: Lanes, comm: Comm, act: Callable[[Lanes], Any]) -> Any:
-    """Run `act` on rank 0, with lanes whose scores are the mean over all ranks; elsewhere None. Collective.
-
-    A DistgptError of it is raised by all ranks.
-    """
-    if comm.rank != 0:
-        return _follow(lanes, comm)
-    try:
-        result = act(_Leading(lanes, comm))
-    except DistgptError as error:
-        broadcast(comm, ("error", error))
-        raise shared(error) from None
-    broadcast(comm, ("end",))
-    return result
-
-
-class _Leading:
-    """Rank 0's lanes. The others learn of each call before it is made."""
-
-    def __init__(self, own: Lanes, comm: Comm) -> None:
-        self._own, self._comm = own, comm
-        self.count, self.length, self.can_drop = own.count, own.length, own.can_drop
-        self.is_exact = own.is_exact
-
-    def feed(self, work: Sequence[Feed]) -> Array:
-        broadcast(self._comm, ("feed", work))
-        return _mean(self._own, work, self._comm)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        broadcast(self._comm, ("copy", source, target, length))
-        self._own.copy(source, target, length)
-
-    def drop(self, lane: int, count: int, kept: int) -> None:
-        broadcast(self._comm, ("drop", lane, count, kept))
-        self._own.drop(lane, count, kept)
-
-
-def _follow(lanes: Lanes, comm: Comm) -> None:
-    """Do as rank 0 does until it is done."""
-    while True:
-        what, *how = broadcast(comm)
-        if what == "feed":
-            _mean(lanes, how[0], comm)
-        elif what == "error":
-            raise shared(how[0])
-        elif what == "end":
-            return
-        else:
-            getattr(lanes, what)(*how)
-
-
-def _mean(lanes: Lanes, work: Sequence[Feed], comm: Comm) -> Array:
-    scores = np.asarray(lanes.feed([each._replace(likeliest=0) for each in work]))  # a mean needs all
-    comm.sum(scores)
-    scores /= comm.size
-    return scores
-
-
-def broadcast(comm: Comm, value: Any = None) -> Any:
-    """Return rank 0's value on every rank. Collective."""
-    return pickle.loads(comm.broadcast_bytes(pickle.dumps(value) if comm.rank == 0 else None))

@@ -12,7 +12,7 @@ import numpy as np
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.agree import gather_bytes, shared
-from distgpt.core.comm.api import Array, Comm, NcclComm
+from distgpt.core.comm.api import Array, Comm, QueuedComm
 from distgpt.core.ops.api import Work
 from distgpt.gpu import probe
 from distgpt.gpu.api import address
@@ -52,7 +52,7 @@ class DeviceComm:
 
     def __init__(self, host: Comm, transport: Transport) -> None:
         self._host, self.transport = host, transport
-        self.nccl: NcclComm | None = transport if isinstance(transport, Nccl) else None
+        self.queued: QueuedComm | None = transport if isinstance(transport, Nccl) else None
         self.lacks_alltoall = isinstance(transport, CudaAware)
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores

@@ -93,7 +93,7 @@ class Watchdog:
         """`usual`: seconds of a step. `slowest`: a sentence about the slowest rank. `say` prints, on rank 0.
         `end_job` ends the job from this thread."""
         self._rank, self._size, self._activity, self._stall = comm.rank, comm.size, activity, stall
-        self._nccl = comm.nccl
+        self._nccl = comm.queued
         self._usual, self._slowest, self._say, self._end_job = usual, slowest, say, end_job
         self._reports = Reports(comm) if comm.size > 1 else None
         self._seen: dict[int, Seen] = {}

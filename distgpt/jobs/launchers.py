@@ -15,7 +15,7 @@ from typing import Any
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
-from distgpt.core.comm.launched import LAUNCHERS, launched_as, launchers_counts
+from distgpt.core.comm.launched import launched_as, launcher_name
 from distgpt.core.cpu.stages import open_stage
 from distgpt.jobs import hostfile as hostfiles
 
@@ -85,11 +85,7 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
 
 def launch(environ: Mapping[str, str] = os.environ) -> Facts:
     """Return the launcher of this process, "" if there is none, and the number of processes it started."""
-    seen = launchers_counts(environ)
-    return {
-        "launcher": LAUNCHERS[next(iter(seen))] if seen else "",
-        "processes": launched_as(environ),
-    }
+    return {"launcher": launcher_name(environ), "processes": launched_as(environ)}
 
 
 def running_mpi() -> Facts:

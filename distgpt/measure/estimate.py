@@ -10,8 +10,8 @@ from typing import Any, cast
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.core.comm.limits import granted_cores
-from distgpt.core.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.core.cpu.stages import ON_GPU, Stage, open_stage
+from distgpt.core.config import ON_GPU, RECOMPUTE, GpuConfig, RunConfig, TrainConfig
+from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.data.named import BUNDLED_TEXTS, resolve_data
 from distgpt.core.data.shards import Manifest, is_shards, read_manifest
 from distgpt.core.model.counts import operations, parameters

@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 from distgpt.core.base.checked import parse_json, parse_object
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, error_for
 from distgpt.core.base.files import atomic_file, read_small
-from distgpt.core.config import RunConfig
-from distgpt.core.cpu.stages import ON_GPU
+from distgpt.core.config import ON_GPU, RunConfig
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.jobs.launchers import Launcher
 from distgpt.jobs.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched

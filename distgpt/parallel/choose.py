@@ -150,7 +150,7 @@ def check_hierarchical(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
 def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
     """Return what this job's MPI or NCCL lacks for such an exchange; "" if nothing."""
     if t.grad_sync == "overlapped" and on_gpu:
-        return "" if comm.nccl else WITHOUT_NCCL
+        return "" if comm.queued else WITHOUT_NCCL
     if t.grad_sync == "overlapped":
         return "" if comm.threads else WITHOUT_THREADS
     in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"

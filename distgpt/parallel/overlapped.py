@@ -12,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from distgpt.core.base.errors import Say
-from distgpt.core.comm.api import Comm, NcclComm
+from distgpt.core.comm.api import Comm, QueuedComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Work
@@ -85,7 +85,7 @@ class OverlappedNccl(AfterBackward):
     def __init__(
         self,
         size: int,
-        nccl: NcclComm,
+        queued: QueuedComm,
         reduction: Reduction,
         between: Callable[[Work], None],
         sum_flags: Callable[[], None],
@@ -93,7 +93,7 @@ class OverlappedNccl(AfterBackward):
     ) -> None:
         """`between`: `Kernels.between`, which cuts a recording."""
         super().__init__("overlapped", reduction, size, sum_flags, mean)
-        self._nccl, self._between = nccl, between
+        self._queued, self._between = queued, between
         self._cut = self._sent = 0  # elements before the last cut, and those that have been sent
         self._step = 0
         self.ready = self._ready
@@ -109,12 +109,12 @@ class OverlappedNccl(AfterBackward):
             self._between(partial(self._send, final))
 
     def _send(self, final: int) -> None:
-        self._nccl.on_side_stream(partial(self._reduction.sum, self._sent, final, self._step))
+        self._queued.on_side_stream(partial(self._reduction.sum, self._sent, final, self._step))
         self._sent = final
 
     def sum_gradients(self, step: int) -> None:
         self._send(self._size)
-        self._nccl.join()
+        self._queued.join()
         self._sum_flags()
 
 
@@ -123,9 +123,9 @@ def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchang
     model, mean = state.optimizer.model, 1.0 / comm.size
     sum_flags, size = flags_sum(comm, model, t), model.layout.size
     if model.kernels.capabilities.is_async:
-        assert comm.nccl
+        assert comm.queued
         flat, between = flat_reduction(comm, model, t), model.kernels.between
-        return OverlappedNccl(size, comm.nccl, flat, between, sum_flags, mean)
+        return OverlappedNccl(size, comm.queued, flat, between, sum_flags, mean)
     parts = partial(_in_a_thread, model, t)
     reduction = fastest_between_nodes(comm.dup_sleeping(), model.grads.flat, t.gradient_dtype, parts)
     return Overlapped(size, reduction, sum_flags, mean)

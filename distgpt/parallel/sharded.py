@@ -87,7 +87,7 @@ class Sharded(Exchange):
 def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
     """Return the exchange of --grad-sync sharded."""
     model = state.optimizer.model
-    nccl = comm.nccl if t.gradient_dtype == "float32" else None
+    nccl = comm.queued if t.gradient_dtype == "float32" else None
     reduce = (
         in_parts(model, t, comm, t.gradient_dtype).reduce
         if nccl is None

@@ -83,7 +83,7 @@ def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> list[str]:
     most, has_threads = comm.allreduce_max(comm.local_size), not comm.allreduce_max(not comm.threads)
     if t.reproducible_parts or (on_gpu and comm.lacks_alltoall):
         return ["allreduce"]
-    if on_gpu and comm.nccl:
+    if on_gpu and comm.queued:
         return ["allreduce", "overlapped"]
     if on_gpu and t.gradient_dtype != "float32":
         return ["allreduce"]

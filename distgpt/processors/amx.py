@@ -32,8 +32,8 @@ INTRINSICS = {
 _HALVES, _MASK = f"<{DEPTH} x i16>", f"<{DEPTH} x i1>"
 
 
-def module(shape: Shape, out: str, prefix: str = "llvm.x86.") -> str:
-    """The IR of `tile` for a C of type `out`. Another prefix names functions in the place of intrinsics."""
+def module(shape: Shape, factor: str, out: str, prefix: str = "llvm.x86.") -> str:
+    """Return the IR of `tile` for bfloat16. Another prefix names functions in the place of intrinsics."""
     declared = [f"declare void @{prefix}{name}({types})" for name, types in INTRINSICS.items()]
     declared.append(f"declare {_HALVES} @llvm.masked.load.v{DEPTH}i16.p0(ptr, i32, {_MASK}, {_HALVES})")
     buffers = [transpose(SIDE), _by_rows(), _by_pairs()]

@@ -1,4 +1,4 @@
-"""The features of an arm64 processor that matter here, as the system reports them.
+"""arm64: how registers are used, and the features that matter here, as the system reports them.
 
 LLVM reads few of them on Linux and none on macOS, whose processors it knows by name only.
 """
@@ -9,6 +9,11 @@ import ctypes
 import sys
 
 from distgpt.core.base.system import sysctl_number
+from distgpt.core.cpu.compiling.processor import Processor
+from distgpt.core.cpu.compiling.registers import Shape
+
+NEON = Shape(lanes=4, vectors=4, rows=6, dot=False, neon=True)
+NEON_BF16 = Shape(lanes=4, vectors=4, rows=6, dot=True, neon=True)
 
 # By LLVM's names: the entry and bit of Linux's auxiliary vector, and the name on macOS.
 _FEATURES = {
@@ -26,3 +31,6 @@ def features() -> list[str]:
     ask = ctypes.CDLL(None).getauxval
     ask.restype, ask.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
     return [name for name, (entry, bit, _) in _FEATURES.items() if ask(entry) >> bit & 1]
+
+
+ARM = Processor(lambda features: NEON_BF16 if "bf16" in features else NEON)

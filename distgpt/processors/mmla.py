@@ -8,11 +8,13 @@ of B are zipped for each tile, or once for all tiles by `fours`, which the flag 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from distgpt.core.cpu.compiling.registers import BFLOAT16, Shape
+from distgpt.core.cpu.compiling.registers import Shape
 from distgpt.core.cpu.matmul import microkernel
 from distgpt.core.cpu.matmul.microkernel import Sums
 from distgpt.core.cpu.matmul.vectors import loop_over_rows
+from distgpt.processors.arm import NEON_BF16
 from distgpt.processors.neon import NeonTile
 
 Read = Callable[[int, str], str]
@@ -21,9 +23,9 @@ ZIPS = ((0, 4, 1, 5), (2, 6, 3, 7))  # the lanes of two steps that make two colu
 _INTS, _FLOATS, _LOW = "<4 x i32>", "<4 x float>", "<8 x bfloat>"
 
 
-def module(shape: Shape, out: str) -> str:
+def module(shape: Shape, factor: str, out: str) -> str:
     """Return the IR of `tile`, for a C of this type."""
-    return microkernel.module(shape, BFLOAT16, out, MmlaTile)
+    return microkernel.module(shape, factor, out, MmlaTile)
 
 
 def fours(vectors: int) -> str:
@@ -171,3 +173,6 @@ class MmlaTile(NeonTile):
             for j, word in ((2 * i, first), (2 * i + 1, words[2])):
                 both = self.new(f"insertelement {_INTS} {both}, i32 {word}, i32 {j}")
         return both
+
+
+STEPS = partial(fours, NEON_BF16.vectors), FOURS  # a row of a table: what writes `fours`, and its flag

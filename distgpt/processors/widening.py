@@ -23,9 +23,9 @@ AHEAD = 3  # buffers: A is fetched this early
 LEAST = 4  # rows from which on a tile was faster with the buffer
 
 
-def module(shape: Shape, out: str) -> str:
+def module(shape: Shape, factor: str, out: str) -> str:
     """Return the IR of `tile`, for a C of this type."""
-    return f"{DECLARATIONS}\n{microkernel.module(shape, BFLOAT16, out, WideningTile)}"
+    return f"{DECLARATIONS}\n{microkernel.module(shape, factor, out, WideningTile)}"
 
 
 class WideningTile(Tile):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distgpt.core.config import PARAMETERS_PER_TOKEN
+
 HEAD = 64  # elements of an attention head; each layer makes the model this much wider
 TOKENS_PER_PARAMETER = 12  # of the layers' matrices and the output layer
 EPOCHS = 8  # read a text no more often
@@ -155,7 +157,6 @@ REPEATED = 15.0
 PAIRS_UP_TO = 2e6  # tokens of a run, in which first weights from pairs of tokens win
 PAIR_PASSES, PAIR_ROWS = 15, 1 << 13  # of first weights from pairs: passes over all, tokens at most
 SLOWER_PAIRS = 3.0  # how many times the time of training a FLOP there takes
-PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
 # Read a text no more often however much time there is: held-out loss was lowest after 4 to 6 times
 # (docs/explanation/learning.md), and nothing here holds a model back from learning it by heart.
 EPOCHS_BY_CLOCK = 5

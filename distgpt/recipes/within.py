@@ -73,7 +73,7 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     if not on_root(stage.comm, lambda: _chooses(asked)):
         return everywhere(stage.comm, lambda: _as_before(asked))
     text, held_out = _text(stage.comm, asked)
-    probes = CPU_PROBES if stage.device is None else GPU_PROBES
+    probes = GPU_PROBES if stage.on_gpu else CPU_PROBES
 
     def smallest() -> RunConfig:
         return _run(asked, stage, asked.depth or 1, probes.tokens, text)

@@ -11,8 +11,7 @@ from distgpt.core.base.formatting import count, long_duration
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import RunConfig
-from distgpt.core.cpu.dtypes import for_training
+from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.loading import PLAIN, SHARDS, DataRequest, kind_of, load_corpus, refuse_missing
 from distgpt.core.model.counts import operations
@@ -20,6 +19,7 @@ from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.train.compatibility import refuse_unsuited
 from distgpt.core.train.dtype import DTYPE, is_open
+from distgpt.gpu.stage import on_gpu
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
 from distgpt.recipes.depth import holds_out
 from distgpt.sweep.grid import BITS, Grid, Run, read_grid
@@ -58,7 +58,7 @@ def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
     if out and has_begun(out):
         known = {name: value for name, value in read_back(out).fixed.items() if name == DTYPE}
     else:
-        known = {DTYPE: for_training(ready, lambda: configured(first)).name}
+        known = {DTYPE: ready.dtype_for_training(lambda: configured(first)).name}
     return replace(grid, fixed={**fixed, **known})
 
 
@@ -130,9 +130,10 @@ def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
 
 def expected(grid: Grid, runs: dict[str, RunConfig], ready: Stage, ranks: int, say: Say) -> str:
     """Return about how long the sweep takes: the first run's steps are measured, the others' counted."""
-    first = next(iter(runs.values()))
+    first, gpu = next(iter(runs.values())), on_gpu(ready)
+    options = gpu.gpu if gpu else GpuConfig()
     try:
-        facts = estimate(Question(first, ready.name, gpu=ready.gpu), say, ready=ready)["time"]
+        facts = estimate(Question(first, ready.name, gpu=options), say, ready=ready)["time"]
     except DistgptError as error:
         return f"time: unknown ({error})"
     if facts["rate_per_rank"] is None:

@@ -26,6 +26,7 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.layers import Block
 from distgpt.core.model.model import Architecture, Model
+from distgpt.gpu.stage import GpuStage
 
 
 def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():
@@ -78,7 +79,7 @@ def test_a_batch_on_a_gpu_takes_half_of_what_is_free():
 
     def rows_with(free):
         device = SimpleNamespace(memory=lambda: (free, free), index=0, name="")
-        return rows_at_once(model, Stage("cuda", SerialComm(), 0, device))
+        return rows_at_once(model, GpuStage("cuda", SerialComm(), 0, device=device))
 
     assert rows_with(1 << 50) == 1 << 18 and rows_with(0) == 1
     free = 2 * (1 << 30)

@@ -11,7 +11,7 @@ from threadranks import on_all_ranks
 
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.cpu.stages import STAGES
+from distgpt.core.config import STAGES
 from distgpt.doctor import facts, verdicts
 from distgpt.doctor import report as doctor
 from distgpt.gpu import probe

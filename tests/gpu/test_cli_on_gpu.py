@@ -13,11 +13,11 @@ from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.cpu import dtypes
-from distgpt.core.cpu.dtypes import SLOW_FLOAT32
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.announce import note_small_model
 from distgpt.core.train.step import Step
+from distgpt.gpu.stage import SLOW_FLOAT32, GpuStage
 from distgpt.recipes import within
 from distgpt.recipes.scaling import flops, text_to_learn_from
 
@@ -138,12 +138,12 @@ def test_a_gpu_takes_bfloat16_unless_float32_is_named_which_notes_what_that_cost
 
 
 def test_a_larger_model_is_suggested_for_a_gpu_where_none_was_chosen(tmp_path):
-    said, stage = [], Stage("cuda", SerialComm(), 0, device=object())
+    said, stage = [], GpuStage("cuda", SerialComm(), 0, device=object())
     note_small_model(stage, asked_for({"data": "a b.txt", "steps": 3}), said.append)
     assert len(said) == 1 and "tiny is small for a GPU: --within 5m" in said[0]
     for preset, flags in (("fast", {}), (None, {"depth": 3}), (None, {"n_embd": 64}), (None, {"init": "x"})):
         note_small_model(stage, asked_for(flags, preset), said.append)
-    note_small_model(replace(stage, device=None), Asked(), said.append)
+    note_small_model(Stage("serial", SerialComm(), 1), Asked(), said.append)
     assert len(said) == 1
 
 
@@ -164,7 +164,7 @@ def chosen_within(monkeypatch, seconds, cold, probes):
     monkeypatch.delenv(dtypes.VARIABLE, raising=False)
     monkeypatch.setattr(within, "measured_speed", speed)
     monkeypatch.setattr(within, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    stage = Stage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)
+    stage = GpuStage("cuda", SerialComm(), 0, device=SimpleNamespace(capability=(9, 0)), begun=1000.0)
     choice, _ = within.measured_choice(Asked(), stage, seconds, text, lambda text: None, probes)
     return measured, choice
 

@@ -11,7 +11,6 @@ from hostgpu import host_lt
 
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, ModelConfig
-from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Affine
@@ -22,6 +21,7 @@ from distgpt.gpu.api import Matmul
 from distgpt.gpu.cublaslt import LtError
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
+from distgpt.gpu.stage import GpuStage
 
 KINDS = {"e4m3": E4M3, "e5m2": E5M2, "turned": E4M3}
 pytestmark = needs_device
@@ -250,11 +250,11 @@ def test_an_evaluation_and_training_choose_between_fused_and_apart_each_for_itse
 
 def test_float8_needs_bfloat16_and_a_gpu_that_has_it(kernels):
     one = kernels._device
-    stage = Stage("cuda", None, 1, device=one, gpu=GpuConfig(float8=True))
+    stage = GpuStage("cuda", None, 1, device=one, gpu=GpuConfig(float8=True))
     assert stage._trouble_with("bfloat16") == ""
     assert "goes with --dtype bfloat16" in stage._trouble_with("float32")
     old = type("Old", (), {"name": "An A100", "capability": (8, 0)})
-    stage = Stage("cuda", None, 1, device=old, gpu=GpuConfig(float8=True))
+    stage = GpuStage("cuda", None, 1, device=old, gpu=GpuConfig(float8=True))
     assert stage._trouble_with("bfloat16") == (
         "--float8 needs compute capability 8.9, An A100 has 8.0: leave it out"
     )

@@ -48,8 +48,8 @@ def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
     seen = []
 
     def act(comm, device, config):
-        begun = comm.nccl.on_side_stream
-        comm.nccl.on_side_stream = lambda work: (seen.append((comm.rank, work.args)), begun(work))
+        begun = comm.queued.on_side_stream
+        comm.queued.on_side_stream = lambda work: (seen.append((comm.rank, work.args)), begun(work))
         return trained(comm, device, config)
 
     overlapped = replace(CONFIG, grad_sync="overlapped")
@@ -71,7 +71,7 @@ def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pa
     config = replace(CONFIG, grad_sync="overlapped", gradient_dtype="bfloat16")
 
     def one_after_the_other(comm, device):
-        comm.nccl.on_side_stream = lambda work: work()
+        comm.queued.on_side_stream = lambda work: work()
         return trained(comm, device, config)
 
     wanted = on_gpus(2, one_after_the_other, graphs=graphs)

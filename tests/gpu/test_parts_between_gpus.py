@@ -25,8 +25,8 @@ def test_parts_are_summed_and_gathered_by_all(way):
             values = np.arange(80, dtype=dtype) * (rank + 1)
             array = device.zeros((80,), np.dtype(dtype))
             device.upload(array, values)
-            if comm.nccl:
-                comm.nccl.reduce(array, bounds)
+            if comm.queued:
+                comm.queued.reduce(array, bounds)
                 summed = device.download(array)
                 own = slice(bounds[rank], bounds[rank + 1])
                 np.testing.assert_array_equal(summed[own], np.arange(80)[own] * sum(range(comm.size + 1)))
@@ -105,7 +105,7 @@ def test_parts_of_any_length_are_summed_and_gathered():
     def act(comm, device):
         array = device.zeros((80,), np.dtype(np.float32))
         device.upload(array, np.full(80, comm.rank + 1.0, np.float32))
-        comm.nccl.reduce(array, bounds)
+        comm.queued.reduce(array, bounds)
         own = device.download(array)[bounds[comm.rank] : bounds[comm.rank + 1]].tolist()
         comm.all_gather(array, bounds)
         return own, device.download(array).tolist()

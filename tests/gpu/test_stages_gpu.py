@@ -7,16 +7,17 @@ import pytest
 from conftest import distgpt, needs_mpi, refused
 from fakecupy import FakeCupy
 from hostbuild import COMPILER
+from launching import SIZES
 from threadranks import on_all_ranks
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm import launched
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu import stages
-from distgpt.core.cpu.stages import device_of, open_stage
+from distgpt.core.cpu.stages import open_stage
 from distgpt.gpu import accelerator, probe, transport
 from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.stage import bound, device_of
 from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
 
 
@@ -40,7 +41,7 @@ class Rank(SerialComm):
 @pytest.fixture
 def node(monkeypatch):
     """A function that says how many GPUs there are and which rank this is; everything asked of it."""
-    for launcher in launched.LAUNCHERS:
+    for launcher in SIZES:
         monkeypatch.delenv(launcher, raising=False)
     asked = {"required": [], "transport": []}
     monkeypatch.setattr(probe, "require_gpu", asked["required"].append)
@@ -113,7 +114,7 @@ def test_stages_without_a_gpu_refuse_its_options():
 
 def test_cuda_refuses_to_be_launched_several_times(node, monkeypatch):
     node(gpus=1)
-    for launcher in launched.LAUNCHERS:
+    for launcher in SIZES:
         with monkeypatch.context() as launching:
             launching.setenv(launcher, "2")
             with pytest.raises(UsageError, match=r"launched as 2 processes.*--stage mpi-cuda"):
@@ -148,7 +149,7 @@ def on_two_gpus(monkeypatch, open_gpu, make=lambda device, options: None):
 
     def act(comm):
         try:
-            return stages._bound("mpi-cuda", comm, GpuConfig(allreduce="host")).kernels("float32")
+            return bound("mpi-cuda", comm, GpuConfig(allreduce="host")).kernels("float32")
         except UsageError as error:
             assert error.shared
             return str(error)

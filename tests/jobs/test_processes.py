@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from conftest import MPIRUN, needs_mpi, wait_for
+from launching import RANKS, SIZES
 
 from distgpt.core.base.errors import StorageError, UsageError
-from distgpt.core.comm.launched import LAUNCHERS, RANKS
 from distgpt.jobs.launchers import find_launcher, own_mpirun
 from distgpt.jobs.processes import TIMED_OUT, Ended, run, unlaunched
 
@@ -141,7 +141,7 @@ def test_launchers_last_lines_are_not_ours():
 
 def test_children_that_are_no_ranks_get_the_users_variables_and_none_of_the_launchers():
     own = {"OMPI_MCA_btl": "tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PMIX_MCA_gds": "hash", "HOME": "/"}
-    told = dict.fromkeys([*LAUNCHERS, *RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
+    told = dict.fromkeys([*SIZES, *RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
     assert unlaunched(own | told) == own
 
 

@@ -9,12 +9,13 @@ import pytest
 from test_matmul import GUARD, check, wide
 
 from distgpt.core.cpu.compiling import disk_cache, processor
-from distgpt.core.cpu.compiling.registers import AMX, AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.registers import AVX512, AVX512_BF16, BFLOAT16
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import to_bfloat16
-from distgpt.processors import amx
+from distgpt.processors import amx, permission
+from distgpt.processors.permission import SHAPE as AMX
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
 ROWS, COLUMNS = AMX.rows, AMX.columns
@@ -95,7 +96,7 @@ def flushed(x):
 def tiles():
     """`tile` for each type of C, with the instructions emulated."""
     registers = Registers()
-    found, alive = compiled({out: amx.module(SHAPE, out, PREFIX) for out in OUT})
+    found, alive = compiled({out: amx.module(SHAPE, BFLOAT16, out, PREFIX) for out in OUT})
     yield found
     assert alive and not registers.faults
 
@@ -188,13 +189,13 @@ def test_it_is_used_only_where_it_is_there_wanted_and_granted(monkeypatch):
     ):
         monkeypatch.setattr(processor, "processor", lambda name=name: (name, ""))
         monkeypatch.setattr(processor, "features", lambda features=features: features)
-        monkeypatch.setattr(processor, "amx_granted", lambda granted=granted: granted)
-        monkeypatch.delenv(processor.AMX_VARIABLE, raising=False)
+        monkeypatch.setattr(permission, "granted", lambda granted=granted: granted)
+        monkeypatch.delenv(permission.VARIABLE, raising=False)
         if wanted is not None:
-            monkeypatch.setenv(processor.AMX_VARIABLE, wanted)
+            monkeypatch.setenv(permission.VARIABLE, wanted)
         assert processor.shape.__wrapped__() == expected
     monkeypatch.undo()
-    assert processor.amx_granted() in (True, False)  # any processor can be asked
+    assert permission.granted() in (True, False)  # any processor can be asked
 
 
 def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):

@@ -12,10 +12,10 @@ import pytest
 from fake_macos import pretend_macos
 
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.registers import NEON, NEON_BF16
 from distgpt.core.cpu.matmul import packing
 from distgpt.core.cpu.matmul.vectors import moves
 from distgpt.processors import arm, mmla
+from distgpt.processors.arm import NEON, NEON_BF16
 from distgpt.processors.neon import module
 from distgpt.rounded.loops import int4, int8
 
@@ -24,7 +24,7 @@ DOTS, SQUARES = (int8.dot_of(NEON, {"dotprod", *more}) for more in ((), ("i8mm",
 # What a loop over k holds: its IR, the feature it needs, its instruction, and how many a step has.
 LOOPS = {
     "float32": (lambda: module(NEON, FLOAT, FLOAT), "neon", "fmla", 24),
-    "bfloat16 by squares": (lambda: mmla.module(NEON_BF16, LOW), "bf16", "bfmmla", 24),
+    "bfloat16 by squares": (lambda: mmla.module(NEON_BF16, LOW, LOW), "bf16", "bfmmla", 24),
     "bfloat16 widened": (lambda: module(NEON, LOW, FLOAT), "neon", "fmla", 48),
     "int8": (lambda: int8.module(NEON, DOTS), "dotprod", "sdot", 16 * 12),
     "int8 by squares": (lambda: int8.module(NEON, SQUARES), "i8mm", "smmla", 3 * 8),

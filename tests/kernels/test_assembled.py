@@ -8,25 +8,26 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.core.cpu.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
-from distgpt.processors import tiles, widening
+from distgpt.processors import widening
+from distgpt.processors.permission import SHAPE as AMX
 from distgpt.rounded.loops import int4, int8
 from distgpt.rounded.loops.int4 import Int4Tile
 from distgpt.rounded.loops.int8 import Int8Tile, dot_of
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """
-from distgpt import files
+from distgpt.core.base import files
 before = files.made_once
 def watched(path, make):
     return before(path, lambda: print("made", path.name, flush=True) or make())
 files.made_once = watched
-from distgpt.kernels.compiling import site_cache
+from distgpt.core.cpu.compiling import site_cache
 site_cache.PLACE = files.Path("nowhere")
 import numpy as np
-from distgpt.kernels.matmul import packing
+from distgpt.core.cpu.matmul import packing
 out = packing.packed(2, 3, "float32")
 packing.pack_transposed(0, 3, out, np.arange(6, dtype=np.float32).reshape(3, 2), 0, 2)
 print(out[0, :3].tolist(), out[0, packing.COLUMNS :][:3].tolist())
@@ -110,7 +111,7 @@ def test_what_another_process_wrote_meanwhile_is_replaced_whole(made, tmp_path):
 def test_every_shape_of_registers_assembles():
     for registers in (AVX2, AVX512, AVX512_BF16, AMX):
         for factor, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
-            text = tiles.module_of(registers, factor)(out)
+            text = assembled.tile_text(registers, factor, out)
             assert assembled._verified(text)
             assert ("dpbf16ps" in text) == (registers.dot and factor == "bfloat16")
 

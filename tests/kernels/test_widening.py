@@ -9,7 +9,7 @@ from test_amx import OUT, compiled, computed
 from test_matmul import GUARD, wide
 
 from distgpt.core.cpu.compiling.processor import features
-from distgpt.core.cpu.compiling.registers import AVX512
+from distgpt.core.cpu.compiling.registers import AVX512, BFLOAT16
 from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.processors import widening
 
@@ -30,7 +30,7 @@ def before_a_guard(values):
 @pytest.fixture(scope="module")
 def tiles():
     """`tile` for each type of C, and what keeps it alive."""
-    return compiled({out: widening.module(AVX512, out) for out in OUT})
+    return compiled({out: widening.module(AVX512, BFLOAT16, out) for out in OUT})
 
 
 @pytest.mark.parametrize("by_pairs", [False, True], ids=["rows", "pairs"])

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import RunConfig
+from distgpt.core.config import STAGES, RunConfig
 from distgpt.core.config.presets import preset
-from distgpt.core.cpu.stages import STAGES
 from distgpt.core.data.tokenizers import build_tokenizer
 from distgpt.core.model.optim import learning_rate
 from distgpt.jobs.launchers import find_launcher

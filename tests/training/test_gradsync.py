@@ -353,7 +353,7 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 def test_candidates_by_how_the_ranks_lie():
     def tried(ranks, per_node, on_gpu=False, lacks_alltoall=False, nccl=None, threads=True, **how):
         def act(comm):
-            comm.lacks_alltoall, comm.nccl, comm.threads = lacks_alltoall, nccl, threads or comm.rank == 0
+            comm.lacks_alltoall, comm.queued, comm.threads = lacks_alltoall, nccl, threads or comm.rank == 0
             return candidates(comm, TrainConfig(**how), on_gpu)
 
         (found, *others) = on_all_ranks(ranks, act, per_node)

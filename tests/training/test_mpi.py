@@ -22,9 +22,9 @@ from conftest import (
     refused,
     train,
 )
+from launching import SIZES
 from test_stalls import of_job
 
-from distgpt.core.comm.launched import LAUNCHERS
 from distgpt.core.saved.checkpoint import newest_intact, newest_step
 
 mpi = pytest.importorskip("distgpt.core.comm.mpi")
@@ -112,7 +112,7 @@ def test_only_rank_0_speaks(trained, tmp_path):
 
 DRIVER = """
 import errno, json, os, signal
-from distgpt.training import step
+from distgpt.core.train import step
 from distgpt.cli import main
 from distgpt.core.base.errors import StorageError
 
@@ -354,7 +354,7 @@ def test_a_signal_ends_a_job_while_mpi_waits_for_a_rank_that_never_comes(tmp_pat
     if mpi.vendor() == "Open MPI":
         pytest.skip("its mpirun ends a job of which a rank has left")
     comes = """
-from distgpt.comm import mpi
+from distgpt.core.comm import mpi
 launched_rank() and os._exit(3)
 init = mpi.MPI.Init_thread
 mpi.MPI.Init_thread = lambda level: print("begins", os.getpid(), flush=True) or init(level)
@@ -405,7 +405,7 @@ def test_launchers_of_other_mpis_are_told_by_their_variables(monkeypatch):
         ("Intel MPI", hydra, ""),
         ("MPICH", {}, ""),
     ):
-        for name in LAUNCHERS:
+        for name in SIZES:
             monkeypatch.delenv(name, raising=False)
         for name, value in launched.items():
             monkeypatch.setenv(name, value)
@@ -431,7 +431,7 @@ def test_an_srun_that_does_not_fit_is_told_before_mpi_ends_the_process(monkeypat
         ("Open MPI", "", {**srun, "OMPI_COMM_WORLD_SIZE": "2"}, "", ""),  # mpirun, which used srun
         ("Open MPI", "", {"SLURM_STEP_NUM_TASKS": "1"}, "", ""),
     ):
-        for name in [name for name in os.environ if name in LAUNCHERS or name.startswith("PMI")]:
+        for name in [name for name in os.environ if name in SIZES or name.startswith("PMI")]:
             monkeypatch.delenv(name)
         for name, value in launched.items():
             monkeypatch.setenv(name, value)

@@ -118,7 +118,7 @@ def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
         waited.set()
 
     comm = SerialComm()
-    comm.nccl = SimpleNamespace(trouble=lambda: "".join(trouble))
+    comm.queued = SimpleNamespace(trouble=lambda: "".join(trouble))
     with Watchdog(comm, Activity(), Stall(), float, str, lambda text: None, leave):
         time.sleep(0.6)
         assert not left

@@ -6,7 +6,7 @@ imports the components that it needs and no others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -53,9 +53,9 @@ class Table(Generic[Row]):
         yield from self._own
         yield from _paths.get(self.name, {})
 
-    def rows(self) -> Iterator[tuple[str, Row]]:
-        """Import all rows, and yield them with their names; leave out those of missing components."""
-        for name in self:
+    def rows(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Row]]:
+        """Import all rows or these, and yield them by name; leave out those of missing components."""
+        for name in self if names is None else names:
             try:
                 row = self[name]
             except MissingComponent:

@@ -10,8 +10,8 @@ Array = Any  # a contiguous numpy array
 CHUNK_BYTES = 4 << 20  # what `sum_chunked` sums at a time: it stays in cache meanwhile
 
 
-class NcclComm(Protocol):
-    """Arrays of GPUs between GPUs, by NCCL: without the host, and without waiting. Collective."""
+class QueuedComm(Protocol):
+    """Sums of arrays on devices that queue them behind their other work: nothing waits. Collective."""
 
     def reduce(self, array: Array, bounds: Sequence[int]) -> None:
         """Reduce-scatter: array[bounds[rank] : bounds[rank + 1]] ← Σ over ranks of that part.
@@ -40,7 +40,7 @@ class Comm(Protocol):
     local_rank: int
     local_size: int
     cores: float
-    nccl: NcclComm | None
+    queued: QueuedComm | None  # None where the host sums
     lacks_alltoall: bool  # whether arrays of GPUs can be summed and broadcast, but not exchanged in parts
     threads: bool  # whether several threads may call it at once, those of `dup_sleeping` among them
 

@@ -7,29 +7,25 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
 from distgpt.core.base.errors import DistgptError, StorageError, one_line
 from distgpt.core.base.interrupts import ENDING, EXIT_CODES, Interrupted
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.api import Comm
+from distgpt.core.comm.batch import Environ, Launcher, systems
 
 INTERNAL = 70
 
-# The variables in which launchers tell a process how many it is one of, the most reliable first: mpirun of
-# MPICH may itself use srun. SLURM_NTASKS is also set where nothing was launched.
-LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "MPI_LOCALNRANKS": "mpirun of MPICH or a relative",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "PMI_SIZE": "a launcher that speaks PMI",
-    "PMIX_SIZE": "a launcher that speaks PMIx",
-}
-# The rank, for messages before MPI has started.
-RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-RANKS_OF_HOST = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-
-NCCL_STATUS = {6: "remote error", 7: "in progress"}  # newer than the first five
+OPEN_MPI = Launcher(
+    "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"
+)
+MPICH = Launcher("mpirun of MPICH or a relative", "MPI_LOCALNRANKS", local_rank="MPI_LOCALRANKID")
+# What an unknown launcher speaks, or one of those above.
+PMI = Launcher("a launcher that speaks PMI", "PMI_SIZE", "PMI_RANK")
+PMIX = Launcher("a launcher that speaks PMIx", "PMIX_SIZE", "PMIX_RANK")
 
 # Errors that one line explains. Other errors print a traceback; in a job of several ranks only the clear ones
 # do not.
@@ -41,14 +37,27 @@ SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_START = 5.0  # that rank 0 may start later than others
 
 
-def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """Return the number of processes of this job by the launcher's variable that says so."""
-    return {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
+def launchers(environ: Environ = os.environ) -> list[Launcher]:
+    """Return the launchers that have told this process how many it is one of, the most reliable first.
+
+    An mpirun may itself use the launcher of a batch system, and both may speak a protocol.
+    """
+    known = (OPEN_MPI, MPICH, *_of_systems(environ), PMI, PMIX)
+    return [launcher for launcher in known if environ.get(launcher.size, "").isdigit()]
 
 
-def launched_as(environ: Mapping[str, str] = os.environ) -> int:
+def _of_systems(environ: Environ) -> list[Launcher]:
+    return [system.launcher for system in systems(environ) if system.launcher]
+
+
+def launched_as(environ: Environ = os.environ) -> int:
     """Return how many processes this one was started with; 1 outside a launcher."""
-    return max(launchers_counts(environ).values(), default=1)
+    return max((int(environ[launcher.size]) for launcher in launchers(environ)), default=1)
+
+
+def launcher_name(environ: Environ = os.environ) -> str:
+    """Return what has launched this process; "" if nothing has."""
+    return next((launcher.name for launcher in launchers(environ)), "")
 
 
 def shown_on_terminal(stream: TextIO) -> bool:
@@ -58,12 +67,43 @@ def shown_on_terminal(stream: TextIO) -> bool:
 
 def launched_rank() -> int:
     """Return this process's rank as its launcher gives it; 0 outside a launcher."""
-    return next((int(os.environ[key]) for key in RANKS if os.environ.get(key, "").isdigit()), 0)
+    # A batch system's launcher last: an mpirun that uses it starts one process with it on each host.
+    known = (PMI.rank, PMIX.rank, OPEN_MPI.rank, *(each.rank for each in _of_systems(os.environ)))
+    return next((int(os.environ[key]) for key in known if os.environ.get(key, "").isdigit()), 0)
 
 
 def is_first_of_host() -> bool:
     """Return whether the launcher numbers this process 0 among those of its host."""
-    return any(os.environ.get(key) == "0" for key in RANKS_OF_HOST)
+    known = (MPICH, OPEN_MPI, *_of_systems(os.environ))
+    return any(os.environ.get(launcher.local_rank) == "0" for launcher in known)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library between the ranks: a row of the table of those whose errors are a line."""
+
+    name: str
+    raised: Callable[[BaseException], str | None]  # what it says; None for errors of others
+    blames_others: Callable[[str], bool]  # whether that tells of another rank or host that is gone
+    fails_everywhere: bool = False  # so that rank 0 is let speak first
+    hint: str = ""
+
+
+def _raised_by_mpi(error: BaseException) -> str | None:
+    return str(error) if type(error).__module__.startswith("mpi4py") else None
+
+
+LIBRARIES: Table[Library] = Table(
+    "libraries", "library", {"mpi": Library("MPI", _raised_by_mpi, blames_others=lambda what: True)}
+)
+
+
+def _raised(error: BaseException) -> tuple[Library, str] | None:
+    """Return the library that has raised an error, and what it says; None if none has."""
+    for _, library in LIBRARIES.rows():
+        if (what := library.raised(error)) is not None:
+            return library, what
+    return None
 
 
 def leave(error: BaseException, comm: Comm | None) -> int:
@@ -84,8 +124,8 @@ def leave(error: BaseException, comm: Comm | None) -> int:
             return _exit_code(error)
         if comm is None and launched_as() > 1:
             _die_of(getattr(error, "number", signal.SIGINT))
-    elif comm is not None and (library := _library(error)):
-        _report_library(comm.rank, library, error)
+    elif comm is not None and (found := _raised(error)):
+        _report_library(comm.rank, *found, error)
     else:
         where = f"rank {_rank(comm)}: " if several or (comm is None and launched_as() > 1) else ""
         say(where + described(error))
@@ -99,32 +139,14 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     return code
 
 
-def _library(error: BaseException) -> str:
-    """Return the library between the ranks that raised this error; "" if none did."""
-    if type(error).__module__.startswith("mpi4py"):
-        return "MPI"
-    is_nccl = type(error).__name__ == "NcclError" and "nccl" in type(error).__module__  # CuPy's
-    return "NCCL" if is_nccl or _unknown_status(error) else ""
-
-
-def _unknown_status(error: BaseException) -> str:
-    """Describe a status of NCCL that CuPy's NcclError may not know, and then is a KeyError; "" for others."""
-    where = list(traceback.walk_tb(error.__traceback__))
-    if not isinstance(error, KeyError) or not where or "nccl" not in where[-1][0].f_code.co_filename:
-        return ""
-    return NCCL_STATUS.get(error.args[0], f"status {error.args[0]}")
-
-
-def _report_library(rank: int, library: str, error: BaseException) -> None:
-    if rank and library == "NCCL":  # which fails on all ranks
+def _report_library(rank: int, library: Library, what: str, error: BaseException) -> None:
+    if rank and library.fails_everywhere:
         time.sleep(SECONDS_FOR_RANK_0)
-    what = _unknown_status(error) or str(error)
-    text = what.lower()
-    if library == "MPI" or "remote" in text:
-        say(has_failed(rank, library, what))
+    if library.blames_others(what):
+        say(has_failed(rank, library.name, what))
         return
-    say(f"rank {rank}: {library}: {what}; with NCCL_DEBUG=INFO in the environment it says why")
-    if "invalid" in text:  # an argument, or a usage: our mistake
+    say(f"rank {rank}: {library.name}: {what}{library.hint}")
+    if "invalid" in what.lower():  # an argument, or a usage: our mistake
         traceback.print_exception(error)
 
 
@@ -145,7 +167,7 @@ def let_rank_0_speak() -> None:
 
     Open MPI's mpirun ends all ranks as soon as one has failed. MPICH's does not, and needs no sleep.
     """
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+    if OPEN_MPI.size in os.environ:
         time.sleep(SECONDS_TO_START)
 
 

@@ -1,27 +1,23 @@
 """The memory and the cores that the system grants this process, and the limit that decides.
 
 Limits are those of control groups, of both versions and with all groups above, of the process (ulimit), and
-what Slurm was asked for. cores.py has what the machine itself gives.
+what a batch system grants. cores.py has what the machine itself gives.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distgpt.core.base.formatting import size
+from distgpt.core.comm.batch import Environ, systems
 from distgpt.core.comm.cores import available_memory, status_bytes, usable_cores
 
 MIB = 1 << 20
 ADDRESSES = 256 * MIB  # that fill no memory: malloc's arenas, stacks, libraries and code still to be loaded
-SLURM_MEMORY = {  # MiB, and what they are given for
-    "SLURM_MEM_PER_NODE": "",
-    "SLURM_MEM_PER_CPU": "SLURM_CPUS_ON_NODE",
-    "SLURM_MEM_PER_GPU": "SLURM_GPUS_ON_NODE",
-}
 CACHES = ("active", "inactive")  # of files: memory that a group gives up when it needs more
 ULIMITS = {"v": (resource.RLIMIT_AS, "VmSize"), "d": (resource.RLIMIT_DATA, "VmData")}
 
@@ -82,13 +78,11 @@ class Groups:
                         yield str(place).removeprefix(str(root)) or "/", place
 
 
-def granted_memory(
-    ranks: int = 1, groups: Groups = Groups(), environ: Mapping[str, str] = os.environ
-) -> Memory:
+def granted_memory(ranks: int = 1, groups: Groups = Groups(), environ: Environ = os.environ) -> Memory:
     """Return what each of some ranks on this machine can have, by the limit that leaves the least."""
     shared = [Memory(available_memory()), *_of_groups(groups)]
     each = [replace(memory, free=max(0, memory.free) // ranks) for memory in shared]
-    least = min([*each, *_of_slurm(environ, ranks), *_of_process()], key=lambda memory: memory.free)
+    least = min([*each, *_of_systems(environ, ranks), *_of_process()], key=lambda memory: memory.free)
     return replace(least, ranks=ranks)
 
 
@@ -112,14 +106,11 @@ def _of_groups(groups: Groups) -> Iterator[Memory]:
                 yield Memory(free, int(most), f"{limit} of the control group {name}")
 
 
-def _of_slurm(environ: Mapping[str, str], ranks: int) -> Iterator[Memory]:
-    """Yield what Slurm was asked for on this node. It may end a job that takes more, without a group, too."""
-    for name, times in SLURM_MEMORY.items():
-        given, many = environ.get(name, ""), environ.get(times, "") if times else "1"
-        if given.isdigit() and many.isdigit() and int(given) and int(many):  # 0 is all of a node
-            total = int(given) * int(many) * MIB
-            by = f"{name}={given}" + (f" × {times}={many}" if times else "")
-            yield Memory(max(0, total // ranks - status_bytes("VmRSS")), total, by)
+def _of_systems(environ: Environ, ranks: int) -> Iterator[Memory]:
+    """Yield what batch systems grant the ranks of this host together."""
+    for system in systems(environ):
+        for total, limit in system.memory(environ):
+            yield Memory(max(0, total // ranks - status_bytes("VmRSS")), total, limit)
 
 
 def _of_process() -> Iterator[Memory]:
@@ -132,15 +123,13 @@ def _of_process() -> Iterator[Memory]:
 
 
 def granted_cores(
-    share: float = 0.0, ranks: int = 1, groups: Groups = Groups(), environ: Mapping[str, str] = os.environ
+    share: float = 0.0, ranks: int = 1, groups: Groups = Groups(), environ: Environ = os.environ
 ) -> Cores:
     """Return what each of some ranks on this machine can use of its `share` of cores; 0: of all of them."""
     quotas = [Cores(number / ranks, limit) for number, limit in _quotas(groups)]
-    # A batch script's own steps have it too, but are no task: what they may run on is their affinity.
-    is_task = "SLURM_STEP_NUM_TASKS" in environ
-    given = environ.get("SLURM_CPUS_PER_TASK", "") if is_task else ""
-    asked = [Cores(float(given), f"SLURM_CPUS_PER_TASK={given}")] if given.isdigit() and int(given) else []
-    return min([Cores(share or len(usable_cores())), *quotas, *asked], key=lambda cores: cores.number)
+    of_systems = (system.cores(environ) for system in systems(environ))
+    granted = [Cores(float(number), limit) for number, limit in filter(None, of_systems)]
+    return min([Cores(share or len(usable_cores())), *quotas, *granted], key=lambda cores: cores.number)
 
 
 def _quotas(groups: Groups) -> Iterator[tuple[float, str]]:

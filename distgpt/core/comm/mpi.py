@@ -17,9 +17,10 @@ mpi4py.rc.finalize = True
 from mpi4py import MPI
 
 from distgpt.core.base.interrupts import default_signals
-from distgpt.core.comm.api import CHUNK_BYTES, NcclComm
+from distgpt.core.comm.api import CHUNK_BYTES, QueuedComm
+from distgpt.core.comm.batch import Launcher
 from distgpt.core.comm.cores import usable_cores
-from distgpt.core.comm.launched import LAUNCHERS, launched_as
+from distgpt.core.comm.launched import MPICH, OPEN_MPI, launched_as, launchers
 
 Array = Any
 
@@ -31,7 +32,7 @@ SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before i
 class MpiComm:
     """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
 
-    nccl: NcclComm | None = None
+    queued: QueuedComm | None = None
     lacks_alltoall = False
 
     def __init__(self, ranks: Any = None, sleeping: bool = False) -> None:
@@ -144,31 +145,22 @@ def foreign_launcher() -> str:
     Called before MPI starts. A launcher that this cannot recognise, such as the srun of another MPI, is
     detected later: the world then has one rank.
     """
-    by_open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
-    by_mpich = "MPI_LOCALNRANKS" in os.environ and not by_open_mpi and launched_as() > 1
-    if vendor() == "Open MPI" if by_mpich else vendor() != "Open MPI" and by_open_mpi:
-        launcher = LAUNCHERS["MPI_LOCALNRANKS" if by_mpich else "OMPI_COMM_WORLD_SIZE"]
-        return f"launched by {launcher}, but mpi4py belongs to {vendor()}; use the mpirun of {vendor()}"
-    if vendor() == "MPICH" and _pmi_of_srun() == {"PMIX"} and "pmix" not in MPI.Get_library_version():
-        return "launched by srun --mpi=pmix, which this MPICH is built without; use srun --mpi=pmi2"
-    return ""
+    launcher, is_open_mpi = _launcher(), vendor() == "Open MPI"
+    if (launcher == OPEN_MPI and not is_open_mpi) or (launcher == MPICH and is_open_mpi):
+        return f"launched by {launcher.name}, but mpi4py belongs to {vendor()}; use the mpirun of {vendor()}"
+    return launcher.refusal(vendor(), MPI.Get_library_version(), os.environ) if launcher else ""
 
 
 def doubtful_launcher() -> str:
     """Return why MPI may fail to start under this launcher; "" if nothing is known."""
-    if vendor() == "Open MPI" and _pmi_of_srun() == set():  # one that is built with Slurm's own PMI starts
-        return "launched by srun without PMIx, which Open MPI may need: if it fails, use srun --mpi=pmix"
-    return ""
+    launcher = _launcher()
+    return launcher.doubt(vendor(), os.environ) if launcher else ""
 
 
-def _pmi_of_srun() -> set[str] | None:
-    """Return the protocols, PMI or PMIX, by which srun lets ranks meet; None if it did not start this one."""
-    if "SLURM_STEP_NUM_TASKS" not in os.environ or launched_as() == 1:
-        return None
-    if "OMPI_COMM_WORLD_SIZE" in os.environ or "MPI_LOCALNRANKS" in os.environ:  # mpirun, which may use srun
-        return None
-    names = (name for name in os.environ if not name.startswith("PMIX_MCA_"))  # those are users' settings
-    return {name.split("_")[0].rstrip("2") for name in names if name.startswith("PMI")}
+def _launcher() -> Launcher | None:
+    """Return the launcher of this process, None if there is none, or nothing for it to get wrong."""
+    found = launchers()
+    return found[0] if found and (found[0] == OPEN_MPI or launched_as() > 1) else None
 
 
 def vendor() -> str:

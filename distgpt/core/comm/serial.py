@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from distgpt.core.comm.api import Comm, NcclComm
+from distgpt.core.comm.api import Comm, QueuedComm
 from distgpt.core.comm.cores import usable_cores
 
 Array = Any
@@ -17,7 +17,7 @@ class SerialComm:
 
     rank = 0
     size = 1
-    nccl: NcclComm | None = None
+    queued: QueuedComm | None = None
     lacks_alltoall = False
     threads = True
 

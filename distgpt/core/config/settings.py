@@ -9,6 +9,7 @@ from distgpt.core.config.setting import Group, Setting, check, settings_of
 from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
+PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
 NORMS = ("layernorm", "rmsnorm")
 MLPS = tuple(ACTIVATIONS)
 INITS = ("gpt2", "unit", "bigrams")
@@ -21,6 +22,10 @@ DTYPES = ("float32", "float64", "bfloat16")
 ROUNDED_DTYPES = ("int8", "int4")
 AUTO_DTYPE = "auto"  # distgpt/core/cpu/dtypes.py says what that is
 INFERENCE_DTYPES = (AUTO_DTYPE, *DTYPES, *ROUNDED_DTYPES)
+STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
+ON_GPU = ("cuda", "mpi-cuda")
+WITH_MPI = ("mpi", "mpi-cuda")
+SEVERAL = {"serial": "mpi", "cuda": "mpi-cuda"}  # the stage of several processes that computes alike
 MATMULS = ("auto", "own", "blas")
 GRAD_SYNCS = ("allreduce", "auto", "chunked", "hierarchical", "overlapped", "sharded")
 BALANCES = ("even", "auto")

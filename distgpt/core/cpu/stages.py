@@ -4,8 +4,8 @@
 |------------|---------|--------------|
 | `serial`   | CPU     | one process  |
 | `mpi`      | CPU     | MPI          |
-| `cuda`     | GPU     | one process  |
-| `mpi-cuda` | GPU     | NCCL or MPI  |
+
+Those on GPUs are rows of the same table, and lie in a component.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import gather_bytes, named_ranks, on_every_rank, ranks_by_text, refuse_anywhere
+from distgpt.core.base.tables import Table
+from distgpt.core.comm.agree import gather_bytes, named_ranks, on_every_rank, on_root, ranks_by_text
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.cores import boot_id, usable_cores
 from distgpt.core.comm.joining import connect, join
 from distgpt.core.comm.launched import launched_as
 from distgpt.core.comm.limits import granted_cores, granted_memory
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
-from distgpt.core.cpu import first_use
+from distgpt.core.config import ON_GPU, SEVERAL, STAGES, WITH_MPI, GpuConfig, RunConfig, nearest
+from distgpt.core.cpu import dtypes, first_use
+from distgpt.core.cpu.dtypes import Choose, Dtype
 from distgpt.core.ops.api import Kernels
 
 MOST_THREADS = 1024
-STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
-ON_GPU = ("cuda", "mpi-cuda")
-WITH_MPI = ("mpi", "mpi-cuda")
 NOT_KEPT = (
     "compiled loops cannot be kept, so every start compiles them anew, for about a minute: "
     "set XDG_CACHE_HOME to a folder that only you can write to"
@@ -67,82 +66,126 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage that is ready to compute. `threads` is what each rank uses of the CPU to compute with."""
+    """A stage that is ready to compute, here on a CPU. `threads` is what each rank uses to compute with."""
 
     name: str
     comm: Comm
     threads: int
-    device: Any = None  # a CupyDevice
-    sharing: int = 1  # ranks on this rank's GPU
-    gpu: GpuConfig = field(default_factory=GpuConfig)
     notes: Notes = field(default_factory=Notes)
     begun: float = field(default_factory=time.monotonic)
-    transport: str = ""  # how arrays of GPUs are summed, if they are
+    transport: str = ""  # how gradients get from rank to rank, where the communicator does not do that alone
+
+    on_gpu: ClassVar[bool] = False
 
     def kernels(self, dtype: str, matmul: str = "auto", use: str = "") -> Kernels:
-        """Refuses a dtype that some rank can't compute in. `matmul` is for CPU stages. Collective.
+        """Return kernels of a dtype. `use` names what they are for, if they have to be compiled. Collective.
 
-        `use` names what they are for, should they have to be compiled.
+        A dtype that some rank can't compute in is refused on all.
         """
-        refuse_anywhere(self.comm, self._trouble_with(dtype))
-        if self.device is not None:
-            from distgpt.gpu.accelerator import kernels_on
-
-            # A GPU may be full: then no rank goes on.
-            return on_every_rank(self.comm, lambda: kernels_on(self.device, dtype, self.gpu, self.notes.add))
         from distgpt.core.cpu.compiling import disk_cache
-        from distgpt.core.cpu.kernels import CpuKernels
 
+        make = on_every_rank(self.comm, lambda: maker_of(dtype))
         first_use.begin(f"{use} in {dtype}" if use else dtype)
         if not disk_cache.site().files and disk_cache.folder() is None:
             self.notes.add(NOT_KEPT)
-        if dtype in ROUNDED_DTYPES:
-            from distgpt.rounded.loops.kernels import Int8Kernels
-
-            return Int8Kernels(self.threads, dtype)
-        if dtype == "bfloat16":
-            from distgpt.core.cpu.compiling import processor
-            from distgpt.core.cpu.kernels import Bfloat16Kernels
-
-            if processor.has_amx() and not processor.shape().amx and not processor.amx_wanted():
-                self.notes.add(f"this processor has AMX: {processor.AMX_HINT}")
-            elif not processor.shape().dot:
-                self.notes.add(SLOW_BFLOAT16)
-            return Bfloat16Kernels(self.threads)
-        return CpuKernels(dtype, self.threads, matmul)
-
-    def _trouble_with(self, dtype: str) -> str:
-        if dtype not in (known := (*DTYPES, *ROUNDED_DTYPES)):
-            return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
-        if dtype in ROUNDED_DTYPES and self.device is not None:
-            return f"stage {self.name!r} computes on a GPU: {dtype} is for the CPU stages"
-        if self.gpu.float8 and dtype != "bfloat16":
-            return f"--float8 goes with --dtype bfloat16, not with {dtype}"
-        if dtype != "bfloat16" or self.device is None:
-            return ""
-        from distgpt.gpu.probe import OLDEST_BFLOAT16, OLDEST_FLOAT8, dotted
-
-        has = f"{self.device.name} has {dotted(self.device.capability)}"
-        if self.device.capability < OLDEST_BFLOAT16:
-            return f"--dtype bfloat16 needs compute capability {dotted(OLDEST_BFLOAT16)}, {has}: use float32"
-        if self.gpu.float8 and self.device.capability < OLDEST_FLOAT8:
-            return f"--float8 needs compute capability {dotted(OLDEST_FLOAT8)}, {has}: leave it out"
-        return ""
+        return make(self, dtype, matmul)
 
     def compile_ahead(self, dtype: str, work: Callable[[Kernels], None]) -> None:
-        """Begin to compile what `work` will need of a GPU's kernels, while this process does other things."""
-        if self.device is None:
-            return
-        from distgpt.gpu.listing import compile_ahead
-
-        compile_ahead(self.device, dtype, work, self.gpu.float8, self.comm.local_rank)
+        """Begin to compile what `work` will need, beside other things. Here each loop is made when called."""
 
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
-        """Bytes that this rank may use, and whose they are; on a CPU as if this many `ranks` shared it."""
-        if self.device is not None:
-            return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"
+        """Return the bytes that this rank may use, and whose they are, as if `ranks` shared them."""
         granted = granted_memory(ranks or self.comm.local_size)
         return granted.free, granted.where
+
+    def taken_memory(self) -> int:
+        """Return the bytes of a device's own memory that were taken at most."""
+        return 0
+
+    def auto_dtype(self) -> Choose:
+        """Return what chooses --dtype auto, the same on all ranks. Collective."""
+        return dtypes.on_cpu
+
+    def cost_of(self, dtype: object) -> str:
+        """Return what a dtype that was asked for costs here; "" where it costs nothing."""
+        return ""
+
+    def dtype_for_training(self, configured: Callable[[], RunConfig]) -> Dtype:
+        """Return what a run takes: rank 0, which configures it, decides for all. Collective."""
+        choose = self.auto_dtype()
+
+        def decide() -> list[str]:
+            run = configured()
+            found = dtypes.chosen(choose, run.model.n_embd, run.train.matmul)
+            return [found.name, found.why]
+
+        return Dtype(*on_root(self.comm, decide))
+
+    def dtype_for_generation(self, width: int, elements: int) -> Dtype:
+        """Return what generation by a model of that many elements takes. Collective."""
+        choose = self.auto_dtype()
+
+        def decide() -> list[str]:
+            found = dtypes.chosen(choose, width, elements=elements)
+            return [found.name, found.why]
+
+        return Dtype(*on_root(self.comm, decide))
+
+
+@dataclass(frozen=True, slots=True)
+class StageKind:
+    """A row of the table of stages."""
+
+    open: Callable[[str, Comm, int | None, GpuConfig], Stage]  # (name, ranks, --threads, ...); collective
+    auto_dtype: Callable[[bool], Choose]  # (--tf32): what chooses --dtype auto on this machine
+
+
+def _open_on_cpu(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> Stage:
+    stage = Stage(name, comm, threads or threads_of(comm))
+    _note_launch(stage, threads_given=threads is not None)
+    return stage
+
+
+_ON_CPU = StageKind(_open_on_cpu, lambda tf32: dtypes.on_cpu)
+KINDS: Table[StageKind] = Table("stages", "stage", {"serial": _ON_CPU, "mpi": _ON_CPU})
+
+# (stage, dtype, --matmul) → kernels. What they need is imported when they are made: Numba takes a second.
+MakeKernels = Callable[[Stage, str, str], Kernels]
+
+
+def _float_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
+    from distgpt.core.cpu.kernels import CpuKernels
+
+    return CpuKernels(dtype, stage.threads, matmul)
+
+
+def _bfloat16_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:
+    from distgpt.core.cpu.compiling import processor
+    from distgpt.core.cpu.kernels import Bfloat16Kernels
+
+    if hint := processor.hint():
+        stage.notes.add(hint)
+    elif not processor.shape().dot:
+        stage.notes.add(SLOW_BFLOAT16)
+    return Bfloat16Kernels(stage.threads)
+
+
+# By dtype.
+KERNELS: Table[MakeKernels] = Table(
+    "kernels", "dtype", {"float32": _float_kernels, "float64": _float_kernels, "bfloat16": _bfloat16_kernels}
+)
+
+
+def maker_of(dtype: str) -> MakeKernels:
+    """Return what makes the kernels of a dtype on CPUs."""
+    if dtype not in (known := tuple(KERNELS)):
+        raise UsageError(f"unknown dtype {dtype!r}{nearest(dtype, known)}")
+    return KERNELS[dtype]
+
+
+def expected_dtype(stage: str, run: RunConfig, tf32: bool = False) -> Dtype:
+    """Return what a run takes that a stage of this name begins on this machine, without opening it."""
+    return dtypes.chosen(KINDS[stage].auto_dtype(tf32), run.model.n_embd, run.train.matmul)
 
 
 def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
@@ -155,36 +198,17 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
         raise UsageError(f"stage {name!r} uses no GPU: its options are for {' and '.join(ON_GPU)}")
     if name in ON_GPU and threads is not None:
         raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
+    kind = KINDS[name]
     comm = _communicator(name)
     connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
     join(comm)
     report_compiling(comm)
-    if name not in ON_GPU:
-        stage = Stage(name, comm, threads or threads_of(comm))
-        _note_launch(stage, threads_given=threads is not None)
-        return stage
-    from distgpt.gpu.probe import require_gpu
-
-    on_every_rank(comm, lambda: require_gpu(name))
-    return _bound(name, comm, gpu or GpuConfig())
+    return kind.open(name, comm, threads, gpu or GpuConfig())
 
 
 def report_compiling(comm: Comm, say: Say | None = None) -> None:
     """Let rank 0 alone report what is compiled, to `say` or to standard error."""
     first_use.announce(say if comm.rank == 0 else lambda text: None)
-
-
-def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:
-    """Return the ranks of this job, and a stage for this rank alone: a stage for each. Collective."""
-    if name in WITH_MPI:
-        raise UsageError(f"here every rank has a stage of its own: --stage serial or cuda, not {name}")
-    if launched_as() == 1:
-        stage = open_stage(name, threads, gpu)
-        return stage.comm, stage
-    several = {"serial": "mpi", "cuda": "mpi-cuda"}[name]
-    job = open_stage(several, threads, replace(gpu, allreduce="host") if name in ON_GPU else gpu)
-    notes = Notes() if name in ON_GPU else job.notes  # without the way to sum gradients
-    return job.comm, replace(job, name=name, comm=SerialComm(job.comm), gpu=gpu, notes=notes)
 
 
 def threads_of(comm: Comm) -> int:
@@ -236,40 +260,13 @@ def identity() -> str:
     return f"{platform.node()} {boot_id()}"
 
 
-def device_of(local_rank: int, count: int) -> int:
-    """Return the GPU that a rank with this local number binds to; ranks share where there are too few."""
-    return local_rank % count
-
-
-def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
-    """Open this rank's GPU, and the transport between GPUs."""
-    from distgpt.gpu.accelerator import gpu_count, open_device
-    from distgpt.gpu.transport import DeviceComm, choose_transport, sharing
-
-    device = on_every_rank(comm, lambda: open_device(device_of(comm.local_rank, gpu_count()), gpu))
-    ranks = sharing(comm, device)
-    device.share(ranks)
-    if comm.size == 1:
-        comm = SerialComm()
-    stage = Stage(name, comm, 0, device, ranks, gpu)
-    stage.notes.add(f"GPU {device.index}: {device.name}, {device.memory()[1] / 2**30:.0f} GiB")
-    if ranks > 1:
-        stage.notes.add(f"{ranks} ranks share this GPU")
-    if comm.size == 1:
-        return stage
-    chosen = choose_transport(gpu.allreduce, comm, device, ranks)
-    stage.notes.add(f"gradients are summed by way of {chosen.name}")
-    return replace(stage, comm=DeviceComm(comm, chosen), transport=chosen.name)
-
-
 def _communicator(name: str) -> Comm:
     launched = launched_as()
-    if name in ("serial", "cuda"):
+    if name not in WITH_MPI:
         if launched > 1:
-            several = {"serial": "mpi", "cuda": "mpi-cuda"}[name]
             raise UsageError(
                 f"--stage {name} was launched as {launched} processes, which would all do the same work; "
-                f"use --stage {several}, or run without mpirun"
+                f"use --stage {SEVERAL[name]}, or run without mpirun"
             )
         return SerialComm()
     comm = connect()

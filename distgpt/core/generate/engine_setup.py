@@ -21,7 +21,6 @@ from distgpt.core.base.files import bundled
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.limits import granted_memory
-from distgpt.core.cpu.dtypes import cost_of, for_generation
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
@@ -204,14 +203,14 @@ class ModelSpec:
         """Load the model and its tokenizer, and compile everything. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-        if self.named and (stage.device is not None or self.dtype == "float64"):
+        if self.named and (stage.on_gpu or self.dtype == "float64"):
             raise UsageError("adapters by name are for CPUs, not in float64: merge one by --adapter PATH")
         found = read_adapters(path, self.named, comm)
 
         def usual(about: Description) -> str:
-            return for_generation(stage, about.run.model.n_embd, about.layout.elements).name
+            return stage.dtype_for_generation(about.run.model.n_embd, about.layout.elements).name
 
-        if cost := cost_of(stage, self.dtype):
+        if cost := stage.cost_of(self.dtype):
             stage.notes.add(cost)
         model, about, path, dtype = open_model(
             stage, path, self.adapter, self.dtype, self.context, usual=usual

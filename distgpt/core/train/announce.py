@@ -9,7 +9,7 @@ from typing import Any
 from distgpt.core.base.errors import Say, escape
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.formatting import count, size, size_in_column
-from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.config import PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.cpu.stages import Stage
@@ -25,7 +25,6 @@ from distgpt.core.train.progress import Progress
 from distgpt.core.train.resumption import described
 from distgpt.core.train.seams import is_over
 from distgpt.core.train.whereabouts import shown_hosts
-from distgpt.recipes.scaling import PARAMETERS_PER_TOKEN
 
 CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
 BY_HEART = 40  # times that a text is read, from which on a large model knows it
@@ -70,7 +69,7 @@ def note_small_model(stage: Stage, asked: Asked, say: Say) -> None:
     """Suggest a larger model than the default one for a GPU. For all ranks."""
     by_recipe = asked.depth or asked.within or asked.decay_from
     is_chosen = by_recipe or asked.preset or asked.toml or asked.resume or asked.given.keys() & CHOOSES_MODEL
-    if stage.device is None or stage.comm.rank or is_chosen:
+    if not stage.on_gpu or stage.comm.rank or is_chosen:
         return
     # The bundled text is read too fast: five minutes of it would be learned by heart.
     own = "" if "data" in asked.given else "with a text of your own (--data) "

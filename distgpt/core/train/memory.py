@@ -140,8 +140,8 @@ def fit_to_memory(
     All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
     """
     comm, free, asked = stage.comm, stage.free_memory(), run.train
-    on_root(comm, lambda: refuse_unsuited(asked, comm.size, on_gpu=stage.device is not None))
-    strategy.refuse_unable(comm, on_gpu=stage.device is not None)
+    on_root(comm, lambda: refuse_unsuited(asked, comm.size, on_gpu=stage.on_gpu))
+    strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
 
     def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
         tried = replace(run, train=replace(asked, grad_accum=micro_batches))

@@ -223,7 +223,7 @@ class Reduction(Protocol):
 
 
 class Allreduce(Reduction):
-    """One Allreduce of MPI or NCCL over the whole stretch; or one for each piece that stays in a cache."""
+    """One Allreduce over the whole stretch; or one for each piece that stays in a cache."""
 
     def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
         self._comm, self._flat, self._chunked = comm, flat, chunked

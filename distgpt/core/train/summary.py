@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ from typing import Any
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import count
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import gather_ints, on_root
 from distgpt.core.comm.cores import peak_memory
 from distgpt.core.config import TrainConfig
-from distgpt.core.cpu.stages import Stage
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.run import Run
-from distgpt.doctor.facts import environment
 
+FACTS: Table[Callable[[], object]] = Table("summary", "facts", {})  # that components add, by their name there
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
 
 
@@ -39,7 +39,7 @@ def write_summary(run: Run) -> None:
     """Write the summary of a run that is done. Collective."""
     host, gpu = (
         gather_ints(run.comm, peak_memory()),
-        gather_ints(run.comm, _gpu_memory(run.stage)),
+        gather_ints(run.comm, run.stage.taken_memory()),
     )
     is_whole = run.settings.train_minutes or run.progress.step >= run.settings.steps
     found = _found(run, "finished" if is_whole else "ended early") | {
@@ -104,12 +104,12 @@ def _about(run: Run) -> dict[str, Any]:
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
         "allreduce": _allreduce(run),
-        "environment": environment(),
+        **{name: tell() for name, tell in FACTS.rows()},
     }
 
 
 def _allreduce(run: Run) -> str | None:
-    """Return how gradients were summed, as in "nccl, overlapped, bfloat16"."""
+    """Return how gradients were summed, as in "overlapped, bfloat16"."""
     if run.comm.size == 1:
         return None
     t = run.settings
@@ -128,10 +128,6 @@ def _speed(run: Run) -> dict[str, Any]:
         step = run.placement.rounds.mean(first, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found
-
-
-def _gpu_memory(stage: Stage) -> int:
-    return 0 if stage.device is None else int(stage.device.taken())
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

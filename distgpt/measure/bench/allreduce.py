@@ -21,6 +21,7 @@ from distgpt.core.comm.launched import launched_as
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.train.sharing import Allreduce, Reduction
+from distgpt.gpu.stage import GpuStage, on_gpu
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
@@ -141,17 +142,17 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
     """Return the stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
-    known = ON_GPU if stage.device is not None else ON_HOST if stage.comm.split_by_node() else ONE_CALL
+    known = ON_GPU if stage.on_gpu else ON_HOST if stage.comm.split_by_node() else ONE_CALL
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
-    found: dict[str, Sum] = {}
+    gpu, found = on_gpu(stage), dict[str, Sum]()
     reasons: dict[str, str] = {}
     for name in known:
         if wanted and name not in wanted:
             continue
         try:
-            found[name] = _on_device(stage, name) if stage.device else _on_host(stage.comm, name)
+            found[name] = _on_device(gpu, name) if gpu else _on_host(stage.comm, name)
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
     return found, reasons
@@ -177,7 +178,7 @@ def _on_host(comm: Comm, name: str) -> Sum:
     return add_up
 
 
-def _on_device(stage: Stage, name: str) -> Sum:
+def _on_device(stage: GpuStage, name: str) -> Sum:
     from distgpt.gpu.transport import choose_transport
 
     way = choose_transport(name.removesuffix("-chunked"), stage.comm, stage.device, stage.sharing)
@@ -236,7 +237,8 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
 def _row(stage: Stage, add_up: Sum, size: int, repeats: int, seconds: float) -> Row:
     """Time one size about `seconds` long: each sum from when all ranks begin to when the slowest is done."""
     comm = stage.comm
-    device: Any = stage.device or Host
+    gpu = on_gpu(stage)
+    device: Any = gpu.device if gpu else Host
     count = max(1, size // FLOAT.itemsize)
     array, pattern = device.zeros((count,), FLOAT), np.resize(np.arange(PERIOD, dtype=FLOAT), count)
     pattern += comm.rank

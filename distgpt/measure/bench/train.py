@@ -14,9 +14,9 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import duration
 from distgpt.core.base.formatting import size as in_bytes
 from distgpt.core.comm.agree import gather_ints
-from distgpt.core.config import GpuConfig, RunConfig
+from distgpt.core.config import WITH_MPI, GpuConfig, RunConfig
 from distgpt.core.config.asked import asked_for
-from distgpt.core.cpu.stages import WITH_MPI, open_stage
+from distgpt.core.cpu.stages import open_stage
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.rundir import RunDirectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from distgpt.core.cpu.stages import STAGES
+from distgpt.core.config import STAGES
 from distgpt.doctor.verdicts import sentence
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import MEASURED, Comparison, failure

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distgpt.core.base.errors import DisagreementError, one_line, print_lines
-from distgpt.core.cpu.stages import WITH_MPI
+from distgpt.core.config import WITH_MPI
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.doctor.facts import environment
 from distgpt.jobs.processes import undisturbed

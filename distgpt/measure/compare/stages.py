@@ -13,8 +13,7 @@ from typing import Any
 from distgpt.core.base.checked import parse_object
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
-from distgpt.core.config import nearest
-from distgpt.core.cpu.stages import ON_GPU, STAGES, WITH_MPI
+from distgpt.core.config import ON_GPU, STAGES, WITH_MPI, nearest
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.doctor.facts import Facts, anonymised
 from distgpt.doctor.report import examine

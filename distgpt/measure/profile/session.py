@@ -24,6 +24,7 @@ from distgpt.core.train.step import Flags, Step, StepResult, no_flags
 from distgpt.doctor.facts import environment
 from distgpt.doctor.speed import Peaks, measure_peaks
 from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.stage import on_gpu
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
 
@@ -110,19 +111,20 @@ class Session:
     def __init__(self, stage: Stage, step: Step, train: TrainConfig, warm_up: int = WARM_UP) -> None:
         """`step`: what `profiler.launch` launches. Collective."""
         self._stage, self._comm, model = stage, stage.comm, step.model
-        self.profiler = Profiler(step, stage.device, warm_up)
+        gpu = on_gpu(stage)
+        self.profiler = Profiler(step, gpu.device if gpu else None, warm_up)
         self._about = {
             "environment": environment() if self._comm.rank == 0 else {},
             "stage": stage.name,
             "ranks": self._comm.size,
             "threads": stage.threads,
             "matmul": model.kernels.matmuls.words if isinstance(model.kernels, CpuKernels) else "",
-            "gpu": stage.device is not None,
+            "gpu": stage.on_gpu,
             "dtype": train.dtype,
             "parameters": model.layout.elements,
             "tokens_per_step": train.batch_size * model.config.seq_len,
         }
-        if stage.device is not None:
+        if stage.on_gpu:
             stage.notes.add("each operation is timed, so steps are not recorded as CUDA graphs")
         self._kernels = model.kernels
         self._peaks: Peaks | None = None

@@ -12,6 +12,7 @@ import numpy as np
 from distgpt.core.cpu.decoding.operands import UNIT
 from distgpt.core.cpu.kernels import FLOATS, CpuKernels, Floats
 from distgpt.core.cpu.pool import ROWS
+from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
 from distgpt.core.ops.low_precision import BITS
 from distgpt.rounded.loops import operands
@@ -68,3 +69,8 @@ class Int8Kernels(CpuKernels):
         of = {**FLOATS, Packed: Integers}
         super().__init__("float32", threads, operands=of, rows=operands.operand_rows)
         self.rounded = rounded
+
+
+def make(stage: Stage, dtype: str, matmul: str) -> Int8Kernels:
+    """Return the kernels of a stage whose layers' matrices are in int8, or in int4."""
+    return Int8Kernels(stage.threads, dtype)

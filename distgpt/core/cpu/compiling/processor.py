@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import platform
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
 import numba
 
-from distgpt.core.cpu.compiling.registers import AMX, AVX2, AVX512, AVX512_BF16, NEON, NEON_BF16, Shape
+from distgpt.core.base.tables import Table
+from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16, Shape
 
-AMX_VARIABLE = "DISTGPT_AMX"
-# On a Sapphire Rapids, 8 threads: gpt-mini trained and the tests of matmuls passed; attention's were not run.
-AMX_HINT = f"{AMX_VARIABLE}=1 turns it on, for bfloat16 at 3.8 times the speed of vdpbf16ps, tried once"
-_ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18  # the call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 _config: Any = numba.config
 _binding: Any = llvm
 
@@ -32,14 +28,25 @@ def processor() -> tuple[str, str]:
     return name, features
 
 
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """A row of the table of processors: an instruction set with a use of registers of its own."""
+
+    shape: Callable[[set[str]], Shape | None]  # by the processor's features; None: it is not used
+    hint: Callable[[set[str]], str] = lambda features: ""  # how its user turns it on; "" where it is on
+
+
+# By a feature of those processors, in LLVM's words; the plain ones are AVX2 and AVX-512.
+PROCESSORS: Table[Processor] = Table("processors", "processor", {})
+# By the system's name of a machine: what finds features of it that neither LLVM nor Numba finds.
+UNLISTED: Table[Callable[[], list[str]]] = Table("features", "machine", {})
+
+
 @cache
 def unlisted_features() -> list[str]:
     """List the features, by LLVM's names, that neither LLVM nor Numba finds: those of arm64."""
-    if platform.machine().lower() not in ("arm64", "aarch64"):
-        return []
-    from distgpt.processors import arm
-
-    return arm.features()
+    find = UNLISTED.get(platform.machine().lower())
+    return find() if find else []
 
 
 def features() -> set[str]:
@@ -50,32 +57,24 @@ def features() -> set[str]:
 @cache
 def shape() -> Shape:
     """Return how this processor's registers are used. Without AVX, LLVM splits the vectors itself."""
-    if "neon" in features():
-        return NEON_BF16 if "bf16" in features() else NEON
+    for kind in _kinds():
+        if (own := kind.shape(features())) is not None:
+            return own
     if "avx512f" not in features():
         return AVX2
-    if has_amx() and amx_wanted() and amx_granted():
-        return AMX
     return AVX512_BF16 if multiplies_pairs_fast() else AVX512
+
+
+def hint() -> str:
+    """Return how to turn on instructions that this processor has, and that are off; "" if none are."""
+    return next(filter(None, (kind.hint(features()) for kind in _kinds())), "")
+
+
+def _kinds() -> list[Processor]:
+    """Return the rows for this processor. The table is asked for no other, so none is imported in vain."""
+    return [kind for _, kind in PROCESSORS.rows(name for name in PROCESSORS if name in features())]
 
 
 def multiplies_pairs_fast() -> bool:
     """Return whether vdpbf16ps beats float32's multiply-adds: on AMD; Intel's has a quarter of the rate."""
     return "avx512bf16" in features() and processor()[0].startswith("znver")
-
-
-def has_amx() -> bool:
-    return {"amx-bf16", "amx-tile", "avx512bf16", "avx512bw"} <= features()
-
-
-def amx_wanted() -> bool:
-    return os.environ.get(AMX_VARIABLE) == "1"
-
-
-@cache
-def amx_granted() -> bool:
-    """Ask Linux for the tile registers, for all threads of this process, before one of them uses any."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    granted: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK, _TILE_DATA)
-    return granted == 0

@@ -40,10 +40,16 @@ class Shape:
         """Return whether factors become float32 before they are multiplied."""
         return factor == BFLOAT16 and not self.dot
 
+    def tiles(self, factor: str) -> str:
+        """Return by which name a table may have a writer of tiles that beats microkernel.py; "" for none."""
+        low = factor == BFLOAT16
+        if self.neon:
+            return "bfmmla" if low and self.dot else "neon"
+        if self.amx:
+            return "amx" if low else ""
+        return "widened" if self.widens(factor) and self.lanes == 16 else ""
+
 
 AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
 AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
 AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
-AMX = Shape(lanes=16, vectors=2, rows=32, dot=True, amx=True)
-NEON = Shape(lanes=4, vectors=4, rows=6, dot=False, neon=True)
-NEON_BF16 = Shape(lanes=4, vectors=4, rows=6, dot=True, neon=True)

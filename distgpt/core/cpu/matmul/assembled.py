@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -11,12 +12,13 @@ import llvmlite
 import llvmlite.binding as llvm
 from numba import types
 
+from distgpt.core.base.tables import MissingComponent, Table
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.compiling.jit import by_types, inline
 from distgpt.core.cpu.compiling.processor import processor, shape
-from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32
+from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32, Shape
+from distgpt.core.cpu.matmul import microkernel
 from distgpt.core.cpu.matmul.vectors import moves
-from distgpt.processors import tiles
 
 _binding: Any = llvm
 _engines: list[Any] = []  # the code lives as long as these
@@ -59,8 +61,22 @@ def external(name: str, text: Callable[[], str], **functions: tuple[Any, ...]) -
 _I, _P = types.int64, types.voidptr
 
 
+# Writers of tiles for instruction sets, by `Shape.tiles`: (shape, type of the factors, of C) → IR.
+TILES: Table[Callable[[Shape, str, str], str]] = Table("tiles", "tiles", {})
+# By the same: what rearranges packed steps for such tiles, and the flag that tells them.
+STEPS: Table[tuple[Callable[[], str], int]] = Table("steps", "steps", {})
+
+
+def tile_text(shape: Shape, factor: str, out: str) -> str:
+    """Return the IR of the tiles of these types."""
+    with suppress(MissingComponent):  # the microkernel computes the same, slower
+        if write := TILES.get(shape.tiles(factor)):
+            return write(shape, factor, out)
+    return microkernel.module(shape, factor, out)
+
+
 def _tile_of(factor: str, out: str) -> Any:
-    text = partial(tiles.module_of(shape(), factor), out)
+    text = partial(tile_text, shape(), factor, out)
     return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
 
 
@@ -78,7 +94,7 @@ _MOVES = external(
 # A rearrangement of packed steps, where tiles of bfloat16 want one, and the flag that tells them.
 _STEPS: Any = None
 _STEPS_FLAG = 0
-if (found := tiles.steps_of(shape())) is not None:
+if (found := STEPS.get(shape().tiles(BFLOAT16))) is not None:
     _write_steps, _STEPS_FLAG = found
     _STEPS = external("fours", _write_steps, fours=(_P, _I, _P, _I, _I))["fours"]
 _TRANSPOSE, _COPY, _PREFETCH = _MOVES["transpose"], _MOVES["copy"], _MOVES["prefetch"]

@@ -1,0 +1,46 @@
+"""AMX: whether this processor has it, the user wants it, and Linux grants it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from functools import cache
+
+from distgpt.core.cpu.compiling.processor import Processor
+from distgpt.core.cpu.compiling.registers import Shape
+
+SHAPE = Shape(lanes=16, vectors=2, rows=32, dot=True, amx=True)
+VARIABLE = "DISTGPT_AMX"
+# On a Sapphire Rapids, 8 threads: gpt-mini trained and the tests of matmuls passed; attention's were not run.
+HINT = f"{VARIABLE}=1 turns it on, for bfloat16 at 3.8 times the speed of vdpbf16ps, tried once"
+_ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18  # the call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+
+
+def has_amx(features: set[str]) -> bool:
+    return {"amx-bf16", "amx-tile", "avx512bf16", "avx512bw"} <= features
+
+
+def wanted() -> bool:
+    return os.environ.get(VARIABLE) == "1"
+
+
+@cache
+def granted() -> bool:
+    """Ask Linux for the tile registers, for all threads of this process, before one of them uses any."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK, _TILE_DATA)
+    return answer == 0
+
+
+def _shape(features: set[str]) -> Shape | None:
+    return SHAPE if has_amx(features) and wanted() and granted() else None
+
+
+def _hint(features: set[str]) -> str:
+    return f"this processor has AMX for bfloat16: {HINT}" if has_amx(features) and not wanted() else ""
+
+
+AMX = Processor(_shape, _hint)

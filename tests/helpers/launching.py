@@ -1,0 +1,8 @@
+"""The variables of all launchers that distgpt knows."""
+
+from distgpt.core.comm.launched import MPICH, OPEN_MPI, PMI, PMIX
+from distgpt.jobs.systems import SRUN
+
+KNOWN = (OPEN_MPI, MPICH, SRUN, PMI, PMIX)
+SIZES = [launcher.size for launcher in KNOWN]
+RANKS = [launcher.rank for launcher in KNOWN if launcher.rank]
