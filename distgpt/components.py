@@ -20,16 +20,27 @@ TABLES: dict[str, dict[str, str]] = {
     # By dtype: kernels of the stages on CPUs (core/cpu/stages.py).
     "kernels": dict.fromkeys(("int8", "int4"), "distgpt.rounded.loops.kernels:make"),
     # By a feature in LLVM's words; by the system's name of a machine (core/cpu/compiling/processor.py).
-    "processors": {"neon": "distgpt.processors.arm:ARM", "amx-bf16": "distgpt.processors.permission:AMX"},
-    "features": dict.fromkeys(("arm64", "aarch64"), "distgpt.processors.arm:features"),
+    "processors": {
+        "neon": "distgpt.experimental.arm64.arm:ARM",
+        "amx-bf16": "distgpt.processors.permission:AMX",
+    },
+    "features": dict.fromkeys(("arm64", "aarch64"), "distgpt.experimental.arm64.arm:features"),
     # By `Shape.tiles` (core/cpu/matmul/assembled.py).
     "tiles": {
         "amx": "distgpt.processors.amx:module",
-        "bfmmla": "distgpt.processors.mmla:module",
-        "neon": "distgpt.processors.neon:module",
+        "bfmmla": "distgpt.experimental.arm64.mmla:module",
+        "neon": "distgpt.experimental.arm64.neon:module",
         "widened": "distgpt.processors.widening:module",
     },
-    "steps": {"bfmmla": "distgpt.processors.mmla:STEPS"},
+    # Tiles of rounded weights where processors want others (rounded/loops/int8.py).
+    "rounded tiles": {
+        "int8 on arm64": "distgpt.experimental.arm64.integers:NeonInt8Tile",
+        "int4 on arm64": "distgpt.experimental.arm64.integers:NeonInt4Tile",
+    },
+    # By what a GPU's linear layers read (gpu/kernels.py); by a source's name, its path (gpu/compiling.py).
+    "linears": {"float8": "distgpt.experimental.float8:Float8Linears"},
+    "cuda": {"float8": "experimental/float8.cu"},
+    "steps": {"bfmmla": "distgpt.experimental.arm64.mmla:STEPS"},
     # By their name in summary.json (core/train/summary.py).
     "summary": {"environment": "distgpt.doctor.facts:environment"},
     # By whose errors they are (core/comm/launched.py).
@@ -57,7 +68,12 @@ TABLES: dict[str, dict[str, str]] = {
     # Guards of every run, by any name, beside those that settings ask for (guards/attach.py).
     "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
-    "loops": {"adapters": "adapters/loops", "rounded": "rounded/loops", "processors": "processors"},
+    "loops": {
+        "adapters": "adapters/loops",
+        "rounded": "rounded/loops",
+        "processors": "processors",
+        "arm64": "experimental/arm64",
+    },
     # By the kind that settings give (core/train/seams.py).
     "models": {"lora": "distgpt.adapters.adapter_kind:ADAPTERS"},
     # By the kind in its saved form, and by what --tokenizer begins with (core/data/tokenizers.py).

@@ -33,7 +33,10 @@ from distgpt.core.train.compatibility import CHECKS
 from distgpt.core.train.restore import FIRST_WEIGHTS
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel
 from distgpt.core.train.summary import FACTS
+from distgpt.gpu.kernels import LINEARS
+from distgpt.gpu.linear import Linears
 from distgpt.guards.attach import GUARDS
+from distgpt.rounded.loops.int8 import TILES, Int8Tile
 
 EXCHANGES = Table("exchanges", "--grad-sync", {})
 
@@ -53,6 +56,8 @@ ROWS = {
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "exchanges": (EXCHANGES, callable),
+    "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),
+    "linears": (LINEARS, lambda row: issubclass(row, Linears)),
     "guards": (GUARDS, callable),
     "summary": (FACTS, callable),
     "batch systems": (SYSTEMS, lambda row: callable(row.end) and row.name and row.sign),
@@ -71,7 +76,7 @@ ROWS = {
 
 
 def test_every_row_that_is_handed_in_is_there():
-    assert TABLES.keys() - {"loops"} == ROWS.keys()  # "loops" names folders
+    assert TABLES.keys() - {"loops", "cuda"} == ROWS.keys()  # these two name folders and files
     for name, (table, fits) in ROWS.items():
         assert set(TABLES[name]) <= {*table}
         assert all(fits(row) for _, row in table.rows()) and len(list(table.rows())) == len([*table])

@@ -5,7 +5,7 @@ Where there are two ways, one that the library fuses and one in several steps, `
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -25,6 +25,9 @@ DOWN = 8  # rows that it reads at a time, as in common.cuh
 
 class Linears:
     """Linear layers of arrays of the storage type; gradients of parameters are wide."""
+
+    # Return the bytes that are kept for a copy of a tensor of this many elements; None: nothing is copied.
+    copy_bytes: Callable[[int], int] | None = None
 
     def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: str) -> None:
         self._launcher, self.matmuls, self._type = launcher, matmuls, storage
