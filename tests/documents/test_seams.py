@@ -1,9 +1,11 @@
 """The page about seams: each of its files, attached by its line of a table, is one that a run trains with."""
 
 import ast
+import importlib
 import json
 import re
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -121,9 +123,17 @@ def test_a_tokenizer_is_asked_for_saved_and_read_again(attached):
     ids = saved.encode(text)
     assert saved.decode(ids) == text and len(ids) < len(text) and (ids >= 256).any()
     assert json.loads(saved.to_json())["pairs"] == "thheinan"
-    again = package.train(
-        **SIZE | {"steps": 8}, tokenizer="digraphs:thheinan", out=attached / "run", resume="auto"
-    )
+    more = SIZE | {"steps": 8, "tokenizer": "digraphs:thheinan"}
+    again = package.train(**more, out=attached / "run", resume="auto")
     assert len(losses(again.directory)) == 8
     with pytest.raises(UsageError, match="no kind and no file"):
         load_tokenizer("digraphs:odd")
+
+
+@pytest.mark.parametrize("name", ["replay", "rounded_base", "shared_memory", "token_pairs"])
+def test_a_sketch_names_what_is_there_and_is_type_checked(name):
+    """mypy compares it with the contracts in `make lint`; nothing runs it."""
+    assert importlib.import_module(f"sketches.{name}").__doc__
+    assert f"`{name}.py`" in PAGE
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert "tests/sketches" in checked["files"] and checked["strict"]
