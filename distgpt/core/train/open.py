@@ -38,7 +38,7 @@ from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
 from distgpt.core.train.report import Reading, Report
 from distgpt.core.train.restore import begin_anew, learned_first, restore
 from distgpt.core.train.run import Run, Seams
-from distgpt.core.train.seams import Inspector, Judge, Listener, ModelKind, Votes, kind_of
+from distgpt.core.train.seams import Inspector, Judge, Listener, ModelKind, kind_of
 from distgpt.core.train.sharing import (
     Choose,
     MicroBatches,
@@ -103,14 +103,12 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
         settings=settings,
         stage=stage,
         where=where,
-        model=model,
         placement=placement,
         optimizer_state=state,
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=step,
         assessment=Assessment(model, comm, validation, metrics, corpus.tokenizer, signals, on_batch),
-        reading=reading,
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
@@ -120,7 +118,6 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
         report=Report(comm.rank, config, plan.directory, listener, checkpoints, reading),
         signals=signals,
         judge=judge,
-        votes=Votes(comm, signals, disk, clock),
         launch=step.launch,
         guards=(),
     )
