@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
-TABLES = {
+TABLES: dict[str, dict[str, str]] = {
     # What a setting needs that is not as by default, by the names of components (core/config/settings.py).
     "components": {
         "balance": "distgpt.parallel.balance:make",
@@ -42,16 +42,27 @@ TABLES = {
     # By dtype: kernels of the stages on CPUs (core/cpu/stages.py).
     "kernels": dict.fromkeys(("int8", "int4"), "distgpt.rounded.loops.kernels:make"),
     # By a feature in LLVM's words; by the system's name of a machine (core/cpu/compiling/processor.py).
-    "processors": {"neon": "distgpt.processors.arm:ARM", "amx-bf16": "distgpt.processors.permission:AMX"},
-    "features": dict.fromkeys(("arm64", "aarch64"), "distgpt.processors.arm:features"),
+    "processors": {
+        "neon": "distgpt.experimental.arm64.arm:ARM",
+        "amx-bf16": "distgpt.processors.permission:AMX",
+    },
+    "features": dict.fromkeys(("arm64", "aarch64"), "distgpt.experimental.arm64.arm:features"),
     # By `Shape.tiles` (core/cpu/matmul/assembled.py).
     "tiles": {
         "amx": "distgpt.processors.amx:module",
-        "bfmmla": "distgpt.processors.mmla:module",
-        "neon": "distgpt.processors.neon:module",
+        "bfmmla": "distgpt.experimental.arm64.mmla:module",
+        "neon": "distgpt.experimental.arm64.neon:module",
         "widened": "distgpt.processors.widening:module",
     },
-    "steps": {"bfmmla": "distgpt.processors.mmla:STEPS"},
+    # Tiles of rounded weights where processors want others (rounded/loops/int8.py).
+    "rounded tiles": {
+        "int8 on arm64": "distgpt.experimental.arm64.integers:NeonInt8Tile",
+        "int4 on arm64": "distgpt.experimental.arm64.integers:NeonInt4Tile",
+    },
+    # By what a GPU's linear layers read (gpu/kernels.py); by a source's name, its path (gpu/compiling.py).
+    "linears": {"float8": "distgpt.experimental.float8:Float8Linears"},
+    "cuda": {"float8": "experimental/float8.cu"},
+    "steps": {"bfmmla": "distgpt.experimental.arm64.mmla:STEPS"},
     # By what shows or records a run (core/train/lines.py).
     "listeners": {"live": "distgpt.show.display:Live", "tensorboard": "distgpt.show.display:TensorBoard"},
     # By their name in summary.json (core/train/summary.py).
@@ -71,10 +82,24 @@ TABLES = {
         "lora": "distgpt.adapters.adapter_kind:check",
         "reproducible": "distgpt.parallel.reproducible:check",
     },
+    # Name, the value of --grad-sync → a function of the type MakeExchange (parallel/choose.py).
+    "exchanges": {
+        "auto": "distgpt.parallel.trial:make",
+        "hierarchical": "distgpt.parallel.reductions:make",
+        "overlapped": "distgpt.parallel.overlapped:make",
+        "sharded": "distgpt.parallel.sharded:make",
+    },
+    # Guards of every run, by any name, beside those that settings ask for (guards/attach.py).
+    "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
-    "loops": {"adapters": "adapters/loops", "rounded": "rounded/loops", "processors": "processors"},
+    "loops": {
+        "adapters": "adapters/loops",
+        "rounded": "rounded/loops",
+        "processors": "processors",
+        "arm64": "experimental/arm64",
+    },
     # By the kind that settings give (core/train/seams.py).
-    "models": {"adapters": "distgpt.adapters.adapter_kind:ADAPTERS"},
+    "models": {"lora": "distgpt.adapters.adapter_kind:ADAPTERS"},
     # By the kind in its saved form, and by what --tokenizer begins with (core/data/tokenizers.py).
     "tokenizers": {
         "bpe": "distgpt.texts.tokenizers.learn:BPE",
@@ -106,12 +131,8 @@ MICRO_BATCHES = {
     "balanced": "distgpt.parallel.balance:make",
 }
 
-# Name, mostly the value of --grad-sync → a function of the type MakeExchange (parallel/choose.py).
-EXCHANGES = {
-    "auto": "distgpt.parallel.trial:make",
-    "hierarchical": "distgpt.parallel.reductions:make",
+# Exchanges that other settings than --grad-sync ask for, by what `choose.exchange_name` calls them.
+UNNAMED_EXCHANGES = {
     "in parts": "distgpt.parallel.reductions:make",
     "local steps": "distgpt.parallel.replicas:make",
-    "overlapped": "distgpt.parallel.overlapped:make",
-    "sharded": "distgpt.parallel.sharded:make",
 }

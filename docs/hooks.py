@@ -101,7 +101,7 @@ def _kind(name: str, about: Setting, default: Any) -> str:
     """Return what a value may be, the default, and where it can be set."""
     signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
     bounds = [f"{sign} {limit:,}" for sign, limit in signs if limit is not None]
-    choices = [*filter(None, [about.undecided]), *about.choices]
+    choices = [*filter(None, [about.undecided]), *about.allowed]
     kind = " or ".join(choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip()
     places = ["may change on resume"] * (name in CHANGEABLE) + ["no option"] * (name not in OPTIONS)
     shown = json.dumps(about.undecided or default)  # as TOML writes it

@@ -23,8 +23,8 @@ from distgpt.core.ops.low_precision import BITS
 from distgpt.core.saved.modelfile import quantize
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.evaluation.evaluate import evaluate
+from distgpt.experimental.arm64.arm import NEON_BF16
 from distgpt.gpu.stage import GpuStage
-from distgpt.processors.arm import NEON_BF16
 from distgpt.processors.permission import SHAPE as AMX
 
 STEPS = ("--steps", "4", "--save-every", "2")

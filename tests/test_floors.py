@@ -13,7 +13,18 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 # it. What leads out of the core still is listed in tests/core/leads_out.txt, which only becomes shorter.
 ORDER = (
     *(f"core.{name}" for name in TREE),
-    *("components", "processors", "gpu", "rounded", "adapters", "texts", "formats", "jobs", "doctor"),
+    *(
+        "components",
+        "processors",
+        "gpu",
+        "rounded",
+        "experimental",
+        "adapters",
+        "texts",
+        "formats",
+        "jobs",
+        "doctor",
+    ),
     *("generation", "guards", "parallel", "recipes", "evaluation", "serving", "api", "show"),
     *("measure", "sweep", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers

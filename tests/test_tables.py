@@ -39,6 +39,12 @@ from distgpt.core.train.run import plain_seams
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel
 from distgpt.core.train.sharing import Strategy
 from distgpt.core.train.summary import FACTS
+from distgpt.gpu.kernels import LINEARS
+from distgpt.gpu.linear import Linears
+from distgpt.guards.attach import GUARDS
+from distgpt.rounded.loops.int8 import TILES, Int8Tile
+
+EXCHANGES = Table("exchanges", "--grad-sync", {})
 
 PACKAGE = Path(tables.__file__).parents[2]
 
@@ -57,6 +63,10 @@ ROWS = {
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
+    "exchanges": (EXCHANGES, callable),
+    "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),
+    "linears": (LINEARS, lambda row: issubclass(row, Linears)),
+    "guards": (GUARDS, callable),
     "summary": (FACTS, callable),
     "components": (COMPONENTS, lambda row: row is not None),
     "listeners": (LISTENERS, lambda row: {*public(Lines)} - {"say"} <= {*dir(row)}),
@@ -80,7 +90,7 @@ MORE = {"seams": plain_seams, "strategy": lambda config, ranks: Strategy(config,
 
 
 def test_every_row_that_is_handed_in_is_there():
-    assert TABLES.keys() - {"loops", "parts"} == ROWS.keys()  # folders, and what has no rows of the core's
+    assert TABLES.keys() - {"loops", "cuda", "parts"} == ROWS.keys()  # folders, files, and plain ones
     assert {*MORE} == {*TABLES["parts"]}
     for name, plain in MORE.items():
         assert (
@@ -115,7 +125,7 @@ def test_a_part_that_is_missing_is_the_cores_plain_one(handed_in):
 
 
 def test_a_plain_text_is_read_without_any_component():
-    modules = {path.partition(":")[0] for rows in TABLES.values() for path in rows.values()}
+    modules = {path.partition(":")[0] for rows in TABLES.values() for path in rows.values() if ":" in path}
     script = """import sys
 import distgpt.core.train.assessment
 from distgpt.core.comm.batch import SYSTEMS

@@ -192,7 +192,7 @@ def adapter_layout(run: RunConfig) -> Layout:
 
 def refuse_none(run: RunConfig) -> None:
     """Refuse adapters beside a matrix that the model does not have."""
-    if run.model.mlp != "swiglu" and run.train.lora_matrices != "all" and "gate" in run.train.adapted:
+    if not run.model.gated and run.train.lora_matrices != "all" and "gate" in run.train.adapted:
         raise UsageError(
             f"--lora-matrices {run.train.lora_matrices}: {run.model.mlp} has no gate: leave it out"
         )

@@ -41,7 +41,7 @@ PATH = click.Path(path_type=Path)
 
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
 OPTIONS = (
-    *("data", "tokenizer", "verify_data", "init", "lora_rank", "lora_alpha", "lora_matrices"),
+    *("data", "tokenizer", "verify_data", "init", "lora_rank", "lora_alpha", "lora_matrices", "adapter_kind"),
     *("steps", "train_minutes", "batch_size", BATCH_TOKENS),
     *(
         "seq_len",
@@ -114,7 +114,7 @@ class Choice(click.Choice):  # type: ignore[type-arg]  # no generic class before
     """Choices of a setting; accepts their former names, which are not shown."""
 
     def __init__(self, about: Setting) -> None:
-        super().__init__([*filter(None, [about.undecided]), *about.choices])
+        super().__init__([*filter(None, [about.undecided]), *about.allowed])
         self._former = dict(about.former_choices)
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:

@@ -13,8 +13,8 @@ from distgpt.core.base.errors import DataError
 from distgpt.core.config import ModelConfig
 
 HEAD = "lm_head.weight"  # the same name in every family, without a prefix
-# Values of our settings, as people call them.
-PART_NAMES = {
+# Values of our settings, as people call them where that is not the word of the setting.
+_PART_NAMES = {
     "layernorm": "LayerNorm",
     "rmsnorm": "RMSNorm",
     "gelu": "GELU",
@@ -36,6 +36,11 @@ SWITCH_NAMES = {
 }
 
 T = TypeVar("T")
+
+
+def part_name(value: str) -> str:
+    """Return what people call a norm, an activation or a kind of positions."""
+    return _PART_NAMES.get(value, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,7 @@ class Family(ABC):
         values = {setting: getattr(config, setting) for setting in self.parts}
         values["qkv_bias"] = config.qkv_bias and not config.bias
         other = [(setting, value) for setting, value in values.items() if value not in self.parts[setting]]
-        missing = [SWITCH_NAMES.get(part) or PART_NAMES[part[1]] for part in other]
+        missing = [SWITCH_NAMES.get(part) or part_name(part[1]) for part in other]
         never = {
             "norm without gain": not config.norm_gain,
             "norm after the embedding": config.embed_norm,

@@ -32,7 +32,7 @@ class BatchedLanes:
 
     def __init__(self, model: Model, count: int) -> None:
         self.model, self.count, self.length = model, count, model.config.seq_len
-        self.can_drop = model.config.positions != "learned"
+        self.can_drop = not model.config.has_position_vectors
         k, padded = model.kernels, model.config.padded_vocab
         self._cache = k.zeros(*_shape(model.config, count))
         # Memory of its own, as recorded passes keep theirs: that of prompts is made anew for a longer one.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.core.base.tables import Table
 from distgpt.core.ops.api import (
     ALL_ROWS,
     PIECE,
@@ -31,7 +32,6 @@ from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 from distgpt.gpu.api import STORAGE, WIDE, Attention, address
 from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
-from distgpt.gpu.float8 import Float8Linears, room_for
 from distgpt.gpu.launcher import DeviceWire, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
@@ -45,11 +45,13 @@ MOVED = 32  # positions that a thread of move_cached copies from another lane
 ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 the backward norm spills
 
+LINEARS: Table[type[Linears]] = Table("linears", "matmuls in", {"plain": Linears})
+
 
 class CudaKernels:
     """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own.
 
-    `float8`: as in float8.py.
+    `float8`: linear layers read it where that is faster.
     """
 
     threads = 1
@@ -63,6 +65,7 @@ class CudaKernels:
         attention_for: Callable[[int, Attention], Attention] | None = None,
         float8: bool = False,
     ) -> None:
+        linears = LINEARS["float8" if float8 else "plain"]
         self._device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.capabilities = Capabilities(
@@ -70,7 +73,7 @@ class CudaKernels:
             fuses_residual=True,
             sums_bias_gradients=True,
             norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
-            copy_bytes=room_for if float8 else None,
+            copy_bytes=linears.copy_bytes,
         )
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
         self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))
@@ -78,7 +81,7 @@ class CudaKernels:
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, Attention] = {}
         self.wire: Wire | None = DeviceWire(self._launcher)
-        self.linears = (Float8Linears if float8 else Linears)(self._launcher, matmuls, dtype)
+        self.linears = linears(self._launcher, matmuls, dtype)
         self._muon = MuonSteps(self._launcher, matmuls, self.dtype, self.wide)
 
     # -- arrays and workers

@@ -5,12 +5,13 @@ Where there are two ways, one that the library fuses and one in several steps, `
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
 
+from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import Affine, Array, Bias, BiasGradient, Work
 from distgpt.gpu.api import TYPE_OF, WIDE, Matmul
 from distgpt.gpu.device import LARGEST_BLOCK, WARP
@@ -20,11 +21,13 @@ from distgpt.gpu.matmul import LtMatmul
 FEW = 4  # rows up to which a linear layer is bound by reading w
 SLICE = 64  # rows, at the least, that a block of a column sum reads
 DOWN = 8  # rows that it reads at a time, as in common.cuh
-SUMMING = ("gelu", "relu", "relu2")  # activations whose backward kernel can sum up columns
 
 
 class Linears:
     """Linear layers of arrays of the storage type; gradients of parameters are wide."""
+
+    # Return the bytes that are kept for a copy of a tensor of this many elements; None: nothing is copied.
+    copy_bytes: Callable[[int], int] | None = None
 
     def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: str) -> None:
         self._launcher, self.matmuls, self._type = launcher, matmuls, storage
@@ -81,7 +84,7 @@ class Linears:
     ) -> None:
         """Compute dpre. Our own kernel for the activation also sums the columns that it writes."""
         parts = None if db is None else self._parts(dpre)
-        summing = act in SUMMING and parts is not None
+        summing = not ACTIVATIONS[act].gated and parts is not None
 
         def apart() -> None:
             self.matmul(y, dy, w)
@@ -202,8 +205,8 @@ class Linears:
 
 
 def _sizes(y: Array, act: str) -> tuple[int, ...]:
-    """Return an activation kernel's arguments. Swiglu's takes the width too: its rows are twice as wide."""
-    return (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
+    """Return the arguments of an activation kernel; a gated one needs the width: its rows are wider."""
+    return (y.size, y.shape[1]) if ACTIVATIONS[act].gated else (y.size,)
 
 
 def sum_parts(launcher: Launcher, out: Array, partial: Array, columns: slice, accumulate: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from distgpt.core.base.tables import Table
 from distgpt.core.config import TrainConfig
 from distgpt.core.train.progress import Pace
 from distgpt.core.train.run import Run, Seams
@@ -13,6 +14,10 @@ from distgpt.core.train.seams import Guard
 from distgpt.guards.full_disk import room_for
 from distgpt.guards.stuck import save_and_exit
 from distgpt.guards.watchdog import Stall, Watchdog
+
+MakeGuard = Callable[[Run], Guard | None]  # None: this run needs none
+
+GUARDS: Table[MakeGuard] = Table("guards", "the guard", {})
 
 
 def guarded(
@@ -51,6 +56,7 @@ def _guards(run: Run, end: float | None, stall: Stall) -> Sequence[Guard]:
         found.append(stragglers)
     end_job = partial(save_and_exit, run)
     found.append(Watchdog(run.comm, run.activity, stall, pace.usual, slowest, run.report.note, end_job))
+    found += (guard for _, make in GUARDS.rows() if (guard := make(run)) is not None)
     if end is not None and run.comm.rank == 0:  # the others hear of it by a step's votes
         from distgpt.guards.deadline import Deadline, TimeLimit
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distgpt.components import EXCHANGES, MICRO_BATCHES, PLACEMENTS
+from distgpt.components import MICRO_BATCHES, PLACEMENTS, UNNAMED_EXCHANGES
 from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.base.tables import imported
+from distgpt.core.base.tables import imported, paths_in
 from distgpt.core.comm.agree import refuse_anywhere
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
@@ -97,7 +97,7 @@ def exchange_for(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) ->
     name = exchange_name(t, comm.size)
     if not name:
         return Strategy(t, comm.size).exchange(comm, state, t, say)
-    make: MakeExchange = imported(EXCHANGES[name], f"--grad-sync {name}")
+    make: MakeExchange = imported(exchanges()[name], f"--grad-sync {name}")
     return make(comm, state, t, say)
 
 
@@ -116,7 +116,7 @@ def micro_batches_name(t: TrainConfig, ranks: int) -> str:
 
 
 def exchange_name(t: TrainConfig, ranks: int) -> str:
-    """Return a name of EXCHANGES, "" for one Allreduce of everything as it lies in memory."""
+    """Return a name in `exchanges`, "" for one Allreduce of everything as it lies in memory."""
     if ranks == 1:
         return ""
     if t.outer_every:
@@ -124,6 +124,11 @@ def exchange_name(t: TrainConfig, ranks: int) -> str:
     if t.grad_sync not in ONE_CALL:
         return t.grad_sync
     return "in parts" if t.gradient_dtype != "float32" or t.reproducible_parts else ""
+
+
+def exchanges() -> dict[str, str]:
+    """Return where each exchange lies, but for those of one call."""
+    return {**UNNAMED_EXCHANGES, **paths_in("exchanges")}
 
 
 def parts_made(t: TrainConfig, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Matmul on processors of their own kind: AMX, AVX-512 with bfloat16, ARM; and the tiles of each processor.
+"""Matmul on processors of their own kind: AMX, and AVX-512 with bfloat16.
 
-Not here: how a matmul is cut into blocks and packed (core/cpu/matmul/).
+Not here: how a matmul is cut into blocks and packed (core/cpu/matmul/), arm64 (experimental/).
 """

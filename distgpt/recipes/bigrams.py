@@ -36,8 +36,7 @@ class PairWeights:
     def learn(self, tokens: Array, weights: Mapping[str, Array], config: ModelConfig, threads: int) -> None:
         """Learn embedding and output layer in place."""
         vocab = config.vocab_size
-        centred = config.norm == "layernorm"
-        learn_bigrams(tokens, weights["wte"][:vocab], weights["head.w"][:vocab], centred, threads)
+        learn_bigrams(tokens, weights["wte"][:vocab], weights["head.w"][:vocab], config.centred, threads)
 
 
 PAIRS = PairWeights()

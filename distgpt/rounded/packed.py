@@ -88,7 +88,7 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
 
     layer("attn.qkv", config.qkv_width, c, packed.qkv)
     layer("attn.proj", c, config.attention_width, packed.out)
-    layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.mlp == "swiglu" else []))
+    layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.gated else []))
     layer("mlp.proj", c, hidden, packed.proj)
     found["wte"] = Packed((packed.embedding,), (config.vocab_size,), c)
     for i, values in zip(config.value_layers, packed.values, strict=True):

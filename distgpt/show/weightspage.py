@@ -16,7 +16,7 @@ from distgpt.core.saved import checkpoint
 from distgpt.core.saved.modelfile import ADAPTER, FORMAT, ORIGIN, read_description
 from distgpt.core.saved.rundir import find_weights, import_command
 from distgpt.core.saved.tensors import Header, read_header, verify_data
-from distgpt.formats.family import PART_NAMES
+from distgpt.formats.family import part_name
 from distgpt.formats.gguf.container import is_gguf
 from distgpt.formats.gguf.transfer import GgufModel, describe
 from distgpt.formats.huggingface import CONFIG, PICKLES, Foreign, Source, open_files
@@ -128,8 +128,8 @@ def _tokenizer(model: Source) -> tuple[Tokenizer | None, dict[str, str]]:
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     windows = sum(window > 0 for window in config.windows)
     parts = [
-        PART_NAMES[config.norm],
-        PART_NAMES[config.mlp],
+        part_name(config.norm),
+        part_name(config.mlp),
         _positions(config),
         "biases" if config.bias else "biases of queries, keys and values" if config.qkv_bias else "no biases",
         "tied output layer" if config.tied else "output layer of its own",
@@ -163,7 +163,7 @@ def _positions(config: ModelConfig) -> str:
         return "no positions"
     scaled = f" scaled {config.rope_factor:g} times ({config.rope_scaling})"
     is_scaled = config.positions == "rope" and config.rope_scaling != "none"
-    return PART_NAMES[config.positions] + (scaled if is_scaled else "")
+    return part_name(config.positions) + (scaled if is_scaled else "")
 
 
 def _training(run: RunConfig) -> str:

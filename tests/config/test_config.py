@@ -391,6 +391,7 @@ def test_every_option_reaches_the_run(tmp_path):
         "lora_rank",
         "lora_alpha",
         "lora_matrices",
+        "adapter_kind",
         "reproducible_parts",
         "pack",
         "val",

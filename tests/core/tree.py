@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "distgpt"
 KEPT = Path(__file__).with_name("leads_out.txt")
 
 # The folders of the core from the ground up.
-TREE = ("base", "config", "ops", "comm", "cpu", "data", "model", "saved", "generate", "train")
+TREE = ("base", "ops", "config", "comm", "cpu", "data", "model", "saved", "generate", "train")
 # What components are called. The settings name them, so `config` is left out.
 WORDS = (
     *("lora", "adapter", "outer", "recheck", "reproducible", "int8", "int4"),

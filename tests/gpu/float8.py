@@ -1,4 +1,4 @@
-"""float8 in plain NumPy: what gpu/cu/float8.cu rounds to, and what cuBLASLt reads, as values and as bytes."""
+"""float8 in plain NumPy: what experimental/float8.cu rounds to and cuBLASLt reads, as values and as bytes."""
 
 from __future__ import annotations
 

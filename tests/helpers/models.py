@@ -7,6 +7,7 @@ import numpy as np
 from distgpt.core.config import MLPS, NORMS, POSITIONS, ModelConfig
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
+from distgpt.core.ops.activations import ACTIVATIONS
 
 BASE = ModelConfig(
     vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2
@@ -135,14 +136,8 @@ def plain_logits(c, params, tokens):
         return np.concatenate(heads, 1)
 
     def activated(x):
-        if c.mlp == "relu":
-            return np.maximum(x, 0)
-        if c.mlp == "relu2":
-            return np.maximum(x, 0) ** 2
-        if c.mlp == "gelu":
-            return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        left, right = np.split(x, 2, 1)
-        return left / (1 + np.exp(-left)) * right
+        left, *right = np.split(x, 2 if c.gated else 1, 1)
+        return ACTIVATIONS[c.mlp].compute(left)[0] * (right[0] if right else 1)
 
     x = p["wte"][tokens] + (p["wpe"][: len(tokens)] if c.positions == "learned" else 0)
     x = norm("embed_norm", x) if c.embed_norm else x

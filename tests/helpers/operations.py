@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 
+from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import (
     IGNORED,
     PIECE,
@@ -248,8 +249,8 @@ def test_linear(both):
 
 
 def test_linear_act(both):
-    for case, act, hidden in cases(both, ["gelu", "relu", "relu2", "swiglu"], [11, 16]):
-        wide = 2 * hidden if act == "swiglu" else hidden
+    for case, act, hidden in cases(both, ACTIVATIONS, [11, 16]):
+        wide = 2 * hidden if ACTIVATIONS[act].gated else hidden
         x, w, b = case.random(case.n, case.c), case.random(wide, case.c), case.random(wide)
         for bias in (b, None):
             outs = [(case.n, hidden), (case.n, wide)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distgpt.core.config import ModelConfig
+from distgpt.core.config import MLPS, ModelConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.generate import compiled_lanes as compiled
 from distgpt.core.generate.compiled_lanes import compiled_lanes
@@ -34,6 +34,8 @@ VARIANTS = {
     "short": {"window": 17, "full_every": 0},
     "wide": {"n_embd": 32, "n_head": 1, "mlp_width": 1100, "positions": "rope", "embed_norm": True},
 }
+_TRIED = {shape.get("mlp", "gelu") for shape in VARIANTS.values()}
+VARIANTS |= {mlp: {"mlp": mlp} for mlp in MLPS if mlp not in _TRIED}
 TYPES = {
     "float32": lambda threads: CpuKernels("float32", threads),
     "bfloat16": Bfloat16Kernels,

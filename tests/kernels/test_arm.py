@@ -14,9 +14,9 @@ from fake_macos import pretend_macos
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.matmul import packing
 from distgpt.core.cpu.matmul.vectors import moves
-from distgpt.processors import arm, mmla
-from distgpt.processors.arm import NEON, NEON_BF16
-from distgpt.processors.neon import module
+from distgpt.experimental.arm64 import arm, mmla
+from distgpt.experimental.arm64.arm import NEON, NEON_BF16
+from distgpt.experimental.arm64.neon import module
 from distgpt.rounded.loops import int4, int8
 
 FLOAT, LOW = "float32", "bfloat16"

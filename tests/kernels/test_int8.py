@@ -12,7 +12,7 @@ from distgpt.core.cpu.compiling.registers import AVX2, AVX512
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import from_bfloat16
-from distgpt.processors.arm import NEON
+from distgpt.experimental.arm64.arm import NEON
 from distgpt.rounded.loops import int4, int8, operands
 from distgpt.rounded.loops.integers import BLOCKS, LEVELS, quantise, quantise4, restored
 from distgpt.rounded.loops.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked

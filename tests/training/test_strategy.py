@@ -33,7 +33,7 @@ def test_every_component_is_there_and_has_the_types_of_the_table():
             assert name == "own" or own == get_type_hints(method), (path, name)
     tables = (
         (components.MICRO_BATCHES, choose.MakeMicroBatches),
-        (components.EXCHANGES, choose.MakeExchange),
+        (choose.exchanges(), choose.MakeExchange),
     )
     for table, kind in tables:
         *wanted, result = kind.__args__
@@ -52,7 +52,7 @@ def test_only_what_does_not_go_together_has_no_name():
         assert micro_batches == "even"
         others = sync if sync not in choose.ONE_CALL or wire == "float32" else "in parts"
         assert exchange == ("local steps" if outer else others)
-        assert exchange in (*components.EXCHANGES, *choose.ONE_CALL)
+        assert exchange in (*choose.exchanges(), *choose.ONE_CALL)
         assert Chosen(t, 1).names() == ["replicas", "even", sync]
     parts = replace(PLAIN, reproducible_parts=8, grad_sync="sharded")
     assert Chosen(parts, 2).names() == ["sharded", "reproducible parts", "sharded"]
@@ -113,6 +113,6 @@ print(*sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split())
-    paths = {**components.PLACEMENTS, **components.EXCHANGES}.values()
+    paths = {**components.PLACEMENTS, **choose.exchanges()}.values()
     files = {path.partition(":")[0] for path in paths} - {"distgpt.parallel.reductions"}
     assert not loaded & files

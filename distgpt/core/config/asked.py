@@ -152,4 +152,4 @@ def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, Any]) -> RunConfi
 
 def _fits(model: ModelConfig, trained: int) -> bool:
     """Return whether the model can take weights that were trained on another context length."""
-    return model.positions != "learned" or model.seq_len < trained
+    return not model.has_position_vectors or model.seq_len < trained

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.base.tables import paths_in
 
 LONGEST_TEXT = 4096  # bytes: as long as a path may be
 LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting
@@ -24,6 +25,7 @@ class Setting:
     kind: type
     help: str
     choices: tuple[str, ...] = ()
+    table: str = ""  # whose rows that are handed in are choices, too
     low: float | None = None
     above: float | None = None
     most: float | None = None
@@ -42,6 +44,11 @@ class Setting:
         """Return the name of the component that a value needs; "" for the core alone, as of each default."""
         return "" if value == default else dict(self.components).get(value, self.component)
 
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Return all choices, those of components too."""
+        return tuple(dict.fromkeys((*self.choices, *paths_in(self.table))))
+
     def check(self, name: str, value: Any) -> None:
         """Refuse a value of the wrong type or out of range with a UsageError."""
         if not isinstance(value, ACCEPTED[self.kind]) or (isinstance(value, bool) and self.kind is not bool):
@@ -54,9 +61,9 @@ class Setting:
                     f"{name} is {brief(value)}: it must be of at most {LONGEST_TEXT} bytes, none of them 0"
                 )
             if self.undecided and value == self.undecided:
-                raise UsageError(f"{name} is {value!r}: here it has to be one of {', '.join(self.choices)}")
-            if self.choices and value not in self.choices:
-                raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
+                raise UsageError(f"{name} is {value!r}: here it has to be one of {', '.join(self.allowed)}")
+            if self.choices and value not in self.allowed:
+                raise UsageError(f"{name} is {value!r}{nearest(value, self.allowed)}")
         elif wrong := self._out_of_range(value):
             raise UsageError(f"{name} is {brief(value)}: it must be {wrong}")
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.config.setting import Group, Setting, check, settings_of
+from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
 DEEPEST = 100  # layers of --depth
 PARAMETERS_PER_TOKEN = 10  # of the text, at most: larger models know it by heart
 NORMS = ("layernorm", "rmsnorm")
-MLPS = ("gelu", "relu", "relu2", "swiglu")
+MLPS = tuple(ACTIVATIONS)
 INITS = ("gpt2", "unit", "bigrams")
 POSITIONS = ("learned", "rope", "none")
 ROPE_SCALINGS = ("none", "linear", "llama3")
@@ -73,7 +74,7 @@ class ModelConfig:
     embed_norm: bool = of_model(False, "Normalize the embeddings.")
     final_norm: bool = of_model(True, "Normalize before the output layer.")
     mlp: str = of_model("gelu", "Activation function of the MLP.", choices=MLPS)
-    # swiglu's three matrices of 8/3 of the width have as many parameters as two of four times the width
+    # A gated MLP's three matrices of 8/3 of the width have as many parameters as two of four times the width.
     mlp_width: int = of_model(
         0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
@@ -205,7 +206,27 @@ class ModelConfig:
         """Return the width inside the MLP, after its activation."""
         if self.mlp_width:
             return self.mlp_width
-        return _round_up(8 * self.n_embd // 3, 8) if self.mlp == "swiglu" else 4 * self.n_embd
+        return _round_up(8 * self.n_embd // 3, 8) if self.gated else 4 * self.n_embd
+
+    @property
+    def gated(self) -> bool:
+        """Return whether one half of what the MLP's first matrix gives is multiplied by the other."""
+        return ACTIVATIONS[self.mlp].gated
+
+    @property
+    def pre_width(self) -> int:
+        """Return the width of the activation's input."""
+        return 2 * self.hidden if self.gated else self.hidden
+
+    @property
+    def centred(self) -> bool:
+        """Return whether norms subtract the mean."""
+        return self.norm == "layernorm"
+
+    @property
+    def has_position_vectors(self) -> bool:
+        """Return whether each position has a vector of its own: then neither context nor tokens may move."""
+        return self.positions == "learned"
 
 
 # Another way to give batch_size, into which presets.py converts it.
@@ -278,6 +299,13 @@ class TrainConfig:
         "Put adapters beside these matrices, separated by commas: q, k, v, o (of attention), gate, up, down"
         " (of the MLP; gate with swiglu alone). all: beside each.",
         component="lora",
+    )
+    adapter_kind: str = of_model(
+        "auto",
+        "Train adapters of this kind beside the weights of --init: lora, of rank --lora-rank, or a kind that"
+        " was added. auto: lora where it has a rank.",
+        choices=("auto", "lora"),
+        table="models",
     )
     steps: int = of_schedule(600, "Train for this many optimizer steps.", low=1, changeable=True, first=True)
     epochs: float = of_schedule(
@@ -384,6 +412,7 @@ class TrainConfig:
         " auto: the fastest of these. sharded: each rank sums and updates a part, and keeps only the"
         " moments of that part (mpi; mpi-cuda without hierarchical).",
         choices=GRAD_SYNCS,
+        table="exchanges",
         changeable=True,
         former_choices=(("packed", "allreduce"),),
         components=(("auto", "trial"), *((name, name) for name in ("hierarchical", "overlapped", "sharded"))),
@@ -551,7 +580,9 @@ class TrainConfig:
     @property
     def model_kind(self) -> str:
         """Return the kind of model that is trained: what is made beside it, or all of it."""
-        return "adapters" if self.lora_rank else "whole"
+        if self.adapter_kind not in ("auto", "lora"):
+            return self.adapter_kind
+        return "lora" if self.lora_rank else "whole"
 
     @property
     def is_cut_by_rank(self) -> bool:

@@ -40,7 +40,7 @@ class CompiledLanes:
     def __init__(
         self, kernels: CpuKernels, config: ModelConfig, weights: Weights, count: int, adapters: Adapters
     ) -> None:
-        self.count, self.length, self.can_drop = count, config.seq_len, config.positions != "learned"
+        self.count, self.length, self.can_drop = count, config.seq_len, not config.has_position_vectors
         self._kind = decode.kind_of(config)
         cached = kernels.cache_dtype
         self._cache = cache_of(config, count, cached)

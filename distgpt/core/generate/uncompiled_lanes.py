@@ -29,7 +29,7 @@ class UncompiledLanes:
 
     def __init__(self, model: Model, count: int) -> None:
         self.model, self.count, self.length = model, count, model.config.seq_len
-        self.can_drop = model.config.positions != "learned"
+        self.can_drop = not model.config.has_position_vectors
         k = model.kernels
         self._caches: list[Array | None] = [None] * count
         self._one = Pass(model, 1, 1, training=False)

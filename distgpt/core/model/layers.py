@@ -245,7 +245,6 @@ def rope_frequencies(config: ModelConfig) -> Array:
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 POSITIONS = {"learned": LearnedPositions, "rope": Rope, "none": NoPositions}
-SIDES = {"gelu": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # how many times the hidden width an activation reads
 
 
 @dataclass(slots=True)
@@ -258,7 +257,7 @@ class LayerActivations:
     att: Floats2d  # attention's output, (N, H·head)
     s2: Floats2d  # s1 + projected att
     h2: Floats2d  # norm2(s2)
-    pre: Floats2d  # the activation's input, (N, hidden), for swiglu twice as wide
+    pre: Floats2d  # the activation's input, (N, hidden), twice as wide where it is gated
     act: Floats2d  # the activation's output, (N, hidden)
     stats1: Stats
     stats2: Stats
@@ -310,8 +309,8 @@ class Block:
         self.qkv = Linear(f"{name}.attn.qkv", width, q + 2 * kv, bias or config.qkv_bias, heights=(q, kv, kv))
         self.out = Linear(f"{name}.attn.proj", q, width, bias)
         self.norm2 = NORMS[config.norm](f"{name}.norm2", config)
-        sides = (config.hidden,) * SIDES[config.mlp]
-        self.fc = Linear(f"{name}.mlp.fc", width, sum(sides), bias, heights=sides)
+        halves = (config.hidden,) * (2 if config.gated else 1)
+        self.fc = Linear(f"{name}.mlp.fc", width, config.pre_width, bias, heights=halves)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
         self.values = ValueEmbedding(f"{name}.values", config) if index in config.value_layers else None
         # In the order in which the backward pass finishes their gradients.
@@ -321,7 +320,7 @@ class Block:
     @staticmethod
     def activations(config: ModelConfig) -> dict[str, int]:
         """Return the widths of LayerActivations that are of `dtype`."""
-        c, pre = config.n_embd, SIDES[config.mlp] * config.hidden
+        c, pre = config.n_embd, config.pre_width
         streams = dict.fromkeys(("s1", "h1", "att", "s2", "h2"), c) | {"att": config.attention_width}
         heads = config.n_head + config.kv_heads
         xhat = {"xhat": heads * config.head_size} if config.qk_norm_gain else {}
@@ -352,7 +351,7 @@ class Block:
             dmid=dmid,
             dout=dout,
             dact=None if again else kernels.zeros(n, config.hidden),
-            dpre=None if can.overwrites_pre else kernels.zeros(n, SIDES[config.mlp] * config.hidden),
+            dpre=None if can.overwrites_pre else kernels.zeros(n, config.pre_width),
             datt=kernels.zeros(n, config.attention_width) if own_width else dh1,  # read before dh1 is written
             dqkv=kernels.zeros(n, config.qkv_width),
             dgain=kernels.wide_zeros(n, 2 * config.head_size) if config.qk_norm_gain else None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import (
     ALL_ROWS,
     IGNORED,
@@ -246,7 +247,7 @@ class ReferenceKernels(OnHost):
 
     def linear_act(self, y: Floats2d, pre: Floats2d, x: Floats2d, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)
-        y[...] = self._activation(act, pre)[0]
+        y[...] = _activated(act, pre)[0]
 
     def linear_backward_act(
         self,
@@ -259,30 +260,13 @@ class ReferenceKernels(OnHost):
         again: bool,
         db: Bias = None,
     ) -> None:
-        value, *gradients = self._activation(act, pre)
+        value, *gradients = _activated(act, pre)
         dact = dy @ w
         dpre[...] = np.concatenate([dact * gradient for gradient in gradients], axis=1)
         if again:
             y[...] = value
         if db is not None:
             _put(db.db, dpre.sum(0), db.accumulate)
-
-    def _activation(self, act: str, pre: Array) -> tuple[Array, ...]:
-        """Return act(pre) and its gradient with respect to pre; two gradients, left and right, for swiglu."""
-        if act == "relu":
-            return np.maximum(pre, 0), (pre > 0).astype(self.dtype)
-        if act == "relu2":
-            positive = np.maximum(pre, 0)
-            return positive**2, 2 * positive
-        if act == "gelu":
-            a = math.sqrt(2 / math.pi)
-            t = np.tanh(a * (pre + 0.044715 * pre**3))
-            gradient = 0.5 * (1 + t) + 0.5 * pre * (1 - t**2) * a * (1 + 3 * 0.044715 * pre**2)
-            return 0.5 * pre * (1 + t), gradient
-        left, right = np.split(pre, 2, axis=1)
-        sigmoid = 1 / (1 + np.exp(-left))
-        silu = left * sigmoid
-        return silu * right, right * (sigmoid + silu * (1 - sigmoid)), silu
 
     # -- attention
 
@@ -555,6 +539,16 @@ def _put(out: Array, value: Array, accumulate: bool) -> None:
         out += value
     else:
         out[...] = value
+
+
+def _activated(act: str, pre: Array) -> list[Array]:
+    """Return act(pre) and its gradient with respect to pre; of a gated one the gradients of both halves."""
+    kind = ACTIVATIONS[act]
+    if not kind.gated:
+        return [*kind.compute(pre)]
+    left, right = np.split(pre, 2, axis=1)
+    value, gradient = kind.compute(left)
+    return [value * right, right * gradient, value]
 
 
 def _queries_and_keys(qkv: Array, rstd: Array, head: int) -> Array:

@@ -121,7 +121,7 @@ def load_model(
         description = replace(description, tokenizer=merge.tokenizer or description.tokenizer)
     config = description.run.model
     if context is not None and context != config.seq_len:
-        if config.positions == "learned":
+        if config.has_position_vectors:
             raise shared(
                 UsageError(
                     f"{path} has learned positions: its context is {config.seq_len} and cannot be {context}"

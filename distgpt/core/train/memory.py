@@ -18,7 +18,6 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.limits import granted_memory
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.model.layers import SIDES
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.api import Array, Kernels, Work
@@ -129,7 +128,7 @@ def needed(run: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool
 
 def _copies(model: ModelConfig, rows: int, copy_bytes: Callable[[int], int]) -> int:
     """Return the bytes of copies that matmuls keep: of the largest matrices, and as much for smaller ones."""
-    widest = max(model.qkv_width, SIDES[model.mlp] * model.hidden)
+    widest = max(model.qkv_width, model.pre_width)
     return 2 * (copy_bytes(rows * widest) + copy_bytes(model.padded_vocab * model.n_embd))
 
 

@@ -9,8 +9,7 @@ int8.py.
 from __future__ import annotations
 
 from distgpt.core.cpu.compiling.registers import Shape
-from distgpt.processors.neon import NeonTile
-from distgpt.rounded.loops.int8 import Dot, Int8Tile, module_of
+from distgpt.rounded.loops.int8 import TILES, Dot, Int8Tile, module_of
 from distgpt.rounded.loops.integers import BLOCKS, LEVELS
 
 BLOCK = BLOCKS[4]
@@ -21,7 +20,7 @@ HALF = 0x0F0F0F0F  # the lower halves of four bytes
 
 def module(shape: Shape, dot: Dot) -> str:
     """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
-    of = NeonInt4Tile if shape.neon else Int4Tile
+    of: type[Int4Tile] = TILES["int4 on arm64"] if shape.neon else Int4Tile
     tiles = [of(shape, dot, rows) for rows in range(1, min(MOST, dot.rows) + 1)]
     return module_of(tiles, tiles[0].declaration())
 
@@ -77,7 +76,3 @@ class Int4Tile(Int8Tile):
         is_odd = self.new(f"icmp ne {self.bytes} {kept}, zeroinitializer")
         mask = f"<{4 * self.shape.lanes} x i1>"
         return self.new(f"select {mask} {is_odd}, {self.bytes} {odd}, {self.bytes} {even}")
-
-
-class NeonInt4Tile(Int4Tile, NeonTile):
-    """Writes the function for one number of rows on arm64."""

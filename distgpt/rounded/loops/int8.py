@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from distgpt.core.base.tables import Table
 from distgpt.core.cpu.compiling.registers import FLOAT32, Shape
 from distgpt.core.cpu.matmul.microkernel import Sums, Tile
-from distgpt.processors.neon import NeonTile
 from distgpt.rounded.loops.integers import BLOCKS
 
 BLOCK = BLOCKS[8]
@@ -68,6 +69,9 @@ class Dot:
         return f"declare {gives} @{self.function}({', '.join(self.takes)})" if self.function else ""
 
 
+TILES: Table[Any] = Table("rounded tiles", "tiles of", {})  # classes, of processors that want their own
+
+
 def dot_of(shape: Shape, features: set[str]) -> Dot:
     """Return the fastest exact way that these features, by LLVM's names, allow."""
     wide = shape.lanes == 16
@@ -85,7 +89,7 @@ def dot_of(shape: Shape, features: set[str]) -> Dot:
 
 def module(shape: Shape, dot: Dot) -> str:
     """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
-    of = NeonInt8Tile if shape.neon else Int8Tile
+    of: type[Int8Tile] = TILES["int8 on arm64"] if shape.neon else Int8Tile
     return module_of([of(shape, dot, rows) for rows in range(1, dot.rows + 1)])
 
 
@@ -298,7 +302,3 @@ class Int8Tile(Tile):
         cast = [v if t == self.ints else self.new(f"bitcast {self.ints} {v} to {t}") for t, v in pairs]
         given = ", ".join(f"{type} {value}" for type, value in zip(self.dot.takes, cast, strict=True))
         return self.new(f"call {self.ints} @{self.dot.function}({given})")
-
-
-class NeonInt8Tile(Int8Tile, NeonTile):
-    """Writes the function for one number of rows on arm64."""

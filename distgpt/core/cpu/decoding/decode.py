@@ -22,14 +22,13 @@ from distgpt.core.cpu.compiling.jit import inline, jit, unpack_args
 from distgpt.core.cpu.decoding.cached_attention import Cache, ThreadScratch, attend
 from distgpt.core.cpu.decoding.operands import UNIT, element, most_rows, multiply, put_row, stretch
 from distgpt.core.cpu.decoding.weights import Weights
-from distgpt.core.cpu.fused.activations import CUBIC, LINEAR, gelu_of, relu2_of, silu_of
+from distgpt.core.cpu.fused.activations import NUMBERS, activate_in_place
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS, LINE, aligned
 from distgpt.core.ops.api import Array
 
 GROUP = 2  # panels that all rows go past before the next ones
 ADD = BIAS | ACCUMULATE
-ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2, "relu2": 3}
 
 
 class Kind(NamedTuple):
@@ -44,6 +43,7 @@ class Kind(NamedTuple):
     vocab: int
     centred: bool  # layer norm, not RMS norm
     act: int
+    gated: bool
     embed_norm: bool
     final_norm: bool
     eps: float
@@ -95,8 +95,9 @@ def kind_of(config: ModelConfig) -> Kind:
         config.qkv_width,
         config.hidden,
         config.vocab_size,
-        config.norm == "layernorm",
-        ACTIVATIONS[config.mlp],
+        config.centred,
+        NUMBERS[config.mlp],
+        config.gated,
         config.embed_norm,
         config.final_norm,
         config.norm_eps,
@@ -190,7 +191,7 @@ def _expand(threads, n, kind, weights, low, rows, which, i):
     """A thread's columns of an MLP's first half: fc, gates, activation."""
     width, hidden, inner = kind.width, kind.hidden, rows.inner
     _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, (inner, which, low.fc_b), UNIT)
-    if kind.act == 2:
+    if kind.gated:
         own = inner[:, low.fc_b.shape[3] // COLUMNS :], which, low.gates_b
         _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, own, UNIT)
     _activate(threads, n, kind, rows)
@@ -292,31 +293,8 @@ def _activate(threads, n, kind, rows):
     for row in range(n):
         for left in range(begin, end, UNIT):
             x = rows.pre[row, left : left + UNIT]
-            if kind.act == 0:  # in place: rows of activations.py under two names for one array stay scalar
-                _gelu(x)
-            elif kind.act == 1:
-                for j in range(UNIT):
-                    x[j] = np.float32(0) if x[j] < np.float32(0) else x[j]
-            elif kind.act == 3:
-                for j in range(UNIT):
-                    x[j] = relu2_of(x[j], np.float32(0))
-            else:
-                _silu(x, rows.gates[row, left : left + UNIT])
+            activate_in_place(kind.act, x, rows.gates[row, left : left + UNIT], UNIT)
             put_row(rows.h[row], rows.pre[row], left, min(left + UNIT, end))
-
-
-@inline
-def _gelu(x):
-    one, linear, cubic = np.float32(1), np.float32(LINEAR), np.float32(CUBIC)
-    for j in range(UNIT):
-        x[j] = gelu_of(x[j], one, linear, cubic)
-
-
-@inline
-def _silu(x, gate):
-    one = np.float32(1)
-    for j in range(UNIT):
-        x[j] = silu_of(x[j], one) * gate[j]
 
 
 @inline

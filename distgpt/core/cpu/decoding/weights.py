@@ -29,7 +29,7 @@ class Layer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """`gates` is what multiplies the activation's output in swiglu; elsewhere it has no panels."""
+    """`gates` is what multiplies a gated activation's output; elsewhere it has no panels."""
 
     qkv: Layer
     out: Layer
@@ -83,7 +83,7 @@ def packed_weights(
 
     Each is asked for as it is packed, the largest first, so that those of a file need never be there at once.
     """
-    c, vocab, gated = config.n_embd, config.vocab_size, config.mlp == "swiglu"
+    c, vocab, gated = config.n_embd, config.vocab_size, config.gated
     block = [f"blocks.{i}" for i in range(config.n_layer)]
     packed = partial(_packed, forms)
 

@@ -1,8 +1,13 @@
-"""Activations and their derivatives: GELU (tanh form), ReLU, its square and SwiGLU."""
+"""Activations and their derivatives: GELU (tanh form), ReLU, its square and SwiGLU.
+
+Training has a loop forward and one backward of each, decoding a branch of `activate_in_place`.
+"""
 
 from __future__ import annotations
 
 import math
+
+import numpy as np
 
 from distgpt.core.cpu.compiling.jit import exp, get, inline, jit, number, put
 
@@ -138,6 +143,32 @@ def swiglu_backward(first, last, y, pre):
             put(yi, j, silu * r)
             put(left, j, dy * r * (sigmoid + silu * (one - sigmoid)))
             put(right, j, dy * silu)
+
+
+# The compiled decoder knows an activation by its number.
+NUMBERS = {"gelu": 0, "relu": 1, "swiglu": 2, "relu2": 3}
+
+
+@inline
+def activate_in_place(act, x, gate, count):
+    """x ← act(x) of `count` elements of float32; `gate` is the other half where the activation is gated.
+
+    In place: rows of the loops above would stay scalar under two names for one array.
+    """
+    zero, one = np.float32(0), np.float32(1)
+    if act == 0:
+        linear, cubic = np.float32(LINEAR), np.float32(CUBIC)
+        for j in range(count):
+            x[j] = gelu_of(x[j], one, linear, cubic)
+    elif act == 1:
+        for j in range(count):
+            x[j] = zero if x[j] < zero else x[j]
+    elif act == 3:
+        for j in range(count):
+            x[j] = relu2_of(x[j], zero)
+    else:
+        for j in range(count):
+            x[j] = silu_of(x[j], one) * gate[j]
 
 
 FORWARD = {"gelu": gelu, "relu": relu, "relu2": relu2, "swiglu": swiglu}

@@ -14,8 +14,8 @@ from distgpt.core.cpu.compiling.registers import Shape
 from distgpt.core.cpu.matmul import microkernel
 from distgpt.core.cpu.matmul.microkernel import Sums
 from distgpt.core.cpu.matmul.vectors import loop_over_rows
-from distgpt.processors.arm import NEON_BF16
-from distgpt.processors.neon import NeonTile
+from distgpt.experimental.arm64.arm import NEON_BF16
+from distgpt.experimental.arm64.neon import NeonTile
 
 Read = Callable[[int, str], str]
 FOURS = 4  # a flag
