@@ -24,8 +24,8 @@ from distgpt.core.data.tokenizers import (
 )
 from distgpt.core.saved.named import WEIGHTS
 from distgpt.core.train.assessment import METRICS
-from distgpt.core.train.compatibility import CHECKS
 from distgpt.core.train.model_kind import MODEL_KINDS, WholeModel
+from distgpt.core.train.plan import CHECKS
 from distgpt.core.train.restore import FIRST_WEIGHTS
 
 

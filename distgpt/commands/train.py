@@ -121,16 +121,15 @@ def train(
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
-    from distgpt.core.train.announce import note_small_model
-    from distgpt.core.train.finished import leave_finished
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.open import open_run
     from distgpt.core.train.plan import make_plan
+    from distgpt.core.train.resume import leave_finished
+    from distgpt.core.train.setup import open_run
     from distgpt.core.train.summary import how_to_resume
     from distgpt.guards.attach import guarded
     from distgpt.guards.watchdog import Stall
     from distgpt.parallel.choose import Chosen
-    from distgpt.recipes.recipes import followed
+    from distgpt.recipes.recipes import followed, note_small_model
     from distgpt.show.display import listeners
 
     shown = listeners(ready.comm, progress, tensorboard, log_lines)
@@ -138,11 +137,12 @@ def train(
     try:
         note_small_model(ready, asked, shown.noted)
         asked = followed(asked, ready, shown.noted)
-        plan = make_plan(ready.comm, asked, shown.noted)
+        plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
-            leave_finished(ready.comm, plan, shown.noted)
+            t, seconds = plan.config.train, plan.state.seconds
+            leave_finished(ready.comm, plan.directory, t, seconds, shown.noted)
             return
-        seams = guarded(plan.run.train, end, Stall(stall_timeout, stall_abort))
+        seams = guarded(plan.config.train, end, Stall(stall_timeout, stall_abort))
         run = open_run(plan, ready, Chosen, shown, seams)
         if profile:
             run, session = _profiled(run)

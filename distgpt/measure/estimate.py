@@ -18,9 +18,9 @@ from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import Architecture, Model, flag_count
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Kernels
-from distgpt.core.train.compatibility import refuse_unsuited
 from distgpt.core.train.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.core.train.model_kind import kind_of
+from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.strategy import Strategy
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.parallel.choose import Chosen
@@ -169,7 +169,7 @@ def _settled(run: RunConfig, site: Site, strategy: Strategy) -> tuple[TrainConfi
     """Resolve "automatic" settings; if nothing fits, return those that take least, and the reason."""
     free = NO_LIMIT if site.free is None else site.free
     try:
-        return fitting(run, site.kernels, strategy, free, site.where, site.assessed), ""
+        return fitting(run, site.kernels, strategy, free, site.where, site.assessed)[0], ""
     except UsageError as error:
         t = run.train
         how = "block" if t.recompute == "auto" else t.recompute

@@ -12,7 +12,7 @@ from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import BATCH_KEYS
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.named import weights_of
-from distgpt.core.train.resumption import begins_anew
+from distgpt.core.train.resume import begins_anew
 
 NAME = "tune"  # of the run
 TOKENS = 4096  # tokens of a step, about

@@ -23,7 +23,7 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.compatibility import refuse_unsuited
+from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.progress import Pace, Progress
 from distgpt.core.train.restore import restore
 from distgpt.core.train.schedule import Due, due_after

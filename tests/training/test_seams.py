@@ -18,10 +18,10 @@ from distgpt.core.model.model import FLAG_COUNT
 from distgpt.core.train.clock import Clock
 from distgpt.core.train.judge import FiniteJudge
 from distgpt.core.train.loop import train
-from distgpt.core.train.open import open_run
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.seams import Seams
+from distgpt.core.train.setup import open_run
 from distgpt.core.train.step import StepResult
 from distgpt.core.train.votes import Votes
 from distgpt.guards.attach import guarded
@@ -63,7 +63,7 @@ class Counting:
 def trained(out, seams, **settings):
     """Train a small model with these seams; its directory, the judge of its run, and its metrics."""
     stage, listener = open_stage("serial", 1), Listener()
-    plan = make_plan(stage.comm, asked_for(SIZE | settings, out=out), lambda text: None)
+    plan = make_plan(stage, asked_for(SIZE | settings, out=out), lambda text: None)
     try:
         run = open_run(plan, stage, Chosen, listener, seams)
         train(run)

@@ -14,8 +14,9 @@ from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import Muon
 from distgpt.core.model.optim import AdamW
+from distgpt.core.train import memory
 from distgpt.core.train.exchange import Exchange
-from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, fitting, needed
+from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, needed
 from distgpt.core.train.scoring import Scorer, Span
 from distgpt.core.train.step import Step
 from distgpt.core.train.strategy import Strategy
@@ -34,6 +35,10 @@ def with_train(run=RUN, **changes):
 def one(run):
     """The strategy of a single rank."""
     return Strategy(run.train, 1)
+
+
+def fitting(*about, **more):
+    return memory.fitting(*about, **more)[0]
 
 
 class Weighing(CpuKernels):

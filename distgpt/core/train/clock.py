@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from distgpt.core.config import TrainConfig
 
 # The share of the time in which steps are taken: the last checkpoint and the weights are written in the rest.
 KEPT = 0.985
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The moment from which this process counts, and what was used up by then."""
+
+    begun: float  # of time.monotonic()
+    spent: float  # seconds of the processes before this one
 
 
 def is_over(seconds: float, t: TrainConfig) -> bool:

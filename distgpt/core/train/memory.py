@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt, prod
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,12 +18,11 @@ from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.limits import granted_memory
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.core.cpu.stages import Stage
+from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.layers import SIDES
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.api import Array, Kernels, Work
-from distgpt.core.train.compatibility import refuse_unsuited
 from distgpt.core.train.exchange import Exchange
 from distgpt.core.train.model_kind import kind_of
 from distgpt.core.train.placement import Placement
@@ -136,88 +136,84 @@ def _copies(model: ModelConfig, rows: int, copy_bytes: Callable[[int], int]) -> 
 
 
 def fit_to_memory(
-    run: RunConfig, stage: Stage, kernels: Kernels, strategy: Strategy, evaluated: bool, preferred: int = 0
+    config: RunConfig, stage: Stage, kernels: Kernels, strategy: Strategy, evaluated: bool, preferred: int = 0
 ) -> TrainConfig:
     """Resolve automatic values by each rank's memory; where one rank has too little, none starts. Collective.
 
     All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
     """
-    comm, free, asked = stage.comm, stage.free_memory(), run.train
-    on_root(comm, lambda: refuse_unsuited(asked, comm.size, on_gpu=stage.device is not None))
-    strategy.refuse_unable(comm, on_gpu=stage.device is not None)
-
-    def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
-        tried = replace(run, train=replace(asked, grad_accum=micro_batches))
-        return on_every_rank(comm, lambda: fitting(tried, kernels, strategy, *free, evaluated, preferred))
-
-    alone = fit(asked.grad_accum, preferred)
-    fitted = fit(comm.allreduce_max(alone.grad_accum))
-    way = on_root(comm, lambda: _way_to_save(run, fitted, stage, kernels, strategy, evaluated))
-    fitted = replace(fitted, save=way)
-    if fitted.grad_accum > 1 and not asked.grad_accum:
-        each = asked.batch_size // (fitted.grad_accum * comm.size)
+    comm, asked = stage.comm, config.train
+    free, where = stage.free_memory()
+    fit = partial(fitting, kernels=kernels, strategy=strategy, free=free, where=where, evaluated=evaluated)
+    settings, need = on_every_rank(comm, lambda: fit(config, preferred=preferred))
+    most = comm.allreduce_max(settings.grad_accum)
+    if comm.allreduce_max(most - settings.grad_accum):  # another rank has less memory
+        tried = replace(config, train=replace(asked, grad_accum=most))
+        settings, need = on_every_rank(comm, lambda: fit(tried))
+    taken = need.total
+    if kernels.capabilities.is_async:  # that is in a GPU's memory: all of the host's is left
+        free, taken = granted_memory(comm.local_size).free, 0
+    room = max(0, int(SPARE * free) - taken)
+    fitted = replace(config, train=settings)
+    save = on_root(comm, lambda: _way_to_save(fitted, kernels, strategy.placement, room, stage.notes))
+    if settings.grad_accum > 1 and not asked.grad_accum:
+        each = asked.batch_size // (settings.grad_accum * comm.size)
         stage.notes.add(
-            f"a step takes {fitted.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
+            f"a step takes {settings.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
         )
-    if asked.grad_accum not in (0, fitted.grad_accum):
+    if asked.grad_accum not in (0, settings.grad_accum):
         stage.notes.add(
             f"{strategy.counted_by} decides the micro-batches: --grad-accum {asked.grad_accum} has no effect"
         )
     if kernels.capabilities.is_async and asked.recompute == "auto":
-        stage.notes.add(f"memory allows --recompute {fitted.recompute}")
-    return fitted
+        stage.notes.add(f"memory allows --recompute {settings.recompute}")
+    return replace(settings, save=save)
 
 
-def copy_bytes(run: RunConfig, kernels: Kernels, placement: Placement) -> int:
+def copy_bytes(config: RunConfig, kernels: Kernels, placement: Placement) -> int:
     """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
-    if run.train.save == "sync" or not placement.may_copy:
+    if config.train.save == "sync" or not placement.may_copy:
         return 0
-    layout, optimizer = kind_of(run.train).trained(run), OPTIMIZERS[run.train.optimizer]
+    layout, optimizer = kind_of(config.train).trained(config), OPTIMIZERS[config.train.optimizer]
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 
-def _way_to_save(
-    run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Kernels, strategy: Strategy, evaluated: bool
-) -> str:
-    """Return sync or async, where `save` may be auto. For rank 0."""
-    if fitted.save == "sync":
-        return fitted.save
-    if not strategy.placement.may_copy:
-        if fitted.save == "async":
-            option = strategy.placement.option
-            raise UsageError(f"--save async does not go with {option}: no rank has all moments")
-        if fitted.save_every or fitted.save_minutes:
-            stage.notes.add("training waits while a checkpoint is written: all ranks have a part of it")
+def _way_to_save(config: RunConfig, kernels: Kernels, placement: Placement, room: int, notes: Notes) -> str:
+    """Return sync or async, where `save` may be auto, by the bytes that are left on rank 0. For rank 0."""
+    t = config.train
+    if t.save == "sync":
+        return t.save
+    if not placement.may_copy:
+        if t.save == "async":
+            raise UsageError(f"--save async does not go with {placement.option}: no rank has all moments")
+        if t.save_every or t.save_minutes:
+            notes.add("training waits while a checkpoint is written: all ranks have a part of it")
         return "sync"
-    free, taken = granted_memory(stage.comm.local_size).free, 0
-    if not kernels.capabilities.is_async:  # else those are in a GPU's memory
-        taken = needed(replace(run, train=fitted), kernels, strategy, evaluated).total
-    copy, room = copy_bytes(run, kernels, strategy.placement), max(0, int(SPARE * free) - taken)
+    copy = copy_bytes(config, kernels, placement)
     if copy <= room:
         return "async"
-    if fitted.save == "async":
+    if t.save == "async":
         raise UsageError(
             f"--save async needs a copy of {size_of(copy)} on rank 0, and {size_of(room)} are left: use sync"
         )
-    stage.notes.add("training waits while a checkpoint is written: there is no memory for a copy")
+    notes.add("training waits while a checkpoint is written: there is no memory for a copy")
     return "sync"
 
 
 def have_memory(
     config: RunConfig,
-    settings: TrainConfig,
     stage: Stage,
     kernels: Kernels,
     strategy: Strategy,
-    is_evaluated: bool,
+    evaluated: bool,
     shares: Sequence[int],
 ) -> bool:
     """Return whether every rank has memory for its share of a micro-batch and for the rest. Collective."""
-    comm, t = stage.comm, settings
+    comm, t = stage.comm, config.train
 
     def fits() -> bool:
         own = replace(config, train=replace(t, batch_size=shares[comm.rank] * comm.size * t.grad_accum))
-        need = needed(own, kernels, strategy, is_evaluated)
+        need = needed(own, kernels, strategy, evaluated)
         copied = copy_bytes(own, kernels, strategy.placement) if comm.rank == 0 and t.save == "async" else 0
         free, _ = stage.free_memory()
         return need.total - need.weights - need.optimizer + copied <= SPARE * free
@@ -233,7 +229,7 @@ def fitting(
     where: str,
     evaluated: bool = False,
     preferred: int = 0,
-) -> TrainConfig:
+) -> tuple[TrainConfig, Need]:
     """Resolve `recompute` and `grad_accum`: the fastest way that fits into memory.
 
     `preferred` micro-batches are tried first. Where nothing fits, the error says what is needed, and which
@@ -243,7 +239,7 @@ def fitting(
     for tried in _candidates(run, kernels, strategy, preferred):
         need = needed(replace(run, train=tried), kernels, strategy, evaluated)
         if need.total <= budget:
-            return tried
+            return tried, need
     rows = run.train.batch_size // (tried.grad_accum * strategy.ranks)
     further = _ways_out(replace(run, train=tried), kernels, strategy, budget, evaluated)
     ways = [f"{option} (needs {size_of(size)})" for option, size in further]

@@ -18,6 +18,8 @@ from distgpt.core.saved.modelfile import Description
 class ModelKind(Protocol):
     """Answers what a run asks about its model before it has one. All ranks take the same kind."""
 
+    may_move: frozenset[str]  # settings that name files which a resumed run may find elsewhere
+
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         """Return the model, whose weights are not filled yet."""
 
@@ -33,6 +35,9 @@ class ModelKind(Protocol):
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Load the weights that are read and not trained. Collective."""
 
+    def use_of_init(self, t: TrainConfig) -> str:
+        """Return what a new run does with the model that --init names, in words that follow its name."""
+
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         """Refuse weights that a run of this kind cannot begin with; `resumed`: from a checkpoint."""
 
@@ -42,6 +47,8 @@ class ModelKind(Protocol):
 
 class WholeModel:
     """A model all of whose weights are trained."""
+
+    may_move = frozenset[str]()
 
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         return Model(Architecture(run.model), kernels)
@@ -57,6 +64,9 @@ class WholeModel:
 
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Nothing is frozen."""
+
+    def use_of_init(self, t: TrainConfig) -> str:
+        return "is trained further"
 
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         origin.refuse_training(t)

@@ -8,25 +8,23 @@ from dataclasses import dataclass
 from distgpt.core.base.errors import Say
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
-from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.model import Model
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.assessment import Validation
 from distgpt.core.train.checkpoints import Disk
-from distgpt.core.train.clock import Clock
+from distgpt.core.train.clock import Clock, Times
 from distgpt.core.train.judge import FiniteJudge
-from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Pace, Progress
 from distgpt.core.train.run import Guard, Judge, Run
 from distgpt.core.train.step import Inspector
 
 
 def plain_clock(
-    plan: Plan, stage: Stage, t: TrainConfig, pace: Pace, model: Model, validation: Validation | None
+    t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
 ) -> Clock:
-    """Return a clock that counts steps, up to those that the plan has for now."""
-    return Clock(t.steps if plan.until is None else plan.until)
+    """Return a clock that counts steps, up to the `last` one for now."""
+    return Clock(last)
 
 
 def plain_disk(
@@ -46,7 +44,7 @@ class Seams:
     """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
 
     judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
-    clock: Callable[[Plan, Stage, TrainConfig, Pace, Model, Validation | None], Clock] = plain_clock
+    clock: Callable[[TrainConfig, int, Times, Pace, Model, Validation | None], Clock] = plain_clock
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = plain_disk
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = no_guards
