@@ -127,7 +127,7 @@ def _text(comm: Comm, asked: Asked) -> tuple[Text, bool]:
     def find() -> list[Any]:
         given = asked.settings()
         text = text_of(given)
-        hard = difficulty(resolve_data(given.get("data", "corpus")))
+        hard = difficulty(resolve_data(str(given.get("data", "corpus"))))
         return [text.tokens, text.vocab_size, text.tokenizer, hard, holds_out(given)]
 
     *found, held_out = on_root(comm, find)

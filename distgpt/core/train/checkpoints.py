@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ SECONDS_AT_ONCE = 1.0  # that a signal waits for a checkpoint that is being writ
 NICE = 19  # it takes what the workers leave of the processor
 PIECE = 1 << 22  # elements that a worker copies at a time
 
-Live = dict[str, Mapping[str, Any]]  # the stem of a checkpoint's file → buffers by their prefix in it
+Live = dict[str, Mapping[str, FlatBuffer]]  # the stem of a checkpoint's file → buffers by their prefix in it
 
 
 class Disk:
@@ -81,10 +80,10 @@ class Checkpoints:
         """`gathering`: of what other ranks have of weights and moments. `best`: see below."""
         self.disk = disk or Disk()
         self._directory, self.description, self._config, self._say = directory, description, config, say
-        self._live: Live = {
-            WEIGHTS: {"": model.weights},
-            OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
-        }
+        # A part of the moments is not here: `gathering` brings all parts.
+        moments = (("m/", optimizer.m), ("v/", optimizer.v))
+        whole = {prefix: buffer for prefix, buffer in moments if isinstance(buffer, FlatBuffer)}
+        self._live: Live = {WEIGHTS: {"": model.weights}, OPTIMIZER: whole}
         self._comm = comm or SerialComm()
         self._gathering = gathering or Gathering(self._comm)
         self._model = model
@@ -104,9 +103,9 @@ class Checkpoints:
         """Return whether rank 0 can save without the others."""
         return self._gathering.has_all
 
-    def on_root(self, save: Callable[[], Any]) -> Any:
+    def on_root(self, save: Callable[[], None]) -> None:
         """Call `save` on rank 0 while the others wait, or send it what they have. Collective."""
-        return self._gathering.on_root(save)
+        self._gathering.on_root(save)
 
     def is_best(self, loss: float) -> bool:
         """Return whether this is below the losses of the weights on the disk and on their way. For rank 0."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt, prod
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
@@ -73,27 +74,27 @@ class Counting:
     def scalars(self, count: int) -> Array:
         return self._count((count,), np.float64)
 
-    def integers(self, host: Any, dtype: str = "int32") -> Array:
+    def integers(self, host: Array, dtype: str = "int32") -> Array:
         return self._count(np.shape(host), dtype)
 
-    def put(self, array: Array, host: Any) -> None:
+    def put(self, array: Array, host: Array) -> None:
         return None
 
     def record(self, work: Work) -> Work:
         return work
 
-    def _count(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def _count(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         self.taken += prod(shape) * np.dtype(dtype).itemsize
         return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
 
 
-def needed(run: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool = False) -> Need:
+def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool = False) -> Need:
     """Count by building the very objects of a run, with kernels that only count."""
     counting, ranks, placement = Counting(kernels), strategy.ranks, strategy.placement
     last = ranks - 1  # the rank whose part is the largest
-    sequences = run.train.batch_size // ((run.train.grad_accum or 1) * ranks)
+    sequences = config.train.batch_size // ((config.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
-    model = kind_of(run.train).build(run, cast(Kernels, counting))
+    model = kind_of(config.train).build(config, cast(Kernels, counting))
     taken = [0]
 
     def more() -> int:
@@ -108,22 +109,24 @@ def needed(run: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool
     _ = model.grads
     states = more()
     try:
-        micro_batches = strategy.micro_batches(run.train, last, model)
-        Step(optimizer, comm, run.train, Exchange(), micro_batches=micro_batches)
+        micro_batches = strategy.micro_batches(config.train, last, model)
+        Step(optimizer, comm, config.train, Exchange(), micro_batches=micro_batches)
     except MemoryError:  # the batch itself, on the host
-        many = f"{count(sequences, 'sequence')} of {run.model.seq_len} tokens"
+        many = f"{count(sequences, 'sequence')} of {config.model.seq_len} tokens"
         raise UsageError(f"{many} in one micro-batch are too many") from None
     if kernels.capabilities.copy_bytes:
-        counting.taken += _copies(run.model, sequences * run.model.seq_len, kernels.capabilities.copy_bytes)
+        counting.taken += _copies(
+            config.model, sequences * config.model.seq_len, kernels.capabilities.copy_bytes
+        )
     activations = more()
     if evaluated:
-        Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
+        Scorer(model, comm).reserve(config.model.seq_len, spans=1 << 31)
     evaluation = more()
-    strategy.reserve(comm, model, run.train)
+    strategy.reserve(comm, model, config.train)
     # As if one rank orthogonalised all matrices, which ranks may share.
     shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
     try:
-        update = kernels.orthogonalise_bytes(shapes) if run.train.optimizer == "muon" else 0
+        update = kernels.orthogonalise_bytes(shapes) if config.train.optimizer == "muon" else 0
     except MemoryError:  # it is made to be counted: there is not even room for one, of four such matrices
         update = 4 * max(map(prod, shapes)) * kernels.wide.itemsize
     return Need(weights, states, activations, evaluation, more(), update)
@@ -222,7 +225,7 @@ def have_memory(
 
 
 def fitting(
-    run: RunConfig,
+    config: RunConfig,
     kernels: Kernels,
     strategy: Strategy,
     free: int,
@@ -236,12 +239,13 @@ def fitting(
     options need less.
     """
     budget = _budget(kernels, free)
-    for tried in _candidates(run, kernels, strategy, preferred):
-        need = needed(replace(run, train=tried), kernels, strategy, evaluated)
+    for tried in _candidates(config, kernels, strategy, preferred):
+        need = needed(replace(config, train=tried), kernels, strategy, evaluated)
         if need.total <= budget:
             return tried, need
-    rows = run.train.batch_size // (tried.grad_accum * strategy.ranks)
-    further = _ways_out(replace(run, train=tried), kernels, strategy, budget, evaluated)
+    rows = config.train.batch_size // (tried.grad_accum * strategy.ranks)
+    micro_batch = f"{count(rows, 'sequence')} of {config.model.seq_len} tokens"
+    further = _ways_out(replace(config, train=tried), kernels, strategy, budget, evaluated)
     ways = [f"{option} (needs {size_of(size)})" for option, size in further]
     hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
     held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
@@ -251,7 +255,7 @@ def fitting(
     raise UsageError(
         f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free{left}: "
         f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
-        f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {size_of(need.activations)}"
+        f"activations of {micro_batch} {size_of(need.activations)}"
         f"{held_out}{exchanged}{updated}{hint} (distgpt help out-of-memory)"
     )
 
@@ -262,10 +266,10 @@ def _budget(kernels: Kernels, free: int) -> float:
 
 
 def _candidates(
-    run: RunConfig, kernels: Kernels, strategy: Strategy, preferred: int
+    config: RunConfig, kernels: Kernels, strategy: Strategy, preferred: int
 ) -> Iterator[TrainConfig]:
     """Ways to take a step, the fastest first: large micro-batches, little recomputed; then smaller ones."""
-    t, seq_len = run.train, run.model.seq_len
+    t, seq_len = config.train, config.model.seq_len
     hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // strategy.ranks
     size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
@@ -290,21 +294,21 @@ def choices(kernels: Kernels) -> tuple[str, ...]:
 
 
 def _ways_out(
-    run: RunConfig, kernels: Kernels, strategy: Strategy, budget: float, evaluated: bool
+    config: RunConfig, kernels: Kernels, strategy: Strategy, budget: float, evaluated: bool
 ) -> list[tuple[str, int]]:
     """Options that make it fit: recomputing more, and more micro-batches of fewer sequences."""
-    t = run.train
+    t = config.train
 
-    def first_that_fits(tries: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int]]:
-        for option, values in tries:
-            size = needed(replace(run, train=replace(t, **values)), kernels, strategy, evaluated).total
+    def first_that_fits(tries: list[tuple[str, TrainConfig]]) -> list[tuple[str, int]]:
+        for option, tried in tries:
+            size = needed(replace(config, train=tried), kernels, strategy, evaluated).total
             if size <= budget:
                 return [(option, size)]
         return []
 
     stronger = {"none": ("mlp", "block"), "mlp": ("block",), "block": ()}[t.recompute]
-    again = first_that_fits([(f"--recompute {how}", {"recompute": how}) for how in stronger])
+    again = first_that_fits([(f"--recompute {how}", replace(t, recompute=how)) for how in stronger])
     per_micro_batch = t.batch_size // (t.grad_accum * strategy.ranks)
     counts = [] if strategy.counted_by else [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
-    smaller = first_that_fits([(f"--grad-accum {n}", {"grad_accum": n}) for n in counts])
+    smaller = first_that_fits([(f"--grad-accum {n}", replace(t, grad_accum=n)) for n in counts])
     return again + smaller
