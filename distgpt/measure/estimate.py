@@ -11,6 +11,8 @@ from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.core.comm.limits import granted_cores
 from distgpt.core.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
+from distgpt.core.config.asked import Asked
+from distgpt.core.cpu.dtypes import expected
 from distgpt.core.cpu.stages import ON_GPU, Stage, open_stage
 from distgpt.core.data.named import BUNDLED_TEXTS, resolve_data
 from distgpt.core.data.shards import Manifest, is_shards, read_manifest
@@ -20,7 +22,7 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Kernels
 from distgpt.core.train.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.core.train.model_kind import kind_of
-from distgpt.core.train.plan import refuse_unsuited
+from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.strategy import Strategy
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.parallel.choose import Chosen
@@ -110,6 +112,12 @@ def estimate(
         "allreduce_every": strategy.placement.rounds.length,
         "time": time | ({"total_s": steps * time["step_s"]} if "step_s" in time else {}),
     }
+
+
+def foreseen(stage: str, asked: Asked, tf32: bool) -> RunConfig:
+    """Return the configuration of a new run that a stage of this name would begin on this machine."""
+    config = new_run(asked)
+    return config.with_values({DTYPE: expected(stage, config, tf32).name}) if is_open(asked) else config
 
 
 def _refuse_nonsense(question: Question) -> None:

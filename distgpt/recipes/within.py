@@ -17,12 +17,13 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu import first_use
+from distgpt.core.cpu.dtypes import for_training
 from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.named import resolve_data
 from distgpt.core.data.tokenizers import build_tokenizer
 from distgpt.core.train.clock import KEPT
-from distgpt.core.train.plan import decided, is_open
+from distgpt.core.train.plan import DTYPE, is_open
 from distgpt.core.train.resume import begins_anew, saved_run
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.parallel.choose import Chosen
@@ -231,7 +232,7 @@ def _run(asked: Asked, stage: Stage, depth: int, tokens: float, text: Text) -> R
     asked = replace(asked, depth=depth, tokens=tokens)
     run = configured(stage.comm, asked)
     if on_root(stage.comm, lambda: is_open(asked)):
-        run = decided(stage, run)
+        run = run.with_values({DTYPE: for_training(stage, lambda: run).name})
     t = replace(run.train, grad_sync="allreduce" if run.train.grad_sync == "auto" else run.train.grad_sync)
     t = replace(t, balance="even")
     return RunConfig(replace(run.model, vocab_size=text.vocab_size), t)

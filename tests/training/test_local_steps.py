@@ -176,7 +176,7 @@ def interrupted(comm, out, at, config=CONFIG, steps=10):
 def resumed(comm, out, at, config=CONFIG, steps=10):
     work = steps_of(comm, config)
     work.model.weights.flat[...] = 7
-    restore(comm, work.model, work.state, out / "checkpoints" / f"step-{at:08d}")
+    restore(comm, work.state, out / "checkpoints" / f"step-{at:08d}")
     seen = []
     for step in range(at, steps):
         work.launch(step, batches())
@@ -207,7 +207,7 @@ def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp
 
         def act(comm, config=config):
             work = steps_of(comm, config)
-            restore(comm, work.model, work.state, path)
+            restore(comm, work.state, path)
             begun = work.model.weights.flat.copy()
             return begun, work.optimizer.m.flat.copy(), work.launch(6, batches()).read()
 

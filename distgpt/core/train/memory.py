@@ -270,12 +270,15 @@ def _candidates(
 ) -> Iterator[TrainConfig]:
     """Ways to take a step, the fastest first: large micro-batches, little recomputed; then smaller ones."""
     t, seq_len = config.train, config.model.seq_len
-    hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
+    is_async = kernels.capabilities.is_async
+    # On a CPU keeping more than "mlp" does is not faster.
+    best_first = ("none", "mlp", "block") if is_async else ("mlp", "block")
+    hows = best_first if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // strategy.ranks
     size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
     if fixed := strategy.fixed_count(t):
         size = {fixed: size[fixed]}
-    most = TOKENS_QUEUED if kernels.capabilities.is_async else TOKENS
+    most = TOKENS_QUEUED if is_async else TOKENS
     first = [n for n in size if most / 4 < size[n] <= most]
     if not first:  # all are smaller: a single one; else the next larger one
         first = [max((n for n in size if size[n] > most), default=min(size))]
@@ -286,11 +289,6 @@ def _candidates(
 def divisors(number: int) -> list[int]:
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def choices(kernels: Kernels) -> tuple[str, ...]:
-    """Ways to recompute, best first. On a CPU keeping more than "mlp" does is not faster."""
-    return ("none", "mlp", "block") if kernels.capabilities.is_async else ("mlp", "block")
 
 
 def _ways_out(

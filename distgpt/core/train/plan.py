@@ -18,7 +18,7 @@ from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_root
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
 from distgpt.core.config.asked import Asked, resolve, resumed
-from distgpt.core.cpu.dtypes import cost_of, expected, for_training
+from distgpt.core.cpu.dtypes import cost_of, for_training
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.core.data.named import resolve_data
@@ -215,17 +215,6 @@ def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
 def is_open(asked: Asked) -> bool:
     """Return whether neither preset nor file nor flags name a dtype."""
     return asked.named(DTYPE) in (None, AUTO_DTYPE)
-
-
-def decided(stage: Stage, config: RunConfig) -> RunConfig:
-    """Return a run whose dtype is open with one. Collective."""
-    return config.with_values({DTYPE: for_training(stage, lambda: config).name})
-
-
-def foreseen(stage: str, asked: Asked, tf32: bool) -> RunConfig:
-    """Return the configuration of a new run that a stage of this name would begin on this machine."""
-    config = new_run(asked)
-    return config.with_values({DTYPE: expected(stage, config, tf32).name}) if is_open(asked) else config
 
 
 class Check(Protocol):

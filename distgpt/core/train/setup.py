@@ -16,7 +16,7 @@ import numpy as np
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.comm.agree import on_every_rank, on_root
+from distgpt.core.comm.agree import on_every_rank, on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage, report_compiling
@@ -72,9 +72,12 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
     config, corpus, batches = texts.config, texts.corpus, texts.batches
     if checkpoint:
         on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, batches.fingerprint))
-    validation = _validation(comm, config, corpus)
+    seq_len, validation = config.model.seq_len, None
+    if corpus.val is not None:
+        windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, config.train.val_tokens))
+        validation = Validation(windows, corpus.is_text)
     metrics = [
-        METRICS[name](comm, Path(path), corpus.tokenizer, config.model.seq_len)
+        METRICS[name](comm, Path(path), corpus.tokenizer, seq_len)
         for name, path in config.train.metrics.items()
     ]
     is_evaluated = validation is not None or bool(metrics)
@@ -91,13 +94,13 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
     progress = Progress()
     setup.kind.load_frozen(comm, model, settings)
     if checkpoint:
-        restore(comm, model, state, checkpoint)
+        restore(comm, state, checkpoint)
         progress.load(plan.state)
         batches.skipped = plan.state.skipped
     else:
         if comm.rank == 0 and (learned := learned_first(config.model, settings)):
             say(learned.note)
-        begin_anew(comm, setup.kind, model, state, settings, batches)
+        begin_anew(comm, state, settings, batches)
     best = None
     if checkpoint and "val" not in plan.changes and plan.state.corpus == batches.fingerprint:
         tokens = validation.count if validation else 0
@@ -212,7 +215,7 @@ def make_steps(config: RunConfig, stage: Stage, choose: Choose, say: Say) -> Ste
     setup = set_up(config, stage, choose)
     model, state = setup.build()
     setup.kind.load_frozen(comm, model, setup.settings)
-    begin_anew(comm, setup.kind, model, state, setup.settings, None)
+    begin_anew(comm, state, setup.settings, None)
     stage.notes.report_to(say)
     compile_once_per_node(stage, setup.kernels, config, setup.strategy)
     micro_batches = setup.strategy.micro_batches(setup.settings, comm.rank, model)
@@ -249,28 +252,16 @@ def read_texts(
         kind=t.text_kind,
     )
     corpus = load_corpus(comm, wanted, say)
-    size = on_root(comm, lambda: _vocab_size(asked, origin, corpus.tokenizer))
+    known = corpus.tokenizer.size
+    size = asked.model.vocab_size or (origin.run.model.vocab_size if origin else 0) or known
+    if size < known:
+        raise shared(UsageError(f"vocab_size is {size}, but the tokenizer has {known} tokens for this text"))
     config = replace(asked, model=replace(asked.model, vocab_size=size))
     batches = corpus.batches(comm, config)
     rows = math.ceil(t.epochs * batches.windows_per_epoch)
     if rows:
         config = config.with_values({"steps": max(1, -(-rows // t.batch_size))})
     return Texts(config, corpus, batches)
-
-
-def _vocab_size(asked: RunConfig, origin: Description | None, tokenizer: Tokenizer) -> int:
-    size = asked.model.vocab_size or (origin.run.model.vocab_size if origin else 0) or tokenizer.size
-    if size < tokenizer.size:
-        raise UsageError(f"vocab_size is {size}, but the tokenizer has {tokenizer.size} tokens for this text")
-    return size
-
-
-def _validation(comm: Comm, config: RunConfig, corpus: Corpus) -> Validation | None:
-    """Read the held-out text. Collective."""
-    if corpus.val is None:
-        return None
-    length, most = config.model.seq_len, config.train.val_tokens
-    return on_every_rank(comm, lambda: Validation(corpus.held_out_windows(length, most), corpus.is_text))
 
 
 @dataclass(frozen=True, slots=True)
