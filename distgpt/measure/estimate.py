@@ -20,7 +20,7 @@ from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import Architecture, Model, flag_count
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Kernels
-from distgpt.core.train.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
+from distgpt.core.train.memory import SPARE, DryKernels, copy_bytes, divisors, fitting, needed
 from distgpt.core.train.model_kind import kind_of
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.strategy import Strategy
@@ -230,9 +230,9 @@ def _memory(run: RunConfig, site: Site, strategy: Strategy) -> Facts:
 
 
 def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
-    counting = cast(Kernels, Counting(kernels))
+    dry = cast(Kernels, DryKernels(kernels))
     rows, width = Pass(
-        Model(Architecture(run.model), counting), sequences, run.model.seq_len, training=True
+        Model(Architecture(run.model), dry), sequences, run.model.seq_len, training=True
     ).logits_shape
     found: int = rows * width * kernels.dtype.itemsize
     return found

@@ -55,8 +55,8 @@ class Need:
         return sum(parts)
 
 
-class Counting:
-    """Kernels that count the memory they are asked for and allocate none."""
+class DryKernels:
+    """Kernels of a dry run: they count the memory that is requested, and allocate none."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
@@ -64,6 +64,12 @@ class Counting:
         self.capabilities = kernels.capabilities
         self.wire = kernels.wire and SimpleNamespace(zeros=self._count, piece=kernels.wire.piece)
         self.taken = 0
+        self._before = 0
+
+    def more(self) -> int:
+        """Return the bytes that were requested since the last call."""
+        more, self._before = self.taken - self._before, self.taken
+        return more
 
     def zeros(self, *shape: int) -> Array:
         return self._count(shape, self.dtype)
@@ -89,25 +95,19 @@ class Counting:
 
 
 def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool = False) -> Need:
-    """Count by building the very objects of a run, with kernels that only count."""
-    counting, ranks, placement = Counting(kernels), strategy.ranks, strategy.placement
+    """Count by a dry run: the very objects of a run are built, and nothing is allocated."""
+    dry, ranks, placement = DryKernels(kernels), strategy.ranks, strategy.placement
     last = ranks - 1  # the rank whose part is the largest
     sequences = config.train.batch_size // ((config.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
-    model = kind_of(config.train).build(config, cast(Kernels, counting))
-    taken = [0]
-
-    def more() -> int:
-        taken.append(counting.taken)
-        return taken[-1] - taken[-2]
-
+    model = kind_of(config.train).build(config, cast(Kernels, dry))
     model.train(ranks, placement.own(model.layout, last))
-    weights = more()
+    weights = dry.more()
     if not placement.may_copy:  # a tensor on its way to be saved
-        counting.wide_zeros(max(spec.size for spec in model.layout.specs))
+        dry.wide_zeros(max(spec.size for spec in model.layout.specs))
     optimizer = placement.state(model, last).optimizer
     _ = model.grads
-    states = more()
+    states = dry.more()
     try:
         micro_batches = strategy.micro_batches(config.train, last, model)
         Step(optimizer, comm, config.train, Exchange(), micro_batches=micro_batches)
@@ -115,13 +115,11 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
         many = f"{count(sequences, 'sequence')} of {config.model.seq_len} tokens"
         raise UsageError(f"{many} in one micro-batch are too many") from None
     if kernels.capabilities.copy_bytes:
-        counting.taken += _copies(
-            config.model, sequences * config.model.seq_len, kernels.capabilities.copy_bytes
-        )
-    activations = more()
+        dry.taken += _copies(config.model, sequences * config.model.seq_len, kernels.capabilities.copy_bytes)
+    activations = dry.more()
     if evaluated:
         Scorer(model, comm).reserve(config.model.seq_len, spans=1 << 31)
-    evaluation = more()
+    evaluation = dry.more()
     strategy.reserve(comm, model, config.train)
     # As if one rank orthogonalised all matrices, which ranks may share.
     shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
@@ -129,7 +127,7 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
         update = kernels.orthogonalise_bytes(shapes) if config.train.optimizer == "muon" else 0
     except MemoryError:  # it is made to be counted: there is not even room for one, of four such matrices
         update = 4 * max(map(prod, shapes)) * kernels.wide.itemsize
-    return Need(weights, states, activations, evaluation, more(), update)
+    return Need(weights, states, activations, evaluation, dry.more(), update)
 
 
 def _copies(model: ModelConfig, rows: int, copy_bytes: Callable[[int], int]) -> int:
@@ -145,13 +143,13 @@ def fit_to_memory(
 
     All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
     """
-    comm, asked = stage.comm, config.train
+    comm, t = stage.comm, config.train
     free, where = stage.free_memory()
     fit = partial(fitting, kernels=kernels, strategy=strategy, free=free, where=where, evaluated=evaluated)
     settings, need = on_every_rank(comm, lambda: fit(config, preferred=preferred))
     most = comm.allreduce_max(settings.grad_accum)
     if comm.allreduce_max(most - settings.grad_accum):  # another rank has less memory
-        tried = replace(config, train=replace(asked, grad_accum=most))
+        tried = replace(config, train=replace(t, grad_accum=most))
         settings, need = on_every_rank(comm, lambda: fit(tried))
     taken = need.total
     if kernels.capabilities.is_async:  # that is in a GPU's memory: all of the host's is left
@@ -159,16 +157,16 @@ def fit_to_memory(
     room = max(0, int(SPARE * free) - taken)
     fitted = replace(config, train=settings)
     save = on_root(comm, lambda: _way_to_save(fitted, kernels, strategy.placement, room, stage.notes))
-    if settings.grad_accum > 1 and not asked.grad_accum:
-        each = asked.batch_size // (settings.grad_accum * comm.size)
+    if settings.grad_accum > 1 and not t.grad_accum:
+        each = t.batch_size // (settings.grad_accum * comm.size)
         stage.notes.add(
             f"a step takes {settings.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
         )
-    if asked.grad_accum not in (0, settings.grad_accum):
+    if t.grad_accum not in (0, settings.grad_accum):
         stage.notes.add(
-            f"{strategy.counted_by} decides the micro-batches: --grad-accum {asked.grad_accum} has no effect"
+            f"{strategy.counted_by} decides the micro-batches: --grad-accum {t.grad_accum} has no effect"
         )
-    if kernels.capabilities.is_async and asked.recompute == "auto":
+    if kernels.capabilities.is_async and t.recompute == "auto":
         stage.notes.add(f"memory allows --recompute {settings.recompute}")
     return replace(settings, save=save)
 
