@@ -8,8 +8,8 @@ from collections.abc import Callable
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.train.assessment import Validation
-from distgpt.core.train.clock import KEPT, Clock, Times
 from distgpt.core.train.progress import Pace
+from distgpt.core.train.seams import KEPT, Clock, Times
 
 EVALUATION = 0.5  # of the time that a token takes in a step
 

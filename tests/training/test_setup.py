@@ -16,7 +16,7 @@ from distgpt.core.saved.checkpoint import State
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.setup import micro_batches_so_far, open_run, open_steps, set_up
-from distgpt.core.train.strategy import Strategy
+from distgpt.core.train.sharing import Strategy
 from distgpt.parallel.choose import Chosen
 
 TAKE_PLANS = {"core.train.setup:open_run", "core.train.plan:encode"}

@@ -18,9 +18,8 @@ from distgpt.core.data.unreadable import MARKUP, advice
 from distgpt.core.model.model import Model
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.train.assessment import METRICS, Validation
-from distgpt.core.train.clock import Times, is_over
-from distgpt.core.train.model_kind import kind_of
 from distgpt.core.train.resume import Change
+from distgpt.core.train.seams import Times, is_over, kind_of
 from distgpt.core.train.whereabouts import shown_hosts
 from distgpt.recipes.scaling import PARAMETERS_PER_TOKEN
 

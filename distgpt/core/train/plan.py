@@ -27,7 +27,6 @@ from distgpt.core.saved.checkpoint import State, load_state
 from distgpt.core.saved.modelfile import Base, Description, read_description
 from distgpt.core.saved.named import weights_of
 from distgpt.core.saved.rundir import RunDirectory, place_for
-from distgpt.core.train.model_kind import kind_of
 from distgpt.core.train.resume import (
     Change,
     Resumption,
@@ -36,6 +35,7 @@ from distgpt.core.train.resume import (
     is_finished,
     refuse_impossible,
 )
+from distgpt.core.train.seams import kind_of
 
 DTYPE = "dtype"
 

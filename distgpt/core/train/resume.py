@@ -18,8 +18,7 @@ from distgpt.core.saved.checkpoint import MANIFEST, STATE, Best, State, load_sta
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory, differing, place_for
 from distgpt.core.saved.tensors import read_header, verify_data
-from distgpt.core.train.clock import is_over
-from distgpt.core.train.model_kind import kind_of
+from distgpt.core.train.seams import is_over, kind_of
 
 Change = tuple[object, object]  # what a setting was, and what it is now
 
