@@ -30,7 +30,7 @@ class BadSteps:
         self._config, self._progress = config, progress
         self.waits = bool(config.spike_zscore)  # kernels themselves leave out only what is not finite
 
-    def judge(self, done: Finished) -> str:
+    def judge_step(self, done: Finished) -> str:
         """Return why a finished step has not changed the weights, "" if it has.
 
         Raises the error that ends the run, or BadStep.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from distgpt.core.base.interrupts import Interrupted, PendingSignals
 from distgpt.core.train.checkpoints import Checkpoints
@@ -55,6 +54,6 @@ class Deadline:
     def __enter__(self) -> None:
         self.look_ahead()
 
-    def __exit__(self, kind: Any, ended: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, ended: BaseException | None, trace: object) -> None:
         if isinstance(ended, Interrupted) and ended.number == signal.SIGUSR1 and self.signals.late:
             ended.why = "the time is up"

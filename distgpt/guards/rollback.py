@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from distgpt.core.comm.agree import on_root
 from distgpt.core.saved.checkpoint import State, load_state, newest_intact
@@ -33,7 +32,7 @@ class RollBack(BadStep):
         run.report.note(f"{what}: back to step {step}, and past these data")
 
 
-def _newest(run: Run) -> tuple[str | None, dict[str, Any]]:
+def _newest(run: Run) -> tuple[str | None, dict[str, object]]:
     newest = newest_intact(run.directory.checkpoints, run.progress.step)
     path = newest[0] if newest else run.start
     return (str(path), load_state(path)) if path else (None, {"step": 0})

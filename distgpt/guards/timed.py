@@ -39,7 +39,7 @@ class TimedClock(Clock):
         self._whole, self._pace, self._now = 60 * t.train_minutes, pace, now
         self._total = KEPT * self._whole
         self._begun, self._closing = begun - spent, closing
-        self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `ahead` says
+        self._ahead = 1 + 3 * queued  # steps that end until the one that goes by what `elapsed_ahead` says
         self._round = pace.rounds.length
         elapsed = min(1.0, spent / self._total)
         super().__init__(pace.progress.step if elapsed == 1 else None, elapsed)
@@ -49,14 +49,14 @@ class TimedClock(Clock):
         is_over = self._pace.progress.step == self.last
         return self._whole if is_over else min(self._whole, self._now() - self._begun)
 
-    def ahead(self) -> float:
+    def elapsed_ahead(self) -> float:
         """Return the fraction of the time that is over with the next step: 1 if none fits after it."""
         usual = self._pace.usual()
         end = self._now() - self._begun + self._ahead * usual
         total = max(self._total / 2, self._total - self._closing * usual)
         return 1.0 if end + usual > total else end / total
 
-    def hear(self, elapsed: float, launched: int) -> None:
+    def hear_elapsed(self, elapsed: float, launched: int) -> None:
         """Go by what rank 0 has sent. The next step is the last one once the time is over."""
         self.elapsed = min(1.0, elapsed)
         if self.elapsed == 1 and (self.last is None or self.last > launched + self._round):

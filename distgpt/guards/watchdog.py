@@ -35,7 +35,7 @@ from distgpt.core.base.interrupts import (
 )
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.launched import has_failed
-from distgpt.core.comm.reports import Reports
+from distgpt.core.comm.reports import Address, Reports
 from distgpt.core.train.progress import Activity, Finished
 
 SECONDS_BETWEEN = 1.0  # between reports
@@ -73,8 +73,8 @@ class Seen:
     seconds: float
     host: str
     pid: int
-    asked: int = 0  # the exit code of a signal that came there
-    address: Any = None
+    asked: int  # the exit code of a signal that came there; 0: none
+    address: Address
 
 
 class Watchdog:
@@ -118,7 +118,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stopped = True
         if self._sees_signals:
             signal.set_wakeup_fd(self._former)
@@ -266,7 +266,7 @@ class Watchdog:
         return "\n".join([*lines, *(f"{who} is at\n{stack}" for who, stack in stacks)])
 
 
-def _seen(message: dict[str, Any], now: float, address: Any) -> Seen | None:
+def _seen(message: dict[str, Any], now: float, address: Address) -> Seen | None:
     """Return a report; None if the message is none."""
     kinds = {"step": int, "doing": str, "seconds": float, "host": str, "pid": int, "asked": int}
     if any(type(message.get(name)) is not kind for name, kind in kinds.items()):

@@ -35,7 +35,7 @@ class Balanced(MicroBatches):
         self.sequences = shares[rank]
         self.weight = self.sequences * ranks / config.batch_size
 
-    def rows(self, rank: int, i: int) -> slice:
+    def rows_of(self, rank: int, i: int) -> slice:
         """Return the rows of a rank, which follow those of the ranks before it."""
         start = i * sum(self.shares) + sum(self.shares[:rank])
         return slice(start, start + self.shares[rank])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -39,15 +38,15 @@ class TensorByTensor(Gathering):
         kinds = {name: self._kinds[own] for name, own in names.items()}
         return LazyTensors(kinds, lambda name: self._asked(names[name]))
 
-    def on_root(self, act: Callable[[], Any]) -> Any:
+    def on_root(self, act: Callable[[], None]) -> None:
         if self._comm.rank:
             while (number := self._told(0)) != DONE:
                 self.gathered(self._names[number])
-        return on_root(self._comm, lambda: self._closing(act))
+        on_root(self._comm, lambda: self._closing(act))
 
-    def _closing(self, act: Callable[[], Any]) -> Any:
+    def _closing(self, act: Callable[[], None]) -> None:
         try:
-            return act()
+            act()
         finally:
             self._told(DONE)
 

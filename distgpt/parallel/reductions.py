@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from distgpt.core.base.errors import Say
 from distgpt.core.comm.api import Comm
@@ -35,11 +35,15 @@ def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
     return [*(start + each * part for part in range(parts)), stop]
 
 
-def spread(count: int, each: Each, workers: int, loop: Callable[..., Any], *args: Any) -> None:
+def spread(count: int, each: Each, workers: int, loop: Callable[..., object], *args: object) -> None:
     """Call a loop on even stretches of its elements, one for each worker."""
     parts = min(workers, -(-count // GRAIN))
     bounds = bounds_of(0, count, parts or 1)
-    each(lambda i: loop(bounds[i], bounds[i + 1], *args), parts)
+
+    def stretch(i: int) -> None:
+        loop(bounds[i], bounds[i + 1], *args)
+
+    each(stretch, parts)
 
 
 class HostWire:
@@ -49,7 +53,7 @@ class HostWire:
         self._each, self._workers = each, workers
         self.piece = PIECE
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return np.zeros(shape, dtype)
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
@@ -67,7 +71,7 @@ class HostWire:
 
         self._over(len(out), flat.widen, out, x)
 
-    def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
+    def _over(self, count: int, loop: Callable[..., object], *args: object) -> None:
         spread(count, self._each, self._workers, loop, *args)
 
 
@@ -232,7 +236,7 @@ def mean_factor(comm: Comm, t: TrainConfig) -> float:
     return 1.0 if t.reproducible_parts else 1.0 / comm.size
 
 
-def one_by_one(work: Callable[[int], Any], count: int) -> None:
+def one_by_one(work: Callable[[int], object], count: int) -> None:
     """Do the same as `Kernels.each`, in the calling thread."""
     for part in range(count):
         work(part)

@@ -47,14 +47,14 @@ class ReproducibleParts(MicroBatches):
         is_single = self._parts <= ranks  # part of a rank, which has nothing to add
         self._tree = None if is_single else Tree(model.grads, model.kernels, self.count)
 
-    def rows(self, rank: int, i: int) -> slice:
+    def rows_of(self, rank: int, i: int) -> slice:
         # A rank has neighbouring parts, which are a whole branch of the tree.
         return rank_rows(self._batch_size, rank * self.count + i, self._parts, 0, 1)
 
-    def adds(self, i: int) -> bool:
+    def accumulates(self, i: int) -> bool:
         return False
 
-    def done(self, i: int) -> None:
+    def collect(self, i: int) -> None:
         if self._tree:
             self._tree.add(i)
 

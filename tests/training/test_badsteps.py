@@ -29,8 +29,8 @@ def ruined(monkeypatch):
     def ruin(calls, factor):
         count, original = [0], Step._forward_backward
 
-        def gradients(self, accumulate):
-            original(self, accumulate)
+        def gradients(self, adds, sends):
+            original(self, adds, sends)
             count[0] += 1
             if count[0] in calls:
                 grads = self.model.grads

@@ -38,10 +38,10 @@ def stepped(clock, progress, now, queued, seconds):
     while progress.step + len(sent) != clock.last and len(found) < 1000:
         found.append(clock.elapsed)
         now[0] += 0 if queued and not sent else seconds
-        sent.append(clock.ahead())
+        sent.append(clock.elapsed_ahead())
         while len(sent) > queued:
             progress.count_step(1.0, seconds, True)
-            clock.hear(sent.pop(0), launched=progress.step + len(sent))
+            clock.hear_elapsed(sent.pop(0), launched=progress.step + len(sent))
     return found
 
 
@@ -83,10 +83,10 @@ def test_a_run_that_went_back_still_ends_with_its_time():
     progress, now = Progress(), [60.0]
     clock = TimedClock(T, Pace(progress), 0.0, now=lambda: now[0])
     progress.step = 9
-    clock.hear(clock.ahead(), launched=9)
+    clock.hear_elapsed(clock.elapsed_ahead(), launched=9)
     assert (clock.elapsed, clock.last) == (1, 10)
     progress.step = 4
-    clock.hear(clock.ahead(), launched=5)
+    clock.hear_elapsed(clock.elapsed_ahead(), launched=5)
     assert clock.last == 6
 
 

@@ -37,8 +37,8 @@ def steps(comm, config=CONFIG, faulty=None, at=None):
     work = build_step(AdamW(model, config), comm, config, inspector=inspector)
     compute = work._compute
 
-    def computed(step, batches, micro_batch, rank):
-        compute(step, batches, micro_batch, rank)
+    def computed(step, batches, micro_batch, rank, sends=False):
+        compute(step, batches, micro_batch, rank, sends)
         if comm.rank == rank == faulty and step == at and not micro_batch:
             model.grads.flat[100:101].view(np.uint32)[0] ^= 1  # the last bit
 

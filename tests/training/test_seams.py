@@ -95,16 +95,16 @@ def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
 def test_by_default_a_step_that_is_not_finite_ends_the_run():
     judge = FiniteJudge(TrainConfig(), Progress(step=3))
     done = Finished(2.0, 1.0, lr=0.1, rejected=None, flags=[], rank_seconds=[], seconds=1.0)
-    assert judge.judge(done) == judge.objection(2.0, 1.0) == ""
+    assert judge.judge_step(done) == judge.objection(2.0, 1.0) == ""
     done = replace(done, norm=float("inf"))
     with pytest.raises(NonFiniteError, match=r"the gradient is not finite at step 4 .*--on-bad-step skip"):
-        judge.judge(done)
+        judge.judge_step(done)
 
 
 def test_the_number_of_votes_is_that_of_the_gradient_buffer():
     disk = Disk()
     disk.lost = StorageError("full")
     votes = Votes(type("Comm", (), {"rank": 0}), PendingSignals(), disk, Clock(1))
-    mine = votes.mine()
+    mine = votes.own_votes()
     assert len(mine) == FLAG_COUNT - 1 and mine == [0] * 5 + [1, 0.0]
-    assert votes.heard([0, 2, 0, 0, 0, 0, 0.5]).stop.name == "SIGINT"
+    assert Votes.read_votes([0, 2, 0, 0, 0, 0, 0.5]).stop.name == "SIGINT"

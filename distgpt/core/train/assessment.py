@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class Validation:
 class Metric(Protocol):
     """Something else that evaluations measure."""
 
-    def fields(self, scorer: Scorer) -> dict[str, Any]:
+    def fields(self, scorer: Scorer) -> dict[str, float]:
         """Return fields of a line of metrics.jsonl, which rank 0 has all of. Collective."""
 
 
@@ -102,9 +102,9 @@ class Assessment:
     def __bool__(self) -> bool:
         return self.validation is not None or bool(self._metrics)
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> dict[str, float]:
         """Return the fields of a line of metrics.jsonl, which rank 0 has all of. Collective."""
-        found: dict[str, Any] = {}
+        found: dict[str, float] = {}
         if self.validation is not None:
             begun = time.perf_counter()
             held = self.validation.measure(self.scorer)

@@ -28,7 +28,7 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import LazyTensors, data_bytes, write_tensors
 from distgpt.core.train.seams import Disk
-from distgpt.core.train.sharing import OPTIMIZER, WEIGHTS, Gathering, Groups
+from distgpt.core.train.sharing import OPTIMIZER, WEIGHTS, Gathering, Groups, whole_moments
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
 LONGEST = 60.0  # seconds that a thread may take before training waits for it
@@ -62,10 +62,7 @@ class Checkpoints:
         """`gathering`: of what other ranks have of weights and moments. `best`: see below."""
         self.disk = disk or Disk()
         self._directory, self.description, self._config, self._say = directory, description, config, say
-        # A part of the moments is not here: `gathering` brings all parts.
-        moments = (("m/", optimizer.m), ("v/", optimizer.v))
-        whole = {prefix: buffer for prefix, buffer in moments if isinstance(buffer, FlatBuffer)}
-        self._live: Live = {WEIGHTS: {"": model.weights}, OPTIMIZER: whole}
+        self._live: Live = {WEIGHTS: {"": model.weights}, OPTIMIZER: whole_moments(optimizer)}
         self._comm = comm or SerialComm()
         self._gathering = gathering or Gathering(self._comm)
         self._model = model

@@ -15,7 +15,7 @@ from distgpt.core.saved.checkpoint import Best
 from distgpt.core.train.progress import SAMPLING, SAVING, Due, Schedule
 from distgpt.core.train.report import sample
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import Guard
+from distgpt.core.train.seams import Guard, Votes
 from distgpt.core.train.step import InFlight
 from distgpt.core.train.summary import summarised
 
@@ -23,12 +23,12 @@ from distgpt.core.train.summary import summarised
 def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
     with (
-        run.directory.claimed(run.comm),
-        summarised(run),
-        deferred_signals(run.signals),
-        entered(run.guards),
+        run.directory.claimed(run.comm),  # first: a second process in this directory must write nothing
+        summarised(run),  # whatever ends the run below
+        deferred_signals(run.signals),  # from here on one is noted, and `take_steps` ends the run
+        entered(run.guards),  # before what may take long
         run.checkpoints.disk.reserved(run.comm, run.progress.step),
-        run.checkpoints.settled(),
+        run.checkpoints.settled(),  # last: what is being written ends before its room and the guards go
     ):
         while True:
             try:
@@ -56,17 +56,19 @@ def take_steps(run: Run) -> None:
         save(run, best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
     schedule = Schedule(t, run.comm, run.placement.rounds, bool(run.assessment), progress.step)
+    votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
     in_flight = InFlight(depth)
     number = progress.step
-    while number != run.clock.last:
+    while number != run.clock.last:  # not <: nobody knows the last step of a run by the clock, which is None
         is_last = number + 1 == run.clock.last
-        in_flight.add(run.launch(number, run.batches, run.votes.mine, run.clock.elapsed))
+        in_flight.add_launched(run.launch(number, run.batches, votes.own_votes, run.clock.elapsed))
         number += 1
         due = schedule.after(number, is_last)
+        # What is due looks at the weights, so the queue must be empty.
         stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
         if stop:
-            stop = settle(run, in_flight, leave=0) or stop
+            stop = settle(run, in_flight, leave=0) or stop  # another signal may have come in a later step
             if not is_last:
                 save_and_stop(run, Interrupted(stop, shared=True), evaluation_pending=due.evaluate)
         if due:
@@ -80,20 +82,22 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
     """Wait until `leave` steps are under way. Return the signal that came to any rank, the same on all."""
     stop = None
     while len(in_flight) > leave:
-        done = in_flight.wait()
+        done = in_flight.wait_for_oldest()
         # First of all: a bad step must not count, and one that ends the run is not recorded.
-        rejected = run.judge.judge(done)
+        rejected = run.judge.judge_step(done)
         if rejected:  # its line says after which step, so before that is counted
-            run.report.skipped(run.progress.step, rejected, run.batches.skipped)
+            run.report.report_skipped(run.progress.step, rejected, run.batches.skipped)
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
         run.activity.step = run.progress.step
         metrics: dict[str, float] = {}
         for guard in run.guards:  # after the count: they look at the duration of the last step
             metrics |= guard.settled(done)
+        if rejected:
+            metrics["skipped"] = 1
         is_last = run.progress.step == run.clock.last  # before the clock hears of the next step
-        run.report.step(run.progress.step, done, metrics | ({"skipped": 1} if rejected else {}), is_last)
-        heard = run.votes.heard(done.flags)
-        run.clock.hear(heard.elapsed, launched=run.progress.step + len(in_flight))
+        run.report.report_step(run.progress.step, done, metrics, is_last)
+        heard = Votes.read_votes(done.flags)
+        run.clock.hear_elapsed(heard.elapsed, launched=run.progress.step + len(in_flight))
         run.checkpoints.check(heard.has_lost_disk)  # after the report: if it raises, the step was recorded
         stop = heard.stop or stop
     return stop
@@ -117,14 +121,14 @@ def do(run: Run, due: Due) -> None:
     if due.sample and run.comm.rank == 0:
         run.activity.enter(SAMPLING)
         text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
-        run.report.sample(run.progress.step, text)
+        run.report.report_sample(run.progress.step, text)
 
 
 def evaluate(run: Run) -> Best | None:
     """Return the validation loss if it is the lowest after a step so far. Collective."""
     step, validation = run.progress.step, run.assessment.validation
     metrics = {"step": step, **run.assessment.measure()}
-    run.report.evaluation(metrics)
+    run.report.report_evaluation(metrics)
     run.progress.count_evaluation(loss := metrics.get("val_loss"))
     if not step or loss is None or validation is None:
         return None

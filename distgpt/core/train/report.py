@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.interrupts import PendingSignals
@@ -66,10 +65,10 @@ class Report:
         checkpoints: Checkpoints,
         reading: Reading,
     ) -> None:
-        self._is_silent, self._run, self._directory, self._reading = rank > 0, run, directory, reading
-        self._listener, self._checkpoints = listener, checkpoints
+        self._is_silent, self._run, self._directory = rank > 0, run, directory
+        self._listener, self._checkpoints, self.reading = listener, checkpoints, reading
 
-    def step(self, step: int, done: Finished, more: dict[str, float], is_last: bool) -> None:
+    def report_step(self, step: int, done: Finished, more: dict[str, float], is_last: bool) -> None:
         t = self._run.train
         if self._is_silent or (step % t.log_every and not is_last):
             return
@@ -82,18 +81,18 @@ class Report:
             "tokens": per_step * step,
             "tokens_per_s": per_step / done.seconds,
             "step_s": done.seconds,
-            **self._reading.fields(step, done.loss),
+            **self.reading.fields(step, done.loss),
             **more,
         }
         self._record(metrics := _timed(metrics))
         self._listener.stepped(metrics)
 
-    def evaluation(self, metrics: dict[str, Any]) -> None:
+    def report_evaluation(self, metrics: dict[str, float]) -> None:
         if not self._is_silent:
             self._record(metrics := _timed(metrics))
             self._listener.evaluated(metrics)
 
-    def sample(self, step: int, text: str) -> None:
+    def report_sample(self, step: int, text: str) -> None:
         if not self._is_silent:
             self._listener.sampled(step, text)
 
@@ -101,14 +100,14 @@ class Report:
         if not self._is_silent:
             self._listener.noted(text)
 
-    def skipped(self, step: int, reason: str, skipped: int) -> None:
+    def report_skipped(self, step: int, reason: str, skipped: int) -> None:
         """Report that the step after `step` was bad and left out. `skipped`: batches passed over so far."""
         if not self._is_silent:
             what = f"{reason} at step {step + 1}"
             self.remember({"step": step, "bad": what, "skipped": skipped})
             self._listener.noted(f"{what}: it is left out")
 
-    def remember(self, event: dict[str, Any]) -> None:
+    def remember(self, event: dict[str, object]) -> None:
         """Write an event into history.jsonl."""
         if self._is_silent:
             return
@@ -117,14 +116,14 @@ class Report:
         except StorageError as error:
             self._checkpoints.tolerate(error)
 
-    def _record(self, metrics: dict[str, Any]) -> None:
+    def _record(self, metrics: dict[str, float]) -> None:
         try:
             self._directory.record(metrics)
         except StorageError as error:
             self._checkpoints.tolerate(error)
 
 
-def _timed(metrics: dict[str, Any]) -> dict[str, Any]:
+def _timed(metrics: dict[str, float]) -> dict[str, float]:
     """Return a line of metrics with the time of day in seconds since 1970: a number like the others."""
     return {**metrics, "time": round(time.time(), 3)}
 

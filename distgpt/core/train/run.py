@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from distgpt.core.base.errors import Say
 from distgpt.core.base.interrupts import PendingSignals
@@ -22,8 +21,8 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.assessment import Assessment, Validation
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Activity, Pace, Progress
-from distgpt.core.train.report import Reading, Report
-from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Inspector, Judge, Times, Votes
+from distgpt.core.train.report import Report
+from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Inspector, Judge, Times
 from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
 
@@ -47,15 +46,13 @@ class Run:
     config: RunConfig  # as asked for
     settings: TrainConfig  # of `config`, with automatic values resolved by this machine's memory
     stage: Stage
-    where: dict[str, Any]  # hosts, batch job, launcher and MPI, for what the run writes
-    model: Model
+    where: dict[str, object]  # hosts, batch job, launcher and MPI, for what the run writes
     placement: Placement
     optimizer_state: OptimizerState
     tokenizer: Tokenizer
     batches: Batches
     step: Step
     assessment: Assessment
-    reading: Reading
     directory: RunDirectory
     start: Path | None  # the checkpoint from which this process began
     progress: Progress
@@ -65,13 +62,16 @@ class Run:
     report: Report
     signals: PendingSignals
     judge: Judge
-    votes: Votes
     launch: Launch  # the step's own, or one around it that measures
     guards: tuple[Guard, ...]
 
     @property
     def comm(self) -> Comm:
         return self.stage.comm
+
+    @property
+    def model(self) -> Model:
+        return self.step.model
 
     @property
     def activity(self) -> Activity:

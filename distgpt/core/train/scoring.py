@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -186,12 +186,16 @@ class Scorer:
         for device, host in zip((self._tokens, self._targets), self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
 
-    def _run(self, name: str, what: Callable[[Pass], Any]) -> Ends:
+    def _run(self, name: str, what: Callable[[Pass], object]) -> Ends:
         """Do something with the pass, recorded under this name."""
         work = self._pass
         assert work is not None
         if name not in self._recorded:
-            self._recorded[name] = self.model.kernels.record(lambda: what(work))
+
+            def compute() -> None:
+                what(work)
+
+            self._recorded[name] = self.model.kernels.record(compute)
         self.model.kernels.precisely(self._recorded[name])
         return work.ends.all
 

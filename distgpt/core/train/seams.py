@@ -1,6 +1,17 @@
 """The seams of a run: each contract with its plain version beside it, in the order in which a run meets them.
 
-How ranks share a step is a contract too: sharing.py. `run.Seams` names who makes these objects.
+contract    answers or does                                called by
+ModelKind   what is built, trained and described           setup.py, before there is a model
+Judge       which steps may change the weights             `Step._update`, `settle`
+Clock       which step is the last one                     `take_steps`, `settle`
+Votes       what ranks tell each other with each step      `Step.launch`, `settle`
+Inspector   whether computed gradients are right           `Step.launch`; a plain run has none
+Guard       watches finished steps; an observer            `settle`; a plain run has none
+Listener    shows and records progress; an observer        report.py
+Disk        writes what is saved                           checkpoints.py
+
+A contract that is a class is its own plain version. How ranks share a step has a page of its own: sharing.py.
+`Seams` (run.py) has a function for each that makes it.
 """
 
 from __future__ import annotations
@@ -12,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from distgpt.core.base.errors import NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals, first_of
@@ -104,12 +115,14 @@ def kind_of(t: TrainConfig) -> ModelKind:
 class Judge(Protocol):
     """Says which steps may change the weights, and what follows where one may not. The same on all ranks."""
 
-    waits: bool  # whether its objection must be known before an update even on kernels with a queue
+    # Whether its objection must be known before an update even where steps are queued. If not, `Step` gets no
+    # `objection` there: kernels themselves leave out an update that is not finite.
+    waits: bool
 
     def objection(self, loss: float, norm: float) -> str:
         """Return why a step must not change the weights, "" if it may."""
 
-    def judge(self, done: Finished) -> str:
+    def judge_step(self, done: Finished) -> str:
         """Return why a finished step has not changed the weights, "" if it has.
 
         Raises the error that ends the run, or a BadStep (run.py), by which the run recovers.
@@ -128,9 +141,9 @@ class FiniteJudge:
         """Return why a step must not change the weights, "" if it may."""
         return not_finite(loss, norm)
 
-    def judge(self, done: Finished) -> str:
+    def judge_step(self, done: Finished) -> str:
         """Return "" for a good step; raise the error that ends the run for another one."""
-        # None where nothing waits for a step's result: then the kernels themselves have left out its update.
+        # None: nobody has judged the step before its update, since it was queued.
         reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
         if reason:
             bad = described(reason, self._progress.step + 1, done.loss, done.norm)
@@ -182,11 +195,11 @@ class Clock:
         """Return the seconds that count for the run's time."""
         return 0.0
 
-    def ahead(self) -> float:
+    def elapsed_ahead(self) -> float:
         """Return the fraction of the time that is over with the next step, which rank 0 sends with a step."""
         return 0.0
 
-    def hear(self, elapsed: float, launched: int) -> None:
+    def hear_elapsed(self, elapsed: float, launched: int) -> None:
         """Go by what rank 0 has sent."""
 
 
@@ -212,12 +225,13 @@ class Votes:
     disk: Disk
     clock: Clock
 
-    def mine(self) -> list[float]:
+    def own_votes(self) -> list[float]:
         """Return this rank's votes: one for each signal, one for a lost disk, and rank 0's clock."""
-        elapsed = self.clock.ahead() if self.comm.rank == 0 else 0.0
+        elapsed = self.clock.elapsed_ahead() if self.comm.rank == 0 else 0.0
         return [*self.signals.counts(), int(self.disk.lost is not None), elapsed]
 
-    def heard(self, sums: Sequence[float]) -> Heard:
+    @staticmethod
+    def read_votes(sums: Sequence[float]) -> Heard:
         """Return what the sums of a step say."""
         *signals, disk, elapsed = sums
         return Heard(first_of(signals), bool(disk), float(elapsed))
@@ -256,9 +270,9 @@ class Guard(Protocol):
 class Listener(Protocol):
     """Shows or records the progress of a run. Called on rank 0 alone."""
 
-    def started(self, facts: dict[str, Any]) -> None: ...
-    def stepped(self, metrics: dict[str, Any]) -> None: ...
-    def evaluated(self, metrics: dict[str, Any]) -> None: ...
+    def started(self, facts: dict[str, object]) -> None: ...
+    def stepped(self, metrics: dict[str, float]) -> None: ...
+    def evaluated(self, metrics: dict[str, float]) -> None: ...
     def noted(self, text: str) -> None: ...
     def sampled(self, step: int, text: str) -> None: ...
 

@@ -42,7 +42,7 @@ from distgpt.core.train.report import Reading, Report
 from distgpt.core.train.restore import begin_anew, learned_first, restore
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Run, Seams
-from distgpt.core.train.seams import Listener, ModelKind, Times, Votes, kind_of
+from distgpt.core.train.seams import Listener, ModelKind, Times, kind_of
 from distgpt.core.train.sharing import Choose, OptimizerState, Start, Strategy, agree_on_strategy
 from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
@@ -128,8 +128,8 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
         fits=partial(have_memory, setup.fitted, stage, setup.kernels, strategy, is_evaluated),
         say=say,
     )
-    micro_batches = strategy.micro_batches(settings, comm.rank, model, start)  # may time some
-    exchange = strategy.exchange(comm, state, settings, say)  # may time some, with the model's gradients
+    micro_batches = strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
+    exchange = strategy.exchange(comm, state, settings, say)  # some are tried out, in the model's buffers
 
     # What watches the run, and is watched: each is made of those above it.
     signals, activity, judge = PendingSignals(), Activity(), seams.judge(settings, progress)
@@ -157,7 +157,6 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
         settings=settings,
         stage=stage,
         where=where,
-        model=model,
         placement=placement,
         optimizer_state=state,
         tokenizer=corpus.tokenizer,
@@ -166,7 +165,6 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
         assessment=Assessment(
             model, comm, validation, metrics, corpus.tokenizer, signals, partial(activity.enter, EVALUATING)
         ),
-        reading=reading,
         directory=directory,
         start=checkpoint,
         progress=progress,
@@ -183,7 +181,6 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
         report=Report(comm.rank, config, directory, listener, checkpoints, reading),
         signals=signals,
         judge=judge,
-        votes=Votes(comm, signals, disk, clock),
         launch=step.launch,
         guards=(),
     )

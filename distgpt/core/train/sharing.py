@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.comm.agree import gather_bytes, named_ranks, on_root, ranks_by_text, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.data.batches import rank_rows
-from distgpt.core.model.memory import Layout
+from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.optim import AdamW
@@ -73,9 +73,15 @@ class Gathering:
         """For rank 0: files of a checkpoint, or only of weights, in place of what this rank has of them."""
         return {}
 
-    def on_root(self, act: Callable[[], Any]) -> Any:
+    def on_root(self, act: Callable[[], None]) -> None:
         """Call act() on rank 0 as `agree.on_root` does, while `act` may use the tensors. Collective."""
-        return on_root(self._comm, act)
+        on_root(self._comm, act)
+
+
+def whole_moments(optimizer: AdamW) -> dict[str, FlatBuffer]:
+    """Return moments by what their names in a file begin with; none where this rank has a part of them."""
+    moments = {"m/": optimizer.m, "v/": optimizer.v}
+    return {prefix: moment for prefix, moment in moments.items() if isinstance(moment, FlatBuffer)}
 
 
 class OptimizerState:
@@ -96,7 +102,7 @@ class OptimizerState:
 
     def restore(self, comm: Comm, checkpoint: Path) -> None:
         """Fill moments from a verified checkpoint, whose weights are there. Collective."""
-        moments: dict[str, Any] = {"m/": self.optimizer.m, "v/": self.optimizer.v}
+        moments = whole_moments(self.optimizer)
         fill(comm, self.optimizer.model, moments, partial(load_group, checkpoint, OPTIMIZER))
 
     def gathering(self, comm: Comm) -> Gathering:
@@ -140,9 +146,9 @@ class Placement:
 class MicroBatches:
     """Even parts of the batch. The gradients of each are added to those of the ones before it.
 
-    micro.rows(rank, i)     # of the global batch, in micro-batch i of a rank
-    micro.adds(i)           # whether the backward pass adds to the gradients that are there
-    micro.done(i)           # after the backward pass
+    micro.rows_of(rank, i)  # of the global batch, in micro-batch i of a rank
+    micro.accumulates(i)    # whether the backward pass adds to the gradients that are there
+    micro.collect(i)        # after the backward pass
     """
 
     name = "even"
@@ -157,15 +163,15 @@ class MicroBatches:
         self.weight = self.sequences * ranks / config.batch_size
         self._batch_size, self._ranks = config.batch_size, ranks
 
-    def rows(self, rank: int, i: int) -> slice:
+    def rows_of(self, rank: int, i: int) -> slice:
         """Return the rows of a rank's micro-batch."""
         return rank_rows(self._batch_size, rank, self._ranks, i, self.count)
 
-    def adds(self, i: int) -> bool:
+    def accumulates(self, i: int) -> bool:
         """Return whether gradients are added to those of the micro-batch before, or replace them."""
         return i > 0
 
-    def done(self, i: int) -> None:
+    def collect(self, i: int) -> None:
         """Take the gradients of a micro-batch from the buffer, if they are to be added in another order."""
 
 
@@ -223,7 +229,7 @@ class Reduction(Protocol):
 
 
 class Allreduce(Reduction):
-    """One Allreduce of MPI or NCCL over the whole stretch; or one for each piece that stays in a cache."""
+    """One Allreduce over the whole stretch; or one for each piece that stays in a cache."""
 
     def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
         self._comm, self._flat, self._chunked = comm, flat, chunked

@@ -1,4 +1,4 @@
-"""One training step on one rank: forward and backward over its rows, the exchange, the update.
+"""One training step on one rank: the passes over its rows, the exchange, the update; steps in flight.
 
 Nothing here waits for a result, so that a backend with a queue can begin the next step meanwhile.
 """
@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.data.batches import Batches
 from distgpt.core.model.model import FLAG_COUNT
 from distgpt.core.model.optim import AdamW, learning_rate
-from distgpt.core.model.passes import Pass, Ready
+from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Array
 from distgpt.core.train.progress import COMPUTING, EXCHANGING, UPDATING, Activity, Finished
 from distgpt.core.train.seams import Inspector
@@ -47,8 +46,8 @@ class StepResult:
     lr: float
     _loss_scale: float
     _norm_scale: float
-    _numbers: Callable[[], Any]  # the loss and the flags, summed over the ranks
-    _squares: Callable[[], Any]
+    _numbers: Callable[[], Array]  # the loss and the flags, summed over the ranks
+    _squares: Callable[[], Array]
     rejected: str | None = None
 
     def read(self) -> tuple[float, float]:
@@ -59,7 +58,7 @@ class StepResult:
     def then(self, call: Callable[[], None]) -> StepResult:
         """Return this result with a call that is made once, as soon as it was read."""
 
-        def numbers() -> Any:  # what `read` waits for last
+        def numbers() -> Array:  # what `read` waits for last
             found = self._numbers()
             call()
             return found
@@ -112,11 +111,10 @@ class Step:
             self.model, n_seq, seq_len, training=True, recompute=config.recompute, positions=positions
         )
         self._inspector = inspector
-        self._ready: Ready | None = None  # called by the backward pass that is running
         # Recorded forward and backward passes: a recording fixes whether it adds to the gradients that are
         # there, and whether it sends them meanwhile, and the first micro-batch and the last one differ.
         self._recorded = {
-            (adds, sends): k.record(partial(self._forward_backward, adds))
+            (adds, sends): k.record(partial(self._forward_backward, adds, sends))
             for adds in (False, True)
             for sends in (False, True)
         }
@@ -131,31 +129,36 @@ class Step:
         `flags` is called just before the exchange. Its numbers are summed over the ranks, with the gradients.
         `elapsed`: the fraction of the run's time that is over, where the learning rate follows the clock.
         """
-        self._agree_on_tuning()
+        if self._launched == 1:  # the first step has tuned all kernels, and no exchange runs: ranks can agree
+            self.model.kernels.agree(partial(gather_bytes, self.comm))
+        self._launched += 1
         self._exchanged_at = self._exchanged_at or time.perf_counter()
+        # Before this rank's own gradients are there: those of another rank would overwrite them.
         compute = partial(self._compute, number, batches, 0)
         compare = self._inspector.begin(number, compute) if self._inspector else None
-        for micro_batch in range(self._micro_batches.count):
-            if micro_batch == self._micro_batches.count - 1:
+        last = self._micro_batches.count - 1
+        for micro_batch in range(last + 1):
+            sends = False
+            if micro_batch == last:
                 self.exchange.before_backward(number)
-                self._ready = None if compare else self.exchange.ready
-            self._compute(number, batches, micro_batch, self.comm.rank)
-            self._ready = None
-            if compare and not micro_batch:
+                # Gradients that are to be compared must not be sums yet.
+                sends = compare is None and self.exchange.ready is not None
+            self._compute(number, batches, micro_batch, self.comm.rank, sends)
+            if compare and micro_batch == 0:  # before `collect`, and before the next one adds to them
                 self.activity.enter(EXCHANGING)
                 compare()
-            self._micro_batches.done(micro_batch)
-        self._put([*flags(), *self._seconds()])
+            self._micro_batches.collect(micro_batch)
+        self._append([*flags(), *self._seconds()])  # as late as can be: signals came meanwhile
         self.activity.enter(EXCHANGING)
         self.exchange.sum_gradients(number)
         self._exchanged_at = time.perf_counter()
-        with self.at_rest:
+        with self.at_rest:  # after the exchange: who waits there has the weights of the last finished step
             learned = batches.learned_fraction(number)
             return self._update(number, learning_rate(self.config, number, elapsed), learned)
 
-    def waits(self) -> list[tuple[Any, str, Array]]:
-        """Return the methods that wait for other ranks, each with what it sums or sends."""
-        waits: list[tuple[Any, str, Array]] = [
+    def waits(self) -> list[tuple[object, str, Array]]:
+        """Return the methods that wait for other ranks, each with its object and what it sums or sends."""
+        waits: list[tuple[object, str, Array]] = [
             (self.exchange, name, array) for name, array in self.exchange.waits(self.model)
         ]
         if self.optimizer.update_bounds:
@@ -169,19 +172,25 @@ class Step:
             self.comm.all_gather(self.model.grads.flat, bounds)
             self.activity.enter(UPDATING)
 
-    def _compute(self, number: int, batches: Batches, micro_batch: int, rank: int) -> None:
-        """Add the gradients of a rank's micro-batch to those of the micro-batches before it."""
+    def _compute(
+        self, number: int, batches: Batches, micro_batch: int, rank: int, sends: bool = False
+    ) -> None:
+        """Add the gradients of a rank's micro-batch to those of the micro-batches before it.
+
+        `sends`: whether the exchange takes gradients as they become final, within the backward pass.
+        """
         self.activity.enter(COMPUTING)
-        batches.fill(number, self._micro_batches.rows(rank, micro_batch), *self._host)
+        batches.fill(number, self._micro_batches.rows_of(rank, micro_batch), *self._host)
         for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
-        run_forward_backward = self._recorded[self._micro_batches.adds(micro_batch), self._ready is not None]
+        run_forward_backward = self._recorded[self._micro_batches.accumulates(micro_batch), sends]
         run_forward_backward()
 
-    def _forward_backward(self, adds: bool) -> None:
+    def _forward_backward(self, adds: bool, sends: bool) -> None:
         """Compute the loss and gradients of the rows that lie in `_inputs`."""
         tokens, targets = self._inputs[:2]
-        self._pass.loss_and_gradients(tokens, targets, self._micro_batches.weight, adds, self._ready)
+        ready = self.exchange.ready if sends else None
+        self._pass.loss_and_gradients(tokens, targets, self._micro_batches.weight, adds, ready)
 
     def _update(self, number: int, lr: float, learned: float) -> StepResult:
         """Update the weights, unless the summed gradients are bad.
@@ -194,7 +203,7 @@ class Step:
         scales = self.exchange.scales(learned)
         self.exchange.compute_norm(self.optimizer)
         numbers, squares = k.later(grads.flags), k.later(self.optimizer.norm)
-        result = StepResult(lr, scales.loss, scales.norm, cache(numbers), cache(squares))
+        result = StepResult(lr, scales.loss, scales.norm, cache(numbers), cache(squares))  # each is read once
         if self._objection:
             result.rejected = self._objection(*result.read())
         if not result.rejected:
@@ -206,16 +215,8 @@ class Step:
         self.exchange.after_update(number, not result.rejected)
         return result
 
-    # Beside the step itself
-
-    def _agree_on_tuning(self) -> None:
-        """Before the second step all kernels have been tuned and no exchange is running: ranks can agree."""
-        if self._launched == 1:
-            self.model.kernels.agree(partial(gather_bytes, self.comm))
-        self._launched += 1
-
-    def _put(self, numbers: list[float]) -> None:
-        """Append them to the gradients; where all are 0, as nearly always, they are there already."""
+    def _append(self, numbers: list[float]) -> None:
+        """Append them to the gradients; where all are 0, as mostly on one rank, they are there already."""
         if any(numbers) or self._had_flags:
             k = self.model.kernels
             k.put(self.model.grads.flags[1 : 1 + len(numbers)], np.array(numbers, k.wide))
@@ -232,7 +233,10 @@ class Step:
 
 
 class InFlight:
-    """At most `depth` steps may be under way when the next one is launched."""
+    """Steps whose results were not read yet: a GPU computes one while it gets the next.
+
+    At most `depth` of them may be under way when the next one is launched.
+    """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -242,10 +246,10 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._results)
 
-    def add(self, result: StepResult) -> None:
+    def add_launched(self, result: StepResult) -> None:
         self._results.append(result)
 
-    def wait(self) -> Finished:
+    def wait_for_oldest(self) -> Finished:
         """Wait for the oldest step."""
         result, begun = self._results.popleft(), self._finished_at
         loss, norm = result.read()

@@ -77,7 +77,7 @@ def _losses(run: Run) -> dict[str, Any]:
     return {
         "step": run.progress.step,
         "loss": _known(run.progress.loss),
-        "train_bits_per_byte": run.reading.bits_per_byte(_known(run.progress.loss)),
+        "train_bits_per_byte": run.report.reading.bits_per_byte(_known(run.progress.loss)),
         "val_loss": _known(run.progress.val_loss),
         "bits_per_byte": run.assessment.bits_per_byte(_known(run.progress.val_loss)),
         "best_val_loss": loss,
