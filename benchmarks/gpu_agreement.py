@@ -28,7 +28,7 @@ from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.generate.engine import complete
 from distgpt.core.generate.engine_setup import engine_for
 from distgpt.core.generate.request import Request
-from distgpt.core.train.open import make_steps
+from distgpt.core.train.setup import make_steps
 from distgpt.gpu.stage import on_gpu
 from distgpt.parallel.choose import Chosen
 

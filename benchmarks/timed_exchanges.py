@@ -19,7 +19,7 @@ from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.stages import Stage, open_stage
-from distgpt.core.train.open import make_steps
+from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
 from distgpt.parallel.choose import Chosen
 

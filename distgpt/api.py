@@ -31,11 +31,11 @@ from distgpt.core.generate.python_api import Writer, tokens_in
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, save_model
-from distgpt.core.train.finished import leave_finished
 from distgpt.core.train.loop import train as train_run
-from distgpt.core.train.open import open_run
-from distgpt.core.train.plan import Plan, make_plan
+from distgpt.core.train.plan import make_plan
+from distgpt.core.train.resume import leave_finished
 from distgpt.core.train.run import plain_seams
+from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import Strategy
 from distgpt.recipes.recipes import followed
 from distgpt.rounded.packed import Int8Model, random_model
@@ -155,25 +155,21 @@ def train(
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     asked = followed(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
-    plan = make_plan(ready.comm, asked, told.noted)
+    plan = make_plan(ready, asked, told.noted)
     if plan.is_finished:
-        return _finished(plan, ready, told)
+        leave_finished(ready.comm, plan.directory, plan.config.train, plan.state.seconds, told.noted)
+        dtype = plan.config.train.dtype
+        model, description, _, _ = open_model(ready, plan.directory.weights, None, dtype)
+        return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
     try:
-        seams = part("seams", plain_seams)(plan.run.train)
+        seams = part("seams", plain_seams)(plan.config.train)
         run = open_run(plan, ready, part("strategy", Strategy), told, seams)
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
             plan.directory.release()
-    model = GPT(run.model, run.checkpoints.description, ready.comm)
-    return Trained(model, told.metrics, run.directory.path)
-
-
-def _finished(plan: Plan, ready: Stage, told: _Told) -> Trained:
-    """Return a run that had nothing left to do, as it is. Collective."""
-    leave_finished(ready.comm, plan, told.noted)
-    model, description, _, _ = open_model(ready, plan.directory.weights, None, plan.run.train.dtype)
-    return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
+    trained = GPT(run.model, run.checkpoints.description, ready.comm)
+    return Trained(trained, told.metrics, run.directory.path)
 
 
 class _Told:

@@ -73,7 +73,7 @@ TABLES: dict[str, dict[str, str]] = {
     "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
     # By the setting init_weights (core/train/restore.py).
     "first weights": {"bigrams": "distgpt.recipes.bigrams:PAIRS"},
-    # By a component's name, which settings give (core/train/compatibility.py).
+    # By a component's name, which settings give (core/train/plan.py).
     "checks": {
         "balance": "distgpt.parallel.balance:check",
         "chats": "distgpt.texts.chats.examples:check",

@@ -43,7 +43,7 @@ LONGER = {
     "commands.bench:add",
     "commands.slurm:slurm",
     "commands.train:train",
-    "core.train.open:open_run",
+    "core.train.setup:open_run",
     "texts.tokenizers.bpe_fast:fill_ids",
 }
 # What must not know each other, though the order would allow it.

@@ -32,8 +32,8 @@ from distgpt.core.data.tokenizers import (
 )
 from distgpt.core.saved.named import WEIGHTS
 from distgpt.core.train.assessment import METRICS
-from distgpt.core.train.compatibility import CHECKS, refuse_unsuited
 from distgpt.core.train.lines import LISTENERS, Lines
+from distgpt.core.train.plan import CHECKS, refuse_unsuited
 from distgpt.core.train.restore import FIRST_WEIGHTS
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel

@@ -21,6 +21,8 @@ from distgpt.core.saved.modelfile import Base, Description
 class AdapterKind:
     """A `ModelKind`: of an `AdaptedModel`."""
 
+    may_move = frozenset({"init"})  # its content is compared: `refuse_origin`
+
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         return AdaptedModel(run, kernels)
 
@@ -39,6 +41,9 @@ class AdapterKind:
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         assert isinstance(model, AdaptedModel)
         load_frozen(comm, model, Path(t.init))
+
+    def use_of_init(self, t: TrainConfig) -> str:
+        return f"gets adapters of rank {t.lora_rank}"
 
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         """Accept a model that is rounded: adapters may stand beside it."""

@@ -63,8 +63,7 @@ def estimate(
         raise click.UsageError("--tokens and --steps exclude each other")
     import json
 
-    from distgpt.core.train.dtype import foreseen
-    from distgpt.measure.estimate import Question, render_terminal
+    from distgpt.measure.estimate import Question, foreseen, render_terminal
     from distgpt.measure.estimate import estimate as estimated
     from distgpt.recipes.depth import Dial
     from distgpt.recipes.derived import derived

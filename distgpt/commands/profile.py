@@ -68,7 +68,7 @@ def profile(
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
-    from distgpt.core.train.open import open_steps
+    from distgpt.core.train.setup import open_steps
     from distgpt.measure.profile.session import Session, prepare
     from distgpt.parallel.choose import Chosen
     from distgpt.recipes.derived import configured

@@ -124,27 +124,27 @@ def train(
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
-    from distgpt.core.train.announce import note_small_model
-    from distgpt.core.train.finished import leave_finished
     from distgpt.core.train.lines import listeners
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.open import open_run
     from distgpt.core.train.plan import make_plan
+    from distgpt.core.train.resume import leave_finished
     from distgpt.core.train.run import plain_seams
+    from distgpt.core.train.setup import open_run
     from distgpt.core.train.sharing import Strategy
     from distgpt.core.train.summary import how_to_resume
-    from distgpt.recipes.recipes import followed
+    from distgpt.recipes.recipes import followed, note_small_model
 
     shown = listeners(ready.comm, progress, tensorboard, log_lines)
     plan = run = session = None
     try:
         note_small_model(ready, asked, shown.noted)
         asked = followed(asked, ready, shown.noted)
-        plan = make_plan(ready.comm, asked, shown.noted)
+        plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
-            leave_finished(ready.comm, plan, shown.noted)
+            t, seconds = plan.config.train, plan.state.seconds
+            leave_finished(ready.comm, plan.directory, t, seconds, shown.noted)
             return
-        seams = part("seams", plain_seams)(plan.run.train, end, stall_timeout, stall_abort)
+        seams = part("seams", plain_seams)(plan.config.train, end, stall_timeout, stall_abort)
         run = open_run(plan, ready, part("strategy", Strategy), shown, seams)
         if profile:
             run, session = _profiled(run)

@@ -10,7 +10,6 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.saved.checkpoint import State, load_state, newest_intact
 from distgpt.core.train.restore import begin_anew, restore
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import kind_of
 
 
 class RollBack(BadStep):
@@ -23,10 +22,9 @@ class RollBack(BadStep):
         path, document = on_root(run.comm, lambda: _newest(run))
         state = State.from_json(document)
         if path:
-            restore(run.comm, run.model, run.optimizer_state, Path(path))
+            restore(run.comm, run.optimizer_state, Path(path))
         else:
-            t = run.config.train
-            begin_anew(run.comm, kind_of(t), run.model, run.optimizer_state, t, run.batches)
+            begin_anew(run.comm, run.optimizer_state, run.config.train, run.batches)
         run.load(replace(state, skipped=used - state.step))
         run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
         step, what = run.progress.step, f"{self.reason} at step {self.step}"

@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable
 
 from distgpt.core.config import TrainConfig
-from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.model import Model
 from distgpt.core.train.assessment import Validation
-from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Pace
-from distgpt.core.train.seams import KEPT, Clock
+from distgpt.core.train.seams import KEPT, Clock, Times
 
 EVALUATION = 0.5  # of the time that a token takes in a step
 
@@ -66,10 +64,9 @@ class TimedClock(Clock):
 
 
 def timed_clock(
-    plan: Plan, stage: Stage, t: TrainConfig, pace: Pace, model: Model, validation: Validation | None
+    t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
 ) -> TimedClock:
     """Return the clock of a run, which leaves time for the evaluation after the last step."""
     per_step = t.batch_size * model.config.seq_len
     closing = EVALUATION * (validation.count if validation else 0) / per_step
-    is_async = model.kernels.capabilities.is_async
-    return TimedClock(t, pace, stage.begun + plan.uncounted, plan.state.seconds, is_async, closing)
+    return TimedClock(t, pace, times.begun, times.spent, model.kernels.capabilities.is_async, closing)

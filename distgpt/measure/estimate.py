@@ -11,15 +11,16 @@ from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
 from distgpt.core.comm.limits import granted_cores
 from distgpt.core.config import ON_GPU, RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.core.config.asked import Asked
+from distgpt.core.cpu.stages import Stage, expected_dtype, open_stage
 from distgpt.core.data.named import BUNDLED_TEXTS, resolve_data
 from distgpt.core.data.shards import Manifest, is_shards, read_manifest
 from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import Architecture, Model, flag_count
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Kernels
-from distgpt.core.train.compatibility import refuse_unsuited
-from distgpt.core.train.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
+from distgpt.core.train.memory import SPARE, DryKernels, copy_bytes, divisors, fitting, needed
+from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Strategy
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
@@ -112,6 +113,12 @@ def estimate(
     }
 
 
+def foreseen(stage: str, asked: Asked, tf32: bool) -> RunConfig:
+    """Return the configuration of a new run that a stage of this name would begin on this machine."""
+    config = new_run(asked)
+    return config.with_values({DTYPE: expected_dtype(stage, config, tf32).name}) if is_open(asked) else config
+
+
 def _refuse_nonsense(question: Question) -> None:
     t = question.run.train
     for option, value in (("--rate", question.rate), ("--gpu-memory", question.gpu_memory)):
@@ -169,7 +176,7 @@ def _settled(run: RunConfig, site: Site, strategy: Strategy) -> tuple[TrainConfi
     """Resolve "automatic" settings; if nothing fits, return those that take least, and the reason."""
     free = NO_LIMIT if site.free is None else site.free
     try:
-        return fitting(run, site.kernels, strategy, free, site.where, site.assessed), ""
+        return fitting(run, site.kernels, strategy, free, site.where, site.assessed)[0], ""
     except UsageError as error:
         t = run.train
         how = "block" if t.recompute == "auto" else t.recompute
@@ -222,9 +229,9 @@ def _memory(run: RunConfig, site: Site, strategy: Strategy) -> Facts:
 
 
 def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
-    counting = cast(Kernels, Counting(kernels))
+    dry = cast(Kernels, DryKernels(kernels))
     rows, width = Pass(
-        Model(Architecture(run.model), counting), sequences, run.model.seq_len, training=True
+        Model(Architecture(run.model), dry), sequences, run.model.seq_len, training=True
     ).logits_shape
     found: int = rows * width * kernels.dtype.itemsize
     return found

@@ -12,7 +12,7 @@ from distgpt.core.config.asked import Asked
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.checkpoint import load_state
 from distgpt.core.saved.rundir import RunDirectory, place_for
-from distgpt.core.train.resumption import find_run
+from distgpt.core.train.resume import find_run
 from distgpt.recipes.derived import everywhere
 
 OTHERS = ("train-minutes", "schedule", "decay-fraction", "init")

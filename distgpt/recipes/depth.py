@@ -13,7 +13,7 @@ from distgpt.core.config.asked import Asked
 from distgpt.core.data.loading import AUTO
 from distgpt.core.data.named import resolve_data
 from distgpt.core.data.shards import is_shards, read_manifest
-from distgpt.core.train.resumption import begins_anew
+from distgpt.core.train.resume import begins_anew
 from distgpt.recipes.scaling import (
     EPOCHS,
     TOKENS_PER_PARAMETER,

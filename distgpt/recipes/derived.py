@@ -13,7 +13,7 @@ from distgpt.core.config import SETTINGS, RunConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.setting import brief
 from distgpt.core.train.plan import new_run
-from distgpt.core.train.resumption import begins_anew
+from distgpt.core.train.resume import begins_anew
 
 
 def derived(asked: Asked, ranks: int) -> Asked:

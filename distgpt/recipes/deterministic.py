@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from distgpt.core.config.asked import Asked, resumed
 from distgpt.core.train.plan import new_run
-from distgpt.core.train.resumption import saved_run
+from distgpt.core.train.resume import saved_run
 from distgpt.parallel.reproducible import usual_parts
 
 

@@ -12,7 +12,7 @@ from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import BATCH_KEYS
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.named import weights_of
-from distgpt.core.train.resumption import begins_anew
+from distgpt.core.train.resume import begins_anew
 
 NAME = "tune"  # of the run
 TOKENS = 4096  # tokens of a step, about
@@ -26,9 +26,10 @@ def tuned(asked: Asked, ranks: int) -> Asked:
     said = asked.settings()
     if not said.get("init"):
         raise UsageError("which model is to be tuned? --weights says that (distgpt help tuning)")
-    model = read_description(weights_of(Path(said["init"]), asked.fetches)).run.model
+    model = read_description(weights_of(Path(str(said["init"])), asked.fetches)).run.model
     seq_len = said.get("seq_len", model.seq_len)
     SETTINGS["seq_len"].check("seq_len", seq_len)
+    assert isinstance(seq_len, int)
     rows = max(1, TOKENS // seq_len)
     found: dict[str, Any] = {"schedule": "linear", "warmup": 0, "weight_decay": 0.0}
     if not BATCH_KEYS & said.keys():

@@ -21,10 +21,10 @@ from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.named import resolve_data
 from distgpt.core.data.tokenizers import build_tokenizer
-from distgpt.core.train.dtype import decided, is_open
-from distgpt.core.train.open import compile_once_per_node, make_steps
-from distgpt.core.train.resumption import begins_anew, saved_run
+from distgpt.core.train.plan import DTYPE, is_open
+from distgpt.core.train.resume import begins_anew, saved_run
 from distgpt.core.train.seams import KEPT
+from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.parallel.choose import Chosen
 from distgpt.recipes.depth import holds_out, text_of, titled
 from distgpt.recipes.derived import configured, everywhere
@@ -127,7 +127,7 @@ def _text(comm: Comm, asked: Asked) -> tuple[Text, bool]:
     def find() -> list[Any]:
         given = asked.settings()
         text = text_of(given)
-        hard = difficulty(resolve_data(given.get("data", "corpus")))
+        hard = difficulty(resolve_data(str(given.get("data", "corpus"))))
         return [text.tokens, text.vocab_size, text.tokenizer, hard, holds_out(given)]
 
     *found, held_out = on_root(comm, find)
@@ -231,7 +231,7 @@ def _run(asked: Asked, stage: Stage, depth: int, tokens: float, text: Text) -> R
     asked = replace(asked, depth=depth, tokens=tokens)
     run = configured(stage.comm, asked)
     if on_root(stage.comm, lambda: is_open(asked)):
-        run = decided(stage, run)
+        run = run.with_values({DTYPE: stage.dtype_for_training(lambda: run).name})
     t = replace(run.train, grad_sync="allreduce" if run.train.grad_sync == "auto" else run.train.grad_sync)
     t = replace(t, balance="even")
     return RunConfig(replace(run.model, vocab_size=text.vocab_size), t)

@@ -17,8 +17,7 @@ from distgpt.core.data.loading import PLAIN, SHARDS, DataRequest, kind_of, load_
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import learning_rate
-from distgpt.core.train.compatibility import refuse_unsuited
-from distgpt.core.train.dtype import DTYPE, is_open
+from distgpt.core.train.plan import DTYPE, is_open, refuse_unsuited
 from distgpt.gpu.stage import on_gpu
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
 from distgpt.recipes.depth import holds_out

@@ -19,8 +19,8 @@ from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.saved.rundir import RunDirectory, read_metrics
 from distgpt.core.train.loop import train
-from distgpt.core.train.open import open_run
 from distgpt.core.train.plan import make_plan, new_run
+from distgpt.core.train.setup import open_run
 from distgpt.guards.attach import guarded
 from distgpt.guards.deadline import LEAVING
 from distgpt.parallel.choose import Chosen
@@ -125,14 +125,14 @@ class Worker:
         """Train a run, from its last checkpoint if it has one, to the step of a rung; return that step."""
         ledger, stage = self.ledger, replace(self.stage, begun=time.monotonic())
         asked = replace(asked_of(run), out=ledger.directory(run).path, resume="auto")
-        plan = make_plan(stage.comm, derived(asked, 1), lambda text: None)
-        by_clock = bool(plan.run.train.train_minutes)
-        until = None if by_clock else ledger.grid.until(rung, plan.run.train.steps)
-        is_there = until is not None and plan.step >= until and not plan.state.evaluation_pending
+        plan = make_plan(stage, derived(asked, 1), lambda text: None)
+        by_clock = bool(plan.config.train.train_minutes)
+        until = None if by_clock else ledger.grid.until(rung, plan.config.train.steps)
+        is_there = until is not None and plan.state.step >= until and not plan.state.evaluation_pending
         if is_there:  # it was killed before that was noted
-            return plan.step
+            return plan.state.step
         try:
-            seams = guarded(plan.run.train, self.end)
+            seams = guarded(plan.config.train, self.end)
             opened = open_run(replace(plan, until=until), stage, Chosen, self.listener, seams)
             train(opened)
         finally:

@@ -15,10 +15,10 @@ from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.cpu import dtypes
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.announce import note_small_model
 from distgpt.core.train.step import Step
 from distgpt.gpu.stage import SLOW_FLOAT32, GpuStage
 from distgpt.recipes import within
+from distgpt.recipes.recipes import note_small_model
 from distgpt.recipes.scaling import flops, text_to_learn_from
 
 STEPS = ("--steps", "4", "--save-every", "2", "--n-layer", "1", "--seq-len", "8")

@@ -8,7 +8,7 @@ from devices import gpu, gpu_train, needs_the_processor  # noqa: F401
 from fakecupy import FakeCupy
 
 from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.train.open import _rehearse
+from distgpt.core.train.setup import rehearse
 from distgpt.core.train.sharing import Strategy
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.listing import kinds_for
@@ -65,7 +65,7 @@ def test_the_sources_of_every_preset_are_listed(name):
         kinds = kinds_for(
             device,
             dtype,
-            partial(_rehearse, run=run, strategy=Strategy(run.train, 1)),
+            partial(rehearse, config=run, strategy=Strategy(run.train, 1)),
             float8=dtype == "bfloat16",
         )
         sources = {source for source, _ in kinds}

@@ -42,7 +42,7 @@ def resumed(comm, device, out, config, at=2, steps=4):
     k = work.model.kernels
     for spec in work.model.layout.specs:
         work.model.put(spec.name, np.full(spec.shape, 7.0))
-    restore(comm, work.model, work.state, out / "checkpoints" / f"step-{at:08d}")
+    restore(comm, work.state, out / "checkpoints" / f"step-{at:08d}")
     read = [work.launch(step, batches()).read() for step in range(at, steps)]
     return k.to_host(work.model.params.flat).copy(), read
 

@@ -50,12 +50,13 @@ _FAULTS = {
         ("bias correction of the next step", "config.beta2 ** (step + 1)", "config.beta2 ** (step + 2)"),
         ("min_lr is ignored", "config.min_lr + (", "("),
     ],
-    ("core/train/open.py", _WIRED): [
+    ("core/train/setup.py", _WIRED): [
         (
             "the best loss is forgotten",
             "say, comm, best, disk, gathering",
             "say, comm, None, disk, gathering",
         ),
+        ("micro-batches are those of other ranks", "or state.ranks != ranks ", ""),
     ],
     ("core/train/restore.py", _WIRED): [
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
@@ -131,9 +132,6 @@ _FAULTS = {
     ("core/data/batches.py", _WIRED): [
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         ("targets are the inputs", "window[1:]", "window[:-1]"),
-    ],
-    ("core/train/plan.py", _WIRED): [
-        ("micro-batches are those of other ranks", "self.state.ranks == ranks and ", ""),
     ],
     ("core/saved/checkpoint.py", "saved/test_checkpoint.py"): [
         (

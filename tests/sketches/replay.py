@@ -20,10 +20,10 @@ from distgpt.core.config.asked import asked_for
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.model import Model
 from distgpt.core.train.loop import train
-from distgpt.core.train.open import open_run
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.run import Seams
 from distgpt.core.train.seams import Inspector, Listener
+from distgpt.core.train.setup import open_run
 from distgpt.guards.recheck import Digest, Recheck
 from distgpt.parallel.choose import Chosen
 
@@ -52,7 +52,7 @@ def replayed(checkpoint: Path, last: int, stage: Stage, out: Path, listener: Lis
     """Take the steps from a checkpoint to `last` again, in a directory of their own. Collective."""
     found: Digests = {}
     asked = asked_for({}, None, None, out, str(checkpoint))
-    plan = replace(make_plan(stage.comm, asked, listener.noted), until=last)
+    plan = replace(make_plan(stage, asked, listener.noted), until=last)
     train(open_run(plan, stage, Chosen, listener, recorded(Seams(), found)))
     return found
 

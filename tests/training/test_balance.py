@@ -1,6 +1,7 @@
 """Ranks that take more sequences than others, by how fast they are."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from threadranks import on_all_ranks
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.saved.checkpoint import State, load_state
-from distgpt.core.train.compatibility import refuse_unsuited
-from distgpt.core.train.plan import Plan
+from distgpt.core.train.plan import refuse_unsuited
+from distgpt.core.train.setup import shares_so_far
 from distgpt.parallel import balance
 from distgpt.parallel.balance import (
     Balanced,
@@ -72,10 +73,10 @@ def test_shares_are_described_and_known_ones_are_used_where_they_fit():
     assert described_shares([4, 4]) == "4 sequences of a micro-batch on every rank"
     assert described_shares([3, 7, 2]).endswith("7 on rank 1, down to 2 on rank 2")
     state = State(3, ranks=2, shares=[8, 4], hosts=7)
-    plan = Plan(None, None, None, state, None, {})
-    assert plan.shares(PLAIN, 2, 7) == [8, 4] and plan.shares(PLAIN, 3, 7) is None
-    assert plan.shares(PLAIN, 2, 8) is None and plan.shares(replace(PLAIN, grad_accum=4), 2, 7) is None
-    assert Plan(None, None, None, State(), None, {}).shares(PLAIN, 2, 7) is None
+    known = partial(shares_so_far, state)
+    assert known(PLAIN, 2, 7) == [8, 4] and known(PLAIN, 3, 7) is None
+    assert known(PLAIN, 2, 8) is None and known(replace(PLAIN, grad_accum=4), 2, 7) is None
+    assert shares_so_far(State(), PLAIN, 2, 7) is None
     first, other = (on_all_ranks(2, lambda comm, n=n: hosts_checksum(comm, n + comm.rank)) for n in (1, 2))
     assert first[0] == first[1] != other[0]
 

@@ -23,7 +23,7 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.compatibility import refuse_unsuited
+from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.progress import Due, Pace, Progress, due_after
 from distgpt.core.train.restore import restore
 from distgpt.parallel.choose import Chosen
@@ -175,7 +175,7 @@ def interrupted(comm, out, at, config=CONFIG, steps=10):
 def resumed(comm, out, at, config=CONFIG, steps=10):
     work = steps_of(comm, config)
     work.model.weights.flat[...] = 7
-    restore(comm, work.model, work.state, out / "checkpoints" / f"step-{at:08d}")
+    restore(comm, work.state, out / "checkpoints" / f"step-{at:08d}")
     seen = []
     for step in range(at, steps):
         work.launch(step, batches())
@@ -206,7 +206,7 @@ def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp
 
         def act(comm, config=config):
             work = steps_of(comm, config)
-            restore(comm, work.model, work.state, path)
+            restore(comm, work.state, path)
             begun = work.model.weights.flat.copy()
             return begun, work.optimizer.m.flat.copy(), work.launch(6, batches()).read()
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from threadranks import on_all_ranks
@@ -27,20 +28,25 @@ def silent(text):
     """Nobody listens."""
 
 
+def alone(comm=None):
+    """As much of a stage as a plan needs."""
+    return SimpleNamespace(comm=comm or SerialComm(), device=None)
+
+
 def sent(plan):
     return decode(json.loads(json.dumps(encode(plan))))
 
 
 def test_each_preset_s_plan_comes_over_the_wire_as_it_is(tmp_path):
     for name in PRESETS:
-        plan = make_plan(SerialComm(), asked_for({}, name, out=tmp_path / name), silent)
-        assert sent(plan) == plan and plan.run == new_run(Asked(name)), name
+        plan = make_plan(alone(), asked_for({}, name, out=tmp_path / name), silent)
+        assert sent(plan) == plan and plan.config == new_run(Asked(name)), name
         assert plan != replace(plan, until=3) and sent(replace(plan, until=3)).until == 3
 
 
 def test_so_does_the_plan_of_a_run_that_resumes(trained):
     asked = asked_for({"lr": 1e-4, "steps": 40}, out=trained, resume="auto")
-    plan = make_plan(SerialComm(), replace(asked, uncounted=1.5), silent)
+    plan = make_plan(alone(), replace(asked, uncounted=1.5), silent)
     plan = replace(plan, state=replace(plan.state, recent=((5.5, 0.25),), shares=[3, 5]))
     assert plan.checkpoint and plan.changes["steps"] == (30, 40) and plan.uncounted
     back = sent(plan)
@@ -51,10 +57,10 @@ def test_so_does_the_plan_of_a_run_that_resumes(trained):
 
 def test_one_process_has_the_plan_itself_and_several_ranks_an_equal_one(tmp_path, monkeypatch):
     asked = asked_for({"n_layer": 1}, out=tmp_path / "run")
-    plan = make_plan(SerialComm(), asked, silent)
-    assert on_all_ranks(2, lambda comm: make_plan(comm, asked, silent)) == [plan, plan]
+    plan = make_plan(alone(), asked, silent)
+    assert on_all_ranks(2, lambda comm: make_plan(alone(comm), asked, silent)) == [plan, plan]
     monkeypatch.setattr(planning, "encode", None)
-    assert make_plan(SerialComm(), asked, silent) == plan
+    assert make_plan(alone(), asked, silent) == plan
 
 
 def test_what_a_recipe_makes_is_on_all_ranks(tmp_path):

@@ -17,8 +17,8 @@ from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.tensors import DATA_SUM, read_header
-from distgpt.core.train.compatibility import refuse_unsuited
 from distgpt.core.train.memory import fitting
+from distgpt.core.train.plan import refuse_unsuited
 from distgpt.parallel import reductions as ways
 from distgpt.parallel.choose import Chosen
 from distgpt.parallel.reductions import tree_sum
@@ -121,7 +121,9 @@ def test_units_decide_the_micro_batches_and_matmul():
     assert [usual_parts(batch) for batch in (1, 6, 12, 16, 24)] == [1, 2, 4, 8, 8]
     run = RunConfig(model=MODEL, train=replace(CONFIG, grad_accum=2))
     for ranks in (1, 2, 8):
-        assert fitting(run, CpuKernels(), Chosen(run.train, ranks), 1 << 40, "here").grad_accum == 8 // ranks
+        assert (
+            fitting(run, CpuKernels(), Chosen(run.train, ranks), 1 << 40, "here")[0].grad_accum == 8 // ranks
+        )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from disks import small_disk
 
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import append
-from distgpt.core.comm.limits import Memory
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
@@ -314,7 +313,7 @@ def test_a_line_is_whole_or_not_there(tmp_path, monkeypatch):
 
 def test_a_copy_is_made_where_memory_allows(tmp_path, monkeypatch):
     assert "no memory for a copy" not in run(*WORDS, "--out", tmp_path / "much").stdout
-    monkeypatch.setattr(memory, "granted_memory", lambda ranks: Memory(1 << 10))
+    monkeypatch.setattr(memory, "copy_bytes", lambda *about: 1 << 60)
     assert "no memory for a copy" in run(*WORDS, "--out", tmp_path / "little").stdout
     refused(
         run(*WORDS, "--save", "async", "--out", tmp_path / "none"), 2, "--save async needs a copy", "use sync"

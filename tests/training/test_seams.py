@@ -13,11 +13,11 @@ from distgpt.core.config.asked import asked_for
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.model.model import FLAG_COUNT
 from distgpt.core.train.loop import train
-from distgpt.core.train.open import open_run
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.run import Seams
 from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Votes
+from distgpt.core.train.setup import open_run
 from distgpt.guards.attach import guarded
 from distgpt.guards.bad_steps import BadSteps
 from distgpt.parallel.choose import Chosen
@@ -56,7 +56,7 @@ class Counting:
 def trained(out, seams, **settings):
     """Train a small model with these seams; its directory, the judge of its run, and its metrics."""
     stage, listener = open_stage("serial", 1), Listener()
-    plan = make_plan(stage.comm, asked_for(SIZE | settings, out=out), lambda text: None)
+    plan = make_plan(stage, asked_for(SIZE | settings, out=out), lambda text: None)
     try:
         run = open_run(plan, stage, Chosen, listener, seams)
         train(run)

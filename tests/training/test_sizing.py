@@ -14,7 +14,8 @@ from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import Muon
 from distgpt.core.model.optim import AdamW
-from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, fitting, needed
+from distgpt.core.train import memory
+from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, needed
 from distgpt.core.train.scoring import Scorer, Span
 from distgpt.core.train.sharing import Exchange, Strategy
 from distgpt.core.train.step import Step
@@ -33,6 +34,10 @@ def with_train(run=RUN, **changes):
 def one(run):
     """The strategy of a single rank."""
     return Strategy(run.train, 1)
+
+
+def fitting(*about, **more):
+    return memory.fitting(*about, **more)[0]
 
 
 class Weighing(CpuKernels):

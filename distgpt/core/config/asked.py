@@ -22,7 +22,7 @@ from distgpt.core.config.settings import ModelConfig
 WARMUP_PART = 5  # a preset's warm-up takes no more than this part of a run with fewer steps
 # Of a model that is trained further: a preset's learning rates are for random weights.
 PRETRAINED_PRESET = "tiny-adamw"
-PRETRAINED: dict[str, Any] = {
+PRETRAINED: dict[str, float] = {
     "lr": 5e-5,
     "min_lr": 0.0,
     "embedding_lr": 0.0,
@@ -68,18 +68,20 @@ class Asked:
         """Return the name of the run: that of its preset, or of the file with its settings."""
         return self.title or self.preset or (self.toml.stem if self.toml else DEFAULT_PRESET)
 
-    def layers(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    def layers(self) -> tuple[str, dict[str, object], dict[str, object]]:
         """Return the name of the preset, "" for none, and the settings of the file and those given."""
-        file = parse_toml(read_text(self.toml, "--config"), str(self.toml)) if self.toml else {}
+        file: dict[str, object] = (
+            parse_toml(read_text(self.toml, "--config"), str(self.toml)) if self.toml else {}
+        )
         chosen = str(self.preset or file.get("preset") or "")
         file.pop("preset", None)
-        given = dict(self.given)
+        given: dict[str, object] = dict(self.given)
         if "steps" in given:
             refuse_beside("--steps", {"epochs": given.get("epochs")}, "each says when a run ends")
             given["epochs"] = 0.0
         return chosen, file, given
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the settings of the file and those given."""
         _, file, given = self.layers()
         return renamed(file | given)
@@ -135,7 +137,7 @@ def resumed(base: RunConfig, asked: Asked) -> RunConfig:
     return _with_fitting_warmup(run, file, given) if named else run
 
 
-def _of_weights(weights: ModelConfig, said: Mapping[str, Any]) -> dict[str, Any]:
+def _of_weights(weights: ModelConfig, said: Mapping[str, object]) -> dict[str, object]:
     """Return what follows from weights to be trained further: their model, and lower learning rates."""
     found = asdict(weights) | PRETRAINED
     if said.get("lora_rank"):  # adapters begin at 0 (docs/how-to/lora.md)
@@ -143,7 +145,7 @@ def _of_weights(weights: ModelConfig, said: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, Any]) -> RunConfig:
+def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, object]) -> RunConfig:
     """Make a preset's warm-up shorter for a run of few steps, unless the user has chosen one."""
     if any("warmup" in layer for layer in chosen):
         return run

@@ -1,43 +1,49 @@
 """The plan of a run: all that rank 0 decides before data are read.
 
-Settings, directory and, for `--resume`, the run, its settings and its checkpoint.
+From what is asked for to a configuration, in this order: recipes put settings in the place of their words
+(outside of the core), `with_dtype` names the number format, `new_run` or `_resumed_run` resolves defaults,
+preset, file and flags. Then `make_plan` chooses the directory and the checkpoint. The setup of the run
+(`setup.py`) adds what follows from the texts, and from the memory of this machine.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from distgpt.core.base.errors import DataError, Say, UsageError
+from distgpt.core.base.errors import DataError, Say, UsageError, refuse_beside
 from distgpt.core.base.formatting import count
+from distgpt.core.base.tables import COMPONENTS, Table
 from distgpt.core.comm.agree import on_root
-from distgpt.core.comm.api import Comm
-from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
 from distgpt.core.config.asked import Asked, resolve, resumed
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.data.batches import refuse_uneven
 from distgpt.core.data.named import resolve_data
 from distgpt.core.data.tokenizers import tokenizer_from_json
 from distgpt.core.saved.checkpoint import State, load_state
 from distgpt.core.saved.modelfile import Base, Description, read_description
 from distgpt.core.saved.named import weights_of
 from distgpt.core.saved.rundir import RunDirectory, place_for
-from distgpt.core.train.compatibility import refuse_unsuited
-from distgpt.core.train.resumption import (
+from distgpt.core.train.resume import (
     Change,
     Resumption,
-    changed,
+    begins_anew,
     find_run,
     is_finished,
     refuse_impossible,
 )
 from distgpt.core.train.seams import kind_of
 
+DTYPE = "dtype"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run before it is opened: settings, directory, and where it begins. The same on all ranks."""
+    """A run before it is set up. The same on all ranks; in one process the object that was decided."""
 
-    run: RunConfig
+    config: RunConfig  # as asked for: the vocabulary and the steps of epochs follow from the texts
     directory: RunDirectory
     checkpoint: Path | None  # a verified one, from which the run resumes
     state: State  # what was saved in it
@@ -47,105 +53,67 @@ class Plan:
     until: int | None = None  # a step to end at for now, as if it were the last: the schedule stays as it is
     uncounted: float = 0.0  # seconds of this process that are none of the run's time
 
-    @property
-    def step(self) -> int:
-        return self.state.step
 
-    @property
-    def resumed(self) -> RunConfig | None:
-        """Return the run as it was when its checkpoint was written."""
-        return self.origin.run if self.origin and self.checkpoint else None
-
-    def is_of_same_text(self, fingerprint: str) -> bool:
-        """Return whether the checkpoint was trained on the text of this fingerprint."""
-        return self.state.corpus == fingerprint
-
-    def micro_batches(self, ranks: int) -> int:
-        """Return the micro-batches of a step so far, which keep the sums' order; 0 if unknown or outdated."""
-        same = self.state.ranks == ranks and "reproducible_parts" not in self.changes
-        return self.state.micro_batches if same else 0
-
-    def shares(self, fitted: TrainConfig, ranks: int, hosts: int) -> list[int] | None:
-        """Return the sequences of each rank in a micro-batch so far; None if that cannot be so again."""
-        known = self.state.shares or []
-        same = self.state.ranks == len(known) == ranks and self.state.hosts == hosts
-        return known if same and sum(known) * fitted.grad_accum == fitted.batch_size else None
-
-
-def make_plan(comm: Comm, asked: Asked, say: Say) -> Plan:
+def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
     """Resolve the settings, choose the directory, verify the checkpoint; write nothing. Collective.
 
     Without `asked.out` a new run gets a new directory runs/<name>.
     """
-    if comm.size == 1:
-        return _decide(asked, 1, say)
-    return decode(on_root(comm, lambda: encode(_decide(asked, comm.size, say))))
+    ranks, on_gpu = stage.comm.size, stage.on_gpu
+    if ranks == 1:
+        return _decide(asked, ranks, on_gpu, say)
+    return decode(on_root(stage.comm, lambda: encode(_decide(asked, ranks, on_gpu, say))))
 
 
-def _decide(asked: Asked, ranks: int, say: Say) -> Plan:
+def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     """Return the plan of rank 0, whose say it is."""
     if asked.resume is None:
-        run = new_run(asked)
+        config = new_run(asked)
         found = Resumption(RunDirectory(asked.out or place_for(Path("runs"), asked.name, resuming=False)))
     else:
         found = find_run(asked.resume, asked.out, asked.name, say)
-        run = _resumed_run(found.settings, asked) if found.settings else new_run(asked)
-    refuse_unsuited(run.train, ranks, on_gpu=False)
+        config = _resumed_run(found.settings, asked) if found.settings else new_run(asked)
+    refuse_unsuited(config.train, ranks, on_gpu)
     directory, checkpoint = found.directory, found.checkpoint
     if checkpoint:
-        _refuse_moved(run.train)
+        _refuse_moved(config.train)
     directory.refuse_undecodable()
     if dead := directory.refuse_second():
         say(f"{dead} has left this run without an end: taking over")
     state = State.from_json(load_state(checkpoint)) if checkpoint else State()
-    origin = _origin(run, checkpoint)
-    _refuse_conflicts(found, run, origin, state.step, asked.resume is not None)
-    changes = changed(origin.run if checkpoint and origin else found.settings, run)
-    is_done = is_finished(found, run, state, changes)
+    origin = _origin(config.train, checkpoint)
+    _refuse_conflicts(found, config, origin, state.step, asked.resume is not None)
+    before = origin.run if checkpoint and origin else found.settings
+    changes = differences(before, config) if before else {}
+    is_done = is_finished(found, config.train, state, changes)
     if checkpoint and not is_done:
         say(f"resuming from {checkpoint}")
-    return Plan(run, directory, checkpoint, state, origin, changes, is_done, uncounted=asked.uncounted)
+    return Plan(config, directory, checkpoint, state, origin, changes, is_done, uncounted=asked.uncounted)
 
 
-def new_run(asked: Asked) -> RunConfig:
-    """Return the configuration of a new run, in which `init` is the path of the weights. For rank 0."""
-    init = asked.settings().get("init")
-    if not init or not isinstance(init, str):
-        return resolve(asked)
-    weights = weights_of(Path(init), asked.fetches)
-    run = resolve(asked, read_description(weights).run.model)
-    return run.with_values({"init": str(weights)})
-
-
-def _resumed_run(settings: RunConfig, asked: Asked) -> RunConfig:
-    """Return a run's own configuration, changed by what is given now."""
-    run = resumed(settings, asked)
-    init = run.train.init
-    return run.with_values({"init": str(weights_of(Path(init), asked.fetches))}) if init else run
-
-
-def _origin(run: RunConfig, checkpoint: Path | None) -> Description | None:
+def _origin(t: TrainConfig, checkpoint: Path | None) -> Description | None:
     """Return the model that is trained further, if there is one; refuse one that cannot be."""
-    weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
+    weights = checkpoint / "weights.safetensors" if checkpoint else t.init
     if not weights:
         return None
     origin = read_description(Path(weights))
-    kind_of(run.train).refuse_origin(origin, Path(weights), run.train, resumed=checkpoint is not None)
+    kind_of(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
     return origin
 
 
 def _refuse_conflicts(
-    found: Resumption, run: RunConfig, origin: Description | None, step: int, resuming: bool
+    found: Resumption, config: RunConfig, origin: Description | None, step: int, resuming: bool
 ) -> None:
     """Refuse settings that the checkpoint, or the run in this directory, cannot go on with."""
     if found.checkpoint and origin:
-        refuse_impossible(f"{found.checkpoint} is of a run", origin.run, run)
+        refuse_impossible(f"{found.checkpoint} is of a run", origin.run, config)
     if found.settings and found.in_place:
-        refuse_impossible(f"{found.directory.path} holds a run", found.settings, run)
+        refuse_impossible(f"{found.directory.path} holds a run", found.settings, config)
     else:
-        found.directory.refuse_conflict(run, resuming)
-    if step > run.train.steps and not run.train.train_minutes:
-        steps = count(run.train.steps, "step")
+        found.directory.refuse_conflict(config, resuming)
+    t = config.train
+    if step > t.steps and not t.train_minutes:
+        steps = count(t.steps, "step")
         raise UsageError(f"{found.checkpoint} is at step {step}, past the {steps} asked for")
 
 
@@ -167,7 +135,7 @@ def encode(plan: Plan) -> dict[str, Any]:
     own = {name: getattr(plan, name) for name in ("changes", "is_finished", "until", "uncounted")}
     return {
         **own,
-        "run": asdict(plan.run),
+        "config": asdict(plan.config),
         "directory": str(plan.directory.path),
         "checkpoint": plan.checkpoint and str(plan.checkpoint),
         "state": plan.state.to_json(),
@@ -178,7 +146,7 @@ def encode(plan: Plan) -> dict[str, Any]:
 def decode(wire: dict[str, Any]) -> Plan:
     """Return the plan that was encoded."""
     own = {
-        "run": RunConfig.from_dict(wire["run"]),
+        "config": RunConfig.from_dict(wire["config"]),
         "directory": RunDirectory(Path(wire["directory"])),
         "checkpoint": Path(wire["checkpoint"]) if wire["checkpoint"] else None,
         "state": State.from_json(wire["state"]),
@@ -200,3 +168,75 @@ def _decode_description(wire: dict[str, Any]) -> Description:
         "base": wire["base"] and Base(**wire["base"]),
     }
     return Description(**{**wire, **own})
+
+
+# The configuration: all settings of a run, from what is asked for
+
+
+def new_run(asked: Asked) -> RunConfig:
+    """Return the configuration of a new run, in which `init` is the path of the weights. For rank 0."""
+    init = asked.settings().get("init")
+    if not init or not isinstance(init, str):
+        return resolve(asked)
+    weights = weights_of(Path(init), asked.fetches)
+    config = resolve(asked, read_description(weights).run.model)
+    return config.with_values({"init": str(weights)})
+
+
+def _resumed_run(settings: RunConfig, asked: Asked) -> RunConfig:
+    """Return a run's own configuration, changed by what is given now."""
+    config = resumed(settings, asked)
+    init = config.train.init
+    return config.with_values({"init": str(weights_of(Path(init), asked.fetches))}) if init else config
+
+
+def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
+    """Return what is asked for with the dtype of a new run. One that is named stays. Collective."""
+
+    def decides() -> bool:
+        if is_open(asked) and begins_anew(asked):
+            return True
+        if cost := stage.cost_of(asked.named(DTYPE)):
+            say(cost)
+        return False
+
+    is_decided_here = on_root(stage.comm, decides)
+    if asked.given.get(DTYPE) == AUTO_DTYPE:  # a resumed run has its own
+        asked = replace(asked, given={name: value for name, value in asked.given.items() if name != DTYPE})
+    if not is_decided_here:
+        return asked
+    found = stage.dtype_for_training(lambda: new_run(asked))
+    if stage.comm.rank == 0 and found.why:
+        say(f"{found.name}: {found.why} (--dtype)")
+    return replace(asked, given={**asked.given, DTYPE: found.name})
+
+
+def is_open(asked: Asked) -> bool:
+    """Return whether neither preset nor file nor flags name a dtype."""
+    return asked.named(DTYPE) in (None, AUTO_DTYPE)
+
+
+class Check(Protocol):
+    """A row of the table of checks."""
+
+    def __call__(self, t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+        """Raise a UsageError about what a component does not go with."""
+
+
+CHECKS: Table[Check] = Table("checks", "component", {})  # by the names of components, which settings give
+
+
+def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Raise a UsageError about settings that do not go together."""
+    if t.val:
+        refuse_beside("--val", {"val-fraction": t.val_fraction}, "each says what is held out")
+    if t.is_cut_by_rank:
+        refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
+    for component in t.components:
+        COMPONENTS.get(component)  # raises an error where it is missing
+        if check := CHECKS.get(component):
+            check(t, ranks, on_gpu)
+    if ranks > 1 and t.gradient_dtype == "bfloat16" and t.dtype == "float64":
+        raise UsageError(
+            "--gradient-dtype bfloat16 leaves nothing of --dtype float64: use float32 for one of them"
+        )

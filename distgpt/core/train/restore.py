@@ -18,7 +18,7 @@ from distgpt.core.ops.api import Array
 from distgpt.core.saved.checkpoint import load_group
 from distgpt.core.saved.modelfile import read_shortened
 from distgpt.core.saved.tensors import Tensors
-from distgpt.core.train.seams import ModelKind
+from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import WEIGHTS, OptimizerState
 
 
@@ -35,26 +35,20 @@ class FirstWeights(Protocol):
 FIRST_WEIGHTS: Table[FirstWeights] = Table("first weights", "first weights", {})  # by init_weights
 
 
-def restore(comm: Comm, model: Model, state: OptimizerState, checkpoint: Path) -> None:
-    """Fill them from a verified checkpoint. Collective."""
+def restore(comm: Comm, state: OptimizerState, checkpoint: Path) -> None:
+    """Fill weights and moments from a verified checkpoint. Collective."""
     state.load_weights(comm, partial(load_group, checkpoint, WEIGHTS))
     state.restore(comm, checkpoint)
 
 
-def begin_anew(
-    comm: Comm,
-    kind: ModelKind,
-    model: Model,
-    state: OptimizerState,
-    t: TrainConfig,
-    batches: Batches | None,
-) -> None:
+def begin_anew(comm: Comm, state: OptimizerState, t: TrainConfig, batches: Batches | None) -> None:
     """Bring model and optimizer into their state before the first step. Collective.
 
     Weights are those of the file that --init names, or new ones. Some of these are learned from the tokens in
     `batches`, where the model wants that.
     """
-    if init := kind.begins_with(t):
+    model = state.optimizer.model
+    if init := kind_of(t).begins_with(t):
         state.load_weights(comm, partial(read_shortened, Path(init)))
         if not model.is_finite():
             raise shared(DataError(f"{init} holds weights that are not finite"))

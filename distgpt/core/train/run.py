@@ -20,10 +20,9 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.assessment import Assessment, Validation
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Activity, Pace, Progress
 from distgpt.core.train.report import Report
-from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Inspector, Judge
+from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Inspector, Judge, Times
 from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
 
@@ -97,10 +96,10 @@ class Run:
 
 
 def plain_clock(
-    plan: Plan, stage: Stage, t: TrainConfig, pace: Pace, model: Model, validation: Validation | None
+    t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
 ) -> Clock:
-    """Return a clock that counts steps, up to those that the plan has for now."""
-    return Clock(t.steps if plan.until is None else plan.until)
+    """Return a clock that counts steps, up to the `last` one for now."""
+    return Clock(last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class Seams:
     """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
 
     judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
-    clock: Callable[[Plan, Stage, TrainConfig, Pace, Model, Validation | None], Clock] = plain_clock
+    clock: Callable[[TrainConfig, int, Times, Pace, Model, Validation | None], Clock] = plain_clock
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = lambda *about: Disk()
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = lambda run: ()

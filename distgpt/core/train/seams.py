@@ -1,7 +1,7 @@
 """The seams of a run: each contract with its plain version beside it, in the order in which a run meets them.
 
 contract    answers or does                                called by
-ModelKind   what is built, trained and described           open.py, before there is a model
+ModelKind   what is built, trained and described           setup.py, before there is a model
 Judge       which steps may change the weights             `Step._update`, `settle`
 Clock       which step is the last one                     `take_steps`, `settle`
 Votes       what ranks tell each other with each step      `Step.launch`, `settle`
@@ -45,6 +45,8 @@ KEPT = 0.985
 class ModelKind(Protocol):
     """Answers what a run asks about its model before it has one. All ranks take the same kind."""
 
+    may_move: frozenset[str]  # settings that name files which a resumed run may find elsewhere
+
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         """Return the model, whose weights are not filled yet."""
 
@@ -60,6 +62,9 @@ class ModelKind(Protocol):
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Load the weights that are read and not trained. Collective."""
 
+    def use_of_init(self, t: TrainConfig) -> str:
+        """Return what a new run does with the model that --init names, in words that follow its name."""
+
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         """Refuse weights that a run of this kind cannot begin with; `resumed`: from a checkpoint."""
 
@@ -69,6 +74,8 @@ class ModelKind(Protocol):
 
 class WholeModel:
     """A model all of whose weights are trained."""
+
+    may_move = frozenset[str]()
 
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         return Model(Architecture(run.model), kernels)
@@ -84,6 +91,9 @@ class WholeModel:
 
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         """Nothing is frozen."""
+
+    def use_of_init(self, t: TrainConfig) -> str:
+        return "is trained further"
 
     def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
         origin.refuse_training(t)
@@ -159,6 +169,14 @@ def ending(bad: str, config: TrainConfig) -> str:
     clip = "a smaller --clip" if config.clip else "--clip 1"
     hint = f"; a lower --lr, a longer --warmup or {clip} may help, or --on-bad-step skip"
     return f"{bad}{hint}; earlier checkpoints are kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The moment from which this process counts, and what was used up by then."""
+
+    begun: float  # of time.monotonic()
+    spent: float  # seconds of the processes before this one
 
 
 def is_over(seconds: float, t: TrainConfig) -> bool:

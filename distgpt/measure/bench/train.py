@@ -20,12 +20,12 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.dtype import DTYPE, foreseen
-from distgpt.core.train.plan import new_run
+from distgpt.core.train.plan import DTYPE, new_run
 from distgpt.doctor.speed import measure_peaks
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
+from distgpt.measure.estimate import foreseen
 from distgpt.show.page import Block, Column, tabulated
 
 STEPS = 20  # without --steps

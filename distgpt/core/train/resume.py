@@ -1,18 +1,24 @@
-"""Resuming: the run that `--resume` names, its settings so far, its checkpoint, and what may change."""
+"""Resuming: the run that `--resume` names, its checkpoint, what may change; and a run that is finished."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from distgpt.core.base.errors import DataError, Say, UsageError, escape
-from distgpt.core.config import CHANGEABLE, RunConfig, differences
+from distgpt.core.base.errors import DataError, Say, StorageError, UsageError
+from distgpt.core.base.formatting import count, typed_duration
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import CHANGEABLE, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
-from distgpt.core.saved.checkpoint import MANIFEST, STATE, State, newest_intact, verify
+from distgpt.core.saved.checkpoint import MANIFEST, STATE, Best, State, load_state, newest_intact, verify
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory, differing, place_for
-from distgpt.core.train.seams import is_over
+from distgpt.core.saved.tensors import read_header, verify_data
+from distgpt.core.train.seams import is_over, kind_of
 
 Change = tuple[object, object]  # what a setting was, and what it is now
 
@@ -81,36 +87,87 @@ def saved_run(asked: Asked) -> RunConfig | None:
     return find_run(asked.resume, asked.out, asked.name, lambda text: None).settings
 
 
-def is_finished(found: Resumption, run: RunConfig, state: State, changes: Container[str]) -> bool:
-    """Return whether a run has nothing left to do: it was finished at this step, and no more is wanted."""
-    t, step, directory = run.train, state.step, found.directory
-    if not found.checkpoint or not directory.owns(found.checkpoint):
-        return False
-    if t.epochs and ("epochs" in changes or "data" in changes):  # the steps follow from the examples
-        return False
-    is_done = is_over(state.seconds, t) if t.train_minutes else step == t.steps
-    return is_done and directory.finished_at() == step
-
-
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     """Raise a UsageError if a setting differs that cannot change when a run resumes."""
-    # The model beside which adapters stand may lie elsewhere: its content is compared.
-    allowed = CHANGEABLE | {"init"} if now.train.lora_rank else CHANGEABLE
-    if different := differing(before, now, allowed):
+    if different := differing(before, now, CHANGEABLE | kind_of(now.train).may_move):
         raise UsageError(
             f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
             " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"
         )
 
 
-def described(changes: dict[str, Change]) -> str:
-    """Return the changes as a text, like "lr 0.01 → 0.001, steps 600 → 900"."""
-    return ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in changes.items())
+def refuse_changed_text(checkpoint: Path, state: State, changes: Container[str], fingerprint: str) -> None:
+    """Refuse to resume with another text under the same name."""
+    if state.corpus != fingerprint and "data" not in changes:
+        raise DataError(
+            f"the text has changed since {checkpoint} was written: resume with the old text, with --data"
+            " and another name, or start a new run"
+        )
 
 
-def changed(before: RunConfig | None, now: RunConfig) -> dict[str, Change]:
-    """The settings that a resumed run changes, in the order in which they are declared."""
-    return differences(before, now) if before else {}
+def best_on_disk(directory: RunDirectory, checkpoint: Path, state: State, tokens: int, say: Say) -> bool:
+    """Return whether the lowest validation loss is over as many tokens, and its weights are there, intact."""
+    best = state.best
+    if not best or not directory.owns(checkpoint) or best.tokens != tokens or not directory.best.exists():
+        return False
+    try:
+        header = read_header(directory.best)
+        verify_data(directory.best, header)
+        if Best.from_metadata(header.metadata) in (best, None):
+            return True
+        problem = f"{directory.best} is not of step {best.step}, which was the best by step {state.step}"
+    except (DataError, StorageError, ValueError) as error:
+        problem = str(error)
+    say(f"{problem}; the next evaluation writes it anew")
+    return False
+
+
+def is_finished(found: Resumption, t: TrainConfig, state: State, changes: Container[str]) -> bool:
+    """Return whether a run has nothing left to do: it was finished at this step, and no more is wanted."""
+    directory = found.directory
+    if not found.checkpoint or not directory.owns(found.checkpoint):
+        return False
+    if t.epochs and ("epochs" in changes or "data" in changes):  # the steps follow from the examples
+        return False
+    is_done = is_over(state.seconds, t) if t.train_minutes else state.step == t.steps
+    return is_done and directory.finished_at() == state.step
+
+
+def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds: float, say: Say) -> None:
+    """Leave a finished run as it is, and say which options ask for more. Collective.
+
+    `seconds`: that it took, if it ended by the clock.
+    """
+
+    def leave() -> None:
+        if directory.running.exists():  # the name of a process that was killed after the end
+            directory.claim()
+            directory.release()
+        done, more, words = _ending(directory, t, seconds)
+        say(f"{directory.path} is finished, and nothing was changed: {done}")
+        say(f"for {more}: {shlex.join(words)}")
+
+    on_root(comm, leave)
+
+
+def _ending(directory: RunDirectory, t: TrainConfig, spent: float) -> tuple[str, str, list[str]]:
+    """Return what is over, how much more to suggest, and the options that ask for it."""
+    resumed = ["--out", str(directory.path), "--resume", "auto"]
+    if t.train_minutes:
+        total = typed_duration(2 * spent)  # --within is the time of the whole run
+        over, more = f"its {typed_duration(spent)} are over", f"as much again, {total} in all"
+        return over, more, [*resumed, "--within", total]
+    if t.epochs:
+        over, more = f"all {t.epochs:g} epochs are done", f"{t.epochs:g} epochs more"
+        return over, more, [*resumed, "--epochs", f"{2 * t.epochs:g}"]
+    over, origin = f"all {count(t.steps, 'step')} are done", directory.branched_from()
+    if origin and origin.is_dir() and t.schedule == "wsd":
+        fall = round(t.decay_fraction * t.steps)
+        with suppress(DataError):  # a damaged one is no way to go
+            if load_state(origin)["step"] == t.steps - fall:  # by --decay-from, which begins anew
+                more = f"a fall over {count(2 * fall, 'step')} instead"
+                return over, more, ["--decay-from", str(origin), "--steps", str(2 * fall)]
+    return over, f"{count(t.steps, 'step')} more", [*resumed, "--steps", str(2 * t.steps)]
 
 
 def _newest(run: RunDirectory, say: Say) -> Path | None:
