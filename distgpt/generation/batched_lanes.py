@@ -80,7 +80,7 @@ class BatchedLanes:
 
     def _check(self, each: Feed) -> None:
         """Kernels trust what they get: so it is looked at here."""
-        assert not each.adapter, "adapters are merged into the weights here"
+        assert not each.variant, "only compiled lanes have variants"
         fits = 0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)
         if not (fits and 0 <= each.scored <= len(each.tokens)):
             raise ValueError(f"{each} does not fit {self.count} lanes of {self.length} positions")

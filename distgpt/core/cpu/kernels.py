@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.adapters.loops import low_rank as low_rank
 from distgpt.core.cpu.decoding.operands import operand_rows
-from distgpt.core.cpu.fused import activations, attention, flat, muon, rowwise
+from distgpt.core.cpu.fused import activations, attention, flat, low_rank, muon, rowwise
 from distgpt.core.cpu.matmul import blas
 from distgpt.core.cpu.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory, pool_of

@@ -15,12 +15,12 @@ import numpy as np
 
 from distgpt.adapters.adapter import open_model
 from distgpt.adapters.adapters import adapters_of, read_adapters
-from distgpt.adapters.loops.decoding import Adapters
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.files import bundled
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.limits import granted_memory
+from distgpt.core.cpu.decoding.variants import NO_VARIANTS, Variants
 from distgpt.core.cpu.dtypes import cost_of, for_generation
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
@@ -66,20 +66,20 @@ def agreed_lanes(
     comm: Comm,
     memory: int | None = None,
     lookup: int = 0,
-    adapters: Adapters | None = None,
+    variants: Variants = NO_VARIANTS,
 ) -> Lanes:
     """Make as many lanes as fit the memory of every rank, each of which has `memory`. Collective."""
     fitting = -comm.allreduce_max(-lanes_that_fit(model, wanted, memory, comm.local_size, lookup))
-    return lanes_for(model, fitting, adapters)
+    return lanes_for(model, fitting, variants)
 
 
-def lanes_for(model: Model, count: int, adapters: Adapters | None = None) -> Lanes:
+def lanes_for(model: Model, count: int, variants: Variants = NO_VARIANTS) -> Lanes:
     """The fastest lanes there are for this model, as it is now."""
-    return _kind(model).make(model, count, adapters)
+    return _kind(model).make(model, count, variants)
 
 
 class _Kind(NamedTuple):
-    make: Callable[[Model, int, Adapters | None], Lanes]
+    make: Callable[[Model, int, Variants], Lanes]
     lane_bytes: Callable[[Model], int]
 
 
@@ -155,12 +155,12 @@ class LoadedModel:
     spec: ModelSpec
     path: Path
     dtype: str
-    adapters: Adapters | None = None  # in memory before lanes ask how much is left
+    variants: Variants = NO_VARIANTS  # in memory before lanes ask how much is left
     tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)  # of adapters, by name, in their order
 
     def lanes(self, wanted: int, lookup: int) -> Lanes:
         """Make as many lanes as are wanted and fit the memory of every rank. Collective."""
-        return agreed_lanes(self.model, wanted, self.comm, self.spec.cache_memory, lookup, self.adapters)
+        return agreed_lanes(self.model, wanted, self.comm, self.spec.cache_memory, lookup, self.variants)
 
     def engine(self, lanes: Lanes) -> Engine:
         return Engine(lanes, self.tokenizer, chunk_for(self.model))
@@ -227,5 +227,5 @@ class ModelSpec:
             stage.notes.report_to(partial(print, file=sys.stderr))
         stage.compile_ahead(dtype, lambda kernels: rehearse(Model(Architecture(model.config), kernels)))
         rehearse(model)
-        adapters = adapters_of(model.config, list(found.values())) if found else None
-        return LoadedModel(model, tokenizer, comm, self, path, dtype, adapters, tokenizers)
+        variants = adapters_of(model.config, list(found.values())) if found else NO_VARIANTS
+        return LoadedModel(model, tokenizer, comm, self, path, dtype, variants, tokenizers)

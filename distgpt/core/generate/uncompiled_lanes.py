@@ -42,7 +42,7 @@ class UncompiledLanes:
 
     def feed(self, work: Sequence[Feed]) -> Array:
         """The scores, as `Lanes` says."""
-        assert not any(each.adapter for each in work), "adapters are merged into the weights here"
+        assert not any(each.variant for each in work), "only compiled lanes have variants"
         k, rows = self.model.kernels, sum(each.scored for each in work if not _decodes(each))
         if rows > len(self._scores):
             self._scores = k.zeros(rows, self.model.config.padded_vocab)
