@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from distgpt.adapters.adapter import base_of, load_frozen, refuse_other_base
+from distgpt.adapters.adapter import ADAPTER, base_of, load_frozen, refuse_other_base
 from distgpt.adapters.lora import AdaptedModel, adapter_layout
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.comm.agree import on_root
@@ -21,6 +21,8 @@ from distgpt.core.saved.modelfile import Base, Description
 class AdapterKind:
     """A `ModelKind`: of an `AdaptedModel`."""
 
+    changeable = frozenset({"init"})  # the model may lie elsewhere: its content is compared
+
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         return AdaptedModel(run, kernels)
 
@@ -30,7 +32,10 @@ class AdapterKind:
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
         """Name the model that the adapters stand beside, too."""
         found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
-        return Description(run, tokenizer, base=Base(**found))
+        return Description(run, tokenizer, part=ADAPTER, base=Base(**found))
+
+    def training(self, t: TrainConfig) -> str:
+        return f"gets adapters of rank {t.lora_rank}"
 
     def begins_with(self, t: TrainConfig) -> str:
         """Adapters are drawn: --init names the model beside which they stand."""

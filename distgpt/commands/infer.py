@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, LocaleText, model_options, request_options, stage_options
+from distgpt.commands.options import PATH, LocaleText, beside, model_options, request_options, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.config import DEFAULT_TEMPERATURE, GpuConfig
@@ -59,10 +59,10 @@ def infer(
     request = on_every_rank(ready.comm, lambda: Request(**settings))
     from distgpt.core.generate.engine_setup import ModelSpec
     from distgpt.core.generate.single import infer_one
-    from distgpt.generation.batch import infer_file
 
-    spec = ModelSpec(**options)
+    spec = ModelSpec(beside=beside(options.pop("adapter")), **options)
     if prompts is not None and out is not None:
+        from distgpt.generation.batch import infer_file
         from distgpt.show.progress import ItemProgress
 
         infer_file(spec, prompts, out, request, ready, ItemProgress())

@@ -6,11 +6,11 @@ import functools
 import locale
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -34,6 +34,9 @@ from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.cpu.stages import ON_GPU, STAGES
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
 from distgpt.recipes.scaling import DEEPEST
+
+if TYPE_CHECKING:
+    from distgpt.core.saved.opening import Beside
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -292,6 +295,13 @@ def adapter_option(command: F) -> F:
         help="Merge this adapter, or that of a run with --lora-rank, into the weights.",
     )
     return adapter(command)
+
+
+def beside(merged: Path | None, named: Sequence[tuple[str, Path]] = ()) -> Beside:
+    """Return what a model is opened with: the adapter that is merged into it, or those that requests name."""
+    from distgpt.core.saved.opening import ALONE, BESIDE
+
+    return BESIDE["adapters"](merged, named) if merged or named else ALONE
 
 
 def request_options(defaults: dict[str, Any], unused: Collection[str] = ()) -> Callable[[F], F]:

@@ -24,10 +24,10 @@ from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.distribute import distribute
 from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.engine_setup import MOST_LANES, ModelSpec
 from distgpt.core.generate.request import REQUEST_SETTINGS, Completion, Request
-from distgpt.generation.distribute import distribute
 
 ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle
 BEGINNING = b'{"line": '  # of every answer

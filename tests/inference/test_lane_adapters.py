@@ -5,7 +5,7 @@ import pytest
 from test_compiled_lanes import TYPES, VARIANTS, all_threads, build, distance, plain, sequences
 
 from distgpt.adapters.adapter import Folding
-from distgpt.adapters.adapters import adapters_of
+from distgpt.adapters.beside import adapters_of
 from distgpt.adapters.lora import adapter_layout
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.generate.compiled_lanes import compiled_lanes

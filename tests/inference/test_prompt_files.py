@@ -12,11 +12,11 @@ from threadranks import on_all_ranks
 
 from distgpt import api
 from distgpt.core.base.errors import NonFiniteError
+from distgpt.core.generate.distribute import averaged, distribute
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
 from distgpt.generation.batch import Answers
-from distgpt.generation.distribute import averaged, distribute
 
 LINES = [
     {"prompt": "the lamp", "max_new_tokens": 3},

@@ -10,7 +10,7 @@ from test_huggingface_peer import FAMILIES, LONG, PEER, V, some_tokens, transfor
 
 import distgpt
 from distgpt.adapters.adapter import base_of, load_frozen, read_adapter
-from distgpt.adapters.adapters import adapters_of
+from distgpt.adapters.beside import adapters_of
 from distgpt.adapters.lora import AdaptedModel, adapter_layout, adapters_by_matrix
 from distgpt.core.base.errors import DataError
 from distgpt.core.comm.serial import SerialComm

@@ -86,7 +86,6 @@ class CpuKernels(OnHost):
     loss_loop = staticmethod(rowwise.cross_entropy)
     polar: tuple[Any, Callable[..., Any]] = muon.orthogonalise, muon.scratch
     cache_dtype = "float32"  # of its keys and values
-    rounded = ""  # the dtype that matrices of layers are rounded to, if they are
 
     def __init__(
         self,

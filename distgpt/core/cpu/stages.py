@@ -14,10 +14,11 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import gather_bytes, named_ranks, on_every_rank, ranks_by_text, refuse_anywhere
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.cores import boot_id, usable_cores
@@ -41,6 +42,16 @@ SLOW_BFLOAT16 = (
     "this processor computes bfloat16 with float32 instructions: less memory and faster generation than with "
     "--dtype float32, but no faster training"
 )
+
+
+class RoundedKernels(Protocol):
+    """What a row of the table of rounded weights is asked here (core/saved/kinds.py asks more)."""
+
+    def kernels(self, threads: int) -> Kernels:
+        """Return kernels that compute with weights in this dtype."""
+
+
+ROUNDED: Table[RoundedKernels] = Table("rounded", "dtype", {})
 
 connected: list[Comm] = []  # the communicators of this process's stages, for its way out
 
@@ -97,9 +108,7 @@ class Stage:
         if not disk_cache.site().files and disk_cache.folder() is None:
             self.notes.add(NOT_KEPT)
         if dtype in ROUNDED_DTYPES:
-            from distgpt.rounded.loops.kernels import Int8Kernels
-
-            return Int8Kernels(self.threads, dtype)
+            return ROUNDED[dtype].kernels(self.threads)
         if dtype == "bfloat16":
             from distgpt.core.cpu.compiling import processor
             from distgpt.core.cpu.kernels import Bfloat16Kernels

@@ -22,9 +22,10 @@ from itertools import count
 
 from distgpt.core.base.errors import NonFiniteError, UsageError
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.lanes import Array, Feed, Lanes, Likeliest, are_finite
+from distgpt.core.generate.lanes import Feed, Lanes, Likeliest, are_finite
 from distgpt.core.generate.request import Completion, Event, Request
 from distgpt.core.generate.sample import MOST_SCORED, Sample, SharedPrompt
+from distgpt.core.ops.api import Array
 
 CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
 WORTHWHILE = 64  # tokens that are copied from another lane rather than computed: on GPUs a copy is slow

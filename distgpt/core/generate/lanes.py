@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-Array = Any  # a numpy.ndarray
+from distgpt.core.ops.api import Array
 
 
 class Draw(NamedTuple):

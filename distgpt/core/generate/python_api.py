@@ -13,12 +13,12 @@ from distgpt.core.base.errors import DataError, UsageError, escape
 from distgpt.core.comm.agree import gather_bytes, on_every_rank, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.distribute import averaged, broadcast
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import MOST_LANES, agreed_lanes, chunk_for
 from distgpt.core.generate.lanes import Lanes
 from distgpt.core.generate.request import Completion, Request
 from distgpt.core.model.model import Model
-from distgpt.generation.distribute import averaged, broadcast
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.data.plain import Streamer
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.lanes import Array, Feed, Likeliest, Rows
+from distgpt.core.generate.lanes import Feed, Likeliest, Rows
 from distgpt.core.generate.request import Event, Likelihood, PromptLikelihoods, Request
 from distgpt.core.generate.sampling import choose, drawing, enough, likelihood, uniform
+from distgpt.core.ops.api import Array
 
 MOST_SCORED = 256  # tokens of a prompt at once whose scores are wanted: each has one for the whole vocabulary
 LONGEST, SHORTEST = 3, 2  # equal tokens by which prompt lookup finds its guesses

@@ -17,12 +17,12 @@ from distgpt.core.comm.launched import shown_on_terminal
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.loading import read_text
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.generate.distribute import averaged
 from distgpt.core.generate.engine import complete
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.generate.lanes import Lanes
 from distgpt.core.generate.request import Completion, Event, Likelihood, Request
 from distgpt.core.generate.sample import default_prompt
-from distgpt.generation.distribute import averaged
 
 
 def infer_one(

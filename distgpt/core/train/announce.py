@@ -21,6 +21,7 @@ from distgpt.core.data.unreadable import MARKUP, advice
 from distgpt.core.model.model import Model
 from distgpt.core.train.assessment import Validation
 from distgpt.core.train.clock import is_over
+from distgpt.core.train.model_kind import kind_of
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.resumption import described
@@ -89,8 +90,7 @@ def note_surprises(
     if plan.resumed and (is_over(plan.state.seconds, t) if t.train_minutes else plan.step == t.steps):
         say(f"nothing is left to train: {'--within' if t.train_minutes else '--steps'} asks for more")
     if t.init and not plan.resumed:
-        how = f"gets adapters of rank {t.lora_rank}" if t.lora_rank else "is trained further"
-        say(f"{escape(t.init)} {how}, with a peak learning rate of {t.lr:g} (--lr)")
+        say(f"{escape(t.init)} {kind_of(t).training(t)}, with a peak learning rate of {t.lr:g} (--lr)")
     for line in batches.notes(t.steps):
         say(line)
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:

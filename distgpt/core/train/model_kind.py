@@ -18,6 +18,8 @@ from distgpt.core.saved.modelfile import Description
 class ModelKind(Protocol):
     """Answers what a run asks about its model before it has one. All ranks take the same kind."""
 
+    changeable: frozenset[str]  # settings that may change when such a run resumes, beside the usual ones
+
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         """Return the model, whose weights are not filled yet."""
 
@@ -26,6 +28,9 @@ class ModelKind(Protocol):
 
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
         """Return what the files of a run say of it. Collective."""
+
+    def training(self, t: TrainConfig) -> str:
+        """Say what a run does to the model of `t.init`, for people."""
 
     def begins_with(self, t: TrainConfig) -> str:
         """Return the file whose weights are trained further; "": first weights are drawn."""
@@ -43,6 +48,8 @@ class ModelKind(Protocol):
 class WholeModel:
     """A model all of whose weights are trained."""
 
+    changeable: frozenset[str] = frozenset()
+
     def build(self, run: RunConfig, kernels: Kernels) -> Model:
         return Model(Architecture(run.model), kernels)
 
@@ -51,6 +58,9 @@ class WholeModel:
 
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
         return Description(run, tokenizer)
+
+    def training(self, t: TrainConfig) -> str:
+        return "is trained further"
 
     def begins_with(self, t: TrainConfig) -> str:
         return t.init

@@ -13,6 +13,7 @@ from distgpt.core.saved.checkpoint import MANIFEST, STATE, State, newest_intact,
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory, differing, place_for
 from distgpt.core.train.clock import is_over
+from distgpt.core.train.model_kind import kind_of
 
 Change = tuple[object, object]  # what a setting was, and what it is now
 
@@ -94,9 +95,7 @@ def is_finished(found: Resumption, run: RunConfig, state: State, changes: Contai
 
 def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     """Raise a UsageError if a setting differs that cannot change when a run resumes."""
-    # The model beside which adapters stand may lie elsewhere: its content is compared.
-    allowed = CHANGEABLE | {"init"} if now.train.lora_rank else CHANGEABLE
-    if different := differing(before, now, allowed):
+    if different := differing(before, now, CHANGEABLE | kind_of(now.train).changeable):
         raise UsageError(
             f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
             " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"

@@ -19,8 +19,9 @@ from distgpt.core.base.errors import DistgptError
 from distgpt.core.comm.agree import gather_bytes, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.generate.engine import Collector, Engine
-from distgpt.core.generate.lanes import Array, Feed, Lanes
+from distgpt.core.generate.lanes import Feed, Lanes
 from distgpt.core.generate.request import Completion, Request
+from distgpt.core.ops.api import Array
 
 SYNC = 0.5  # seconds between two exchanges: a rank that has nothing to do waits this long for others
 
@@ -87,7 +88,7 @@ class _Worker:
             self._done += [(self._numbers.pop(ticket), samples) for ticket, samples in self._collector.step()]
 
 
-def averaged(lanes: Lanes, comm: Comm, act: Callable[[Lanes], Any]) -> Any:
+def averaged(lanes: Lanes, comm: Comm, act: Callable[[Lanes], object]) -> Any:
     """Run `act` on rank 0, with lanes whose scores are the mean over all ranks; elsewhere None. Collective.
 
     A DistgptError of it is raised by all ranks.
@@ -145,6 +146,6 @@ def _mean(lanes: Lanes, work: Sequence[Feed], comm: Comm) -> Array:
     return scores
 
 
-def broadcast(comm: Comm, value: Any = None) -> Any:
+def broadcast(comm: Comm, value: object = None) -> Any:
     """Return rank 0's value on every rank. Collective."""
     return pickle.loads(comm.broadcast_bytes(pickle.dumps(value) if comm.rank == 0 else None))
