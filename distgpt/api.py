@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from distgpt.adapters.adapter import open_model
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import count
 from distgpt.core.base.tables import part
@@ -31,6 +30,7 @@ from distgpt.core.generate.python_api import Writer, tokens_in
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, save_model
+from distgpt.core.saved.opening import ALONE, BESIDE, open_model, random_model
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.resume import leave_finished
@@ -38,7 +38,6 @@ from distgpt.core.train.run import plain_seams
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import Strategy
 from distgpt.recipes.recipes import followed
-from distgpt.rounded.packed import Int8Model, random_model
 
 if TYPE_CHECKING:
     from distgpt.evaluation.trace import Trace
@@ -92,8 +91,8 @@ def load(
     file; models in these cannot be trained. An `adapter` is merged into the weights.
     """
     opened = _open(stage)
-    beside = Path(adapter) if adapter else None
-    model, description, _, _ = open_model(opened, Path(path), beside, dtype, context)
+    beside = BESIDE["adapters"](Path(adapter)) if adapter else ALONE
+    model, description, _, _ = open_model(opened, Path(path), dtype, context, beside=beside)
     return GPT(model, description, opened.comm)
 
 
@@ -159,7 +158,7 @@ def train(
     if plan.is_finished:
         leave_finished(ready.comm, plan.directory, plan.config.train, plan.state.seconds, told.noted)
         dtype = plan.config.train.dtype
-        model, description, _, _ = open_model(ready, plan.directory.weights, None, dtype)
+        model, description, _, _ = open_model(ready, plan.directory.weights, dtype)
         return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
     try:
         seams = part("seams", plain_seams)(plan.config.train)
@@ -211,9 +210,7 @@ class GPT:
 
     def __repr__(self) -> str:
         c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
-        dtype = k.dtype.name if k.dtype == k.wide else "bfloat16"
-        if isinstance(self._model, Int8Model):
-            dtype = self._model.kernels.rounded
+        dtype = k.capabilities.rounded or (k.dtype.name if k.dtype == k.wide else "bfloat16")
         sizes = (
             f"{count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, {c.n_embd} wide, context {c.seq_len}"
         )
@@ -294,8 +291,7 @@ class GPT:
     @_ending_together()
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model as a weights file, on rank 0."""
-        if isinstance(self._model, Int8Model):
-            dtype = self._model.kernels.rounded
+        if dtype := self._model.kernels.capabilities.rounded:
             raise UsageError(
                 f"a model in {dtype} is not saved: save it in float, then run distgpt weights quantize"
             )

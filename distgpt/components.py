@@ -100,6 +100,14 @@ TABLES: dict[str, dict[str, str]] = {
     },
     # By the kind that settings give (core/train/seams.py).
     "models": {"lora": "distgpt.adapters.adapter_kind:ADAPTERS"},
+    # By the dtype that weights are rounded to (core/saved/kinds.py).
+    "rounded": {"int8": "distgpt.rounded.rounded:INT8", "int4": "distgpt.rounded.rounded:INT4"},
+    # By the format of weights files that hold a part of a model (core/saved/kinds.py).
+    "part files": {"distgpt-adapter": "distgpt.adapters.adapter:FILES"},
+    # By the kind that a model's kernels want (core/generate/engine_setup.py).
+    "lanes": {"batched": "distgpt.generation.batched_lanes:BATCHED"},
+    # By the kind of what a model is opened with beside its weights (core/saved/opening.py).
+    "beside": {"adapters": "distgpt.adapters.beside:AdaptersBeside"},
     # By the kind in its saved form, and by what --tokenizer begins with (core/data/tokenizers.py).
     "tokenizers": {
         "bpe": "distgpt.texts.tokenizers.learn:BPE",

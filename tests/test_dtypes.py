@@ -20,12 +20,12 @@ from distgpt.core.cpu.matmul import gain
 from distgpt.core.cpu.stages import expected_dtype, open_stage
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.ops.low_precision import BITS
-from distgpt.core.saved.modelfile import quantize
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.evaluation.evaluate import evaluate
 from distgpt.experimental.arm64.arm import NEON_BF16
 from distgpt.gpu.stage import GpuStage
 from distgpt.processors.permission import SHAPE as AMX
+from distgpt.rounded.rounded import quantize
 
 STEPS = ("--steps", "4", "--save-every", "2")
 BF16, F32, FREE = ({dtypes.VARIABLE: name} for name in ("bfloat16", "float32", ""))

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distgpt.adapters.adapter import ADAPTER
+from distgpt.adapters.lora import adapter_layout
 from distgpt.components import TABLES
 from distgpt.core.base import tables
 from distgpt.core.base.errors import DataError, UsageError
@@ -17,7 +19,7 @@ from distgpt.core.base.tables import COMPONENTS, MissingComponent, Table, part
 from distgpt.core.comm.batch import SYSTEMS
 from distgpt.core.comm.launched import LIBRARIES
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import ModelConfig, TrainConfig, settings_of
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig, settings_of
 from distgpt.core.cpu.compiling.processor import PROCESSORS, UNLISTED
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS
@@ -30,7 +32,15 @@ from distgpt.core.data.tokenizers import (
     load_tokenizer,
     tokenizer_from_json,
 )
+from distgpt.core.generate.engine_setup import LANES
+from distgpt.core.model.memory import FlatBuffer
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.saved.kinds import PARTS, ROUNDED, PartKind, RoundedKind
+from distgpt.core.saved.modelfile import Base, Description, read_description, save_model
 from distgpt.core.saved.named import WEIGHTS
+from distgpt.core.saved.opening import BESIDE, Beside
+from distgpt.core.saved.tensors import write_tensors
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.lines import LISTENERS, Lines
 from distgpt.core.train.plan import CHECKS, refuse_unsuited
@@ -43,6 +53,7 @@ from distgpt.gpu.kernels import LINEARS
 from distgpt.gpu.linear import Linears
 from distgpt.guards.attach import GUARDS
 from distgpt.rounded.loops.int8 import TILES, Int8Tile
+from distgpt.rounded.rounded import quantize
 
 EXCHANGES = Table("exchanges", "--grad-sync", {})
 
@@ -52,6 +63,10 @@ PACKAGE = Path(tables.__file__).parents[2]
 def public(kind):
     """The names of a class that others may use."""
     return [name for name in vars(kind) if not name.startswith("_")]
+
+
+def has(row, protocol):
+    return all(hasattr(row, name) for name in public(protocol))
 
 
 # A row of each table has these attributes or, where a row is a class, is one.
@@ -81,6 +96,10 @@ ROWS = {
         lambda row: [*inspect.signature(row).parameters][:3] == ["shape", "factor", "out"],
     ),
     "steps": (assembled.STEPS, lambda row: "@fours" in row[0]() and row[1]),
+    "rounded": (ROUNDED, lambda row: has(row, RoundedKind) and row.stored),
+    "part files": (PARTS, lambda row: has(row, PartKind)),
+    "lanes": (LANES, lambda row: callable(row.make) and callable(row.lane_bytes)),
+    "beside": (BESIDE, lambda row: has(row(None), Beside)),
     "first weights": (FIRST_WEIGHTS, lambda row: callable(row.learn) and row.note and row.tokens),
 }
 
@@ -220,6 +239,25 @@ def test_a_component_that_is_missing_is_named_in_one_line(handed_in, tmp_path):
         load_tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="unknown kind 'none'"):
         tokenizer_from_json(saved.replace('"bpe"', '"none"'), "x")
+
+
+def test_a_file_of_a_missing_component_is_refused_in_one_line(handed_in, tmp_path):
+    config = ModelConfig(vocab_size=9, seq_len=4, n_layer=1, n_head=1, n_embd=4)
+    model = Model(Architecture(config), ReferenceKernels("float32"))
+    files = {name: tmp_path / name for name in ("whole", "rounded", "part")}
+    about = Description(RunConfig(config, TrainConfig(lora_rank=2)), None)
+    save_model(files["whole"], model, about)
+    quantize(files["whole"], files["rounded"])
+    layout = adapter_layout(about.run)
+    part = replace(about, part=ADAPTER, base=Base(str(files["whole"]), "0"))
+    write_tensors(files["part"], FlatBuffer(layout, model.kernels.zeros), part.to_metadata())
+    assert read_description(files["rounded"]).rounded == "int8" and read_description(files["part"]) == part
+    handed_in("rounded", int8="distgpt.removed:INT8", int4="distgpt.removed:INT4")
+    handed_in("parts", **{ADAPTER: "distgpt.removed:FILES"})
+    for name, row in {"rounded": "int8", "part": ADAPTER}.items():
+        with pytest.raises(UsageError, match=rf"'{row}' needs distgpt\.removed, which is not installed"):
+            read_description(files[name])
+    assert read_description(files["whole"]) == about
 
 
 def test_what_a_component_lacks_itself_is_not_taken_for_its_absence(monkeypatch, tmp_path):

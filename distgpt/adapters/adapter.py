@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,16 @@ from typing import Any
 import numpy as np
 
 from distgpt.adapters.lora import AdaptedModel, adapter_layout, adapters_by_matrix
-from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError, UsageError, command_line
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, differences
-from distgpt.core.cpu.stages import Stage
-from distgpt.core.model.model import Architecture, Model
+from distgpt.core.model.memory import Layout
+from distgpt.core.model.model import Architecture
 from distgpt.core.ops.api import Array
-from distgpt.core.saved.modelfile import (
-    Base,
-    Description,
-    dtype_of,
-    exact,
-    load_description,
-    load_model,
-    read_description,
-)
+from distgpt.core.saved.kinds import SOURCE_SUM, read_float, verified
+from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
 from distgpt.core.saved.named import weights_of
 from distgpt.core.saved.rundir import find_weights
 from distgpt.core.saved.tensors import (
@@ -37,7 +29,8 @@ from distgpt.core.saved.tensors import (
     read_into,
     write_tensors,
 )
-from distgpt.rounded.rounded import SOURCE_SUM, Merge, read_float, verified
+
+ADAPTER = "distgpt-adapter"  # the format of a file of adapters alone
 
 
 def base_of(path: Path) -> Base:
@@ -97,26 +90,6 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
     return Path(whole), folding[0] if folding else Folding(about, {})
 
 
-def open_model(
-    stage: Stage,
-    weights: Path,
-    adapter: Path | None,
-    dtype: str,
-    context: int | None = None,
-    matmul: str = "auto",
-    use: str = "generating text",
-    usual: Callable[[Description], str] = exact,
-) -> tuple[Model, Description, Path, str]:
-    """Load a model with an adapter merged into it. `use` says what for; `usual` what auto is. Collective.
-
-    Return also the weights file of the whole model, and the type that it computes in.
-    """
-    whole, merge = with_adapter(weights, adapter, stage.comm)
-    chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
-    model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
-    return model, about, whole, chosen
-
-
 def read_adapter(path: Path, about: Description) -> Folding:
     """Read an adapter's tensors, and refuse those that are not finite."""
     tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in adapter_layout(about.run).specs}
@@ -127,8 +100,8 @@ def read_adapter(path: Path, about: Description) -> Folding:
     return Folding(about, tensors, path)
 
 
-class Folding(Merge):
-    """Adds an adapter to the matrices of its model, as they are read."""
+class Folding:
+    """A `Merge`: adds an adapter to the matrices of its model, as they are read."""
 
     def __init__(self, about: Description, tensors: dict[str, Array], source: object = "an adapter") -> None:
         self.tokenizer, self.tensors, self._source = about.tokenizer, tensors, source
@@ -192,3 +165,26 @@ def merge(weights: Path | None, adapter: Path, out: Path, comm: Comm) -> str:
     metadata = {**header.facts(), **Description(about.run, tokenizer).to_metadata()}
     write_tensors(out, LazyTensors(kinds, make), metadata)
     return f"{out}: {whole} with {adapter} merged into it, {size(out.stat().st_size)}"
+
+
+class AdapterFile:
+    """A `PartKind`: adapters beside a model's matrices."""
+
+    def layout(self, run: RunConfig) -> Layout:
+        return adapter_layout(run)
+
+    def refuse_damaged(self, run: RunConfig, path: Path) -> None:
+        if not run.train.lora_rank:
+            raise DataError(f"{path} is damaged: it is an adapter, and its configuration names no rank")
+
+    def refuse_alone(self, path: Path | str) -> None:
+        merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")
+        raise UsageError(f"{path} is an adapter, without the model that it stands beside: first {merge}")
+
+    def whole(self, path: Path, comm: Comm) -> tuple[Path, Folding]:
+        whole, folding = with_adapter(path, None, comm)
+        assert folding is not None  # as `path` is an adapter
+        return whole, folding
+
+
+FILES = AdapterFile()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from distgpt.adapters.adapter import base_of, load_frozen, refuse_other_base
+from distgpt.adapters.adapter import ADAPTER, base_of, load_frozen, refuse_other_base
 from distgpt.adapters.lora import AdaptedModel, adapter_layout
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.comm.agree import on_root
@@ -32,7 +32,7 @@ class AdapterKind:
     def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
         """Name the model that the adapters stand beside, too."""
         found = on_root(comm, lambda: asdict(base_of(Path(run.train.init))))
-        return Description(run, tokenizer, base=Base(**found))
+        return Description(run, tokenizer, part=ADAPTER, base=Base(**found))
 
     def begins_with(self, t: TrainConfig) -> str:
         """Adapters are drawn: --init names the model beside which they stand."""

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.options import LocaleText, model_options, request_options, stage_options
+from distgpt.commands.options import LocaleText, beside, model_options, request_options, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import print_lines
 from distgpt.core.config import DEFAULT_TEMPERATURE, GpuConfig
@@ -42,7 +42,7 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     from distgpt.generation.chat_terminal import Chat
     from distgpt.texts.chats.format import ChatFormat
 
-    loaded = ModelSpec(**options).load(ready)
+    loaded = ModelSpec(beside=beside(options.pop("adapter")), **options).load(ready)
     talk = ChatFormat(loaded.tokenizer)
     if not (talk.is_taught or loaded.is_tuned):
         print_lines(UNTAUGHT, err=True)

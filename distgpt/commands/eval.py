@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.complete import texts
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, adapter_option, number_options, stage_options
+from distgpt.commands.options import PATH, adapter_option, beside, number_options, stage_options
 from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
@@ -64,6 +64,7 @@ def eval(
         raise UsageError("nothing to evaluate: give --val, or a benchmark such as --hellaswag")
     ready = open_stage(stage, threads, gpu)
     options["val_tokens"] = options["val_tokens"] or old_tokens or 0
+    options["beside"] = beside(options.pop("adapter"))
     found = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))
     if ready.comm.rank == 0 and as_json:
         print(json.dumps(found, allow_nan=False))

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, LocaleText, model_options, request_options, stage_options
+from distgpt.commands.options import PATH, LocaleText, beside, model_options, request_options, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.tables import imported
 from distgpt.core.comm.agree import on_every_rank
@@ -61,7 +61,7 @@ def infer(
     from distgpt.core.generate.engine_setup import ModelSpec
     from distgpt.core.generate.single import infer_one
 
-    spec = ModelSpec(**options)
+    spec = ModelSpec(beside=beside(options.pop("adapter")), **options)
     if prompts is not None and out is not None:
         infer_file = imported("distgpt.generation.batch:infer_file", "--prompts")
         from distgpt.show.progress import ItemProgress

@@ -6,11 +6,11 @@ import functools
 import locale
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -35,6 +35,9 @@ from distgpt.core.config import (
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
+
+if TYPE_CHECKING:
+    from distgpt.core.saved.opening import Beside
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -293,6 +296,13 @@ def adapter_option(command: F) -> F:
         help="Merge this adapter, or that of a run with --lora-rank, into the weights.",
     )
     return adapter(command)
+
+
+def beside(merged: Path | None, named: Sequence[tuple[str, Path]] = ()) -> Beside:
+    """Return what a model is opened with: the adapter that is merged into it, or those that requests name."""
+    from distgpt.core.saved.opening import ALONE, BESIDE
+
+    return BESIDE["adapters"](merged, named) if merged or named else ALONE
 
 
 def request_options(defaults: dict[str, Any], unused: Collection[str] = ()) -> Callable[[F], F]:

@@ -11,6 +11,7 @@ from distgpt.commands.complete import files
 from distgpt.commands.help import command
 from distgpt.commands.options import (
     LocaleText,
+    beside,
     model_options_but_adapter,
     parsed_size,
     setting_option,
@@ -100,7 +101,8 @@ def serve(
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
         ) from None
-    from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec, rehearse_together
+    from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
+    from distgpt.generation.batched_lanes import rehearse_together
 
     lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
@@ -108,7 +110,7 @@ def serve(
     listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
     shown = name or (weights or Path(SAMPLE)).absolute().name.removesuffix(".safetensors")
     merged, named = sorted_adapters(adapters, shown)
-    spec = ModelSpec(weights, adapter=merged, named=named, **options)
+    spec = ModelSpec(weights, beside=beside(merged, named), **options)
     ready = open_stage(stage, threads, gpu)
     announce_sample(weights, ready.comm.rank, "serve")
     listener = bound(listen_on.host, listen_on.port)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.adapters.adapter import open_model
 from distgpt.core.base.errors import DataError, DistgptError, NonFiniteError, escape, one_line
 from distgpt.core.comm.agree import on_every_rank, on_root, shared
 from distgpt.core.config import TrainConfig
@@ -18,6 +17,7 @@ from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.named import resolve_data
 from distgpt.core.data.shards import is_shards, read_manifest
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.saved.opening import ALONE, Beside, open_model
 from distgpt.core.train.assessment import Validation
 from distgpt.core.train.scoring import Progress, Scorer
 from distgpt.evaluation.benchmark import SHOWN, load_benchmark
@@ -34,7 +34,7 @@ def evaluate(
     context: int | None = None,
     chats: bool = False,
     progress: Progress | None = None,
-    adapter: Path | None = None,
+    beside: Beside = ALONE,
 ) -> dict[str, Any]:
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
 
@@ -44,7 +44,9 @@ def evaluate(
     """
     comm = stage.comm
     report_compiling(comm, progress.noted if progress else None)
-    model, description, _, chosen = open_model(stage, weights, adapter, dtype, context, matmul, "evaluation")
+    model, description, _, chosen = open_model(
+        stage, weights, dtype, context, matmul, "evaluation", beside=beside
+    )
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))

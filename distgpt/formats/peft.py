@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.adapters.adapter import base_of, read_adapter
+from distgpt.adapters.adapter import ADAPTER, base_of, read_adapter
 from distgpt.adapters.lora import Adapter, adapter_layout, adapters_by_matrix
 from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError, UsageError, command_line
@@ -91,7 +91,7 @@ def import_adapter(source: str, weights: Path | None, out: Path, note: Note) -> 
                 tensors[f"{adapter.name}.lora_a"][:rank] = theirs.a
                 tensors[f"{adapter.name}.lora_b"][:, :rank] = scaled = factor * theirs.b[rows]
                 refuse_nonfinite(scaled, f"{name}{SIDES['b']}, scaled by lora_alpha,", path)
-    metadata = Description(run, about.tokenizer, base=base_of(weights)).to_metadata()
+    metadata = Description(run, about.tokenizer, part=ADAPTER, base=base_of(weights)).to_metadata()
     write_tensors(out, tensors, {**metadata, ORIGIN: f"adapter imported from {folder.resolve().name}"})
     note(f"adapters of rank {run.train.lora_rank} beside {run.train.lora_matrices} of {weights}")
     use = command_line("infer", "--weights", weights, "--adapter", out, "--prompt", "…")

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.generate.lanes import Array, Draw, Drawn, Feed, Likeliest, Rows, check_drop
+from distgpt.core.generate.engine_setup import LaneKind
+from distgpt.core.generate.lanes import Draw, Drawn, Feed, Lanes, Likeliest, Rows, check_drop
 from distgpt.core.model.model import Model
 from distgpt.core.model.packing import angles_of
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import Work
+from distgpt.core.ops.api import Array, Work
 
 FEW = 4  # rows that a GPU's linear layers take without a plan
 ALIKE = 64  # prompts have rows in multiples of this, so that plans are made for few lengths
@@ -80,7 +81,7 @@ class BatchedLanes:
 
     def _check(self, each: Feed) -> None:
         """Kernels trust what they get: so it is looked at here."""
-        assert not each.adapter, "adapters are merged into the weights here"
+        assert not each.variant, "only compiled lanes have variants"
         fits = 0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)
         if not (fits and 0 <= each.scored <= len(each.tokens)):
             raise ValueError(f"{each} does not fit {self.count} lanes of {self.length} positions")
@@ -245,3 +246,18 @@ def _draws(each: Feed) -> bool:
 
 def _decodes(each: Feed) -> bool:
     return len(each.tokens) == 1 and each.scored == 1
+
+
+BATCHED = LaneKind(lambda model, count, _: BatchedLanes(model, count), lane_bytes)
+
+
+def rehearse_together(lanes: Lanes) -> None:
+    """Plan and record passes of 1, 2, 4, … sequences on a GPU, so that no request waits for that."""
+    if not isinstance(lanes, BatchedLanes):
+        return
+    draw, rows = Draw(1.0, 0.5), 1
+    while rows < 2 * lanes.count:  # the last are all
+        some = [Feed(lane, 0, [0], 1, likeliest=1, draw=draw) for lane in range(min(rows, lanes.count))]
+        for _ in range(2):  # the first call is eager, the second records
+            lanes.feed(some)
+        rows *= 2

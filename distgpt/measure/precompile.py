@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from distgpt import api
-from distgpt.adapters.adapter import open_model
 from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.matmul.gain import SAMPLES, gain
@@ -18,12 +17,13 @@ from distgpt.core.data.loading import read_text
 from distgpt.core.data.named import resolve_data
 from distgpt.core.generate.engine_setup import rehearse
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.saved.modelfile import quantize
+from distgpt.core.saved.opening import BESIDE, open_model
 from distgpt.evaluation.evaluate import evaluate
 from distgpt.parallel.reductions import rehearse_reductions
 from distgpt.parallel.replicas import LocalPlacement
 from distgpt.parallel.reproducible import rehearse_tree
 from distgpt.rounded.calibration import calibrated
+from distgpt.rounded.rounded import quantize
 
 PRESETS = ("tiny", "tiny-adamw", "sprint", "gpt2", "qwen3-0.6b", "microgpt")  # others have the same parts
 # The ways to multiply, and to store or recompute: `auto` is one of the two by the processor.
@@ -96,10 +96,11 @@ def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Pa
 def _generate(folder: Path, dtype: str) -> None:
     """Generate, evaluate, with an adapter too, and make a file of this type."""
     weights, stage = folder / "tiny-float32", open_stage("serial")
-    rehearse(open_model(stage, weights, folder / "adapter-float32", dtype)[0])
+    adapter = BESIDE["adapters"](folder / "adapter-float32")
+    rehearse(open_model(stage, weights, dtype, beside=adapter)[0])
     evaluate(stage, weights, val="corpus", val_tokens=64, dtype=dtype)
     if dtype in ROUNDED_DTYPES:
         done = calibrated(weights, folder / "text.txt") if dtype == "int4" else {}
         made = folder / f"{dtype}.safetensors"
         quantize(weights, made, dtype, done)
-        rehearse(open_model(stage, made, None, dtype)[0])
+        rehearse(open_model(stage, made, dtype)[0])

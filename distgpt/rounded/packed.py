@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.config import ROUNDED_DTYPES, ModelConfig
+from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.decoding.weights import FLOATS, Forms, Layer, Weights, packed_weights
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.packing import angles_of
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
 from distgpt.rounded.bits import bits_of
 from distgpt.rounded.loops.integers import Quantised
 from distgpt.rounded.loops.kernels import Int8Kernels, Packed
@@ -67,14 +67,6 @@ def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
         bits = bits_of(spec, kernels.rounded)
         params[spec.name] = rounded(x, bits, kernels.threads) if bits else np.array(x, np.float32)
     return Int8Model(model.config, kernels, params)
-
-
-def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
-    """Return a model with random weights that computes in any type, int8 and int4 too."""
-    kernels = kernels_for("float32" if dtype in ROUNDED_DTYPES else dtype)
-    model = Model(Architecture(config), kernels)
-    model.initialise(seed)
-    return int8_of(model, Int8Kernels(kernels.threads, dtype)) if dtype in ROUNDED_DTYPES else model
 
 
 def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:

@@ -8,7 +8,6 @@ embedding, head and value embeddings in int8.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,44 +15,42 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.limits import granted_cores
-from distgpt.core.config import ModelConfig
-from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.model.memory import Spec
-from distgpt.core.model.model import Architecture
-from distgpt.core.ops.api import Array
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.saved.kinds import (
+    QUANTISED,
+    SOURCE_SUM,
+    Merge,
+    read_float,
+    rounded_dtype,
+    verified,
+)
+from distgpt.core.saved.modelfile import ROUNDED_VERSION, read_description
+from distgpt.core.saved.rundir import find_weights
 from distgpt.core.saved.tensors import (
+    DATA_SUM,
     Header,
     Kind,
     LazyTensors,
-    read_header,
     read_rows,
     refuse_misfits,
-    verify_data,
+    write_tensors,
 )
 from distgpt.rounded.bits import bits_of
 from distgpt.rounded.loops.integers import BLOCKS, MOST, Quantised, from_nibbles, restored, to_nibbles
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
-    from distgpt.core.cpu.kernels import CpuKernels
     from distgpt.rounded.loops.kernels import Int8Kernels
-    from distgpt.rounded.packed import Int8Model
 
-QUANTISED, SCALES = "quantised", ".scales"  # in the metadata; behind a matrix's name
-SOURCE_SUM = "source_sha256"  # in the metadata: the checksum of the data that were rounded
+SCALES = ".scales"  # behind a matrix's name
 WORDS = {f"int{bits}": f"int{bits}, blocks of {block}" for bits, block in BLOCKS.items()}
-
-
-def dtype_of(metadata: Mapping[str, str], path: Path) -> str:
-    """Return "int8" or "int4", as the metadata of a rounded file say."""
-    for dtype, words in WORDS.items():
-        if metadata.get(QUANTISED) == words:
-            return dtype
-    known = " and ".join(WORDS.values())
-    raise DataError(f"{path} is quantised in a way that this distgpt does not read: it reads {known}")
 
 
 def tensors_of(config: ModelConfig, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -75,35 +72,11 @@ def _scales_shape(spec: Spec, bits: int) -> tuple[int, int]:
     return spec.shape[0], -(-spec.shape[1] // BLOCKS[bits])
 
 
-def refuse_others(header: Header, config: ModelConfig, dtype: str, path: Path) -> None:
-    """A DataError unless the file is one in int8, or int4, of this model."""
-    known = tensors_of(config, dtype)
-    refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
-    for name, (stored, _) in known.items():
-        if (found := header.tensors[name].dtype) != stored:
-            raise DataError(f"{path}: {name} is {found}, not {stored}")
-
-
-def verified(path: Path) -> Header:
-    header = read_header(path)
-    verify_data(path, header)
-    return header
-
-
-class Merge(ABC):
-    """Adds to the matrices of a model as they are read; for rank 0, but for the tokenizer."""
-
-    tokenizer: Tokenizer | None  # in place of the model's, if there is one
-
-    @abstractmethod
-    def __call__(self, name: str, array: Array) -> None: ...
-
-
 def read_parameter(
     path: Path, header: Header, spec: Spec, bits: int, threads: int = 1, merge: Merge | None = None
 ) -> Any:
     """A parameter in 8 or 4 bits, rounded unless the file has it so; of 0 bits as the file has it."""
-    own = bits_of(spec, dtype_of(header.metadata, path)) if QUANTISED in header.metadata else 0
+    own = bits_of(spec, rounded_dtype(header.metadata, path)) if QUANTISED in header.metadata else 0
     if merge or not own:
         floats = np.empty(spec.shape, np.float32)
         read_float(path, header, spec, floats)
@@ -126,16 +99,6 @@ def read_parameter(
     return _rounded(restored(found), bits, threads)
 
 
-def read_float(path: Path, header: Header, spec: Spec, array: Array) -> None:
-    """Fill an array of floats with a parameter, or with its first rows, also from a rounded file."""
-    if QUANTISED in header.metadata and bits_of(spec, dtype_of(header.metadata, path)):
-        array[...] = restored(read_parameter(path, header, spec, 0))
-    else:
-        read_rows(path, header, spec.name, array)
-    if not np.isfinite(array).all():
-        raise DataError(f"{path} holds weights that are not finite")
-
-
 def _rounded(w: Array, bits: int, threads: int) -> Quantised:
     from distgpt.rounded.loops.rounding import rounded
 
@@ -146,24 +109,6 @@ def _read(path: Path, header: Header, name: str, shape: tuple[int, ...], dtype: 
     array = np.empty(shape, dtype)
     read_rows(path, header, name, array)
     return array
-
-
-def fill(path: Path, host: Mapping[str, Array], config: ModelConfig) -> None:
-    """Arrays of float ← the parameters that a rounded file stands for."""
-    header = verified(path)
-    for spec in Architecture(config).layout.specs:
-        read_float(path, header, spec, host[spec.name])
-
-
-def load(
-    path: Path, config: ModelConfig, kernels: CpuKernels, comm: Comm, merge: Merge | None = None
-) -> Int8Model:
-    """Rank 0 reads parameters as they are packed, and all ranks get them. Collective."""
-    from distgpt.rounded.loops.kernels import Int8Kernels
-    from distgpt.rounded.packed import Int8Model
-
-    assert isinstance(kernels, Int8Kernels)
-    return Int8Model(config, kernels, _Parameters(path, config, kernels, comm, merge))
 
 
 class _Parameters(Mapping[str, Any]):
@@ -231,3 +176,66 @@ def lazy_tensors(
         return to_nibbles(found.q) if found.bits == 4 else found.q
 
     return LazyTensors(kinds, make)
+
+
+def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any] | None = None) -> str:
+    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
+    path = find_weights(path)
+    description, header = read_description(path), verified(path)
+    description.refuse_incomplete(path)
+    if description.rounded:
+        raise DataError(f"{path} is in {description.rounded} already")
+    kept = header.facts()
+    if DATA_SUM in header.metadata:
+        kept[SOURCE_SUM] = header.metadata[DATA_SUM]
+    known = {**kept, "format_version": ROUNDED_VERSION, QUANTISED: WORDS[dtype]}
+    write_tensors(out, lazy_tensors(path, header, description.run.model, dtype, done or {}), known)
+    before, after = (size(file.stat().st_size) for file in (path, out))
+    return f"{out}: {WORDS[dtype]}; {before} became {after}"
+
+
+class Rounded:
+    """A `RoundedKind`: of int8 or int4."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype, self.stored = dtype, WORDS[dtype]
+
+    def refuse_training(self, t: TrainConfig) -> None:
+        raise UsageError(
+            f"{t.init} is in {self.dtype}, which cannot be trained further: take the file it is from,"
+            " or train adapters beside it (--lora-rank)"
+        )
+
+    def refuse_others(self, header: Header, config: ModelConfig, path: Path) -> None:
+        known = tensors_of(config, self.dtype)
+        refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
+        for name, (stored, _) in known.items():
+            if (found := header.tensors[name].dtype) != stored:
+                raise DataError(f"{path}: {name} is {found}, not {stored}")
+
+    def read(self, path: Path, header: Header, spec: Spec, array: Array) -> None:
+        if bits_of(spec, self.dtype):
+            array[...] = restored(read_parameter(path, header, spec, 0))
+        else:
+            read_rows(path, header, spec.name, array)
+
+    def load(
+        self, path: Path, config: ModelConfig, kernels: Kernels, comm: Comm, merge: Merge | None
+    ) -> Model:
+        """Rank 0 reads parameters as they are packed, and all ranks get them."""
+        from distgpt.rounded.loops.kernels import Int8Kernels
+        from distgpt.rounded.packed import Int8Model
+
+        assert isinstance(kernels, Int8Kernels)
+        return Int8Model(config, kernels, _Parameters(path, config, kernels, comm, merge))
+
+    def of(self, model: Model) -> Model:
+        from distgpt.core.cpu.kernels import CpuKernels
+        from distgpt.rounded.loops.kernels import Int8Kernels
+        from distgpt.rounded.packed import int8_of
+
+        assert isinstance(model.kernels, CpuKernels)
+        return int8_of(model, Int8Kernels(model.kernels.threads, self.dtype))
+
+
+INT8, INT4 = Rounded("int8"), Rounded("int4")

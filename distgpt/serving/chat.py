@@ -68,7 +68,7 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
         logprobs=_logprobs(found),
         ends=ends,
         stop=settings.stop + chat.stops,
-        adapter=served.adapter,
+        variant=served.variant,
         reuse=True,
     )
     size = len(prompt) + refuse_large(settings.max_new_tokens, settings, served, limits)

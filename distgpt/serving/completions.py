@@ -60,7 +60,7 @@ class Served:
     created: int  # seconds since 1970
     chat: ChatFormat | DataError | None = None  # or why there is none
     reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
-    adapter: int = 0  # of a request that names this model
+    variant: int = 0  # of a request that names this model
     others: tuple[Served, ...] = ()  # the same model with each of its adapters
     weight: int = 1  # tokens that each counts as in the size of an answer
     is_tuned: bool = False  # on chats
@@ -108,7 +108,7 @@ def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     ends = () if checked(found, "ignore_eos", SWITCH, False) else served.tokenizer.ends
     scored = echo and settings.logprobs is not None
     settings = replace(settings, ends=ends, prompt_logprobs=scored)
-    settings = replace(settings, reuse=served.reuse, adapter=served.adapter)
+    settings = replace(settings, reuse=served.reuse, variant=served.variant)
     with_usage = wants_usage(found)
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))

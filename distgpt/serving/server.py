@@ -233,9 +233,9 @@ def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
     chats = {each: _chat_format(each) for each in tokenizers}
     weights = {each: weight_of(each) for each in tokenizers}
 
-    def one(name: str, tokenizer: Tokenizer, adapter: int, **more: Any) -> Served:
+    def one(name: str, tokenizer: Tokenizer, variant: int, **more: Any) -> Served:
         about = config.vocab_size, config.seq_len, created, chats[tokenizer], lanes.is_exact
-        return Served(name, tokenizer, *about, adapter, weight=weights[tokenizer], **more)
+        return Served(name, tokenizer, *about, variant, weight=weights[tokenizer], **more)
 
     beside = tuple(one(*each, i) for i, each in enumerate(loaded.tokenizers.items(), 1))
     is_tuned = loaded.spec.weights is not None and loaded.is_tuned

@@ -13,7 +13,8 @@ from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.counts import parameters
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved import checkpoint
-from distgpt.core.saved.modelfile import ADAPTER, FORMAT, ORIGIN, read_description
+from distgpt.core.saved.kinds import PARTS
+from distgpt.core.saved.modelfile import FORMAT, ORIGIN, read_description
 from distgpt.core.saved.rundir import find_weights, import_command
 from distgpt.core.saved.tensors import Header, read_header, verify_data
 from distgpt.formats.family import part_name
@@ -44,7 +45,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if is_gguf(path):
         return _gguf(path)
     header = read_header(path)
-    if header.metadata.get("format") in (FORMAT, ADAPTER):
+    if header.metadata.get("format") in (FORMAT, *PARTS):
         return _own(path, header)
     if (path.parent / CONFIG).is_file():
         return _foreign(path)

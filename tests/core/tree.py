@@ -78,7 +78,7 @@ def words() -> Iterator[str]:
     for each in TREE:
         texts = [MODULES[name].read_text() for name in CORE if folder(name) == each != "config"]
         for word in WORDS:
-            if count := sum(len(re.findall(word, text, re.IGNORECASE)) for text in texts):
+            if count := sum(len(re.findall(f"(?<!u){word}", text, re.IGNORECASE)) for text in texts):
                 yield f"{each} says {word} {count}"
 
 

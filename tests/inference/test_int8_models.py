@@ -16,13 +16,14 @@ from distgpt.core.generate.compiled_lanes import compiled_lanes
 from distgpt.core.generate.engine_setup import lanes_for, rehearse
 from distgpt.core.generate.lanes import Feed
 from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
-from distgpt.core.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
+from distgpt.core.saved.modelfile import Description, dtype_of, load_model, save_model
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
 from distgpt.rounded.bits import is_quantised
 from distgpt.rounded.calibration import calibrated, moved, round_for
 from distgpt.rounded.loops.integers import LEVELS, quantise, quantise4, restored
 from distgpt.rounded.loops.kernels import Int8Kernels
 from distgpt.rounded.packed import int8_of
+from distgpt.rounded.rounded import quantize
 
 COMM = SerialComm()
 

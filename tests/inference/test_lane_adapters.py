@@ -5,7 +5,7 @@ import pytest
 from test_compiled_lanes import TYPES, VARIANTS, all_threads, build, distance, plain, sequences
 
 from distgpt.adapters.adapter import Folding
-from distgpt.adapters.adapters import adapters_of
+from distgpt.adapters.beside import adapters_of
 from distgpt.adapters.lora import adapter_layout
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.generate.compiled_lanes import compiled_lanes
@@ -55,7 +55,7 @@ def test_scores_are_those_of_the_merged_model_beside_rows_of_others(variant, kin
     rest = [Feed(i, cut[i], text[cut[i] :], 1 + i % 2, adapters[i]) for i, text in enumerate(texts)]
     found, at = lanes.feed(rest), 0
     for text, each in zip(texts, rest, strict=True):
-        expected = plain(models[each.adapter], text)[-each.scored :]
+        expected = plain(models[each.variant], text)[-each.scored :]
         tolerance = {"float32": 6e-6, "int8": 6e-2}[kind]
         assert distance(found[at : at + each.scored], expected) < tolerance, each
         at += each.scored
@@ -80,7 +80,7 @@ def test_a_lane_s_tokens_are_not_taken_over_with_another_adapter():
     prompt, told = [3, 1, 4, 1, 5, 9, 2, 6], []
     for count in (1, 3):
         engine = Engine(lanes_of("llama", "float32", count))
-        requests = [Request(prompt, max_new_tokens=6, adapter=i % 3, reuse=True) for i in range(6)]
+        requests = [Request(prompt, max_new_tokens=6, variant=i % 3, reuse=True) for i in range(6)]
         told += [[complete(engine, [each])[0][0].tokens for each in requests]]
         told += [[samples[0].tokens for samples in complete(engine, requests)]]
     assert all(each == told[0] for each in told)
@@ -89,5 +89,5 @@ def test_a_lane_s_tokens_are_not_taken_over_with_another_adapter():
 
 def test_an_adapter_that_is_not_there_is_refused():
     lanes = lanes_of("llama", "float32", 1)
-    with pytest.raises(ValueError, match="adapters must lie in"):
+    with pytest.raises(ValueError, match="variants must lie in"):
         lanes.feed([Feed(0, 0, [1], 1, 3)])

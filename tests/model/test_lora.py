@@ -5,8 +5,8 @@ import pytest
 from adapted import adapted, expected, gradients, merged
 from models import BASE, VARIANTS, batch, plain_logits
 
-from distgpt.adapters.loops import low_rank as low_rank
 from distgpt.core.base.errors import UsageError
+from distgpt.core.cpu.fused import low_rank
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.reference import ReferenceKernels

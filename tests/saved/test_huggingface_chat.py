@@ -8,7 +8,8 @@ from families import FAMILIES, write_family
 from foreignmodels import MODERN, change_json, exported_model, shape
 
 from distgpt.core.data.tokenizers import tokenizer_from_json
-from distgpt.core.saved.modelfile import quantize, read_description
+from distgpt.core.saved.modelfile import read_description
+from distgpt.rounded.rounded import quantize
 from distgpt.texts.tokenizers.chat_template import chat_of
 
 MODEL = shape(1000, 64, 1, 2, 16, **MODERN)

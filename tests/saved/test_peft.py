@@ -9,8 +9,8 @@ from foreignmodels import MODERN, SHAPES, change_json, random_model, shape
 from test_huggingface_peer import FAMILIES, LONG, PEER, V, some_tokens, transformers
 
 import distgpt
-from distgpt.adapters.adapter import base_of, load_frozen, read_adapter
-from distgpt.adapters.adapters import adapters_of
+from distgpt.adapters.adapter import ADAPTER, base_of, load_frozen, read_adapter
+from distgpt.adapters.beside import adapters_of
 from distgpt.adapters.lora import AdaptedModel, adapter_layout, adapters_by_matrix
 from distgpt.core.base.errors import DataError
 from distgpt.core.comm.serial import SerialComm
@@ -49,7 +49,7 @@ def written(path, weights, matrices="all"):
     train = TrainConfig(init=str(weights), lora_rank=3, lora_alpha=5.0, lora_matrices=matrices)
     run, draw = RunConfig(model, train), np.random.default_rng(4)
     tensors = {s.name: draw.normal(0, 0.3, s.shape).astype(np.float32) for s in adapter_layout(run).specs}
-    write_tensors(path, tensors, Description(run, None, base=base_of(weights)).to_metadata())
+    write_tensors(path, tensors, Description(run, None, part=ADAPTER, base=base_of(weights)).to_metadata())
     return path
 
 

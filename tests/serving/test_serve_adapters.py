@@ -10,6 +10,8 @@ pytest.importorskip("uvicorn")
 from conftest import SMALL, inside, refused
 from serving import server
 
+from distgpt.adapters import beside
+from distgpt.adapters.beside import AdaptersBeside
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.limits import Memory
 from distgpt.core.config import GpuConfig
@@ -42,9 +44,13 @@ def files(tmp_path_factory):
     return {"base": base, "one": folder / "one", "two": folder / "two"}
 
 
+def spec_of(files, *names, dtype):
+    beside = AdaptersBeside(None, [(name, files[name]) for name in names])
+    return ModelSpec(files["base"], dtype, beside=beside)
+
+
 def loaded_with(files, *names, dtype="float32"):
-    spec = ModelSpec(files["base"], dtype, named=[(name, files[name]) for name in names])
-    return spec.load(open_stage("serial", 2, GpuConfig()))
+    return spec_of(files, *names, dtype=dtype).load(open_stage("serial", 2, GpuConfig()))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
@@ -104,12 +110,12 @@ def test_adapters_are_refused_before_a_model_is_read_where_none_can_be_served(fi
     stage = open_stage("serial", 1, GpuConfig())
     for place, dtype in ((replace(stage, device=object()), "auto"), (stage, "float64")):
         with pytest.raises(UsageError, match="for CPUs, not in float64"):
-            ModelSpec(files["base"], dtype, named=[("one", files["one"])]).load(place)
+            spec_of(files, "one", dtype=dtype).load(place)
 
 
 def test_adapters_are_in_memory_before_lanes_ask_how_much_is_left(files, monkeypatch):
-    order, pack = [], engine_setup.adapters_of
-    monkeypatch.setattr(engine_setup, "adapters_of", lambda *args: order.append("adapters") or pack(*args))
+    order, pack = [], beside.adapters_of
+    monkeypatch.setattr(beside, "adapters_of", lambda *args: order.append("adapters") or pack(*args))
     monkeypatch.setattr(
         engine_setup, "granted_memory", lambda ranks: order.append("memory") or Memory(1 << 30)
     )

@@ -9,7 +9,7 @@ from browser import BROWSER, CONTRAST, browser
 from serving import sample, server, until
 
 from distgpt.adapters.adapter import Folding
-from distgpt.adapters.adapters import adapters_of
+from distgpt.adapters.beside import adapters_of
 from distgpt.adapters.lora import adapter_layout
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""Loops for the products of adapters: in training (low_rank.py) and for new tokens (decoding.py).
+"""Loops for what adapters add to the matmuls of new tokens (decoding.py).
 
-Not here: which layers have adapters (adapters/lora.py).
+Not here: those of training (core/cpu/fused/low_rank.py), which layers have adapters (adapters/lora.py).
 """

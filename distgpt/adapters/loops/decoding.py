@@ -1,4 +1,4 @@
-"""Adapters beside packed weights: of each row its own, added to what a layer computes, in float32.
+"""Adapters beside packed weights, as `Variants` of the decoder: of each row its own, in float32.
 
 c ← c + scale · B (A x) takes two steps, as x comes by rows and c by columns: `reduce_row` and `add_columns`.
 Row by row, so that nothing depends on who shares a batch.
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distgpt.core.cpu.compiling.jit import inline
-from distgpt.core.cpu.decoding.operands import multiply
+from distgpt.core.cpu.decoding.operands import multiply, operand_rows
+from distgpt.core.cpu.decoding.variants import FC, GATES, OUT, PROJ, QKV
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE
 from distgpt.core.cpu.matmul.packing import COLUMNS, aligned, pack_transposed
 from distgpt.core.ops.api import Array
@@ -33,14 +34,46 @@ class Adapters(NamedTuple):
     gates_b: Array
     proj_b: Array
 
+    inner: Array = np.zeros((0, 0), np.float32)  # A x of each row (N, rank)
+
     @property
-    def rank(self) -> int:
-        """Return the most elements of an A x, filled up to whole panels."""
-        return max(int(a.shape[2]) for a in self[:4]) * COLUMNS
+    def highest(self) -> int:
+        return len(self.qkv_a)
 
+    def for_rows(self, count: int) -> Adapters:
+        rank = max(int(a.shape[2]) for a in self[:4]) * COLUMNS  # the most elements of an A x, whole panels
+        return self._replace(inner=operand_rows(count, rank, "float32"))
 
-def no_adapters() -> Adapters:
-    return Adapters(*(np.zeros((0, 0, 0, 0), np.float32) for _ in Adapters._fields))
+    @staticmethod
+    def read_hidden(variants):
+        return True
+
+    @staticmethod
+    def read_row(variants, place, layer, row, variant, x):
+        inner = variants.inner[row:]
+        if place == QKV:
+            reduce_row(inner, variant, variants.qkv_a, layer, x)
+        elif place == OUT:
+            reduce_row(inner, variant, variants.out_a, layer, x)
+        elif place == FC:
+            reduce_row(inner, variant, variants.mlp_a, layer, x)
+        elif place == PROJ:
+            reduce_row(inner, variant, variants.proj_a, layer, x)
+
+    @staticmethod
+    def add_columns(variants, place, layer, which, begin, end, c):
+        inner = variants.inner
+        if place == QKV:
+            add_columns(begin, end, c, inner, which, variants.qkv_b, layer)
+        elif place == OUT:
+            add_columns(begin, end, c, inner, which, variants.out_b, layer)
+        elif place == FC:
+            add_columns(begin, end, c, inner, which, variants.fc_b, layer)
+        elif place == GATES:  # whose rows of A stand below those of FC
+            behind = inner[:, variants.fc_b.shape[3] // COLUMNS :]
+            add_columns(begin, end, c, behind, which, variants.gates_b, layer)
+        elif place == PROJ:
+            add_columns(begin, end, c, inner, which, variants.proj_b, layer)
 
 
 def packed_factors(w: Array) -> Array:

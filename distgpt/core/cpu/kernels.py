@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.adapters.loops import low_rank as low_rank
 from distgpt.core.cpu.decoding.operands import operand_rows
-from distgpt.core.cpu.fused import activations, attention, flat, muon, rowwise
+from distgpt.core.cpu.fused import activations, attention, flat, low_rank, muon, rowwise
 from distgpt.core.cpu.matmul import blas
 from distgpt.core.cpu.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory, pool_of
@@ -87,7 +86,6 @@ class CpuKernels(OnHost):
     loss_loop = staticmethod(rowwise.cross_entropy)
     polar: tuple[Any, Callable[..., Any]] = muon.orthogonalise, muon.scratch
     cache_dtype = "float32"  # of its keys and values
-    rounded = ""  # the dtype that matrices of layers are rounded to, if they are
 
     def __init__(
         self,

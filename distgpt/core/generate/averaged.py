@@ -15,7 +15,8 @@ import numpy as np
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.comm.agree import shared
 from distgpt.core.comm.api import Comm
-from distgpt.core.generate.lanes import Array, Feed, Lanes
+from distgpt.core.generate.lanes import Feed, Lanes
+from distgpt.core.ops.api import Array
 
 
 def averaged(lanes: Lanes, comm: Comm, act: Callable[[Lanes], Any]) -> Any:

@@ -8,7 +8,6 @@ from math import prod
 
 import numpy as np
 
-from distgpt.adapters.loops.decoding import Adapters, no_adapters
 from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.jit import PackedArgs, entry
@@ -20,6 +19,7 @@ from distgpt.core.cpu.decoding.cached_attention import (
     shift_cache,
     thread_scratch,
 )
+from distgpt.core.cpu.decoding.variants import NO_VARIANTS, Variants
 from distgpt.core.cpu.decoding.weights import Weights
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import pool_of
@@ -38,26 +38,26 @@ class CompiledLanes:
     is_exact = True
 
     def __init__(
-        self, kernels: CpuKernels, config: ModelConfig, weights: Weights, count: int, adapters: Adapters
+        self, kernels: CpuKernels, config: ModelConfig, weights: Weights, count: int, variants: Variants
     ) -> None:
         self.count, self.length, self.can_drop = count, config.seq_len, not config.has_position_vectors
         self._kind = decode.kind_of(config)
         cached = kernels.cache_dtype
         self._cache = cache_of(config, count, cached)
-        rows = _rows(kernels, config, _most_rows(config, count), weights, adapters.rank)
+        rows = _rows(kernels, config, _most_rows(config, count), weights)
         self._most = len(rows.s)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
         self._angles = weights.cos, weights.sin
         self._pool = pool_of(kernels.threads if elements >= WORTHWHILE else 1)
-        self._adapters = len(adapters.qkv_a)
+        self._variants = variants.highest
         zeros = partial(np.zeros, dtype=np.int64)
         most = self._most
         self._inputs = decode.Inputs(
-            zeros(most), feeds=zeros((most, 5)), scored=zeros(most), adapters=zeros((2, most))
+            zeros(most), feeds=zeros((most, 5)), scored=zeros(most), variants=zeros((2, most))
         )
         self._counter = decode.counter()
-        shared = self._kind, weights, adapters, rows, self._cache, self._inputs
+        shared = self._kind, weights, variants.for_rows(most), rows, self._cache, self._inputs
         members = range(self._pool.threads)
         self._fixed = [
             PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
@@ -87,12 +87,12 @@ class CompiledLanes:
         tokens: list[int] = []
         feeds: list[tuple[int, ...]] = []
         scored: list[int] = []
-        adapters: list[int] = []
+        variants: list[int] = []
         for each in part:
             feeds.append((len(tokens), len(each.tokens), each.lane, each.start, each.scored))
             tokens.extend(each.tokens)
             scored.extend(range(len(tokens) - each.scored, len(tokens)))
-            adapters.extend([each.adapter] * len(each.tokens))
+            variants.extend([each.variant] * len(each.tokens))
             fits = 0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)
             if not (fits and 0 <= each.scored <= len(each.tokens)):
                 raise ValueError(f"{each} does not fit {self.count} lanes of {self.length} positions")
@@ -100,14 +100,14 @@ class CompiledLanes:
             raise ValueError(f"a lane occurs twice in {part}")
         if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
             raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
-        if min(adapters) < 0 or max(adapters) > self._adapters:
-            raise ValueError(f"adapters must lie in [0, {self._adapters}]")
+        if min(variants) < 0 or max(variants) > self._variants:
+            raise ValueError(f"variants must lie in [0, {self._variants}]")
         inputs, threads = self._inputs, self._pool.threads
         inputs.tokens[: len(tokens)] = tokens
         inputs.feeds[: len(feeds)] = feeds
         inputs.scored[: len(scored)] = scored
-        inputs.adapters[0, : len(tokens)] = adapters
-        inputs.adapters[1, : len(scored)] = inputs.adapters[0, scored]
+        inputs.variants[0, : len(tokens)] = variants
+        inputs.variants[1, : len(scored)] = inputs.variants[0, scored]
         if threads == 1:
             self._call(0, 1, len(tokens), len(feeds), scores, self._fixed[0])
             return
@@ -124,7 +124,7 @@ def _most_rows(config: ModelConfig, count: int) -> int:
     return min(ROWS, max(count, min(ROOM // row, config.seq_len)))
 
 
-def _rows(kernels: CpuKernels, config: ModelConfig, count: int, weights: Weights, rank: int) -> decode.Rows:
+def _rows(kernels: CpuKernels, config: ModelConfig, count: int, weights: Weights) -> decode.Rows:
     width, hidden, rows = config.n_embd, config.hidden, kernels.operand_rows
     form, last = weights.qkv.w.dtype.name, weights.head.dtype.name
     widest = max(width, config.attention_width)
@@ -137,7 +137,6 @@ def _rows(kernels: CpuKernels, config: ModelConfig, count: int, weights: Weights
         a=rows(count, widest, form),
         h=rows(count, hidden, form),
         last=rows(count, width, last),
-        inner=rows(count, rank, "float32"),
     )
 
 
@@ -148,7 +147,7 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
         return [work] if total else []
     parts: list[list[Feed]] = [[]]
     room = most
-    for lane, start, tokens, scored, adapter, *_ in work:
+    for lane, start, tokens, scored, variant, *_ in work:
         done = 0
         while done < len(tokens):
             if not room:
@@ -157,7 +156,7 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
             piece = tokens[done : done + room]
             after = len(tokens) - done - len(piece)
             own = max(0, min(scored - after, len(piece)))
-            parts[-1].append(Feed(lane, start + done, piece, own, adapter))
+            parts[-1].append(Feed(lane, start + done, piece, own, variant))
             done += len(piece)
             room -= len(piece)
     return parts
@@ -169,9 +168,9 @@ def lane_bytes(model: Model) -> int:
     return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
 
 
-def compiled_lanes(model: Model, count: int, adapters: Adapters | None = None) -> CompiledLanes:
+def compiled_lanes(model: Model, count: int, variants: Variants = NO_VARIANTS) -> CompiledLanes:
     """Lanes for a model as it is now, which has to compute on CPUs, in any type but float64."""
-    return CompiledLanes(_kernels_of(model), model.config, packed_of(model), count, adapters or no_adapters())
+    return CompiledLanes(_kernels_of(model), model.config, packed_of(model), count, variants)
 
 
 def _kernels_of(model: Model) -> CpuKernels:

@@ -9,7 +9,7 @@
 wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
 not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
 belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a lane holds
-of its prompt with the same adapter, as the next turn of a chat does. Lanes of requests that are done keep
+of its prompt with the same variant, as the next turn of a chat does. Lanes of requests that are done keep
 their tokens until another takes them, the least recently used first. Where lanes are not exact, rounding
 depends on that.
 """
@@ -22,9 +22,10 @@ from itertools import count
 
 from distgpt.core.base.errors import NonFiniteError, UsageError
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.lanes import Array, Feed, Lanes, Likeliest, are_finite
+from distgpt.core.generate.lanes import Feed, Lanes, Likeliest, are_finite
 from distgpt.core.generate.request import Completion, Event, Request
 from distgpt.core.generate.sample import MOST_SCORED, Sample, SharedPrompt
+from distgpt.core.ops.api import Array
 
 CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
 WORTHWHILE = 64  # tokens that are copied from another lane rather than computed: on GPUs a copy is slow

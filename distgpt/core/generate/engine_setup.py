@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distgpt.adapters.adapter import open_model
-from distgpt.adapters.adapters import adapters_of, read_adapters
-from distgpt.adapters.loops.decoding import Adapters
-from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import bundled
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.limits import granted_memory
+from distgpt.core.cpu.decoding.variants import NO_VARIANTS, Variants
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
@@ -30,8 +29,8 @@ from distgpt.core.generate.lanes import Draw, Feed, Lanes
 from distgpt.core.model.model import Architecture, Model, miniature
 from distgpt.core.saved.modelfile import Description, read_description
 from distgpt.core.saved.named import weights_of
+from distgpt.core.saved.opening import ALONE, Beside, open_model
 from distgpt.core.saved.tensors import fingerprint
-from distgpt.generation import batched_lanes
 
 SAMPLE = "sample.safetensors"
 
@@ -65,34 +64,36 @@ def agreed_lanes(
     comm: Comm,
     memory: int | None = None,
     lookup: int = 0,
-    adapters: Adapters | None = None,
+    variants: Variants = NO_VARIANTS,
 ) -> Lanes:
     """Make as many lanes as fit the memory of every rank, each of which has `memory`. Collective."""
     fitting = -comm.allreduce_max(-lanes_that_fit(model, wanted, memory, comm.local_size, lookup))
-    return lanes_for(model, fitting, adapters)
+    return lanes_for(model, fitting, variants)
 
 
-def lanes_for(model: Model, count: int, adapters: Adapters | None = None) -> Lanes:
+def lanes_for(model: Model, count: int, variants: Variants = NO_VARIANTS) -> Lanes:
     """The fastest lanes there are for this model, as it is now."""
-    return _kind(model).make(model, count, adapters)
+    return _kind(model).make(model, count, variants)
 
 
-class _Kind(NamedTuple):
-    make: Callable[[Model, int, Adapters | None], Lanes]
+class LaneKind(NamedTuple):
+    """A kind of lanes: how to make a number of them for a model, and the bytes that one takes."""
+
+    make: Callable[[Model, int, Variants], Lanes]
     lane_bytes: Callable[[Model], int]
 
 
-COMPILED = _Kind(compiled_lanes.compiled_lanes, compiled_lanes.lane_bytes)
-BATCHED = _Kind(lambda model, count, _: batched_lanes.BatchedLanes(model, count), batched_lanes.lane_bytes)
-UNCOMPILED = _Kind(
+COMPILED = LaneKind(compiled_lanes.compiled_lanes, compiled_lanes.lane_bytes)
+UNCOMPILED = LaneKind(
     lambda model, count, _: uncompiled_lanes.UncompiledLanes(model, count), uncompiled_lanes.lane_bytes
 )
+LANES: Table[LaneKind] = Table("lanes", "lanes", {"compiled": COMPILED, "uncompiled": UNCOMPILED})
 
 
-def _kind(model: Model) -> _Kind:
+def _kind(model: Model) -> LaneKind:
     if is_compiled(model):
         return COMPILED
-    return BATCHED if model.kernels.capabilities.is_async else UNCOMPILED
+    return LANES["batched"] if model.kernels.capabilities.is_async else UNCOMPILED
 
 
 def is_compiled(model: Model) -> bool:
@@ -132,18 +133,6 @@ def rehearse(model: Model) -> None:
         lanes.drop(0, 1, 1)
 
 
-def rehearse_together(lanes: Lanes) -> None:
-    """Plan and record passes of 1, 2, 4, … sequences on a GPU, so that no request waits for that."""
-    if not isinstance(lanes, batched_lanes.BatchedLanes):
-        return
-    draw, rows = Draw(1.0, 0.5), 1
-    while rows < 2 * lanes.count:  # the last are all
-        some = [Feed(lane, 0, [0], 1, likeliest=1, draw=draw) for lane in range(min(rows, lanes.count))]
-        for _ in range(2):  # the first call is eager, the second records
-            lanes.feed(some)
-        rows *= 2
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model that is ready, and what it was made of."""
@@ -154,25 +143,25 @@ class LoadedModel:
     spec: ModelSpec
     path: Path
     dtype: str
-    adapters: Adapters | None = None  # in memory before lanes ask how much is left
-    tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)  # of adapters, by name, in their order
+    variants: Variants = NO_VARIANTS  # in memory before lanes ask how much is left
+    tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)  # of variants, by name, in their order
 
     def lanes(self, wanted: int, lookup: int) -> Lanes:
         """Make as many lanes as are wanted and fit the memory of every rank. Collective."""
-        return agreed_lanes(self.model, wanted, self.comm, self.spec.cache_memory, lookup, self.adapters)
+        return agreed_lanes(self.model, wanted, self.comm, self.spec.cache_memory, lookup, self.variants)
 
     def engine(self, lanes: Lanes) -> Engine:
         return Engine(lanes, self.tokenizer, chunk_for(self.model))
 
     @property
     def is_tuned(self) -> bool:
-        """Tell whether it, or the adapter in it, was tuned on chats. On the rank that reads files."""
+        """Tell whether it, or what is merged into it, was tuned on chats. On the rank that reads files."""
         return any(read_description(file).run.train.chats for file in self._named or [self.path])
 
     @property
     def _named(self) -> set[Path]:
-        """Return the files that the user has named: an adapter may be in another one than the model."""
-        return {weights_of(each) for each in (self.spec.weights, self.spec.adapter) if each}
+        """Return the files that the user has named, which need not be the one that the model is in."""
+        return {weights_of(each) for each in (self.spec.weights, *self.spec.beside.files) if each}
 
     def fingerprint(self, drops: bool) -> str:
         """Tell its answers from those of other weights, in another dtype, or of another context.
@@ -196,16 +185,13 @@ class ModelSpec:
     dtype: str
     context: int | None = None
     cache_memory: int | None = None
-    adapter: Path | None = None  # merged into the weights as they are read
-    named: Sequence[tuple[str, Path]] = ()  # adapters that stay beside them, for requests that name one
+    beside: Beside = ALONE
 
     def load(self, stage: Stage) -> LoadedModel:
         """Load the model and its tokenizer, and compile everything. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-        if self.named and (stage.on_gpu or self.dtype == "float64"):
-            raise UsageError("adapters by name are for CPUs, not in float64: merge one by --adapter PATH")
-        found = read_adapters(path, self.named, comm)
+        named = self.beside.variants(path, stage, self.dtype)
 
         def usual(about: Description) -> str:
             return stage.dtype_for_generation(about.run.model.n_embd, about.layout.elements).name
@@ -213,18 +199,18 @@ class ModelSpec:
         if cost := stage.cost_of(self.dtype):
             stage.notes.add(cost)
         model, about, path, dtype = open_model(
-            stage, path, self.adapter, self.dtype, self.context, usual=usual
+            stage, path, self.dtype, self.context, usual=usual, beside=self.beside
         )
         if (tokenizer := about.tokenizer) is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         saved = tokenizer.to_json()
         tokenizers = {
-            name: own if (own := each.tokenizer) and own.to_json() != saved else tokenizer
-            for name, each in found.items()
+            name: own if own and own.to_json() != saved else tokenizer
+            for name, own in named.tokenizers.items()
         }
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
         stage.compile_ahead(dtype, lambda kernels: rehearse(Model(Architecture(model.config), kernels)))
         rehearse(model)
-        adapters = adapters_of(model.config, list(found.values())) if found else None
-        return LoadedModel(model, tokenizer, comm, self, path, dtype, adapters, tokenizers)
+        variants = named.packed(model.config)
+        return LoadedModel(model, tokenizer, comm, self, path, dtype, variants, tokenizers)

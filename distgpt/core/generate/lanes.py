@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-Array = Any  # a numpy.ndarray
+from distgpt.core.ops.api import Array
 
 
 class Draw(NamedTuple):
@@ -32,7 +32,7 @@ class Feed(NamedTuple):
     start: int  # how many it has so far
     tokens: Sequence[int]  # that follow: one when decoding, a chunk in prefill, a draft with prompt lookup
     scored: int  # scores are wanted after this many of the last tokens (0: none, 1: usual, all: verification)
-    adapter: int = 0  # beside the weights, where lanes have some: they count from 1
+    variant: int = 0  # of the weights, where lanes have some: they count from 1; 0: the model itself
     likeliest: int = 0  # so many of the likeliest tokens are enough to choose one; 0: all scores are wanted
     draw: Draw | None = None  # beside the likeliest, what is needed to choose from all tokens
 

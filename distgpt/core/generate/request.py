@@ -79,7 +79,7 @@ class Request(Sampling):
 
     # Not settings, as they depend on a tokenizer, and on who asks.
     ends: tuple[int, ...] = ()  # tokens that end the text, which lacks them
-    adapter: int = 0  # beside the weights, where lanes have some: they count from 1
+    variant: int = 0  # of the weights, where lanes have some: they count from 1; 0: the model itself
     reuse: bool = False  # begin with what a lane holds of another prompt; exact lanes give the same bits
 
     def __post_init__(self) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.data.plain import Streamer
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.lanes import Array, Feed, Likeliest, Rows
+from distgpt.core.generate.lanes import Feed, Likeliest, Rows
 from distgpt.core.generate.request import Event, Likelihood, PromptLikelihoods, Request
 from distgpt.core.generate.sampling import choose, drawing, enough, likelihood, uniform
+from distgpt.core.ops.api import Array
 
 MOST_SCORED = 256  # tokens of a prompt at once whose scores are wanted: each has one for the whole vocabulary
 LONGEST, SHORTEST = 3, 2  # equal tokens by which prompt lookup finds its guesses
@@ -36,10 +37,10 @@ class SharedPrompt:
         """Tell whether it takes over what lanes hold of the prompt."""
         return self.request.reuse and not self.request.prompt_logprobs
 
-    def common(self, adapter: int, held: Sequence[int]) -> int:
-        """Return how many tokens of the prompt these begin with: never its last, of another adapter none."""
+    def common(self, variant: int, held: Sequence[int]) -> int:
+        """Return how many tokens of the prompt these begin with: never its last, of another variant none."""
         prompt = self.request.prompt
-        most = min(len(held), len(prompt) - 1) if adapter == self.request.adapter else 0
+        most = min(len(held), len(prompt) - 1) if variant == self.request.variant else 0
         return next((i for i in range(most) if held[i] != prompt[i]), most)
 
     def empty_event(self, choice: int) -> Event:
@@ -81,8 +82,8 @@ class Sample:
 
     @property
     def held(self) -> tuple[int, list[int]]:
-        """Return its adapter, and what its lane holds as if computed anew; nothing once some was dropped."""
-        return self.request.adapter, self.tokens[: self.cached] if self.begin == 0 else []
+        """Return its variant, and what its lane holds as if computed anew; nothing once some was dropped."""
+        return self.request.variant, self.tokens[: self.cached] if self.begin == 0 else []
 
     def feed(self, chunk: int) -> Feed:
         """The next tokens: up to `chunk` of what is not in the lane yet; guesses behind a single one."""
@@ -95,7 +96,7 @@ class Sample:
         scored = len(tokens) if self._scores_prompt else self._scored
         likeliest = 0 if self.is_at_prompt else self._enough
         draw = drawing(self.request, self._uniform)
-        return Feed(self.lane, self.cached, tokens, scored, self.request.adapter, likeliest, draw)
+        return Feed(self.lane, self.cached, tokens, scored, self.request.variant, likeliest, draw)
 
     def take(self, fed: Feed, scores: Rows) -> list[Event]:
         """Note that `fed` is in the lane; choose by the scores, as far as guesses turn out right."""

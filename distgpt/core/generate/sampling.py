@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.core.generate.lanes import MOST_LIKELIEST, Array, Draw, Likeliest
+from distgpt.core.generate.lanes import MOST_LIKELIEST, Draw, Likeliest
 from distgpt.core.generate.request import Likelihood, Sampling
+from distgpt.core.ops.api import Array
 
 FIRST_FEW = 256  # of the likeliest tokens among which top-p looks first
 BITS = (1 << 64) - 1

@@ -9,11 +9,11 @@ from math import prod
 import numpy as np
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.generate.lanes import Array, Feed, check_drop
+from distgpt.core.generate.lanes import Feed, check_drop
 from distgpt.core.model.model import Model
 from distgpt.core.model.packing import angles_of
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import Angles, Work
+from distgpt.core.ops.api import Angles, Array, Work
 
 KEPT = 16  # rows up to which the views of a pass are kept: drafts come again and again
 
@@ -42,7 +42,7 @@ class UncompiledLanes:
 
     def feed(self, work: Sequence[Feed]) -> Array:
         """The scores, as `Lanes` says."""
-        assert not any(each.adapter for each in work), "adapters are merged into the weights here"
+        assert not any(each.variant for each in work), "only compiled lanes have variants"
         k, rows = self.model.kernels, sum(each.scored for each in work if not _decodes(each))
         if rows > len(self._scores):
             self._scores = k.zeros(rows, self.model.config.padded_vocab)

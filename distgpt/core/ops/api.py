@@ -56,6 +56,7 @@ class Capabilities:
     fuses_residual: bool = False  # `linear` adds a residual along the way, so that the next norm need not
     overwrites_pre: bool = False  # `linear_backward_act` wants dpre to be pre itself
     sums_bias_gradients: bool = False  # backward passes add up the gradients of biases that they are given
+    rounded: str = ""  # the dtype that matrices are rounded to, for inference alone
     norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` leaves for gradients of parameters
     # Return the bytes that matmuls keep for a copy of a matrix of so many elements; None: they copy none.
     copy_bytes: Callable[[int], int] | None = None

@@ -1,6 +1,6 @@
 """A model as one self-describing file: its weights, its configuration and its tokenizer.
 
-The weights are floats, or rounded to int8 or int4 (rounded.py)."""
+Other kinds of weights files are rows of tables (kinds.py)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from distgpt.adapters.lora import adapter_layout
 from distgpt.core.base.checked import checked, parse_json
-from distgpt.core.base.errors import DataError, UsageError, command_line
+from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.limits import granted_memory
-from distgpt.core.config import AUTO_DTYPE, ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
 from distgpt.core.model.memory import LEARNED, FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.saved.kinds import (
+    PARTS,
+    QUANTISED,
+    ROUNDED,
+    Merge,
+    read_float,
+    rounded_dtype,
+    verified,
+)
 from distgpt.core.saved.rundir import find_weights, import_command
 from distgpt.core.saved.tensors import (
     DATA_SUM,
@@ -35,8 +42,6 @@ from distgpt.core.saved.tensors import (
     refuse_misfits,
     write_tensors,
 )
-from distgpt.rounded import rounded
-from distgpt.rounded.rounded import Merge
 
 FORMAT, FORMAT_VERSION, ROUNDED_VERSION = "distgpt-weights", "2", "3"
 READ = {
@@ -45,12 +50,12 @@ READ = {
     ROUNDED_VERSION: (DATA_SUM, HEADER_SUM),
 }  # which checksums a file must have, by its version
 ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
-ADAPTER, BASE = "distgpt-adapter", "base"  # a format, of adapters alone; in the metadata: their model
+BASE = "base"  # in the metadata of a part: the file beside which it stands
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The weights file that adapters stand beside: its path, and the checksum of its data."""
+    """The weights file that a part stands beside: its path, and the checksum of its data."""
 
     file: str
     sha256: str
@@ -62,31 +67,28 @@ class Description:
 
     run: RunConfig
     tokenizer: Tokenizer | None
-    rounded: str = ""  # to int8 or int4
-    base: Base | None = None  # of adapters, whose tensors alone are in the file
+    rounded: str = ""  # the dtype that its matrices are rounded to, a name in ROUNDED
+    part: str = ""  # the kind of part whose tensors alone are in the file, a name in PARTS
+    base: Base | None = None  # of a part
 
     def refuse_incomplete(self, path: Path | str) -> None:
         """Refuse a file that holds no whole model."""
-        if self.base:
-            merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")
-            raise UsageError(f"{path} is an adapter, without the model that it stands beside: first {merge}")
+        if self.part:
+            PARTS[self.part].refuse_alone(path)
 
     @property
     def layout(self) -> Layout:
         """Return the layout of the tensors in the file."""
-        return adapter_layout(self.run) if self.base else Architecture(self.run.model).layout
+        return PARTS[self.part].layout(self.run) if self.part else Architecture(self.run.model).layout
 
     def refuse_training(self, t: TrainConfig) -> None:
         """Refuse to train the weights of a rounded file."""
         if self.rounded:
-            raise UsageError(
-                f"{t.init} is in {self.rounded}, which cannot be trained further: take the file it is from,"
-                " or train adapters beside it (--lora-rank)"
-            )
+            ROUNDED[self.rounded].refuse_training(t)
 
     def to_metadata(self) -> dict[str, str]:
         tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
-        version = {"format": ADAPTER if self.base else FORMAT, "format_version": FORMAT_VERSION}
+        version = {"format": self.part or FORMAT, "format_version": FORMAT_VERSION}
         base = {BASE: json.dumps(asdict(self.base))} if self.base else {}
         return {**version, **base, "config": self.run.to_toml(), "tokenizer": tokenizer}
 
@@ -102,7 +104,7 @@ def _refuse_too_large(path: Path, config: ModelConfig, kernels: Kernels, comm: C
         return
     need, granted = Architecture(config).layout.size * kernels.dtype.itemsize, granted_memory(comm.local_size)
     free = f"{size(need)} on {granted.where}, where {size(granted.free)} are free"
-    hint = "try another --dtype: bfloat16, int8 and int4 take less"
+    hint = f"try another --dtype: bfloat16, {' and '.join(ROUNDED_DTYPES)} take less"
     refuse_anywhere(comm, f"{path} needs {free}; {hint}" if need > granted.free else "")
 
 
@@ -131,14 +133,16 @@ def load_model(
             config = replace(config, seq_len=context)
         except UsageError as error:
             raise shared(error) from None
-    if (small := _rounded(config, kernels, path, comm, merge)) is not None:
-        return small, description
+    if dtype := kernels.capabilities.rounded:
+        return ROUNDED[dtype].load(path, config, kernels, comm, merge), description
     _refuse_too_large(path, config, kernels, comm)
     model = Model(Architecture(config), kernels)
 
     def read(host: Tensors) -> None:
         if description.rounded:
-            rounded.fill(path, host, config)
+            header = verified(path)
+            for spec in model.architecture.layout.specs:
+                read_float(path, header, spec, host[spec.name])
         else:
             read_into(path, host)
         if merge:
@@ -167,35 +171,6 @@ def dtype_of(
         return asked
     about = load_description(Path(on_root(comm, lambda: str(find_weights(path)))), comm)
     return (about.rounded if not on_gpu else "") or usual(about)
-
-
-def quantize(path: Path, out: Path, dtype: str = "int8", done: Mapping[str, Any] | None = None) -> str:
-    """Write a weights file of floats in int8 or int4; some matrices may be done. Return what was made."""
-    path = find_weights(path)
-    description, header = read_description(path), rounded.verified(path)
-    description.refuse_incomplete(path)
-    if description.rounded:
-        raise DataError(f"{path} is in {description.rounded} already")
-    kept = header.facts()
-    if DATA_SUM in header.metadata:
-        kept[rounded.SOURCE_SUM] = header.metadata[DATA_SUM]
-    known = {**kept, "format_version": ROUNDED_VERSION, rounded.QUANTISED: rounded.WORDS[dtype]}
-    write_tensors(out, rounded.lazy_tensors(path, header, description.run.model, dtype, done or {}), known)
-    before, after = (size(file.stat().st_size) for file in (path, out))
-    return f"{out}: {rounded.WORDS[dtype]}; {before} became {after}"
-
-
-def _rounded(
-    config: ModelConfig, kernels: Kernels, path: Path, comm: Comm, merge: Merge | None
-) -> Model | None:
-    """The model, where the kernels are those of int8. Collective."""
-    if kernels.capabilities.is_async:
-        return None
-    from distgpt.core.cpu.kernels import CpuKernels  # which compiled loops come with
-
-    if isinstance(kernels, CpuKernels) and kernels.rounded:
-        return rounded.load(path, config, kernels, comm, merge)
-    return None
 
 
 def read_shortened(path: Path, host: Tensors) -> None:
@@ -256,7 +231,7 @@ def _checked_metadata(path: Path) -> dict[str, str]:
     if config.n_layer > len(header.tensors):
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
     if description.rounded:
-        rounded.refuse_others(header, config, description.rounded, path)
+        ROUNDED[description.rounded].refuse_others(header, config, path)
     else:
         refuse_misfits(header, {spec.name: spec.shape for spec in description.layout.specs}, path)
     return header.metadata
@@ -265,7 +240,7 @@ def _checked_metadata(path: Path) -> dict[str, str]:
 def _own_metadata(header: Header, path: Path) -> dict[str, str]:
     """The metadata of a file written by distgpt in this version of the format."""
     found = header.metadata
-    formats = (ADAPTER,) if BASE in found else (FORMAT,)
+    formats = PARTS if BASE in found else (FORMAT,)
     if found.get("format") not in formats or not {"format_version", "config", "tokenizer"} <= found.keys():
         foreign = path.with_name("config.json").is_file()
         hint = f"; if it is a model of transformers: first {import_command(path.parent)}" if foreign else ""
@@ -276,7 +251,7 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
         )
     if lost := [name for name in READ[version] if name not in found]:
         raise DataError(f"{path} is damaged: its checksum {lost[0]} is missing")
-    if rounded.QUANTISED in found and version != ROUNDED_VERSION:
+    if QUANTISED in found and version != ROUNDED_VERSION:
         raise DataError(f"{path} says that it is quantised, which format version {version} cannot be")
     return found
 
@@ -290,15 +265,19 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
         raise DataError(f"{path}: its configuration is nested too deeply") from None
     tokenizer = metadata["tokenizer"]
     is_rounded = metadata["format_version"] == ROUNDED_VERSION
-    dtype = rounded.dtype_of(metadata, path) if is_rounded else ""
-    base = None
+    dtype = rounded_dtype(metadata, path) if is_rounded else ""
+    part, base = "", None
     if BASE in metadata:
+        part = metadata["format"]
         try:
             base = checked(Base, parse_json(metadata[BASE]))
         except ValueError as error:
             raise DataError(
                 f"{path} is damaged: what it says of its model is no such thing: {error}"
             ) from None
-        if not run.train.lora_rank or is_rounded:
-            raise DataError(f"{path} is damaged: it is an adapter, and its configuration names no rank")
-    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, dtype, base)
+        if is_rounded:
+            raise DataError(f"{path} is damaged: the part of a model that it holds cannot be quantised")
+        PARTS[part].refuse_damaged(run, path)
+    return Description(
+        run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, dtype, part, base
+    )

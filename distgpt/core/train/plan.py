@@ -157,8 +157,13 @@ def decode(wire: dict[str, Any]) -> Plan:
 
 
 def _encode_description(model: Description) -> dict[str, Any]:
-    found = {"run": asdict(model.run), "rounded": model.rounded, "base": model.base and asdict(model.base)}
-    return {**found, "tokenizer": model.tokenizer and model.tokenizer.to_json()}
+    return {
+        "run": asdict(model.run),
+        "tokenizer": model.tokenizer and model.tokenizer.to_json(),
+        "rounded": model.rounded,
+        "part": model.part,
+        "base": model.base and asdict(model.base),
+    }
 
 
 def _decode_description(wire: dict[str, Any]) -> Description:

@@ -22,9 +22,9 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine
 from distgpt.core.generate.engine_setup import chunk_for, lanes_for, rehearse
 from distgpt.core.generate.request import Request
+from distgpt.core.saved.opening import random_model
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.rounded.packed import random_model
 from distgpt.show.page import Block, Column, tabulated
 
 OURS, BYTES = "distgpt", 256  # the vocabulary of a preset that has none: bytes

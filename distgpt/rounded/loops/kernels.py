@@ -5,6 +5,7 @@ Forward passes only. A matrix is a `Packed`; other parameters are arrays.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +70,7 @@ class Int8Kernels(CpuKernels):
         of = {**FLOATS, Packed: Integers}
         super().__init__("float32", threads, operands=of, rows=operands.operand_rows)
         self.rounded = rounded
+        self.capabilities = replace(self.capabilities, rounded=rounded)
 
 
 def make(stage: Stage, dtype: str, matmul: str) -> Int8Kernels:

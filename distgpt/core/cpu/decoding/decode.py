@@ -16,11 +16,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from distgpt.adapters.loops.decoding import Adapters, add_columns, reduce_row
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.jit import inline, jit, unpack_args
 from distgpt.core.cpu.decoding.cached_attention import Cache, ThreadScratch, attend
 from distgpt.core.cpu.decoding.operands import UNIT, element, most_rows, multiply, put_row, stretch
+from distgpt.core.cpu.decoding.variants import (
+    FC,
+    GATES,
+    OUT,
+    PROJ,
+    QKV,
+    Variants,
+    add_columns,
+    read_hidden,
+    read_row,
+)
 from distgpt.core.cpu.decoding.weights import Weights
 from distgpt.core.cpu.fused.activations import NUMBERS, activate_in_place
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
@@ -61,7 +71,6 @@ class Rows(NamedTuple):
     a: Array  # a norm's output, or attention's
     h: Array  # the activation's output
     last: Array  # the last norm's output; the output layer may have another form than the rest
-    inner: Array  # what adapters make of a layer's input (N, rank)
 
 
 class Inputs(NamedTuple):
@@ -70,7 +79,7 @@ class Inputs(NamedTuple):
     tokens: Array
     feeds: Array  # int64 (F, 5)
     scored: Array  # the rows to score
-    adapters: Array  # (2, N): those of all rows, and of the rows to score; 0: none
+    variants: Array  # (2, N): those of all rows, and of the rows to score; 0: the model itself
 
 
 class Fixed(NamedTuple):
@@ -78,7 +87,7 @@ class Fixed(NamedTuple):
 
     kind: Kind
     weights: Weights
-    adapters: Adapters
+    variants: Variants
     rows: Rows
     cache: Cache
     inputs: Inputs
@@ -112,21 +121,19 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
     `packed` has the thread's `Fixed`, whose counter begins at 0.
     """
     fixed: Any = unpack_args(packed)
-    kind, weights, low, rows, cache, inputs, own, counter = fixed
-    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.scored[: len(scores)], inputs.adapters)
+    kind, weights, variants, rows, cache, inputs, own, counter = fixed
+    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.scored[: len(scores)], inputs.variants)
     threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
-    which = work.adapters[0, :n]
-    s, inner, width, heads, arrivals = rows.s, rows.inner, kind.width, kind.heads * kind.size, 0
+    which = work.variants[0, :n]
+    s, width, heads, arrivals = rows.s, kind.width, kind.heads * kind.size, 0
     first, last = part(threads, n)
     _embed(first, last, kind, weights, s, work)
     for i in range(layers):
         if i:
             arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i], s, rows, which, low.qkv_a, i)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows, variants, QKV, which, i)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(
-            threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS, (inner, which, low.qkv_b)
-        )
+        _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS, (variants, QKV, which))
         if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
             _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
@@ -135,22 +142,22 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         if ends:
             n = len(scores)
-            which = work.adapters[1, :n]
+            which = work.variants[1, :n]
             first, last = part(threads, n)
             if thread == 0:
                 _to_the_front(s, work.scored, width)
-        _attended(first, last, heads, rows, work.scored, ends, which, low.out_a, i)
+        _attended(first, last, heads, rows, work.scored, ends, variants, which, i)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD, (inner, which, low.out_b))
+        _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD, (variants, OUT, which))
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows, which, low.mlp_a, i)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows, variants, FC, which, i)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _expand(threads, n, kind, weights, low, rows, which, i)
+        _expand(threads, n, kind, weights, rows, variants, which, i)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        if low.proj_a.shape[0]:
-            _reduced(first, last, rows.pre, inner, which, low.proj_a, i)
+        if read_hidden(variants):
+            _read_rows(first, last, rows.pre, variants, PROJ, which, i)
             arrivals = _wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD, (inner, which, low.proj_b))
+        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD, (variants, PROJ, which))
     arrivals = _wait_for_all(counter, arrivals, n_threads)
     for row in range(first, last):
         _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.last[row])
@@ -187,39 +194,39 @@ def _embed(first, last, kind, weights, s, work):
 
 
 @inline
-def _expand(threads, n, kind, weights, low, rows, which, i):
+def _expand(threads, n, kind, weights, rows, variants, which, i):
     """A thread's columns of an MLP's first half: fc, gates, activation."""
-    width, hidden, inner = kind.width, kind.hidden, rows.inner
-    _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, (inner, which, low.fc_b), UNIT)
+    width, hidden = kind.width, kind.hidden
+    _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, (variants, FC, which), UNIT)
     if kind.gated:
-        own = inner[:, low.fc_b.shape[3] // COLUMNS :], which, low.gates_b
+        own = variants, GATES, which
         _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, own, UNIT)
     _activate(threads, n, kind, rows)
 
 
 @inline
-def _normed(first, last, kind, norm, s, rows, which, a, i):
+def _normed(first, last, kind, norm, s, rows, variants, place, which, i):
     """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
     for row in range(first, last):
         normed = rows.att[row, : kind.width]
         norm_row(kind, norm, s[row, : kind.width], normed)
         put_row(rows.a[row], normed, 0, kind.width)
-        reduce_row(rows.inner[row:], which[row], a, i, rows.att[row:])
+        read_row(variants, place, i, row, which[row], rows.att[row:])
 
 
 @inline
-def _attended(first, last, width, rows, scored, ends, which, a, i):
+def _attended(first, last, width, rows, scored, ends, variants, which, i):
     """Rows first … last of the factors ← what attention gave; of the last layer for rows that are scored."""
     for row in range(first, last):
         at = scored[row] if ends else row
         put_row(rows.a[row], rows.att[at], 0, width)
-        reduce_row(rows.inner[row:], which[row], a, i, rows.att[at:])
+        read_row(variants, OUT, i, row, which[row], rows.att[at:])
 
 
 @inline
-def _reduced(first, last, x, inner, which, a, i):
+def _read_rows(first, last, x, variants, place, which, i):
     for row in range(first, last):
-        reduce_row(inner[row:], which[row], a, i, x[row:])
+        read_row(variants, place, i, row, which[row], x[row:])
 
 
 @inline
@@ -242,13 +249,12 @@ def _last_norm(kind, norm, x, y, a):
 
 
 @inline
-def _linear(threads, n, k, columns, a, layer, i, c, flags, adapters, unit=COLUMNS):
-    """A thread's columns of a layer, with its adapters: `inner`, which of them rows have, and their B."""
+def _linear(threads, n, k, columns, a, layer, i, c, flags, own, unit=COLUMNS):
+    """A thread's columns of a layer, in each row those of its own variant: `which` of them."""
     _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags, unit)
-    inner, which, b = adapters
-    if b.shape[0]:
-        begin, end = _own_columns(threads, columns, unit)
-        add_columns(begin, end, c, inner, which, b, i)
+    variants, place, which = own
+    begin, end = _own_columns(threads, columns, unit)
+    add_columns(variants, place, i, which, begin, end, c)
 
 
 @inline

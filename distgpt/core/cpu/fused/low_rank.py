@@ -1,4 +1,4 @@
-"""A matrix plus one of low rank: what a layer with adapters computes with."""
+"""A matrix plus one of low rank, as `Kernels.add_low_rank` says."""
 
 from __future__ import annotations
 

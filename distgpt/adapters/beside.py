@@ -1,27 +1,61 @@
-"""Adapters that lanes keep beside their model's weights, for requests that name one."""
+"""Adapters that a model is opened with: merged into its weights, or for requests that name one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from distgpt.adapters.adapter import Folding, with_adapter
 from distgpt.adapters.loops.decoding import Adapters, packed_factors
+from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import ModelConfig
+from distgpt.core.cpu.decoding.variants import NO_VARIANTS, Variants
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.ops.api import Array
 
 
-def read_adapters(weights: Path, named: Sequence[tuple[str, Path]], comm: Comm) -> dict[str, Folding]:
-    """Read adapters of a model, by their names. Refuses those of another one."""
-    found = {}
-    for name, path in named:
-        _, folding = with_adapter(weights, path, comm)
-        assert folding is not None  # as an adapter was given
-        found[name] = folding
-    return found
+@dataclass(frozen=True, slots=True)
+class AdaptersBeside:
+    """A `Beside`: an adapter that is merged into the weights, or adapters that requests name."""
+
+    merged: Path | None = None
+    named: Sequence[tuple[str, Path]] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.merged,) if self.merged else ()
+
+    def whole(self, weights: Path, comm: Comm) -> tuple[Path, Folding | None]:
+        return with_adapter(weights, self.merged, comm)
+
+    def variants(self, weights: Path, stage: Stage, dtype: str) -> NamedAdapters:
+        if self.named and (stage.on_gpu or dtype == "float64"):
+            raise UsageError("adapters by name are for CPUs, not in float64: merge one by --adapter PATH")
+        found = {}
+        for name, path in self.named:
+            _, folding = with_adapter(weights, path, stage.comm)
+            assert folding is not None  # as an adapter was given
+            found[name] = folding
+        return NamedAdapters(found)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapters:
+    """`NamedVariants`: adapters of one model by their names."""
+
+    foldings: Mapping[str, Folding]
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer | None]:
+        return {name: each.tokenizer for name, each in self.foldings.items()}
+
+    def packed(self, config: ModelConfig) -> Variants:
+        return adapters_of(config, list(self.foldings.values())) if self.foldings else NO_VARIANTS
 
 
 def adapters_of(config: ModelConfig, foldings: Sequence[Folding]) -> Adapters:

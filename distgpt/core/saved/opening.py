@@ -1,0 +1,98 @@
+"""A model that is opened to be used: from its weights file, with what is to stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from distgpt.core.base.tables import Table
+from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import ROUNDED_DTYPES, ModelConfig
+from distgpt.core.cpu.decoding.variants import NO_VARIANTS, Variants
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.ops.api import Kernels
+from distgpt.core.saved.kinds import PARTS, ROUNDED, Merge
+from distgpt.core.saved.modelfile import Description, dtype_of, exact, load_model, read_description
+from distgpt.core.saved.named import weights_of
+
+
+class NamedVariants(Protocol):
+    """Variants of the weights that requests ask for by name."""
+
+    @property
+    def tokenizers(self) -> Mapping[str, Tokenizer | None]:
+        """Return the tokenizer of each by its name, in their order; None: that of the model."""
+
+    def packed(self, config: ModelConfig) -> Variants:
+        """Return them as lanes keep them beside the weights."""
+
+
+class Beside(Protocol):
+    """What a model is opened with beside its weights file."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that the user has named for it."""
+
+    def whole(self, weights: Path, comm: Comm) -> tuple[Path, Merge | None]:
+        """Return the weights file of the whole model, and what is merged into it. Collective."""
+
+    def variants(self, weights: Path, stage: Stage, dtype: str) -> NamedVariants:
+        """Read the variants before the model is; refuse what cannot have any. Collective."""
+
+
+class Alone:
+    """A `Beside` and its `NamedVariants`: nothing, but for what the weights file itself says."""
+
+    files: tuple[Path, ...] = ()
+    tokenizers: Mapping[str, Tokenizer | None] = {}
+
+    def whole(self, weights: Path, comm: Comm) -> tuple[Path, Merge | None]:
+        def find() -> list[str]:
+            found = weights_of(weights)
+            return [str(found), read_description(found).part]
+
+        found, part = on_root(comm, find)
+        return PARTS[part].whole(Path(found), comm) if part else (Path(found), None)
+
+    def variants(self, weights: Path, stage: Stage, dtype: str) -> NamedVariants:
+        return self
+
+    def packed(self, config: ModelConfig) -> Variants:
+        return NO_VARIANTS
+
+
+ALONE = Alone()
+BESIDE: Table[Callable[..., Beside]] = Table("beside", "what stands beside the weights:", {})
+
+
+def open_model(
+    stage: Stage,
+    weights: Path,
+    dtype: str,
+    context: int | None = None,
+    matmul: str = "auto",
+    use: str = "generating text",
+    usual: Callable[[Description], str] = exact,
+    beside: Beside = ALONE,
+) -> tuple[Model, Description, Path, str]:
+    """Load a model. `use` says what for; `usual` what the dtype auto is. Collective.
+
+    Return also the weights file of the whole model, and the type that it computes in.
+    """
+    whole, merge = beside.whole(weights, stage.comm)
+    chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
+    model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
+    return model, about, whole, chosen
+
+
+def random_model(config: ModelConfig, dtype: str, kernels_for: Callable[[str], Kernels], seed: int) -> Model:
+    """Return a model with random weights that computes in any dtype, also in one that is rounded to."""
+    is_rounded = dtype in ROUNDED_DTYPES
+    model = Model(Architecture(config), kernels_for("float32" if is_rounded else dtype))
+    model.initialise(seed)
+    return ROUNDED[dtype].of(model) if is_rounded else model
