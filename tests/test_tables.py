@@ -253,7 +253,7 @@ def test_a_file_of_a_missing_component_is_refused_in_one_line(handed_in, tmp_pat
     write_tensors(files["part"], FlatBuffer(layout, model.kernels.zeros), part.to_metadata())
     assert read_description(files["rounded"]).rounded == "int8" and read_description(files["part"]) == part
     handed_in("rounded", int8="distgpt.removed:INT8", int4="distgpt.removed:INT4")
-    handed_in("parts", **{ADAPTER: "distgpt.removed:FILES"})
+    handed_in("part files", **{ADAPTER: "distgpt.removed:FILES"})
     for name, row in {"rounded": "int8", "part": ADAPTER}.items():
         with pytest.raises(UsageError, match=rf"'{row}' needs distgpt\.removed, which is not installed"):
             read_description(files[name])
