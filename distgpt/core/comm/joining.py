@@ -11,7 +11,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
 import click
 
@@ -25,9 +25,17 @@ from distgpt.core.comm.launched import is_first_of_host, launched_rank, let_rank
 # for all ranks, or decide what is collective.
 MAY_DIFFER = ("threads", "progress", "log_lines")
 SECONDS_TO_JOIN = 60  # for the others to come; then nobody else may have started distgpt
-OLDER = {"complaint": "", "code": 0, "version": "an older version", "command": "", "options": {}}
 
-Asked = dict[str, Any]  # of one rank: version, command, the options given, complaint and exit code
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a rank was asked to do, or why it cannot. A version without this exchange says nothing of it."""
+
+    complaint: str = ""
+    code: int = 0  # to exit with
+    version: str = "an older version"
+    command: str = ""
+    options: dict[str, str] = field(default_factory=dict)  # those given
 
 
 def connect(if_sure: bool = False) -> Comm:
@@ -102,20 +110,20 @@ def complain(complaint: str, code: int) -> int:
     return _exit_code(ranks)
 
 
-def _gather(comm: Comm, complaint: str, code: int) -> list[Asked]:
+def _gather(comm: Comm, complaint: str, code: int) -> list[Introduction]:
     context = click.get_current_context(silent=True)  # none in a program that uses distgpt as a library
-    mine = {"complaint": complaint, "code": code, "version": __version__, "command": "", "options": {}}
+    mine = Introduction(complaint, code, __version__)
     if context is not None and not complaint:
-        mine |= {"command": context.command_path, "options": _given(context)}
-    return [_read(text) for text in gather_bytes(comm, json.dumps(mine).encode())]
+        mine = replace(mine, command=context.command_path, options=_given(context))
+    return [_read(text) for text in gather_bytes(comm, json.dumps(asdict(mine)).encode())]
 
 
-def _read(text: bytes) -> Asked:
+def _read(text: bytes) -> Introduction:
     """Return what a rank has sent. A version without this exchange sends something else first."""
     with suppress(ValueError):
         if isinstance(found := json.loads(text), dict):
-            return OLDER | found
-    return OLDER
+            return Introduction(**{name: found[name] for name in Introduction.__slots__ if name in found})
+    return Introduction()
 
 
 def _given(context: click.Context) -> dict[str, str]:
@@ -129,27 +137,27 @@ def _given(context: click.Context) -> dict[str, str]:
     }
 
 
-def _complaints(ranks: list[Asked]) -> dict[str, str]:
+def _complaints(ranks: list[Introduction]) -> dict[str, str]:
     """Return what some ranks complain of, each text with the ranks named in front of it."""
-    owners = ranks_by_text(asked["complaint"] for asked in ranks)
+    owners = ranks_by_text(asked.complaint for asked in ranks)
     return {text: f"{named_ranks(those)}: {text}" for text, those in owners.items()}
 
 
-def _exit_code(ranks: list[Asked]) -> int:
-    return max(int(asked["code"]) for asked in ranks)
+def _exit_code(ranks: list[Introduction]) -> int:
+    return max(int(asked.code) for asked in ranks)
 
 
-def _difference(ranks: list[Asked]) -> str:
+def _difference(ranks: list[Introduction]) -> str:
     """Describe in what the first rank unlike rank 0 differs from it; "" if none does."""
     first = ranks[0]
     for rank, asked in enumerate(ranks):
-        if asked["version"] != first["version"]:
-            theirs, ours = asked["version"], first["version"]
+        if asked.version != first.version:
+            theirs, ours = asked.version, first.version
             return f"rank {rank} has distgpt {theirs}, rank 0 has {ours}: install the same on all hosts"
-        if asked["command"] != first["command"]:
-            return f"rank 0 runs {first['command']}, rank {rank} {asked['command']}: a job runs one command"
-        for option in {**first["options"], **asked["options"]}:
-            here, there = (each["options"].get(option, "not given") for each in (asked, first))
+        if asked.command != first.command:
+            return f"rank 0 runs {first.command}, rank {rank} {asked.command}: a job runs one command"
+        for option in {**first.options, **asked.options}:
+            here, there = (each.options.get(option, "not given") for each in (asked, first))
             if here != there:
                 return (
                     f"{option} is {here:.80} on rank {rank}, but {there:.80} on rank 0: all ranks of a job"

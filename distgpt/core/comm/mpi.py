@@ -17,12 +17,10 @@ mpi4py.rc.finalize = True
 from mpi4py import MPI
 
 from distgpt.core.base.interrupts import default_signals
-from distgpt.core.comm.api import CHUNK_BYTES, QueuedComm
+from distgpt.core.comm.api import CHUNK_BYTES, Array, QueuedComm
 from distgpt.core.comm.batch import Launcher
 from distgpt.core.comm.cores import usable_cores
 from distgpt.core.comm.launched import MPICH, OPEN_MPI, launched_as, launchers
-
-Array = Any
 
 LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
 PAUSE = 1e-4  # seconds that a sleeping communicator waits before it asks again whether a call is done

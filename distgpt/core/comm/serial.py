@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
-from distgpt.core.comm.api import Comm, QueuedComm
+from distgpt.core.comm.api import Array, Comm, QueuedComm
 from distgpt.core.comm.cores import usable_cores
-
-Array = Any
 
 
 class SerialComm:
