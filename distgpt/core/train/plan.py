@@ -131,7 +131,7 @@ def _refuse_moved(t: TrainConfig) -> None:
 # What rank 0 sends to the others. One process has the plan itself.
 
 
-def encode(plan: Plan) -> dict[str, Any]:
+def encode(plan: Plan) -> dict[str, object]:
     """Return a plan as JSON."""
     own = {name: getattr(plan, name) for name in ("changes", "is_finished", "until", "uncounted")}
     return {
@@ -157,8 +157,12 @@ def decode(wire: dict[str, Any]) -> Plan:
     return Plan(**{**wire, **own})
 
 
-def _encode_description(model: Description) -> dict[str, Any]:
-    found = {"run": asdict(model.run), "rounded": model.rounded, "base": model.base and asdict(model.base)}
+def _encode_description(model: Description) -> dict[str, object]:
+    found: dict[str, object] = {
+        "run": asdict(model.run),
+        "rounded": model.rounded,
+        "base": model.base and asdict(model.base),
+    }
     return {**found, "tokenizer": model.tokenizer and model.tokenizer.to_json()}
 
 
