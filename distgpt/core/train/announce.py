@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from distgpt.core.base.errors import Say, escape
 from distgpt.core.base.formatting import count, size, size_in_column
@@ -27,7 +27,7 @@ BY_HEART = 40  # times that a text is read, from which on a large model knows it
 
 def facts(
     stage: Stage,
-    where: dict[str, Any],
+    hosts: Sequence[str],
     config: RunConfig,
     directory: Path,
     model: Model,
@@ -35,7 +35,7 @@ def facts(
     validation: Validation | None,
     first_step: int,
     times: Times,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what the display shows when the run starts."""
     seconds = 60 * config.train.train_minutes
     return {
@@ -43,7 +43,7 @@ def facts(
         "dtype": config.train.dtype,
         "ranks": stage.comm.size,
         "threads": stage.threads,
-        "hosts": shown_hosts(where["hosts"]),
+        "hosts": shown_hosts(hosts),
         "parameters": model.layout.elements,
         "vocabulary": config.model.vocab_size,
         "corpus_tokens": batches.tokens,

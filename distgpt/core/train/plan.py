@@ -130,7 +130,7 @@ def _refuse_moved(t: TrainConfig) -> None:
 # What rank 0 sends to the others. One process has the plan itself.
 
 
-def encode(plan: Plan) -> dict[str, Any]:
+def encode(plan: Plan) -> dict[str, object]:
     """Return a plan as JSON."""
     own = {name: getattr(plan, name) for name in ("changes", "is_finished", "until", "uncounted")}
     return {
@@ -156,7 +156,7 @@ def decode(wire: dict[str, Any]) -> Plan:
     return Plan(**{**wire, **own})
 
 
-def _encode_description(model: Description) -> dict[str, Any]:
+def _encode_description(model: Description) -> dict[str, object]:
     return {
         "run": asdict(model.run),
         "tokenizer": model.tokenizer and model.tokenizer.to_json(),

@@ -115,7 +115,8 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
             note_new(config.train, model, batches, token_bytes, say)
         if directory.lacks_locks():
             say(without_locks(directory.path))
-        shown = facts(stage, where, config, directory.path, model, batches, validation, progress.step, times)
+        hosts, first = where["hosts"], progress.step
+        shown = facts(stage, hosts, config, directory.path, model, batches, validation, first, times)
         listener.started(shown)
         stage.notes.report_to(say)
 
