@@ -4,10 +4,12 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from distgpt import components
 from distgpt.components import TABLES
 from distgpt.core.base import tables
 from distgpt.core.base.errors import DataError, UsageError
@@ -27,6 +29,8 @@ from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.compatibility import CHECKS
 from distgpt.core.train.model_kind import MODEL_KINDS, WholeModel
 from distgpt.core.train.restore import FIRST_WEIGHTS
+
+PACKAGE = Path(components.__file__).parent
 
 
 def public(kind):
@@ -48,7 +52,8 @@ ROWS = {
 
 
 def test_every_row_that_is_handed_in_is_there():
-    assert TABLES.keys() == ROWS.keys()
+    assert TABLES.keys() == {*ROWS, "loops"}
+    assert all(list((PACKAGE / folder).glob("*.py")) for folder in TABLES["loops"].values())
     for name, (table, fits) in ROWS.items():
         assert set(TABLES[name]) <= {*table}
         assert all(fits(row) for _, row in table.rows()) and len(list(table.rows())) == len([*table])

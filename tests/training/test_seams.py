@@ -2,13 +2,10 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import losses
-from test_floors import imports
 
-import distgpt
 from distgpt.core.base.errors import NonFiniteError
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.config import TrainConfig
@@ -28,7 +25,6 @@ from distgpt.guards.attach import guarded
 from distgpt.guards.bad_steps import BadSteps
 from distgpt.parallel.choose import Chosen
 
-TRAINING = Path(distgpt.__file__).parent / "training"
 SIZE = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "batch_size": 4, "steps": 4, "eval_every": 2}
 
 
@@ -70,13 +66,6 @@ def trained(out, seams, **settings):
     finally:
         plan.directory.release()
     return run, listener.metrics
-
-
-def test_training_imports_nothing_that_hangs_on_it():
-    for path in sorted(TRAINING.rglob("*.py")):
-        if "guards" not in path.parts:
-            found = [name for name in imports(path) if ".training.guards" in name or name.endswith(".timed")]
-            assert not found, path
 
 
 def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_path):
