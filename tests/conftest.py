@@ -35,6 +35,10 @@ os.environ.setdefault(AUTO_DTYPE, "float32")
 BIN = Path(sys.executable).parent
 SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]
 MPIRUN = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
+HELPERS = Path(__file__).parent / "helpers"
+RANK = [sys.executable, "-I", "-S", str(HELPERS / "forkedrank.py")]
+# Programs whose ranks need no fresh interpreter.
+FORKED = [str(HELPERS / "ranks.py"), str(HELPERS.parent / "gpu" / "hostgpu.py")]
 needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpirun"
 )
@@ -65,20 +69,23 @@ def _server():
     return server
 
 
-def popen(*args, cold=False, ranks=0, program=SCRIPT, env=None, **how):
+def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
     """A running command: subprocess.Popen, or the like of it from the fork server (helpers/forkserver.py).
 
-    `cold` starts an interpreter of its own, where the start itself is looked at; so do ranks, other programs
-    and variables that are read while importing.
+    `cold` starts an interpreter of its own, where the start itself is looked at; so do variables that are
+    read while importing and, unless `cold` is False, programs that are not in FORKED. Ranks are forked, too.
     """
     env = clean_environment(**(env or {}))
-    cold = cold or ranks or program is not SCRIPT or sys.platform != "linux"
-    if cold or not _server().suits(env):
-        return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
-    return forkserver.Forked(_server(), args, env=env, **how)
+    if cold is None:
+        cold = not (program is SCRIPT or (ranks and program[1] in FORKED))
+    if not cold and sys.platform == "linux" and _server().suits(env):
+        if not ranks:
+            return forkserver.Forked(_server(), args, env=env, **how)
+        program = [*RANK, _server().address, *program[1:]]
+    return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
 
 
-def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, cold=False):
+def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, cold=None):
     """Run a command to its end. Under mpirun with `ranks`; output is text."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
     with popen(*args, ranks=ranks, cwd=cwd, env=env, program=program, cold=cold, **how) as process:
@@ -139,8 +146,7 @@ def train(out, *args, ranks=0, **how):
 def in_one_job(commands, ranks, cwd=None):
     """Run commands one by one in one mpirun; of each, what was written to standard error, and exit codes."""
     words = json.dumps([[os.fsdecode(word) for word in words] for words in commands])
-    program = [sys.executable, str(Path(__file__).parent / "helpers" / "ranks.py")]
-    result = distgpt(words, ranks=ranks, cwd=cwd, program=program)
+    result = distgpt(words, ranks=ranks, cwd=cwd, program=[sys.executable, FORKED[0]])
     assert result.returncode == 0, result.stderr
     others = [json.loads(codes) for codes in re.findall(r"^exit codes (.*)\n", result.stderr, re.MULTILINE)]
     errors = re.sub(r"^exit codes .*\n", "", result.stderr, flags=re.MULTILINE)

@@ -3,17 +3,19 @@
 A command forked here is a process of its own like one started cold: it has its own pid, working directory,
 environment, standard streams, signals, exit code and interpreter exit. It saves the 1 to 2 seconds that
 importing takes. What the start decides (import times, `sys.modules`, variables read while importing) needs a
-cold one.
+cold one. Ranks of MPICH are forked here too: mpirun starts forkedrank.py, which asks for one.
 """
 
 import array
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
 import os
 import pkgutil
+import runpy
 import select
 import signal
 import socket
@@ -22,11 +24,12 @@ import sys
 import threading
 
 _START = "import sys; sys.path.insert(0, {!r}); from forkserver import serve, end; del sys.path[0]; "
-_START += "serve({}); from distgpt.cli import main; end(main)"  # serve() returns in the forked children alone
+_START += "end(serve({}, {}))"  # serve() returns in the forked children alone
 _NOT_IMPORTED = ("mpi4py", "cupy", "torch", "transformers", "matplotlib", "pyarrow", "tensorboardX", "cudnn")
 _SKIPPED = ("distgpt.__main__", "distgpt.core.comm.mpi")
 # Variables that are read when a command runs, not while importing. Any other that differs means a cold start.
 _READ_LATE = ("PMI", "OMPI_", "SLURM_", "MPI_", "PYTEST_", "HF_", "COLUMNS", "LINES", "TERM", "NO_COLOR")
+_READ_LATE += ("WHOLE_", "BREAK")  # by the tests' own programs
 
 
 class Server:
@@ -35,11 +38,19 @@ class Server:
     def __init__(self, environ):
         self.environ, self.cores = dict(environ), os.sched_getaffinity(0)
         self._socket, theirs = socket.socketpair()
-        code = _START.format(os.path.dirname(os.path.abspath(__file__)), theirs.fileno())  # noqa: PTH100, PTH120
+        self.address = f"distgpt-tests-{os.getpid()}"  # where ranks ask
+        ranks = socket.socket(socket.AF_UNIX)
+        ranks.bind(f"\0{self.address}")
+        ranks.listen(100)  # they wait until the server has imported all
+        here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+        code = _START.format(here, theirs.fileno(), ranks.fileno())
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         words = [sys.executable, "-c", code]
-        self.process = subprocess.Popen(words, env=environ, pass_fds=[theirs.fileno()], **quiet)
+        self.process = subprocess.Popen(
+            words, env=environ, pass_fds=[theirs.fileno(), ranks.fileno()], **quiet
+        )
         theirs.close()
+        ranks.close()
 
     def suits(self, environ):
         """Whether a fork equals a cold start with these variables."""
@@ -109,10 +120,13 @@ class Forked(subprocess.Popen):
         return self.returncode
 
 
-def serve(number):
-    """Fork a child for each request that comes through the socket; return in the children."""
+def serve(number, of_ranks):
+    """Fork a child for each request that comes through the socket, or from a rank's starter.
+
+    Return in the children, what each is to run.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests and the children
-    control = socket.socket(fileno=number)
+    control, ranks = socket.socket(fileno=number), socket.socket(fileno=of_ranks)
     _import_all()
     wakes, wake = os.pipe()
     for end in (wakes, wake):
@@ -120,26 +134,44 @@ def serve(number):
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.freeze()  # or the children's first collection would copy every page
-    running = {}
+    running, asking = {}, {}  # pid → where its status is told; the connection of a rank's starter → its pid
     while True:
-        ready, _, _ = select.select([control, wakes], [], [])
+        ready, _, _ = select.select([control, wakes, ranks, *asking], [], [])
         if wakes in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakes, 4096)
             _reap(running)
-        if control in ready:
-            request, files = _receive(control)
-            if request is None:
+        for starter in asking.keys() & ready:
+            _pass_on(starter, asking, running)
+        for source in {control, ranks} & {*ready}:
+            starter = ranks.accept()[0] if source is ranks else None
+            request, files = _receive(starter or control)
+            if request is None and starter is None:
                 os._exit(0)
-            tell, *streams = files
+            if request is None:  # mpirun has ended it already
+                continue
+            tell, *streams = files if starter is None else (os.dup(starter.fileno()), *files)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                _become(request, tell, streams)
-                return
+                return _become(request, tell, streams)
             running[pid] = tell
+            if starter:
+                asking[starter] = pid
             for stream in streams:
                 os.close(stream)
+
+
+def _pass_on(starter, asking, running):
+    """Send a rank the signal that came to what mpirun started; if that has ended, end the rank."""
+    number = b""
+    with contextlib.suppress(ConnectionResetError):  # of one that was killed
+        number = starter.recv(1)
+    if asking[starter] in running:  # its pid is no other process's
+        os.kill(asking[starter], number[0] if number else signal.SIGKILL)
+    if not number:
+        del asking[starter]
+        starter.close()
 
 
 def _import_all():
@@ -193,7 +225,9 @@ def _receive(control):
         files.frombytes(data)
     wanted, body = int.from_bytes(head, "little"), b""
     while len(body) < wanted:
-        body += control.recv(wanted - len(body))
+        if not (part := control.recv(wanted - len(body))):
+            return None, []
+        body += part
     return json.loads(body), list(files)
 
 
@@ -202,13 +236,14 @@ def _reap(running):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = found
             tell = running.pop(pid)
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 os.write(tell, status.to_bytes(8, "little"))
             os.close(tell)
 
 
 def end(main):
-    """Run the command and leave as Python does, but without taking apart all that was imported."""
+    """Run it and leave as Python does, but without taking apart all that was imported."""
+    code = 0
     try:
         main()
     except SystemExit as done:
@@ -222,14 +257,18 @@ def end(main):
         sys.stderr.flush()
     except OSError:
         return  # Python says it, and its exit code
+    if (mpi := sys.modules.get("mpi4py.MPI")) and mpi.Is_initialized():
+        mpi.Is_finalized() or mpi.Finalize()
+        ctypes.CDLL(None).exit(code)  # MPICH takes leave of its launcher in a function of C's atexit
     os._exit(code)
 
 
 def _become(request, tell, streams):
-    """Make this forked process what a fresh `python -c` would be, and tell its pid."""
-    if request["session"]:
+    """Make this forked process what a fresh `python -c` would be, and tell its pid. Return what it runs."""
+    is_rank = "program" in request
+    if request.get("session"):
         os.setsid()
-    elif request["group"] not in (None, -1):
+    elif request.get("group") not in (None, -1):
         os.setpgid(0, request["group"])
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -239,7 +278,7 @@ def _become(request, tell, streams):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv = ["-c", *request["args"]]
+    sys.argv = request["program"] if is_rank else ["-c", *request["args"]]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         kind = getattr(sys, f"__{name}__")  # of the same locale
         how = {"encoding": kind.encoding, "errors": kind.errors, "newline": "\n", "closefd": False}
@@ -248,5 +287,19 @@ def _become(request, tell, streams):
             stream.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    os.write(tell, os.getpid().to_bytes(8, "little"))
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    if not is_rank:
+        os.write(tell, os.getpid().to_bytes(8, "little"))
+    os.closerange(3 + is_rank, os.sysconf("SC_OPEN_MAX"))
+    if not is_rank:
+        return importlib.import_module("distgpt.cli").main
+    os.environ["PMI_FD"] = "3"  # the fourth of its files
+    return _program()
+
+
+def _program():
+    """Return what runs the program in sys.argv as Python would."""
+    if sys.argv[0] == "-c":
+        code = sys.argv.pop(1)
+        return lambda: exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))  # noqa: PTH120
+    return lambda: runpy.run_path(sys.argv[0], run_name="__main__")
