@@ -10,10 +10,12 @@ import array
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
 import os
+import pickle
 import pkgutil
 import runpy
 import select
@@ -151,6 +153,7 @@ def serve(number, of_ranks):
             if request is None:  # mpirun has ended it already
                 continue
             tell, *streams = files if starter is None else (os.dup(starter.fileno()), *files)
+            _load_compiled()
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -190,7 +193,9 @@ def _import_all():
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
     sys.meta_path.remove(Refuse)
-    _load_compiled()
+    cpu_target = importlib.import_module("numba.core.registry").cpu_target
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
     if os.fork() == 0:  # at a first fork OpenBLAS ends its threads, until they are needed
         os._exit(0)
     os.wait()
@@ -198,22 +203,34 @@ def _import_all():
     assert threads == 1, f"{threads} threads cannot be forked"
 
 
-def _load_compiled():
-    """Have Numba load what it loads at a first call: its registries, and the loops that lie on the disk."""
-    from numba.core.caching import IndexDataCacheFile
+@functools.cache
+def _loops():
+    """Find all compiled loops of the package by how the names of their files begin."""
     from numba.core.dispatcher import Dispatcher
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.")]
+    found = {id(loop): loop for module in modules for loop in vars(module).values()}
+    loops = [
+        loop for loop in found.values() if isinstance(loop, Dispatcher) and hasattr(loop._cache, "_name")
+    ]
+    return {f"{loop.py_func.__qualname__}-{loop.py_func.__code__.co_firstlineno}": loop for loop in loops}
+
+
+def _load_compiled(loaded=set()):  # noqa: B006
+    """Load the loops that somebody has compiled since the last time: each child would take 10 ms for each."""
     from numba.core.registry import cpu_target
 
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
-    here = cpu_target.target_context.codegen().magic_tuple()
-    modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.")]
-    loops = {id(loop): loop for m in modules for loop in vars(m).values() if isinstance(loop, Dispatcher)}
-    for loop in loops.values():
-        if isinstance(files := getattr(loop._cache, "_cache_file", None), IndexDataCacheFile):
-            for signature, target, *_ in files._load_index():
-                if target == here:
-                    loop.compile(signature)
+    from distgpt.core.cpu.compiling.disk_cache import _compile_result, folder, read
+
+    context, kept = cpu_target.target_context, folder()
+    for name in os.listdir(kept) if kept else ():  # noqa: PTH208
+        if name in loaded or not name.endswith(".loop"):
+            continue
+        loaded.add(name)
+        if (loop := _loops().get(name.rpartition("-")[0])) and (content := read(name)):
+            made = _compile_result._rebuild(context, *pickle.loads(content))
+            if loop._cache._name(made.signature.args, context.codegen()) == name:
+                loop.add_overload(made)
 
 
 def _receive(control):
