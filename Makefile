@@ -14,8 +14,9 @@ PY     ?=
 GPU_PY := $(or $(PY),$(BIN)/python)
 ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 
-# Two workers; what starts ranks or measures time is in one group and runs one after the other.
-PYTEST := python -m pytest -n 2 --dist loadgroup
+# Two workers; what starts ranks or measures time is in one group and runs one after the other. The order of
+# groups is that of tests/conftest.py.
+PYTEST := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: train test test-all tests-without-peers test-cluster mutations fuzz torture test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 

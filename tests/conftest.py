@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,6 +43,9 @@ FORKED = [str(HELPERS / "ranks.py"), str(HELPERS.parent / "gpu" / "hostgpu.py")]
 needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpirun"
 )
+
+# Files of tests that take longest, from 10 seconds on.
+LONG = ("test_kernels", "test_core", "test_delta")
 
 # A model that trains in about a millisecond a step, with everything that matters in it.
 _MODEL = "--preset tiny-adamw --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16 --data story"
@@ -201,16 +205,42 @@ def pytest_configure(config):
         config.get_terminal_writer().fullwidth = 48
 
 
+# What the workers of a session compile first, each in a format of its own: most tests need these loops, and
+# whoever finds one missing compiles it, though another is at it.
+FORMATS = {"gw0": "float32", "gw1": "bfloat16"}
+FEW = 30  # files of loops that a session finds where nothing is compiled yet
+_TINY = "--preset tiny --n-layer 2 --n-head 2 --n-embd 32 --seq-len 16 --batch-size 2 --threads 1"
+
+
+def pytest_sessionstart(session):
+    from distgpt.core.cpu.compiling.disk_cache import folder  # where Numba is imported anyway
+
+    kept, worker = folder(), getattr(session.config, "workerinput", {}).get("workerid")
+    if worker not in FORMATS or kept is None or len(list(kept.iterdir())) > FEW:
+        return
+    dtype = ("--dtype", FORMATS[worker])
+    with tempfile.TemporaryDirectory() as out:
+        for words in (SMALL, _TINY.split()):
+            inside("train", *words, *dtype, "--steps", "1", "--out", f"{out}/{words[1]}")
+        inside("infer", "--weights", f"{out}/tiny", "--prompt", "a", *dtype, "--max-new-tokens", "2")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Group the tests for pytest-xdist: a file stays in one worker, for its fixtures, but what starts ranks
-    or measures time goes to one group of all files, so that no two such tests run at once.
+    or measures time goes to one group of all files, so that no two such tests run at once. That group takes
+    longest and begins first, since a long one at the end would leave the other worker without work.
     """
     for item in items:
         marked = any(item.get_closest_marker(name) for name in ("xdist_group", "timing"))
         group = "ranks" if marked or _starts_ranks(item) else item.module.__name__
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: _turn(item.get_closest_marker("xdist_group").args[0]))
+
+
+def _turn(group):
+    return ["ranks", *LONG].index(group) if group in ("ranks", *LONG) else 1 + len(LONG)
 
 
 def _starts_ranks(item):
