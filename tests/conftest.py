@@ -84,7 +84,7 @@ def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
         cold = not (program is SCRIPT or (ranks and program[1] in FORKED))
     if not cold and sys.platform == "linux" and _server().suits(env):
         if not ranks:
-            return forkserver.Forked(_server(), args, env=env, **how)
+            return forkserver.Forked(_server(), command(*args, program=program), env=env, **how)
         program = [*RANK, _server().address, *program[1:]]
     return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
 

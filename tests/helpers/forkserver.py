@@ -81,12 +81,12 @@ class Server:
 
 
 class Forked(subprocess.Popen):
-    """subprocess.Popen of `distgpt ARGS`, forked by a server: the same arguments, methods and results."""
+    """subprocess.Popen of a Python, forked by a server: the same arguments, methods and results."""
 
-    def __init__(self, server, args, **how):
+    def __init__(self, server, words, **how):
         self._server, self._told = server, -1
-        self._request = {"args": [os.fsdecode(arg) for arg in args]}
-        super().__init__(["distgpt", *self._request["args"]], **how)
+        self._request = {"program": words[1:]}
+        super().__init__(words, **how)
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         assert executable is None and preexec_fn is None and not pass_fds
@@ -282,7 +282,7 @@ def end(main):
 
 def _become(request, tell, streams):
     """Make this forked process what a fresh `python -c` would be, and tell its pid. Return what it runs."""
-    is_rank = "program" in request
+    is_rank = len(streams) > 3
     if request.get("session"):
         os.setsid()
     elif request.get("group") not in (None, -1):
@@ -295,7 +295,7 @@ def _become(request, tell, streams):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv = request["program"] if is_rank else ["-c", *request["args"]]
+    sys.argv = request["program"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         kind = getattr(sys, f"__{name}__")  # of the same locale
         how = {"encoding": kind.encoding, "errors": kind.errors, "newline": "\n", "closefd": False}
@@ -306,10 +306,9 @@ def _become(request, tell, streams):
         setattr(sys, f"__{name}__", stream)
     if not is_rank:
         os.write(tell, os.getpid().to_bytes(8, "little"))
-    os.closerange(3 + is_rank, os.sysconf("SC_OPEN_MAX"))
-    if not is_rank:
-        return importlib.import_module("distgpt.cli").main
-    os.environ["PMI_FD"] = "3"  # the fourth of its files
+    os.closerange(len(streams), os.sysconf("SC_OPEN_MAX"))
+    if is_rank:
+        os.environ["PMI_FD"] = "3"  # the fourth of its files
     return _program()
 
 
