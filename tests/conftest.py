@@ -44,8 +44,11 @@ needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpirun"
 )
 
-# Files of tests that take longest, from 10 seconds on.
-LONG = ("test_kernels", "test_core", "test_delta")
+# Files of tests that take 10 seconds or more, or compile much where nothing is compiled yet.
+LONG = (
+    *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
+    *("test_model", "test_delta", "test_core", "test_sweep", "test_serve_limits", "test_clock"),
+)
 
 # A model that trains in about a millisecond a step, with everything that matters in it.
 _MODEL = "--preset tiny-adamw --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16 --data story"

@@ -85,7 +85,8 @@ def test_ranks_that_share_a_gpu_get_the_sums_that_are_known(version, ranks):
 def test_each_way_to_exchange_gradients_has_the_bits_of_the_host_s(tmp_path):
     program = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))]
     words = (BENCHMARKS / "nccl_modes.py", tmp_path, "--quick")
-    result = distgpt(*words, ranks=2, program=program, env={"WHOLE_GPU": "1", "WHOLE_NCCL": "1"})
+    env = {"WHOLE_GPU": "1", "WHOLE_NCCL": "1"}
+    result = distgpt(*words, ranks=2, program=program, env=env, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = {row["mode"]: row for row in json.loads((tmp_path / "modes.json").read_text())}
     by_nccl = {name: row for name, row in rows.items() if not name.startswith("host")}
