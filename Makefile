@@ -12,10 +12,13 @@ export COLUMNS ?= $(if $(MAKE_TERMOUT),$(shell tput cols 2>/dev/null),100)
 # With PY=python3 the GPU targets use an installed Python as it is: for machines without a network.
 PY     ?=
 GPU_PY := $(or $(PY),$(BIN)/python)
+# Python compiles what is imported; to compile all that is installed takes longer than most commands.
+QUIETLY := --quiet --disable-pip-version-check --no-compile
 ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 
-# Two workers; what starts ranks or measures time is in one group and runs one after the other.
-PYTEST := python -m pytest -n 2 --dist loadgroup
+# Two workers; what starts ranks or measures time is in one group and runs one after the other. The order of
+# groups is that of tests/conftest.py.
+PYTEST := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: train test test-all tests-without-peers test-cluster mutations fuzz torture test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
@@ -93,14 +96,14 @@ clean: ## remove environments and caches
 .venv/gpu: extras := mpich,test,$(CUDA)
 .venv/train .venv/test .venv/sass .venv/lint .venv/docs .venv/gpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(extras)]'
+	$(BIN)/python -m pip install $(QUIETLY) --editable '.[$(extras)]'
 	touch $@
 
 .venv-peer/done: benchmarks/requirements-peer.txt
 	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
-	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	.venv-peer/bin/python -m pip install $(QUIETLY) --requirement $<
 	touch $@
 
 .venv-peer/test: .venv-peer/done pyproject.toml
-	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[mpich,test]'
+	.venv-peer/bin/python -m pip install $(QUIETLY) --editable '.[mpich,test]'
 	touch $@

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,8 +36,18 @@ os.environ.setdefault(AUTO_DTYPE, "float32")
 BIN = Path(sys.executable).parent
 SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]
 MPIRUN = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
+HELPERS = Path(__file__).parent / "helpers"
+RANK = [sys.executable, "-I", "-S", str(HELPERS / "forkedrank.py")]
+# Programs whose ranks need no fresh interpreter.
+FORKED = [str(HELPERS / "ranks.py"), str(HELPERS.parent / "gpu" / "hostgpu.py")]
 needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpirun"
+)
+
+# Files of tests that take 10 seconds or more, or compile much where nothing is compiled yet.
+LONG = (
+    *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
+    *("test_model", "test_delta", "test_core", "test_sweep", "test_serve_limits", "test_clock"),
 )
 
 # A model that trains in about a millisecond a step, with everything that matters in it.
@@ -65,20 +76,23 @@ def _server():
     return server
 
 
-def popen(*args, cold=False, ranks=0, program=SCRIPT, env=None, **how):
+def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
     """A running command: subprocess.Popen, or the like of it from the fork server (helpers/forkserver.py).
 
-    `cold` starts an interpreter of its own, where the start itself is looked at; so do ranks, other programs
-    and variables that are read while importing.
+    `cold` starts an interpreter of its own, where the start itself is looked at; so do variables that are
+    read while importing and, unless `cold` is False, programs that are not in FORKED. Ranks are forked, too.
     """
     env = clean_environment(**(env or {}))
-    cold = cold or ranks or program is not SCRIPT or sys.platform != "linux"
-    if cold or not _server().suits(env):
-        return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
-    return forkserver.Forked(_server(), args, env=env, **how)
+    if cold is None:
+        cold = not (program is SCRIPT or (ranks and program[1] in FORKED))
+    if not cold and sys.platform == "linux" and _server().suits(env):
+        if not ranks:
+            return forkserver.Forked(_server(), command(*args, program=program), env=env, **how)
+        program = [*RANK, _server().address, *program[1:]]
+    return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
 
 
-def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, cold=False):
+def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, cold=None):
     """Run a command to its end. Under mpirun with `ranks`; output is text."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
     with popen(*args, ranks=ranks, cwd=cwd, env=env, program=program, cold=cold, **how) as process:
@@ -139,8 +153,7 @@ def train(out, *args, ranks=0, **how):
 def in_one_job(commands, ranks, cwd=None):
     """Run commands one by one in one mpirun; of each, what was written to standard error, and exit codes."""
     words = json.dumps([[os.fsdecode(word) for word in words] for words in commands])
-    program = [sys.executable, str(Path(__file__).parent / "helpers" / "ranks.py")]
-    result = distgpt(words, ranks=ranks, cwd=cwd, program=program)
+    result = distgpt(words, ranks=ranks, cwd=cwd, program=[sys.executable, FORKED[0]])
     assert result.returncode == 0, result.stderr
     others = [json.loads(codes) for codes in re.findall(r"^exit codes (.*)\n", result.stderr, re.MULTILINE)]
     errors = re.sub(r"^exit codes .*\n", "", result.stderr, flags=re.MULTILINE)
@@ -195,16 +208,42 @@ def pytest_configure(config):
         config.get_terminal_writer().fullwidth = 48
 
 
+# What the workers of a session compile first, each in a format of its own: most tests need these loops, and
+# whoever finds one missing compiles it, though another is at it.
+FORMATS = {"gw0": "float32", "gw1": "bfloat16"}
+FEW = 30  # files of loops that a session finds where nothing is compiled yet
+_TINY = "--preset tiny --n-layer 2 --n-head 2 --n-embd 32 --seq-len 16 --batch-size 2 --threads 1"
+
+
+def pytest_sessionstart(session):
+    from distgpt.core.cpu.compiling.disk_cache import folder  # where Numba is imported anyway
+
+    kept, worker = folder(), getattr(session.config, "workerinput", {}).get("workerid")
+    if worker not in FORMATS or kept is None or len(list(kept.iterdir())) > FEW:
+        return
+    dtype = ("--dtype", FORMATS[worker])
+    with tempfile.TemporaryDirectory() as out:
+        for words in (SMALL, _TINY.split()):
+            inside("train", *words, *dtype, "--steps", "1", "--out", f"{out}/{words[1]}")
+        inside("infer", "--weights", f"{out}/tiny", "--prompt", "a", *dtype, "--max-new-tokens", "2")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Group the tests for pytest-xdist: a file stays in one worker, for its fixtures, but what starts ranks
-    or measures time goes to one group of all files, so that no two such tests run at once.
+    or measures time goes to one group of all files, so that no two such tests run at once. That group takes
+    longest and begins first, since a long one at the end would leave the other worker without work.
     """
     for item in items:
         marked = any(item.get_closest_marker(name) for name in ("xdist_group", "timing"))
         group = "ranks" if marked or _starts_ranks(item) else item.module.__name__
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: _turn(item.get_closest_marker("xdist_group").args[0]))
+
+
+def _turn(group):
+    return ["ranks", *LONG].index(group) if group in ("ranks", *LONG) else 1 + len(LONG)
 
 
 def _starts_ranks(item):

@@ -321,7 +321,7 @@ REFUSED = (
     (["--vocab-size", "20"], 2, ["vocab_size is 20", "tokens"]),
     (["--config", "nowhere"], 2, ["nowhere"]),
     (["--config", "text"], 2, ["not valid TOML"]),
-    (["--n-layer", "1000", "--n-embd", str(2**17)], 2, ["GiB on this machine", "smaller model"]),
+    (["--n-layer", "8", "--n-embd", str(2**17)], 2, ["GiB on this machine", "smaller model"]),
     (["--optimizer", "muon", "--n-embd", str(2**17)], 2, ["GiB on this machine", "Muon's updates"]),
 )
 

@@ -1,9 +1,11 @@
-"""How the tests themselves run: every few seconds a line says how far they are."""
+"""How the tests themselves run: a line says every few seconds how far they are; long ones begin first."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from conftest import LONG, _turn
 
 
 def test_lines_of_dots_are_short_and_end_in_how_many_are_done():
@@ -13,3 +15,9 @@ def test_lines_of_dots_are_short_and_end_in_how_many_are_done():
     lines = re.findall(r"^(\.+) +\[ *(\d+)/(\d+)\]$", shown.stdout, re.MULTILINE)
     assert shown.returncode == 0 and lines, shown.stdout
     assert max(len(dots) for dots, _, _ in lines) < 45 and lines[-1][1] == lines[-1][2]
+
+
+def test_what_takes_long_begins_first():
+    assert _turn("ranks") < _turn(LONG[0]) < _turn(LONG[-1]) < _turn("test_conftest") == _turn("test_files")
+    found = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
+    assert set(LONG) <= found

@@ -1,6 +1,8 @@
 """The plan of the house: a file imports only from floors below its own, and heavy packages only when due."""
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,11 @@ NEVER = {
 }
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def modules():
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -70,15 +77,19 @@ def inner(module):
     return module.removeprefix(room(module)).removeprefix(".").split(".")[0]
 
 
+@functools.cache
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Find the modules that a file imports, wherever in it."""
+    found = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 is_module = (PACKAGE.parent / Path(*full.split("."))).with_suffix(".py").exists()
-                yield full if is_module else node.module
+                found.append(full if is_module else node.module)
+    return found
 
 
 MODULES = dict(modules())
@@ -125,7 +136,7 @@ def test_no_two_files_import_each_other():
 
 def names_of(path):
     """What a file defines or imports at its top level, also within `if` and `try`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -134,19 +145,28 @@ def names_of(path):
             yield from (alias.asname or alias.name for alias in node.names)
 
 
+IMPORT = re.compile(r"^ *from (distgpt[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+
+
+def taken(path):
+    """Find what a file takes from the package, also in programs that it holds as strings."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distgpt"):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for module, names in IMPORT.findall(node.value):
+                yield from ((module, name.split()[0]) for name in names.split(","))
+
+
 def test_what_tests_benchmarks_and_pages_import_is_there():
     """mypy sees the package alone, and some of these files run only with what is not installed here."""
     known = {name: {*names_of(path)} for name, path in MODULES.items()}
     for folder in ("benchmarks", "docs", "examples", "tests"):
         for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("distgpt"):
-                    continue
-                module = node.module.removeprefix("distgpt").removeprefix(".")
-                for name in (alias.name for alias in node.names):
-                    inside = f"{module}.{name}".removeprefix(".")
-                    there = inside in MODULES or name in known.get(module, ()) or module == ""
-                    assert there, f"{path}: {node.module} has no {name}"
+            for source, name in taken(path):
+                module = source.removeprefix("distgpt").removeprefix(".")
+                there = f"{module}.{name}".removeprefix(".") in MODULES or name in known.get(module, ())
+                assert there, f"{path}: {source} has no {name}"
 
 
 def test_what_must_not_know_each_other():
@@ -169,12 +189,12 @@ def test_only_serving_loads_a_web_server():
 def test_every_folder_says_what_lives_there_and_what_does_not():
     for module, path in MODULES.items():
         if path.name == "__init__.py" and module:
-            assert "Not here" in ast.get_docstring(ast.parse(path.read_text())), module
+            assert "Not here" in ast.get_docstring(parsed(path)), module
 
 
 def test_every_file_says_what_it_is_for():
     for module, path in MODULES.items():
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{module} does not say what it is for"
+        assert ast.get_docstring(parsed(path)), f"{module} does not say what it is for"
 
 
 def test_a_function_fits_on_a_screen():
@@ -182,7 +202,7 @@ def test_a_function_fits_on_a_screen():
     found = {
         f"{module}:{node.name}"
         for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= LONGEST
     }
     assert found <= LONGER, found - LONGER

@@ -1,12 +1,13 @@
 """What leads out of the core only becomes less, and the core runs while nothing else can be imported."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import SMALL, distgpt, losses, needs_mpi
-from core.tree import CORE, KEPT, MODULES, as_counts, found
+from core.tree import CORE, KEPT, MODULES, PACKAGE, as_counts, found
 
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
 COMMANDS = "complete help infer options sample train"
@@ -24,11 +25,11 @@ def test_what_leads_out_of_the_core_only_becomes_less():
     assert now == kept, "it has become less: python tests/core/tree.py --write keeps that"
 
 
-def run(folder, names, commands, ranks=0):
+def run(folder, names, commands, **how):
     """Run commands with these modules alone, or with all; give what they print, and which were loaded."""
     folder.mkdir()
     asked = json.dumps([names, [list(map(str, command)) for command in commands]])
-    result = distgpt(asked, folder, program=ALONE, ranks=ranks, timeout=600)
+    result = distgpt(asked, folder, program=ALONE, timeout=600, **how)
     assert result.returncode == 0, result.stderr
     return result.stdout, {name for path in folder.iterdir() for name in path.read_text().split()}
 
@@ -46,28 +47,52 @@ def generating(weights):
     return [["infer", "--weights", weights, *words], ["load", weights]]
 
 
-def assert_same(run, other):
-    assert losses(run) == losses(other) and len(losses(run)) == 8
-    assert (run / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()
+def everything(folder, names=None, **how):
+    """Train, resume, also on two ranks, infer, generate; give the runs, a text, and modules loaded."""
+    folder.mkdir()
+    one, two = folder / "one", folder / "two"
+    words = [*training(one), *generating(one / "weights.safetensors")]
+    said, loaded = run(folder / "by one", names, words, **how)
+    _, of_ranks = run(folder / "by two", names, training(two, "--stage", "mpi"), ranks=2, **how)
+    return (one, two), said.splitlines()[-1], loaded | of_ranks
+
+
+def assert_same(found, expected):
+    """Compare losses, weights and the text."""
+    for run, other in zip(found[0], expected[0], strict=True):
+        assert losses(run) == losses(other) and len(losses(run)) == 8
+        assert (run / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()
+    assert found[1] == expected[1]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What the whole package does."""
+    return everything(tmp_path_factory.mktemp("core") / "whole")
 
 
 @needs_mpi
 @pytest.mark.timeout(900)  # where no loop is compiled yet
-def test_the_core_runs_while_nothing_else_can_be_imported(tmp_path):
+def test_the_core_runs_while_nothing_else_can_be_imported(tmp_path, whole):
     """`needed.txt` names what it still cannot do without. That list only becomes shorter, too."""
     needed = set(NEEDED.read_text().split())
-    core = sorted({*CORE, *FACE, *FOLDERS, *needed})
-    loaded, said = {}, {}
-    for name, names in {"alone": core, "whole": None}.items():
-        out = tmp_path / name
-        words = [*training(out), *generating(out / "weights.safetensors")]
-        said[name], loaded[name] = run(tmp_path / f"{name} by one", names, words)
-    one = tmp_path / "alone"
-    assert_same(one, tmp_path / "whole")
-    assert said["alone"].splitlines()[-1] == said["whole"].splitlines()[-1]
-    two = tmp_path / "alone on two"
-    _, of_ranks = run(tmp_path / "by two", core, training(two, "--stage", "mpi"), ranks=2)
-    run(tmp_path / "whole by two", None, training(tmp_path / "whole on two", "--stage", "mpi"), ranks=2)
-    assert_same(two, tmp_path / "whole on two")
-    spare = needed - loaded["alone"] - of_ranks
+    alone = everything(tmp_path / "alone", sorted({*CORE, *FACE, *FOLDERS, *needed}))
+    assert_same(alone, whole)
+    spare = needed - alone[2]
     assert not spare, f"strike from {NEEDED.name} what is no longer needed: {spare}"
+
+
+@needs_mpi
+@pytest.mark.slow  # compiles its loops
+@pytest.mark.timeout(900)
+def test_a_copy_of_the_core_does_the_same_where_nothing_else_is(tmp_path, whole):
+    copied = {*CORE, *FACE, *NEEDED.read_text().split()}
+    copied |= {name.rsplit(".", i)[0] for name in copied for i in range(name.count(".") + 1)} | {""}
+    for path in (MODULES[name] for name in copied):
+        target = tmp_path / path.relative_to(PACKAGE.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    (tmp_path / "data").symlink_to(PACKAGE.parent / "data")  # the texts that come with it
+    alone = everything(tmp_path / "alone", env={"PYTHONPATH": str(tmp_path)})
+    assert_same(alone, whole)
+    assert alone[2] <= copied, "it was not the copy that ran"

@@ -201,7 +201,7 @@ def test_threads_are_not_for_gpus(gpu, tmp_path):
 
 
 def test_a_run_that_does_not_fit_is_refused_before_it_starts(gpu, tmp_path):
-    args = ("--n-layer", "200", "--n-embd", "4096", "--steps", "1", "--out", tmp_path / "run")
+    args = ("--n-layer", "20", "--n-embd", "4096", "--steps", "1", "--out", tmp_path / "run")
     result = gpu("train", "--stage", "cuda", *args)
     refused(result, 2, "GPU 0", "GiB")
     assert not (tmp_path / "run").exists()

@@ -57,7 +57,7 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
         for number, (mode, steps) in enumerate(runs):
             resumed = ["--resume", "auto"] if number else []
             commands.append([*stage, "--steps", steps, "--grad-sync", mode, *resumed])
-    result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], timeout=100)
+    result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], cold=False)
     assert result.stderr.count("exit code 0") == len(commands), result.stderr
     assert "by way of nccl" in result.stdout
     whole, moving = (tmp_path / name for name in parts)
@@ -85,7 +85,8 @@ def test_ranks_that_share_a_gpu_get_the_sums_that_are_known(version, ranks):
 def test_each_way_to_exchange_gradients_has_the_bits_of_the_host_s(tmp_path):
     program = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))]
     words = (BENCHMARKS / "nccl_modes.py", tmp_path, "--quick")
-    result = distgpt(*words, ranks=2, program=program, env={"WHOLE_GPU": "1", "WHOLE_NCCL": "1"})
+    env = {"WHOLE_GPU": "1", "WHOLE_NCCL": "1"}
+    result = distgpt(*words, ranks=2, program=program, env=env, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = {row["mode"]: row for row in json.loads((tmp_path / "modes.json").read_text())}
     by_nccl = {name: row for name, row in rows.items() if not name.startswith("host")}
@@ -100,7 +101,7 @@ def test_what_is_refused_leaves_no_directory_behind(tmp_path):
     driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "helpers" / "ranks.py")))
     words = ["train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8", "--steps", "1"]
     commands = [[*words, "--grad-sync", "overlapped", "--out", str(tmp_path / "run")]]
-    result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], timeout=100)
+    result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], cold=False)
     assert "exit code 2" in result.stderr and "needs NCCL" in result.stderr, result.stderr
     assert not (tmp_path / "run").exists()
 
@@ -137,7 +138,7 @@ def test_a_failure_of_nccls_ends_the_job_instead_of_a_wait(ranks, tmp_path, monk
     driver.write_text(FAILING.format(folder=str(Path(__file__).parent), ranks=ranks))
     words = ("train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8", "--steps", "9")
     program = [sys.executable, str(driver)]
-    result = distgpt(*words, "--out", tmp_path / "run", ranks=2, program=program, timeout=50)
+    result = distgpt(*words, "--out", tmp_path / "run", ranks=2, program=program, cold=False, timeout=50)
     assert result.returncode == 70, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")]
     known = [f"rank {rank}: NCCL has failed, as it does when another rank or host dies: " for rank in ranks]

@@ -245,7 +245,7 @@ def broken(tmp_path):
         driver.write_text(BREAKING.format(folder=str(Path(__file__).parent)))
         args = ("train", "--stage", "mpi-cuda", "--out", tmp_path / "run")
         env = {"BREAK": f"{how} {rank}"}
-        return distgpt(*args, ranks=2, program=[sys.executable, str(driver)], env=env, timeout=60)
+        return distgpt(*args, ranks=2, program=[sys.executable, str(driver)], cold=False, env=env)
 
     return run
 

@@ -297,7 +297,7 @@ def test_ranks_sum_share_and_choose_together(tmp_path):
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
     path = {"PYTHONPATH": str(Path(__file__).parent)}
-    result = distgpt(ranks=3, program=[sys.executable, str(driver)], env=path)
+    result = distgpt(ranks=3, program=[sys.executable, str(driver)], cold=False, env=path)
     assert result.returncode == 0, result.stderr
     *found, (right, wrong) = json.loads(result.stdout)
     assert len(found) == 4 * 3 * 3

@@ -3,17 +3,21 @@
 A command forked here is a process of its own like one started cold: it has its own pid, working directory,
 environment, standard streams, signals, exit code and interpreter exit. It saves the 1 to 2 seconds that
 importing takes. What the start decides (import times, `sys.modules`, variables read while importing) needs a
-cold one.
+cold one. Ranks of MPICH are forked here too: mpirun starts forkedrank.py, which asks for one.
 """
 
 import array
 import atexit
 import contextlib
+import ctypes
+import functools
 import gc
 import importlib
 import json
 import os
+import pickle
 import pkgutil
+import runpy
 import select
 import signal
 import socket
@@ -22,11 +26,12 @@ import sys
 import threading
 
 _START = "import sys; sys.path.insert(0, {!r}); from forkserver import serve, end; del sys.path[0]; "
-_START += "serve({}); from distgpt.cli import main; end(main)"  # serve() returns in the forked children alone
+_START += "end(serve({}, {}))"  # serve() returns in the forked children alone
 _NOT_IMPORTED = ("mpi4py", "cupy", "torch", "transformers", "matplotlib", "pyarrow", "tensorboardX", "cudnn")
 _SKIPPED = ("distgpt.__main__", "distgpt.core.comm.mpi")
 # Variables that are read when a command runs, not while importing. Any other that differs means a cold start.
 _READ_LATE = ("PMI", "OMPI_", "SLURM_", "MPI_", "PYTEST_", "HF_", "COLUMNS", "LINES", "TERM", "NO_COLOR")
+_READ_LATE += ("WHOLE_", "BREAK")  # by the tests' own programs
 
 
 class Server:
@@ -35,11 +40,19 @@ class Server:
     def __init__(self, environ):
         self.environ, self.cores = dict(environ), os.sched_getaffinity(0)
         self._socket, theirs = socket.socketpair()
-        code = _START.format(os.path.dirname(os.path.abspath(__file__)), theirs.fileno())  # noqa: PTH100, PTH120
+        self.address = f"distgpt-tests-{os.getpid()}"  # where ranks ask
+        ranks = socket.socket(socket.AF_UNIX)
+        ranks.bind(f"\0{self.address}")
+        ranks.listen(100)  # they wait until the server has imported all
+        here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+        code = _START.format(here, theirs.fileno(), ranks.fileno())
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         words = [sys.executable, "-c", code]
-        self.process = subprocess.Popen(words, env=environ, pass_fds=[theirs.fileno()], **quiet)
+        self.process = subprocess.Popen(
+            words, env=environ, pass_fds=[theirs.fileno(), ranks.fileno()], **quiet
+        )
         theirs.close()
+        ranks.close()
 
     def suits(self, environ):
         """Whether a fork equals a cold start with these variables."""
@@ -68,12 +81,12 @@ class Server:
 
 
 class Forked(subprocess.Popen):
-    """subprocess.Popen of `distgpt ARGS`, forked by a server: the same arguments, methods and results."""
+    """subprocess.Popen of a Python, forked by a server: the same arguments, methods and results."""
 
-    def __init__(self, server, args, **how):
+    def __init__(self, server, words, **how):
         self._server, self._told = server, -1
-        self._request = {"args": [os.fsdecode(arg) for arg in args]}
-        super().__init__(["distgpt", *self._request["args"]], **how)
+        self._request = {"program": words[1:]}
+        super().__init__(words, **how)
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         assert executable is None and preexec_fn is None and not pass_fds
@@ -109,10 +122,13 @@ class Forked(subprocess.Popen):
         return self.returncode
 
 
-def serve(number):
-    """Fork a child for each request that comes through the socket; return in the children."""
+def serve(number, of_ranks):
+    """Fork a child for each request that comes through the socket, or from a rank's starter.
+
+    Return in the children, what each is to run.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests and the children
-    control = socket.socket(fileno=number)
+    control, ranks = socket.socket(fileno=number), socket.socket(fileno=of_ranks)
     _import_all()
     wakes, wake = os.pipe()
     for end in (wakes, wake):
@@ -120,26 +136,45 @@ def serve(number):
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.freeze()  # or the children's first collection would copy every page
-    running = {}
+    running, asking = {}, {}  # pid → where its status is told; the connection of a rank's starter → its pid
     while True:
-        ready, _, _ = select.select([control, wakes], [], [])
+        ready, _, _ = select.select([control, wakes, ranks, *asking], [], [])
         if wakes in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakes, 4096)
             _reap(running)
-        if control in ready:
-            request, files = _receive(control)
-            if request is None:
+        for starter in asking.keys() & ready:
+            _pass_on(starter, asking, running)
+        for source in {control, ranks} & {*ready}:
+            starter = ranks.accept()[0] if source is ranks else None
+            request, files = _receive(starter or control)
+            if request is None and starter is None:
                 os._exit(0)
-            tell, *streams = files
+            if request is None:  # mpirun has ended it already
+                continue
+            tell, *streams = files if starter is None else (os.dup(starter.fileno()), *files)
+            _load_compiled()
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                _become(request, tell, streams)
-                return
+                return _become(request, tell, streams)
             running[pid] = tell
+            if starter:
+                asking[starter] = pid
             for stream in streams:
                 os.close(stream)
+
+
+def _pass_on(starter, asking, running):
+    """Send a rank the signal that came to what mpirun started; if that has ended, end the rank."""
+    number = b""
+    with contextlib.suppress(ConnectionResetError):  # of one that was killed
+        number = starter.recv(1)
+    if asking[starter] in running:  # its pid is no other process's
+        os.kill(asking[starter], number[0] if number else signal.SIGKILL)
+    if not number:
+        del asking[starter]
+        starter.close()
 
 
 def _import_all():
@@ -158,7 +193,9 @@ def _import_all():
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
     sys.meta_path.remove(Refuse)
-    _load_compiled()
+    cpu_target = importlib.import_module("numba.core.registry").cpu_target
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
     if os.fork() == 0:  # at a first fork OpenBLAS ends its threads, until they are needed
         os._exit(0)
     os.wait()
@@ -166,22 +203,34 @@ def _import_all():
     assert threads == 1, f"{threads} threads cannot be forked"
 
 
-def _load_compiled():
-    """Have Numba load what it loads at a first call: its registries, and the loops that lie on the disk."""
-    from numba.core.caching import IndexDataCacheFile
+@functools.cache
+def _loops():
+    """Find all compiled loops of the package by how the names of their files begin."""
     from numba.core.dispatcher import Dispatcher
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.")]
+    found = {id(loop): loop for module in modules for loop in vars(module).values()}
+    loops = [
+        loop for loop in found.values() if isinstance(loop, Dispatcher) and hasattr(loop._cache, "_name")
+    ]
+    return {f"{loop.py_func.__qualname__}-{loop.py_func.__code__.co_firstlineno}": loop for loop in loops}
+
+
+def _load_compiled(loaded=set()):  # noqa: B006
+    """Load the loops that somebody has compiled since the last time: each child would take 10 ms for each."""
     from numba.core.registry import cpu_target
 
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
-    here = cpu_target.target_context.codegen().magic_tuple()
-    modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.")]
-    loops = {id(loop): loop for m in modules for loop in vars(m).values() if isinstance(loop, Dispatcher)}
-    for loop in loops.values():
-        if isinstance(files := getattr(loop._cache, "_cache_file", None), IndexDataCacheFile):
-            for signature, target, *_ in files._load_index():
-                if target == here:
-                    loop.compile(signature)
+    from distgpt.core.cpu.compiling.disk_cache import _compile_result, folder, read
+
+    context, kept = cpu_target.target_context, folder()
+    for name in os.listdir(kept) if kept else ():  # noqa: PTH208
+        if name in loaded or not name.endswith(".loop"):
+            continue
+        loaded.add(name)
+        if (loop := _loops().get(name.rpartition("-")[0])) and (content := read(name)):
+            made = _compile_result._rebuild(context, *pickle.loads(content))
+            if loop._cache._name(made.signature.args, context.codegen()) == name:
+                loop.add_overload(made)
 
 
 def _receive(control):
@@ -193,7 +242,9 @@ def _receive(control):
         files.frombytes(data)
     wanted, body = int.from_bytes(head, "little"), b""
     while len(body) < wanted:
-        body += control.recv(wanted - len(body))
+        if not (part := control.recv(wanted - len(body))):
+            return None, []
+        body += part
     return json.loads(body), list(files)
 
 
@@ -202,13 +253,14 @@ def _reap(running):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = found
             tell = running.pop(pid)
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 os.write(tell, status.to_bytes(8, "little"))
             os.close(tell)
 
 
 def end(main):
-    """Run the command and leave as Python does, but without taking apart all that was imported."""
+    """Run it and leave as Python does, but without taking apart all that was imported."""
+    code = 0
     try:
         main()
     except SystemExit as done:
@@ -222,14 +274,18 @@ def end(main):
         sys.stderr.flush()
     except OSError:
         return  # Python says it, and its exit code
+    if (mpi := sys.modules.get("mpi4py.MPI")) and mpi.Is_initialized():
+        mpi.Is_finalized() or mpi.Finalize()
+        ctypes.CDLL(None).exit(code)  # MPICH takes leave of its launcher in a function of C's atexit
     os._exit(code)
 
 
 def _become(request, tell, streams):
-    """Make this forked process what a fresh `python -c` would be, and tell its pid."""
-    if request["session"]:
+    """Make this forked process what a fresh `python -c` would be, and tell its pid. Return what it runs."""
+    is_rank = len(streams) > 3
+    if request.get("session"):
         os.setsid()
-    elif request["group"] not in (None, -1):
+    elif request.get("group") not in (None, -1):
         os.setpgid(0, request["group"])
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -239,7 +295,7 @@ def _become(request, tell, streams):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv = ["-c", *request["args"]]
+    sys.argv = request["program"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         kind = getattr(sys, f"__{name}__")  # of the same locale
         how = {"encoding": kind.encoding, "errors": kind.errors, "newline": "\n", "closefd": False}
@@ -248,5 +304,18 @@ def _become(request, tell, streams):
             stream.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    os.write(tell, os.getpid().to_bytes(8, "little"))
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    if not is_rank:
+        os.write(tell, os.getpid().to_bytes(8, "little"))
+    os.closerange(len(streams), os.sysconf("SC_OPEN_MAX"))
+    if is_rank:
+        os.environ["PMI_FD"] = "3"  # the fourth of its files
+    return _program()
+
+
+def _program():
+    """Return what runs the program in sys.argv as Python would."""
+    if sys.argv[0] == "-c":
+        code = sys.argv.pop(1)
+        return lambda: exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))  # noqa: PTH120
+    return lambda: runpy.run_path(sys.argv[0], run_name="__main__")

@@ -14,7 +14,7 @@ from distgpt.measure.profile.session import TRACED
 
 # Peaks are measured, but not for long.
 SHORT = "import distgpt.doctor.speed as peaks; peaks.SECONDS = 0.05; from distgpt.cli import main; main()"
-PROGRAM = [sys.executable, "-c", SHORT]
+PROGRAM = {"program": [sys.executable, "-c", SHORT], "cold": False}
 
 
 def check_files(folder, ranks, steps, threads=1):
@@ -45,7 +45,7 @@ def check_files(folder, ranks, steps, threads=1):
 
 def test_profile_tells_and_saves(tmp_path):
     words = [*SMALL, "--threads", "2", "--steps", "12", "--out", "found"]
-    done = distgpt("profile", *words, cwd=tmp_path, program=PROGRAM)
+    done = distgpt("profile", *words, cwd=tmp_path, **PROGRAM)
     assert done.returncode == 0, done.stderr
     found = check_files(tmp_path / "found", ranks=1, steps=12, threads=2)
     assert [path.name for path in tmp_path.iterdir()] == ["found"]  # no run, no weights
@@ -62,7 +62,7 @@ def test_profile_of_two_ranks(tmp_path):
     done = distgpt(
         *("profile", *SMALL, "--steps", "3", "--stage", "mpi", "--out", tmp_path),
         ranks=2,
-        program=PROGRAM,
+        **PROGRAM,
     )
     assert done.returncode == 0, done.stderr
     found = check_files(tmp_path, ranks=2, steps=3)
@@ -75,13 +75,13 @@ def test_profile_of_two_ranks(tmp_path):
 
 def test_train_profiles_its_own_steps(tmp_path):
     options = ["--steps", "8", "--val-fraction", "0.2", "--eval-every", "3", "--sample-every", "4"]
-    folder = train(tmp_path / "run", *options, "--profile", program=PROGRAM)
+    folder = train(tmp_path / "run", *options, "--profile", **PROGRAM)
     found = check_files(folder, ranks=1, steps=6)
     named = {row["row"]: row for row in found["rows"]}
     assert named["Attention forward"]["calls"] == 2  # of two layers: no evaluation, no sample
     assert (folder / "weights.safetensors").exists()
     # What peaks are measured with, comes after what a run took: two arrays that no cache holds.
-    alone = train(tmp_path / "alone", "--steps", "8", program=PROGRAM)
+    alone = train(tmp_path / "alone", "--steps", "8", **PROGRAM)
     profiled, plain = (json.loads((run / "summary.json").read_text()) for run in (folder, alone))
     assert profiled["peak_memory"][0] < plain["peak_memory"][0] + MEMORY_BYTES
 
@@ -89,7 +89,7 @@ def test_train_profiles_its_own_steps(tmp_path):
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     words = ("profile", *SMALL, "--steps", "1000000", "--out", "found")
     pipe = subprocess.PIPE
-    running = popen(*words, program=PROGRAM, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    running = popen(*words, **PROGRAM, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
     for line in running.stderr:
         if line.startswith("step 9 "):
             break

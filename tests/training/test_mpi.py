@@ -158,6 +158,7 @@ def broken(tmp_path):
             *("train", *SMALL, "--steps", "5000", *stage, "--out", tmp_path / "run", *args),
             ranks=ranks,
             program=[sys.executable, str(driver)],
+            cold=False,
             env={"BREAK": json.dumps([rank, how])},
         )
         assert ("weights   " in result.stdout) == (result.returncode == 0)
@@ -300,6 +301,7 @@ from distgpt.cli import main
 from distgpt.core.comm.launched import launched_rank
 sys.argv[1:] = json.loads(sys.argv[1 + launched_rank()])
 """
+EACH = {"program": [sys.executable, "-c", f"{EACH_ITS_OWN}main()"], "cold": False}
 ONE_RANK_REFUSES = [
     ([*TRAIN, "--stepz", "3"], 2, ["rank 1: No such option", "--stepz"]),
     (["train", *SMALL, "--out", "run"], 2, ["rank 1: --stage serial was launched as 2"]),
@@ -318,8 +320,7 @@ def test_a_rank_that_cannot_go_along_ends_the_job_in_one_line(words, code, said,
     for ours, other in (
         ((TRAIN, words), (words, TRAIN)) if code == 2 and "rank 1:" in said[0] else ((TRAIN, words),)
     ):
-        program = [sys.executable, "-c", f"{EACH_ITS_OWN}main()"]
-        result = distgpt(*map(json.dumps, (ours, other)), ranks=2, cwd=tmp_path, program=program, timeout=60)
+        result = distgpt(*map(json.dumps, (ours, other)), ranks=2, cwd=tmp_path, **EACH, timeout=60)
         assert result.returncode == code and not list(tmp_path.iterdir()), result.stderr
         if ours is TRAIN:
             refused(result, code, *said)
@@ -334,18 +335,16 @@ def test_a_command_for_one_process_waits_for_no_other_rank(tmp_path):
 
 
 def test_ranks_that_refuse_for_reasons_of_their_own_name_them_all(tmp_path):
-    program = [sys.executable, "-c", f"{EACH_ITS_OWN}main()"]
     words = map(json.dumps, (["train", "--one"], ["train", "--two"], ["train", "--one"], ["train", "--two"]))
-    result = distgpt(*words, ranks=4, cwd=tmp_path, program=program)
+    result = distgpt(*words, ranks=4, cwd=tmp_path, **EACH)
     lines = result.stderr.splitlines()
     assert result.returncode == 2 and lines[-2] == "Error: No such option '--one'", result.stderr
     assert lines[-1].startswith("distgpt: ranks 1, 3: No such option '--two'") and "--one" not in lines[-1]
 
 
 def test_ranks_may_have_different_numbers_of_threads(tmp_path):
-    program = [sys.executable, "-c", f"{EACH_ITS_OWN}main()"]
     words = [[*TRAIN, "--steps", "1", "--threads", n] for n in ("1", "2")]
-    result = distgpt(*map(json.dumps, words), ranks=2, cwd=tmp_path, program=program)
+    result = distgpt(*map(json.dumps, words), ranks=2, cwd=tmp_path, **EACH)
     assert result.returncode == 0, result.stderr
 
 

@@ -1,0 +1,31 @@
+"""What mpirun starts in place of a rank: has the server of forkserver.py fork it, and ends as it does.
+
+python forkedrank.py ADDRESS WORDS…     the words as a Python would take them: a program, its arguments
+"""
+
+import array
+import json
+import os
+import signal
+import socket
+import sys
+
+address, *words = sys.argv[1:]
+if "PMI_FD" not in os.environ:  # another MPI than MPICH, whose ranks find each other by other means
+    os.execv(sys.executable, [sys.executable, *words])
+with socket.socket(socket.AF_UNIX) as server:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: server.send(bytes([number])))  # for the rank
+    server.connect(f"\0{address}")
+    body = json.dumps({"program": words, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()  # noqa: PTH109
+    files = array.array("i", [0, 1, 2, int(os.environ["PMI_FD"])])
+    server.sendmsg([len(body).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+    server.sendall(body)
+    told = server.recv(8)
+if not told:
+    sys.exit("the fork server has ended before its child")
+code = os.waitstatus_to_exitcode(int.from_bytes(told, "little"))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
