@@ -27,8 +27,7 @@ from distgpt.core.saved.modelfile import (
     load_model,
     read_description,
 )
-from distgpt.core.saved.named import weights_of
-from distgpt.core.saved.rundir import find_weights
+from distgpt.core.saved.named import find_weights, weights_of
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     Header,

@@ -205,7 +205,8 @@ class Answers:
                 f"{self.path}, line {number} was answered by another model, or in another dtype or context: "
                 "repeat that command, or choose another --out"
             )
-        prompt = self._prompts.get(found["line"]) if type(found.get("line")) is int else None
+        of = found.get("line")
+        prompt = self._prompts.get(of) if isinstance(of, int) and not isinstance(of, bool) else None
         if prompt is None or found.get("request") != prompt.fingerprint:
             raise UsageError(
                 f"{self.path}, line {number} answers another prompt, or one with other settings: "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from distgpt.core.comm.agree import on_root
-from distgpt.core.saved.checkpoint import State, load_state, newest_intact
+from distgpt.core.saved.checkpoint import State, load_document, newest_intact
 from distgpt.core.train.model_kind import kind_of
 from distgpt.core.train.restore import begin_anew, restore
 from distgpt.core.train.run import BadStep, Run
@@ -35,10 +35,10 @@ def roll_back(run: Run, bad: BadStep) -> None:
     run.report.note(f"{what}: back to step {step}, and past these data")
 
 
-def _newest(run: Run) -> tuple[str | None, dict[str, Any]]:
+def _newest(run: Run) -> tuple[str | None, Mapping[str, object]]:
     newest = newest_intact(run.directory.checkpoints, run.progress.step)
     path = newest[0] if newest else run.start
-    return (str(path), load_state(path)) if path else (None, {"step": 0})
+    return (str(path), load_document(path)) if path else (None, {"step": 0})
 
 
 def _forget_later_steps(run: Run, was_saved: bool) -> None:

@@ -14,7 +14,7 @@ from distgpt.core.model.counts import parameters
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved import checkpoint
 from distgpt.core.saved.modelfile import ADAPTER, FORMAT, ORIGIN, read_description
-from distgpt.core.saved.rundir import find_weights, import_command
+from distgpt.core.saved.named import find_weights, import_command
 from distgpt.core.saved.tensors import Header, read_header, verify_data
 from distgpt.formats.family import PART_NAMES
 from distgpt.formats.gguf.container import is_gguf
@@ -78,7 +78,8 @@ def _best(path: Path, header: Header) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    state = checkpoint.verify(path)
+    checkpoint.verify(path)
+    state = checkpoint.load_document(path)
     weights = path / "weights.safetensors"
     description = read_description(weights)
     files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")

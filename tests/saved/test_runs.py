@@ -17,7 +17,8 @@ from distgpt.core.base.errors import UsageError, command_line
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.data.loading import read_text, resolve_data
 from distgpt.core.saved.modelfile import read_description
-from distgpt.core.saved.rundir import RunDirectory, find_weights
+from distgpt.core.saved.named import find_weights
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import write_tensors
 from distgpt.show.runs import Listed, render_terminal
 

@@ -24,7 +24,7 @@ from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
 from distgpt.core.model.memory import LEARNED, FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array, Kernels
-from distgpt.core.saved.rundir import find_weights, import_command
+from distgpt.core.saved.named import find_weights, import_command
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     HEADER_SUM,

@@ -42,7 +42,7 @@ def _ending(plan: Plan) -> tuple[str, str, list[str]]:
     if origin and origin.is_dir() and t.schedule == "wsd":
         fall = round(t.decay_fraction * t.steps)
         with suppress(DataError):  # a damaged one is no way to go
-            if load_state(origin)["step"] == t.steps - fall:  # by --decay-from, which begins anew
+            if load_state(origin).step == t.steps - fall:  # by --decay-from, which begins anew
                 more = f"a fall over {count(2 * fall, 'step')} instead"
                 return over, more, ["--decay-from", str(origin), "--steps", str(2 * fall)]
     return over, f"{count(t.steps, 'step')} more", [*resumed, "--steps", str(2 * t.steps)]

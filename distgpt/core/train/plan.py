@@ -97,7 +97,7 @@ def _decide(asked: Asked, ranks: int, say: Say) -> Plan:
     directory.refuse_undecodable()
     if dead := directory.refuse_second():
         say(f"{dead} has left this run without an end: taking over")
-    state = State.from_json(load_state(checkpoint)) if checkpoint else State()
+    state = load_state(checkpoint) if checkpoint else State()
     origin = _origin(run, checkpoint)
     _refuse_conflicts(found, run, origin, state.step, asked.resume is not None)
     changes = changed(origin.run if checkpoint and origin else found.settings, run)
