@@ -17,16 +17,16 @@ from distgpt.core.data.shards import (
     Manifest,
     Shard,
     ShardTokens,
-    ShardWriter,
     header,
     is_shards,
     read_manifest,
     shards_tokenizer,
-    unlisted,
     verify_shards,
 )
 from distgpt.core.data.tokenizers import build_tokenizer, fingerprint
+from distgpt.show.datapages import unlisted
 from distgpt.texts.packing import PackedBatches
+from distgpt.texts.prepare.shard_writer import ShardWriter
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)
