@@ -22,7 +22,7 @@ from distgpt.core.data.tokenizers import (
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.core.saved.named import WEIGHTS
+from distgpt.core.saved.named import SOURCES
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.compatibility import CHECKS
 from distgpt.core.train.model_kind import MODEL_KINDS, WholeModel
@@ -39,7 +39,7 @@ ROWS = {
     "tokenizers": (TOKENIZERS, lambda row: isinstance(row, TokenizerKind)),
     "texts": (TEXTS, lambda row: callable(row.load) and callable(row.refuse_missing)),
     "extras": (EXTRAS, lambda row: hasattr(row({"source": "", "tokens": {}, "ends": []}, 9, "here"), "ends")),
-    "weights": (WEIGHTS, callable),
+    "weights": (SOURCES, callable),
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),

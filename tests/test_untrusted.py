@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
 from conftest import inside, refused
@@ -77,7 +77,7 @@ class Whole:
     pairs: list[tuple[int, float]]
     known: dict[str, Count | None]
     is_done: bool
-    more: Any = None
+    more: object = None
 
 
 GOOD = {

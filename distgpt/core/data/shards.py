@@ -18,8 +18,7 @@ import numpy as np
 from distgpt.core.base.checked import Must, checked, parse_json
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import open_regular, read_small, storage_errors
-from distgpt.core.data.tokenizers import Tokenizer, fingerprint, id_dtype, tokenizer_from_json
-from distgpt.core.ops.api import Array
+from distgpt.core.data.tokenizers import Ids, Tokenizer, fingerprint, id_dtype, tokenizer_from_json
 
 HEADER_BYTES = 128  # of every one-dimensional .npy file
 _PIECE = 1 << 22  # bytes verified together
@@ -67,7 +66,7 @@ class ShardReader:
         self._descriptor: int | None = None
         check_front(self._path, shard, dtype)
 
-    def read(self, out: Array, start: int) -> None:
+    def read(self, out: Ids, start: int) -> None:
         """out ← the ids from `start` on; a DataError if the file is too short by now, or an id is impossible.
 
         Models index memory by ids, and these were verified long ago, or not at all.
@@ -77,7 +76,7 @@ class ShardReader:
             if self._descriptor is None:
                 with open_regular(self._path) as file:
                     self._descriptor = os.dup(file.fileno())
-            if not read_at(self._descriptor, memoryview(out.view(np.uint8)), offset):
+            if not read_at(self._descriptor, out.view(np.uint8).data, offset):
                 raise DataError(f"{self._path} has been cut short since it was opened")
         if (largest := int(out.max(initial=0))) >= self._vocab_size:
             at = start + int(out.argmax())
@@ -280,7 +279,7 @@ class ShardTokens:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def read(self, start: int, stop: int) -> Array:
+    def read(self, start: int, stop: int) -> Ids:
         ids = np.empty(stop - start, self._dtype)
         at = bisect_right(self._starts, start) - 1
         done = 0
