@@ -217,7 +217,7 @@ def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
 
 
 def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(folder, monkeypatch):
-    monkeypatch.setattr(shards, "_PIECE", 4)  # the largest id is not in the last piece read
+    monkeypatch.setattr(shards, "_READ_BYTES", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
     for wrong, message, opening in (
         (with_shard(manifest, tokens=10**13, bytes=2 * 10**13 + 128), "142 bytes", True),  # terabytes

@@ -45,9 +45,9 @@ from distgpt.core.base.formatting import size
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-DEEPEST = 64  # levels of lists and objects in JSON
+DEEPEST_JSON = 64  # levels of lists and objects in JSON
 # Bytes of JSON, which may take 28 times as many in memory. The largest tokenizer.json known have 35 MB.
-LARGEST = 48 << 20
+LARGEST_JSON = 48 << 20
 _WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -179,7 +179,7 @@ def parse_object(content: bytes, path: Path) -> JsonObject:
     return value
 
 
-def parse_json(content: bytes | str, largest: int = LARGEST) -> Json:
+def parse_json(content: bytes | str, largest: int = LARGEST_JSON) -> Json:
     """Return the value of a JSON text; a ValueError if it holds more than distgpt writes.
 
     Refuses more than `largest` bytes, repeated names, numbers that are not finite or have more than 64 bits,
@@ -226,7 +226,7 @@ def _integer(text: str) -> int:
 def _refuse_depth(value: Json) -> None:
     """Refuse deep nesting, and texts that cannot be encoded."""
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(DEEPEST_JSON):
         inside: list[Json] = []
         for part in level:
             if isinstance(part, dict):

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
-from distgpt.core.base.checked import LARGEST
+from distgpt.core.base.checked import LARGEST_JSON
 from distgpt.core.base.errors import DataError, Say, StorageError
 from distgpt.core.base.formatting import size
 
@@ -220,7 +220,7 @@ def _regular(descriptor: int, path: Path) -> int:
     return descriptor
 
 
-def read_small(path: Path, limit: int = LARGEST) -> bytes:
+def read_small(path: Path, limit: int = LARGEST_JSON) -> bytes:
     """Read a whole file, up to a limit; failures of the disk become one line."""
     content = bytearray()
     with storage_errors("read", path), open_regular(path) as file:
@@ -228,6 +228,6 @@ def read_small(path: Path, limit: int = LARGEST) -> bytes:
         while len(content) <= limit and (piece := file.read(1 << 20)):
             content += piece
     if len(content) > limit:
-        known = "; the largest tokenizers known have 35 MB" if limit == LARGEST else ""
+        known = "; the largest tokenizers known have 35 MB" if limit == LARGEST_JSON else ""
         raise DataError(f"{path} is larger than {size(limit)}, too large for a file of its kind{known}")
     return bytes(content)

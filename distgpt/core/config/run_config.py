@@ -12,8 +12,8 @@ from distgpt.core.base.files import read_small
 from distgpt.core.config.setting import brief, settings_of, with_settings
 from distgpt.core.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig
 
-LONGEST = 1 << 18  # characters of TOML
-MOST_DOTS = 2000  # the parser keeps every beginning of a dotted key
+LONGEST_TOML = 1 << 18  # characters of TOML
+MOST_TOML_DOTS = 2000  # the parser keeps every beginning of a dotted key
 
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
@@ -112,10 +112,10 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
 
 def load_toml(text: str, source: str) -> dict[str, object]:
     """Return the document in a TOML text, which is bounded before it is parsed."""
-    if len(text) > LONGEST:
-        raise UsageError(f"{source} is no configuration: it is longer than {LONGEST:,} characters")
-    if text.count(".") > MOST_DOTS:
-        raise UsageError(f"{source} is no configuration: it has more than {MOST_DOTS:,} dots")
+    if len(text) > LONGEST_TOML:
+        raise UsageError(f"{source} is no configuration: it is longer than {LONGEST_TOML:,} characters")
+    if text.count(".") > MOST_TOML_DOTS:
+        raise UsageError(f"{source} is no configuration: it has more than {MOST_TOML_DOTS:,} dots")
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -148,7 +148,7 @@ def flat_settings(document: Mapping[str, object], source: str) -> dict[str, obje
 def read_text(path: Path, what: str) -> str:
     """Return the text of a TOML file. `what` is the option or argument that names it, for errors."""
     try:
-        return read_small(path, LONGEST).decode()
+        return read_small(path, LONGEST_TOML).decode()
     except DistgptError as error:
         raise UsageError(f"{what}: {error}") from None
     except UnicodeDecodeError as error:

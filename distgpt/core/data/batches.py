@@ -26,7 +26,7 @@ Words = NDArray[np.uint64]
 Rows = NDArray[np.int32]  # (n, T)
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ the golden ratio: its multiples spread evenly
-PIECE = 1 << 16  # tokens of a sample that are read together
+SAMPLE_PIECE = 1 << 16  # tokens of a sample that are read together
 SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN  # one per Feistel round; an even number of them
 
 
@@ -101,8 +101,8 @@ class Batches:
         """Return the text's tokens, or this many of them: pieces at even distances."""
         if self.tokens <= most:
             return self._tokens.read(0, self.tokens)
-        starts = np.linspace(0, self.tokens - PIECE, most // PIECE).astype(int).tolist()
-        return np.concatenate([self._tokens.read(start, start + PIECE) for start in starts])
+        starts = np.linspace(0, self.tokens - SAMPLE_PIECE, most // SAMPLE_PIECE).astype(int).tolist()
+        return np.concatenate([self._tokens.read(start, start + SAMPLE_PIECE) for start in starts])
 
     def windows(self, step: int) -> NDArray[np.int64]:
         """Return the positions in the corpus where the rows of this step's global batch begin: (B,)."""

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from distgpt.core.base.errors import DataError
 
-FORMAT = "distgpt-tokenizer"
-VERSION = 1
+TOKENIZER_FORMAT = "distgpt-tokenizer"
+TOKENIZER_VERSION = 1
 UNKNOWN = "\ufffd"  # an id beyond the vocabulary decodes to this; a model may have more rows than that
 
 Ids = NDArray[np.integer]
@@ -145,7 +145,7 @@ class Tokenizer(ABC):
     def to_json(self, with_extras: bool = True) -> str:
         """Return the saved form: equal tokenizers give equal texts."""
         extras = {name: extra.saved() for name, extra in self.extras.items() if with_extras}
-        head = {"format": FORMAT, "version": VERSION, "kind": self.kind}
+        head = {"format": TOKENIZER_FORMAT, "version": TOKENIZER_VERSION, "kind": self.kind}
         return json.dumps({**head, **self.contents(), **extras})
 
 

@@ -21,7 +21,7 @@ from distgpt.core.base.files import open_regular, read_small, storage_errors
 from distgpt.core.data.tokenizers import Ids, Tokenizer, fingerprint, id_dtype, tokenizer_from_json
 
 HEADER_BYTES = 128  # of every one-dimensional .npy file
-_PIECE = 1 << 22  # bytes verified together
+_READ_BYTES = 1 << 22  # bytes verified together
 _MOST = 1 << 48  # tokens or bytes of anything
 _NAME = re.compile(r"(train|val)-\d{6,12}\.npy")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -115,7 +115,7 @@ def check_front(path: Path, shard: Shard, dtype: str) -> None:
         raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
 
 
-FORMAT, VERSION = "distgpt-shards", 2
+SHARDS_FORMAT, SHARDS_VERSION = "distgpt-shards", 2
 WITHOUT_SOURCES = 1  # an earlier version
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 SPLITS = ("val", "train")  # in the order they are written
@@ -160,7 +160,9 @@ class Manifest:
         return sum(shard.tokens for shard in self.of(split))
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        return (
+            json.dumps({"format": SHARDS_FORMAT, "version": SHARDS_VERSION, **asdict(self)}, indent=1) + "\n"
+        )
 
     @staticmethod
     def from_json(text: str, source: str) -> Manifest:
@@ -169,12 +171,12 @@ class Manifest:
             document = parse_json(text)
         except ValueError as error:
             raise DataError(f"{source} is no manifest of shards: it is not JSON ({error})") from None
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise DataError(f"{source} is no manifest of shards: its format is not {FORMAT!r}")
+        if not isinstance(document, dict) or document.get("format") != SHARDS_FORMAT:
+            raise DataError(f"{source} is no manifest of shards: its format is not {SHARDS_FORMAT!r}")
         version = document.get("version")
-        if type(version) is not int or not WITHOUT_SOURCES <= version <= VERSION:
+        if type(version) is not int or not WITHOUT_SOURCES <= version <= SHARDS_VERSION:
             raise DataError(
-                f"{source} has format version {version!r:.20}, this distgpt reads up to {VERSION}: upgrade it"
+                f"{source} has format version {version!r:.20}, this distgpt reads up to {SHARDS_VERSION}: upgrade it"
             )
         if version == WITHOUT_SOURCES:
             document["sources"] = []
@@ -225,7 +227,7 @@ def verify_shards(
         check_front(path, shard, manifest.dtype)
         with storage_errors("read", path), open_regular(path) as file:
             digest = hashlib.sha256(file.read(HEADER_BYTES))
-            while piece := file.read(_PIECE):
+            while piece := file.read(_READ_BYTES):
                 digest.update(piece)
                 ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
                 largest = max(largest, int(ids.max(initial=0)))

@@ -17,8 +17,8 @@ from distgpt.core.base.files import read_small
 from distgpt.core.base.tables import Table
 from distgpt.core.data.collected import CharTokenizer, WordTokenizer, checked_vocabulary, collect
 from distgpt.core.data.plain import (
-    FORMAT,
-    VERSION,
+    TOKENIZER_FORMAT,
+    TOKENIZER_VERSION,
     ByteTokenizer,
     Extra,
     Ids,
@@ -153,12 +153,12 @@ def parsed(text: str, source: str) -> Json:
 
 
 def _from_document(document: Json, source: str) -> Tokenizer:
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise DataError(f"{source} is not a saved tokenizer: its format is not {FORMAT!r}")
-    if document.get("version") != VERSION:
+    if not isinstance(document, dict) or document.get("format") != TOKENIZER_FORMAT:
+        raise DataError(f"{source} is not a saved tokenizer: its format is not {TOKENIZER_FORMAT!r}")
+    if document.get("version") != TOKENIZER_VERSION:
         raise DataError(
             f"{source} is a tokenizer of version {document.get('version')!r};"
-            f" this distgpt reads version {VERSION}"
+            f" this distgpt reads version {TOKENIZER_VERSION}"
         )
     name = document.get("kind")
     kind = TOKENIZERS.get(name) if isinstance(name, str) else None
@@ -186,7 +186,7 @@ def _from_path(name: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from None
     document = None if path.is_dir() else read_json(path)
-    if isinstance(document, dict) and document.get("format") == FORMAT:
+    if isinstance(document, dict) and document.get("format") == TOKENIZER_FORMAT:
         return _from_document(document, str(path))
     for _, kind in TOKENIZERS.rows():
         found = kind.from_file(path, document) if kind.from_file else None
