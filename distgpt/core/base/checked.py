@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 DEEPEST_JSON = 64  # levels of lists and objects in JSON
 # Bytes of JSON, which may take 28 times as many in memory. The largest tokenizer.json known have 35 MB.
 LARGEST_JSON = 48 << 20
-_WORDS: dict[type, str] = {
+_TYPE_NAMES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -64,9 +64,9 @@ T = TypeVar("T")
 
 
 class Must(NamedTuple, Generic[T]):
-    """A rule for a value of the right type, in words that follow "it must"."""
+    """A rule for a value of the right type; its text follows "it must"."""
 
-    words: str
+    text: str
     test: Callable[[T], object]
 
 
@@ -97,7 +97,7 @@ def _checked(kind: object, value: object, keys: Keys) -> object:
         value = _checked(parts[0], value, keys)
         for rule in parts[1:]:
             if not rule.test(value):
-                raise _wrong(keys, value, rule.words)
+                raise _wrong(keys, value, rule.text)
         return value
     if origin in (Union, types.UnionType):  # X | None
         return None if value is None else _checked(parts[0], value, keys)
@@ -130,7 +130,7 @@ def _plain(kind: type[T], value: object, keys: Keys) -> T:
     """Return the value if it has this type, and not a derived one: JSON's true is an int to Python."""
     if isinstance(value, kind) and type(value) is kind:
         return value
-    raise _wrong(keys, value, f"be {_WORDS[kind]}")
+    raise _wrong(keys, value, f"be {_TYPE_NAMES[kind]}")
 
 
 def _sequence(kind: object, values: list[object], keys: Keys) -> list[object]:
@@ -158,8 +158,8 @@ def _kinds(kind: type[DataclassInstance]) -> dict[str, tuple[object, bool]]:
     }
 
 
-def _wrong(keys: Keys, value: object, words: str) -> ValueError:
-    return ValueError(f"{_name(keys)} is {value!r:.40}: it must {words}")
+def _wrong(keys: Keys, value: object, rule: str) -> ValueError:
+    return ValueError(f"{_name(keys)} is {value!r:.40}: it must {rule}")
 
 
 def _name(keys: Keys) -> str:

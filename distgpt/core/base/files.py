@@ -189,8 +189,8 @@ def append(path: Path, content: bytes) -> None:
 
     Drops a half line that a killed process has left there.
     """
-    how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = _regular(os.open(path, how, 0o666), path)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = _regular(os.open(path, flags, 0o666), path)
     same = os.dup(descriptor)  # open even after closing has failed; the path may name another file by then
     end: int | None = None
     try:

@@ -95,11 +95,11 @@ def parse_duration(text: str) -> float:
 
 def typed_duration(seconds: float) -> str:
     """Write whole seconds as `parse_duration` reads them: 5400 → "1h30m"."""
-    left, words = max(1, round(seconds)), ""
+    left, text = max(1, round(seconds)), ""
     for unit, factor in zip("dhms", _FACTORS, strict=True):
         number, left = divmod(left, int(factor))
-        words += f"{number}{unit}" * bool(number)
-    return words
+        text += f"{number}{unit}" * bool(number)
+    return text
 
 
 def duration(seconds: float) -> str:

@@ -59,8 +59,8 @@ class Interrupted(KeyboardInterrupt):
     def __str__(self) -> str:
         if self.why:
             return self.why
-        words = {signal.SIGINT: "interrupted", signal.SIGPIPE: "nobody reads standard output any more"}
-        return words.get(self.number) or f"ended by {self.number.name}"
+        known = {signal.SIGINT: "interrupted", signal.SIGPIPE: "nobody reads standard output any more"}
+        return known.get(self.number) or f"ended by {self.number.name}"
 
 
 def install_handlers() -> None:

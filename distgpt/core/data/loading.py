@@ -193,7 +193,13 @@ class _PlainText:
         def read() -> tuple[str, str, int, int]:
             """Return the tokenizer, type and number of ids, and how many of them are held out."""
             path = resolve_data(request.data)
-            tokenizer, ids = _tokenize(path, request)
+            refuse_by_name(path)
+            text, choice = read_text(path), requested_tokenizer(request)
+            tokenizer = choice if isinstance(choice, Tokenizer) else build_tokenizer(choice, text)
+            try:
+                ids = tokenizer.encode(text)
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from None
             held_out = round(len(ids) * request.val_fraction)
             if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):
                 aside = f", {held_out} of them for validation" if request.val_fraction else ""
@@ -217,16 +223,6 @@ class _PlainText:
         if len(val):
             splits["val"] = ArrayTokens(val)
         return Corpus(tokenizer, splits)
-
-
-def _tokenize(path: Path, request: DataRequest) -> tuple[Tokenizer, Ids]:
-    refuse_by_name(path)
-    text, choice = read_text(path), requested_tokenizer(request)
-    tokenizer = choice if isinstance(choice, Tokenizer) else build_tokenizer(choice, text)
-    try:
-        return tokenizer, tokenizer.encode(text)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 class _Shards:

@@ -176,7 +176,8 @@ class Manifest:
         version = document.get("version")
         if type(version) is not int or not WITHOUT_SOURCES <= version <= SHARDS_VERSION:
             raise DataError(
-                f"{source} has format version {version!r:.20}, this distgpt reads up to {SHARDS_VERSION}: upgrade it"
+                f"{source} has format version {version!r:.20}, this distgpt reads up to {SHARDS_VERSION}:"
+                " upgrade it"
             )
         if version == WITHOUT_SOURCES:
             document["sources"] = []

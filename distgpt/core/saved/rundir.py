@@ -94,8 +94,8 @@ class RunDirectory:
 
     def _lock(self, path: Path) -> bool:
         """Lock the file, and return whether this process holds it now."""
-        how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path, how, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
         got = lock(descriptor, fcntl.LOCK_EX)
         is_free = got if got is not None else not self._is_named()
         if not is_free or not _is_at(descriptor, path):  # its holder has removed it meanwhile
