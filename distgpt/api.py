@@ -160,7 +160,7 @@ def train(
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
-            plan.directory.release()
+            plan.directory.lock.release()
     model = GPT(run.model, run.checkpoints.description, ready.comm)
     return Trained(model, told.metrics, run.directory.path)
 

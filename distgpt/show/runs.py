@@ -152,8 +152,8 @@ def _fill(found: Listed, run: RunDirectory) -> None:
         with storage_errors("read", run.metrics):
             found.when = max(found.when, run.metrics.stat().st_mtime)
         _read_metrics(found, run.metrics)
-    if run.running.exists():
-        found.state = "running" if run.is_held() else "stopped"
+    if run.lock.path.exists():
+        found.state = "running" if run.lock.is_held() else "stopped"
     elif run.summary.exists():
         _read_summary(found, run.summary)
 

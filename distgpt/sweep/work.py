@@ -137,7 +137,7 @@ class Worker:
             opened = open_run(replace(plan, until=until), stage, Chosen, self.listener, seams)
             train(opened)
         finally:
-            plan.directory.release()
+            plan.directory.lock.release()
         if rung == ledger.grid.rungs - 1:
             shutil.rmtree(plan.directory.checkpoints, ignore_errors=True)  # nothing follows
         return opened.progress.step

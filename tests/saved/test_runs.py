@@ -177,7 +177,7 @@ def test_states(runs):
             os.utime(path, (1e9, 1e9))
 
     out = runs / "my first"
-    with RunDirectory(out).claimed(SerialComm()):
+    with RunDirectory(out).lock.claimed(SerialComm()):
         long_ago()
         assert state() == "running"
     (running := out / "running.json").touch()

@@ -82,7 +82,7 @@ def note_surprises(
 ) -> None:
     """Say which settings have another effect than one may expect. For rank 0."""
     t = config.train
-    if plan.directory.lacks_locks():
+    if plan.directory.lock.lacks_locks():
         say(without_locks(plan.directory.path))
     if plan.changes:
         say(f"changed from step {plan.step} on: {described(plan.changes)}")

@@ -19,9 +19,9 @@ def leave_finished(comm: Comm, plan: Plan, say: Say) -> None:
 
 
 def _leave(plan: Plan, say: Say) -> None:
-    if plan.directory.running.exists():  # the name of a process that was killed after the end
-        plan.directory.claim()
-        plan.directory.release()
+    if plan.directory.lock.path.exists():  # the name of a process that was killed after the end
+        plan.directory.lock.claim()
+        plan.directory.lock.release()
     done, more, words = _ending(plan)
     say(f"{plan.directory.path} is finished, and nothing was changed: {done}")
     say(f"for {more}: {shlex.join(words)}")

@@ -22,7 +22,7 @@ from distgpt.core.train.summary import summarised
 def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
     with (
-        run.directory.claimed(run.comm),
+        run.directory.lock.claimed(run.comm),
         summarised(run),
         deferred_signals(run.signals),
         entered(run.guards),

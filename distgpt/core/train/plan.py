@@ -95,7 +95,7 @@ def _decide(asked: Asked, ranks: int, say: Say) -> Plan:
     if checkpoint:
         _refuse_moved(run.train)
     directory.refuse_undecodable()
-    if dead := directory.refuse_second():
+    if dead := directory.lock.refuse_second():
         say(f"{dead} has left this run without an end: taking over")
     state = load_state(checkpoint) if checkpoint else State()
     origin = _origin(run, checkpoint)

@@ -34,14 +34,14 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     """
     if resume == "auto":
         own = RunDirectory(out or place_for(Path("runs"), name, resuming=True))
-        own.refuse_second()  # before looking for what it may be writing
+        own.lock.refuse_second()  # before looking for what it may be writing
         return Resumption(own, own.saved(), _newest(own, say))
     path = Path(resume)
     if not path.is_dir():
         raise DataError(f"--resume {resume}: there is no such checkpoint or run directory")
     if (own := RunDirectory(path)).saved():
         if out is None or _are_same(out, path):
-            own.refuse_second()
+            own.lock.refuse_second()
         checkpoint = _newest(own, say)
         if out and checkpoint is None:
             raise DataError(f"{resume} has no checkpoint yet to begin a new run from")
