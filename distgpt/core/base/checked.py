@@ -70,6 +70,7 @@ class Must(NamedTuple, Generic[T]):
     test: Callable[[T], object]
 
 
+# Below 2⁵³, where floats are exact: most other programs read JSON's numbers as those.
 Count = Annotated[int, Must("be a count", lambda number: 0 <= number < 1 << 53)]
 Positive = Annotated[int, Must("be at least 1", lambda number: 1 <= number < 1 << 53)]
 

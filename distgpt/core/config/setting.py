@@ -19,7 +19,7 @@ Values = dict[str, Value]  # by the names of settings
 Config = TypeVar("Config", bound="DataclassInstance")  # a dataclass of settings
 
 LONGEST_TEXT = 4096  # bytes: as long as a path may be
-LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting
+LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting: floats are exact up to there
 
 T = TypeVar("T", int, float, bool, str)
 

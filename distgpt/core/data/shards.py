@@ -48,7 +48,7 @@ def shard_name(split: str, number: int) -> str:
 
 
 def header(dtype: str, tokens: int) -> bytes:
-    """The first bytes of the file, as numpy.save writes them."""
+    """Return the first bytes of the file, as numpy.save writes them."""
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({tokens},), }}"
     length = HEADER_BYTES - 10
     return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1).encode() + b"\n"
@@ -119,7 +119,7 @@ SHARDS_FORMAT, SHARDS_VERSION = "distgpt-shards", 2
 WITHOUT_SOURCES = 1  # an earlier version
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 SPLITS = ("val", "train")  # in the order they are written
-MOST_OPEN = 128  # files of one split
+MOST_OPEN = 128  # files of one split: a process may often have no more than 1,024, other files included
 _Plain = Annotated[object, Must("be a plain value", lambda value: not isinstance(value, list | dict))]
 
 

@@ -44,7 +44,7 @@ SAVED = "tokenizer.json"  # the name of a tokenizer's file in a folder
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """A row of the table of tokenizers. A kind has the ways to come by a tokenizer that are not None.
+    """A row of the table of tokenizers: the ways to get one of a kind. None: it has no such way.
 
     The row is found by the kind in a saved form, and by `--tokenizer NAME` or `--tokenizer NAME:ARGUMENT`
     where it has a spelling. `argument` below is "" where none is given.

@@ -98,7 +98,7 @@ class RunDirectory:
         with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
-                self.lock.claim()
+                self.lock.claim()  # first: what follows removes files that another process may be writing
                 remove_unfinished(self.checkpoints)
                 set_damaged_aside(self.checkpoints, step)
                 for path in self._left_behind():

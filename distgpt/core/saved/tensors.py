@@ -33,7 +33,7 @@ _OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # bytes of an element; desc
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
 DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # in the metadata
 _PIECE_ELEMENTS = 1 << 20  # elements that are read or written at a time, so that no tensor is copied whole
-_HEADER_CAP = 100_000_000
+_HEADER_CAP = 100_000_000  # bytes, as in the official reader
 _Length = Annotated[int, Must("be of 63 bits", lambda number: 0 <= number < 1 << 63)]
 _Lengths = Annotated[tuple[_Length, ...], Must("be short", lambda lengths: len(lengths) <= 64)]
 _PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
