@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from conftest import inside, refused
@@ -78,6 +78,7 @@ class Whole:
     known: dict[str, Count | None]
     is_done: bool
     more: object = None
+    other: Any = None
 
 
 GOOD = {
@@ -86,11 +87,14 @@ GOOD = {
     "known": {"x": 3, "y": None},
     "is_done": True,
     "more": [{}],
+    "other": {"x": [1]},
 }
 
 
 def test_an_object_becomes_what_declares_it(tmp_path):
-    expected = Whole((Part("a", 1), Part("b", 2, "val")), [(1, 2.0)], {"x": 3, "y": None}, True, [{}])
+    expected = Whole(
+        (Part("a", 1), Part("b", 2, "val")), [(1, 2.0)], {"x": 3, "y": None}, True, [{}], {"x": [1]}
+    )
     assert read_as(Whole, json.dumps(GOOD).encode(), tmp_path / "f") == expected
     assert type(checked(Whole, GOOD).pairs[0][1]) is float
 

@@ -10,7 +10,7 @@ A dataclass names the keys of an object; its annotations are the types, with bou
     shard = read_as(Shard, content, path)  # DataError: PATH is damaged: tokens is -1: it must be a count
 
 A rule that needs other names of its module stands in an alias, since annotations are evaluated elsewhere.
-Known types are int, float, bool, str, object (any value), Literal, `X | None`, list, dict by name, tuple and
+Known types are int, float, bool, str, object or Any, Literal, `X | None`, list, dict by name, tuple and
 dataclasses.
 """
 
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Annotated,
+    Any,
     Generic,
     Literal,
     NamedTuple,
@@ -118,13 +119,15 @@ def _checked(kind: object, value: object, keys: Keys) -> object:
         if not isinstance(value, str) or value not in parts:
             raise _wrong(keys, value, f"be {' or '.join(map(repr, parts))}")
         return value
+    if kind in (object, Any):
+        return value
     if not isinstance(kind, type):
         raise TypeError(f"{kind} is no type that JSON can be checked by")
     if is_dataclass(kind):
         return _object(kind, value, keys)
     if kind is float and type(value) is int:
         return float(value)
-    return value if kind is object else _plain(kind, value, keys)
+    return _plain(kind, value, keys)
 
 
 def _plain(kind: type[T], value: object, keys: Keys) -> T:
