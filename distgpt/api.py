@@ -166,7 +166,7 @@ def train(
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
-            plan.directory.release()
+            plan.directory.lock.release()
     trained = GPT(run.model, run.checkpoints.description, ready.comm)
     return Trained(trained, told.metrics, run.directory.path)
 

@@ -38,7 +38,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.core.saved.kinds import PARTS, ROUNDED, PartKind, RoundedKind
 from distgpt.core.saved.modelfile import Base, Description, read_description, save_model
-from distgpt.core.saved.named import WEIGHTS
+from distgpt.core.saved.named import SOURCES
 from distgpt.core.saved.opening import BESIDE, Beside
 from distgpt.core.saved.tensors import write_tensors
 from distgpt.core.train.assessment import METRICS
@@ -74,7 +74,7 @@ ROWS = {
     "tokenizers": (TOKENIZERS, lambda row: isinstance(row, TokenizerKind)),
     "texts": (TEXTS, lambda row: callable(row.load) and callable(row.refuse_missing)),
     "extras": (EXTRAS, lambda row: hasattr(row({"source": "", "tokens": {}, "ends": []}, 9, "here"), "ends")),
-    "weights": (WEIGHTS, callable),
+    "weights": (SOURCES, callable),
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),

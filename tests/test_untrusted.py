@@ -9,7 +9,7 @@ import pytest
 from conftest import inside, refused
 
 from distgpt.core.base.checked import (
-    LARGEST,
+    LARGEST_JSON,
     Count,
     Must,
     Positive,
@@ -53,14 +53,14 @@ def test_json_that_no_program_of_ours_writes_is_refused(text, reason, tmp_path):
 
 def test_json_has_a_limit_that_the_largest_tokenizers_fit_into(tmp_path):
     """It may take 28 times its size in memory."""
-    assert 35_000_000 < LARGEST < 64 << 20
+    assert 35_000_000 < LARGEST_JSON < 64 << 20
     with pytest.raises(ValueError, match="larger than 48 MiB"):
-        parse_json(b" " * (LARGEST + 1))
+        parse_json(b" " * (LARGEST_JSON + 1))
     with pytest.raises(ValueError, match="larger than 9 B"):
         parse_json("[" + " " * 9 + "]", 9)
     assert parse_json("[" + " " * 7 + "]", 9) == []
     with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(LARGEST + 1)
+        file.truncate(LARGEST_JSON + 1)
     refused(inside("tokenizer", "info", tmp_path), 65, "is larger than 48 MiB", "known have 35 MB")
 
 
@@ -77,7 +77,8 @@ class Whole:
     pairs: list[tuple[int, float]]
     known: dict[str, Count | None]
     is_done: bool
-    more: Any = None
+    more: object = None
+    other: Any = None
 
 
 GOOD = {
@@ -86,11 +87,14 @@ GOOD = {
     "known": {"x": 3, "y": None},
     "is_done": True,
     "more": [{}],
+    "other": {"x": [1]},
 }
 
 
 def test_an_object_becomes_what_declares_it(tmp_path):
-    expected = Whole((Part("a", 1), Part("b", 2, "val")), [(1, 2.0)], {"x": 3, "y": None}, True, [{}])
+    expected = Whole(
+        (Part("a", 1), Part("b", 2, "val")), [(1, 2.0)], {"x": 3, "y": None}, True, [{}], {"x": [1]}
+    )
     assert read_as(Whole, json.dumps(GOOD).encode(), tmp_path / "f") == expected
     assert type(checked(Whole, GOOD).pairs[0][1]) is float
 

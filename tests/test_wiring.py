@@ -168,7 +168,7 @@ def test_micro_batches_of_before_are_for_as_many_ranks(tmp_path):
     for ranks, expected in ((1, 4), (2, 1)):
         out = run(tmp_path / f"{ranks}", "--steps", "1")
         path = out / "checkpoints" / "step-00000001"
-        state = checkpoint.load_state(path)
+        state = checkpoint.load_document(path)
         assert state["rounds"] == state["world_size"] == 1
         text = json.dumps({**state, "rounds": 4, "world_size": ranks}).encode()
         (path / "state.json").write_bytes(text)

@@ -19,8 +19,7 @@ from distgpt.core.model.model import Architecture
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.kinds import SOURCE_SUM, read_float, verified
 from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
-from distgpt.core.saved.named import weights_of
-from distgpt.core.saved.rundir import find_weights
+from distgpt.core.saved.named import find_weights, weights_of
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     Header,

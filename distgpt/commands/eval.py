@@ -8,7 +8,8 @@ import click
 
 from distgpt.commands.complete import texts
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, adapter_option, beside, number_options, stage_options
+from distgpt.commands.model_options import adapter_option, beside, number_options
+from distgpt.commands.options import PATH, stage_options
 from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, LocaleText, beside, model_options, request_options, stage_options
+from distgpt.commands.model_options import beside, model_options, request_options
+from distgpt.commands.options import PATH, LocaleText, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.tables import imported
 from distgpt.core.comm.agree import on_every_rank

@@ -1,4 +1,7 @@
-"""Options that several commands share: the settings of a run, its stage, and how jobs are started."""
+"""Options that several commands share: the settings of a run, its stage, and how jobs are started.
+
+Not here: the options of commands that use a model (model_options.py).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import functools
 import locale
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -20,11 +23,9 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import parse_duration, parse_size
 from distgpt.core.comm.launched import launched_rank
 from distgpt.core.config import (
-    AUTO_DTYPE,
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
     DEEPEST,
-    INFERENCE_DTYPES,
     ON_GPU,
     SETTINGS,
     STAGES,
@@ -34,12 +35,9 @@ from distgpt.core.config import (
 )
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.presets import DEFAULT_PRESET
-from distgpt.core.generate.request import REQUEST_SETTINGS, Request
+from distgpt.core.config.setting import Value, Values
 
-if TYPE_CHECKING:
-    from distgpt.core.saved.opening import Beside
-
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 PATH = click.Path(path_type=Path)
 
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
@@ -100,13 +98,14 @@ class StepsOrTime(click.types.StringParamType):
 
     name = "steps|time|end"
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        if value == "end":
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Any:
+        text = str(value)
+        if text == "end":
             return {"save_every": 0, "save_minutes": 0.0}
-        if str(value).isdecimal() and int(value):
-            return {"save_every": int(value)}
+        if text.isdecimal() and int(text):
+            return {"save_every": int(text)}
         try:
-            return {"save_every": 0, "save_minutes": parse_duration(value) / 60}
+            return {"save_every": 0, "save_minutes": parse_duration(text) / 60}
         except UsageError:
             self.fail(
                 f"{value!r:.80} is neither a number of steps, nor a time as 10m, nor end", param, context
@@ -120,10 +119,11 @@ class Choice(click.Choice):  # type: ignore[type-arg]  # no generic class before
         super().__init__([*filter(None, [about.undecided]), *about.allowed])
         self._former = dict(about.former_choices)
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        if value in self._former:
-            _say_renamed(value, self._former[value])
-        return super().convert(self._former.get(value, value), param, context)
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        word = str(value)
+        if word in self._former:
+            _say_renamed(word, self._former[word])
+        return str(super().convert(self._former.get(word, word), param, context))
 
 
 class LocaleText(click.types.StringParamType):
@@ -131,7 +131,7 @@ class LocaleText(click.types.StringParamType):
 
     name = "text"
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
         text = str(value)
         if any("\udc80" <= character <= "\udcff" for character in text):
             for encoding in ("utf-8", locale.getencoding()):
@@ -149,7 +149,7 @@ def parsed_duration(context: click.Context, param: click.Parameter, value: str |
 
 
 def parsed_size(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Bytes of an option that is a size."""
+    """Return the bytes of an option that is a size."""
     return None if value is None else parse_size(value)
 
 
@@ -169,13 +169,11 @@ def max_document(command: F) -> F:
     )(command)
 
 
-def settings(command: F) -> F:
-    """Add an option for each name in OPTIONS. None has a default: only what is given overrides the preset."""
-    return settings_but()(command)
-
-
 def settings_but(*unused: str) -> Callable[[F], F]:
-    """Add the options of `settings`, without these flags."""
+    """Add an option for each name in OPTIONS, without these flags.
+
+    None has a default: an option that is not given leaves the value of the preset.
+    """
 
     def decorate(command: F) -> F:
         known = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
@@ -189,12 +187,17 @@ def settings_but(*unused: str) -> Callable[[F], F]:
     return decorate
 
 
-def set_by_user(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings among `flags` that the user gave."""
-    found: dict[str, Any] = {}
+settings = settings_but()
+
+
+def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
+    """Return the settings among `flags` that the user gave. An option may stand for several of them."""
+    found: Values = {}
     for name, value in flags.items():
-        if value is not None:
-            found |= value if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            found |= value
+        elif value is not None:
+            found[name] = value
     return found
 
 
@@ -251,81 +254,6 @@ def stage_options(command: F) -> F:
     return stage(threads(_gpu_options(command)))
 
 
-def dtype_option(auto: str) -> Callable[[F], F]:
-    """Add --dtype, for a model that is not trained; `auto` says what that is for weights that are floats."""
-    return click.option(
-        "--dtype",
-        type=click.Choice(INFERENCE_DTYPES),
-        default=AUTO_DTYPE,
-        show_default=True,
-        help=f"Compute in this number format. auto: what the weights are rounded to; of others {auto}.",
-    )
-
-
-def model_options_but_adapter(command: F) -> F:
-    """Add --weights, --dtype, --context and --cache-memory, fields of a ModelSpec."""
-    weights = click.option(
-        "--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME; a bundled sample if left out."
-    )
-    context = click.option(
-        "--context",
-        type=click.IntRange(1),
-        help="Context length, if not that of training; impossible with learned positions.",
-    )
-    memory = click.option(
-        "--cache-memory",
-        metavar="SIZE",
-        callback=parsed_size,
-        help="The most memory for keys and values of samples side by side. "
-        "[default: 4G, or half of a rank's share of what is free]",
-    )
-    dtype = dtype_option("bfloat16 where that is faster, else float32")
-    return weights(dtype(context(memory(command))))
-
-
-def model_options(command: F) -> F:
-    """Add --adapter too."""
-    return model_options_but_adapter(adapter_option(command))
-
-
-def adapter_option(command: F) -> F:
-    """Add --adapter."""
-    adapter = click.option(
-        "--adapter",
-        type=PATH,
-        help="Merge this adapter, or that of a run with --lora-rank, into the weights.",
-    )
-    return adapter(command)
-
-
-def beside(merged: Path | None, named: Sequence[tuple[str, Path]] = ()) -> Beside:
-    """Return what a model is opened with: the adapter that is merged into it, or those that requests name."""
-    from distgpt.core.saved.opening import ALONE, BESIDE
-
-    return BESIDE["adapters"](merged, named) if merged or named else ALONE
-
-
-def request_options(defaults: dict[str, Any], unused: Collection[str] = ()) -> Callable[[F], F]:
-    """Add an option for each setting of a request, with `defaults` where they are other ones."""
-
-    def decorate(command: F) -> F:
-        for name, about in reversed(REQUEST_SETTINGS.items()):
-            default = defaults.get(name, getattr(Request(), name))
-            how: dict[str, Any] = {"default": default, "show_default": True}
-            how |= {"is_flag": True} if about.kind is bool else {"multiple": True} if name == "stop" else {}
-            if name not in unused:
-                command = setting_option(name, about, **how)(command)
-        return command
-
-    return decorate
-
-
-def number_options(command: F) -> F:
-    """Add --dtype and --matmul, for a model that is not trained."""
-    matmul = setting_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)
-    return dtype_option("float32")(matmul(command))
-
-
 def launch_options(command: F) -> F:
     """Add the options of commands that start jobs of several ranks."""
     ranks = click.option(
@@ -354,10 +282,11 @@ def spelled(name: str, about: Setting) -> str:
 
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
-    how = {"type": _kind(name, about), "help": _HELP.get(name, about.help), **more}
-    how["shell_complete"] = complete.OF_SETTINGS.get(name)
+    """Add the option of a setting; `more` are arguments of click.option, which override those from it."""
+    how = {"type": _kind(name, about), "help": _HELP.get(name, about.help)}
     how |= {"group": about.group, "first": about.first, "undecided": about.undecided}
-    return option(spelled(name, about), name, **how)
+    how["shell_complete"] = complete.OF_SETTINGS.get(name)
+    return option(spelled(name, about), name, **{**how, **more})
 
 
 def _kind(name: str, about: Setting) -> Any:
@@ -368,7 +297,7 @@ def _former_option(name: str, about: Setting) -> Callable[[F], F]:
     """Add the former spelling of a setting's option, hidden."""
     flag = "--" + about.formerly.replace("_", "-")
 
-    def convert(context: click.Context, param: click.Parameter, value: Any) -> dict[str, Any] | None:
+    def convert(context: click.Context, param: click.Parameter, value: Value | None) -> Values | None:
         if value is None:
             return None
         _say_renamed(flag, spelled(name, about))
@@ -387,11 +316,11 @@ def _gpu_options(command: F) -> F:
     known = settings_of(GpuConfig)
 
     @functools.wraps(command)
-    def with_gpu(*args: Any, **options: Any) -> Any:
+    def with_gpu(*args: object, **options: Any) -> object:
         gpu = GpuConfig(**{name: options.pop(name) for name in known})
         return command(*args, gpu=gpu, **options)
 
-    decorated: Any = with_gpu
+    decorated: Callable[..., object] = with_gpu
     for name, about in known.items():
         switch = {"is_flag": True} if about.kind is bool else {"show_default": True}
         decorated = setting_option(name, about, default=getattr(GpuConfig(), name), **switch)(decorated)

@@ -9,14 +9,8 @@ import click
 
 from distgpt.commands.complete import files
 from distgpt.commands.help import command
-from distgpt.commands.options import (
-    LocaleText,
-    beside,
-    model_options_but_adapter,
-    parsed_size,
-    setting_option,
-    stage_options,
-)
+from distgpt.commands.model_options import beside, model_options_but_adapter
+from distgpt.commands.options import LocaleText, parsed_size, setting_option, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import UsageError, first_line
 from distgpt.core.config import GpuConfig

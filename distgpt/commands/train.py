@@ -162,7 +162,7 @@ def train(
     finally:
         shown.close()
         if plan and ready.comm.rank == 0:  # before it trains: MPI's abort skips all other cleanup
-            plan.directory.release()
+            plan.directory.lock.release()
     if ready.comm.rank == 0:
         _report(run)
 

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError
@@ -74,7 +74,7 @@ class Settings:
         if value is None:
             return default
         try:
-            return cast(T, checked(type(default), value, (key,)))
+            return checked(type(default), value, (key,))
         except ValueError as error:
             raise DataError(f"{self.source}: {error}") from None
 

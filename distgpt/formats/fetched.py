@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from distgpt.core.base.caches import cache_folder
 from distgpt.core.base.errors import UsageError, command_line, print_lines
-from distgpt.core.base.files import cache_folder
 from distgpt.core.saved.tensors import read_header
 from distgpt.formats.huggingface import import_model
 from distgpt.texts.tokenizers.hub import PREFIX

@@ -31,7 +31,7 @@ from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
-from distgpt.core.saved.rundir import find_weights
+from distgpt.core.saved.named import find_weights
 from distgpt.core.saved.tensors import (
     Header,
     LazyTensors,

@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
-from distgpt.core.base.checked import LARGEST, parse_json
+from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, UsageError, print_lines
 from distgpt.core.base.files import append, atomic_file, locked, open_regular, storage_errors
 from distgpt.core.base.formatting import count
@@ -107,10 +107,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer, defaults: Request, engine: En
     found = []
     with storage_errors("read", path), open_regular(path) as file:
         number = 0
-        while line := file.readline(LARGEST):
+        while line := file.readline(LARGEST_JSON):
             number += 1
-            if len(line) == LARGEST:
-                raise DataError(f"{path}, line {number} is longer than {LARGEST >> 20} MiB")
+            if len(line) == LARGEST_JSON:
+                raise DataError(f"{path}, line {number} is longer than {LARGEST_JSON >> 20} MiB")
             if not line.strip():
                 continue
             try:
@@ -205,7 +205,8 @@ class Answers:
                 f"{self.path}, line {number} was answered by another model, or in another dtype or context: "
                 "repeat that command, or choose another --out"
             )
-        prompt = self._prompts.get(found["line"]) if type(found.get("line")) is int else None
+        of = found.get("line")
+        prompt = self._prompts.get(of) if isinstance(of, int) and not isinstance(of, bool) else None
         if prompt is None or found.get("request") != prompt.fingerprint:
             raise UsageError(
                 f"{self.path}, line {number} answers another prompt, or one with other settings: "

@@ -13,8 +13,8 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from distgpt.core.base.caches import cache_folder, made_by_one
 from distgpt.core.base.errors import UsageError
-from distgpt.core.base.files import cache_folder, made_by_one
 from distgpt.core.base.tables import paths_in
 from distgpt.gpu import probe
 from distgpt.gpu.probe import library_path

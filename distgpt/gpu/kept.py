@@ -8,7 +8,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from distgpt.core.base.files import cache_folder, made_by_one
+from distgpt.core.base.caches import cache_folder, made_by_one
 
 TUNE_ANEW = "DISTGPT_TUNE_ANEW"  # 1: time everything again, and keep that
 

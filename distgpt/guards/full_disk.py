@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from distgpt.core.base.errors import DistgptError, Say, StorageError, escape
-from distgpt.core.base.files import FULL, allocate, new_file, storage_errors, system_error, unfinished
+from distgpt.core.base.files import DIRECT, new_file, storage_errors, system_error, unfinished
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
@@ -25,6 +27,7 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.seams import Disk
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a quota that is used up counts as a full disk
 SLACK = 1 / 32  # of what is written, which shall stay free for lines of metrics
 MORE = 64 << 10  # bytes that are reserved beside the weights, for the summary and the last metrics
 ENTRY = 256  # bytes of a tensor's entry in a header, at most
@@ -197,3 +200,17 @@ def _size(folder: Path) -> int:
 def _is_full(error: BaseException | None) -> bool:
     found = system_error(error)
     return found is not None and found.errno in FULL
+
+
+def allocate(file: BinaryIO, n_bytes: int) -> None:
+    """Give a new file this many bytes of the disk: reserved for it, or zeros where none can be reserved."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, n_bytes)
+    except (AttributeError, OSError) as error:  # not on macOS; not on every network's disk
+        if getattr(error, "errno", None) in FULL:
+            raise
+        zeros = bytes(min(n_bytes, DIRECT))
+        for start in range(0, n_bytes, DIRECT):
+            file.write(zeros[: n_bytes - start])
+        file.flush()
+    os.fsync(file.fileno())  # a network's disk counts what it gets

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from distgpt.core.comm.agree import on_root
-from distgpt.core.saved.checkpoint import State, load_state, newest_intact
+from distgpt.core.saved.checkpoint import State, load_document, newest_intact
 from distgpt.core.train.restore import begin_anew, restore
 from distgpt.core.train.run import BadStep, Run
 
@@ -32,10 +33,10 @@ class RollBack(BadStep):
         run.report.note(f"{what}: back to step {step}, and past these data")
 
 
-def _newest(run: Run) -> tuple[str | None, dict[str, object]]:
+def _newest(run: Run) -> tuple[str | None, Mapping[str, object]]:
     newest = newest_intact(run.directory.checkpoints, run.progress.step)
     path = newest[0] if newest else run.start
-    return (str(path), load_state(path)) if path else (None, {"step": 0})
+    return (str(path), load_document(path)) if path else (None, {"step": 0})
 
 
 def _forget_later_steps(run: Run, was_saved: bool) -> None:

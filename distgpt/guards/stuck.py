@@ -23,7 +23,7 @@ def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
             run.directory.write_metrics()
         ended.add_note(how_to_resume(run))
         write_stopped(run, ended)
-        run.directory.release()
+        run.directory.lock.release()
     except Exception as error:
         ended.add_note(f"nothing more was saved: {error}")
     leave_at_once(ended, run.comm)

@@ -48,9 +48,10 @@ def answer(ended: Ended, what: str) -> dict[str, Any]:
     for line in reversed(ended.output.splitlines()):
         if line.startswith("{"):
             try:
-                found: dict[str, Any] = parse_json(line)
+                found = parse_json(line)
             except ValueError as error:
                 raise DataError(f"{what} printed a result that is damaged: {error}") from None
+            assert isinstance(found, dict)  # since it begins with a brace
             return found
     raise DataError(f"{what} printed no result: {ended.complaint()}")
 
@@ -83,10 +84,9 @@ def read_summary(out: Path) -> dict[str, Any]:
     """Return the summary of a run that is done."""
     path = RunDirectory(out).summary
     try:
-        summary: dict[str, Any] = parse_object(read_small(path), path)
+        return parse_object(read_small(path), path)
     except StorageError:
         raise DataError(f"left no {path.name}: does the first host write to this folder?") from None
-    return summary
 
 
 def read_losses(out: Path) -> list[float | None]:
@@ -104,7 +104,8 @@ def read_losses(out: Path) -> list[float | None]:
         if not isinstance(record, dict):
             break
         if "loss" in record:
-            losses.append(record["loss"])
+            loss = record["loss"]
+            losses.append(loss if isinstance(loss, int | float) else None)
     return losses
 
 

@@ -9,6 +9,7 @@ from distgpt.core.base.errors import DataError, UsageError, refuse_beside
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.asked import Asked
+from distgpt.core.config.setting import Values
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.checkpoint import load_state
 from distgpt.core.saved.rundir import RunDirectory, place_for
@@ -39,10 +40,10 @@ def _branch(asked: Asked, origin: str) -> Asked:
     found = find_run(str(path), out, "", lambda text: None)
     if found.in_place or found.settings is None or found.checkpoint is None:
         raise UsageError(f"--decay-from {path} begins a new run: give it another --out")
-    step = load_state(found.checkpoint)["step"]
+    step = load_state(found.checkpoint).step
     _refuse_fallen(found.settings.train, step, found.checkpoint)
     end = step + steps
-    fall = {"steps": end, "schedule": "wsd", "decay_fraction": steps / end, "train_minutes": 0.0}
+    fall: Values = {"steps": end, "schedule": "wsd", "decay_fraction": steps / end, "train_minutes": 0.0}
     given = {**asked.given, **fall}
     return replace(asked, decay_from=None, given=given, out=out, resume=str(found.checkpoint))
 

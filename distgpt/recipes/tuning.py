@@ -9,7 +9,7 @@ from typing import Any
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import SETTINGS
 from distgpt.core.config.asked import Asked
-from distgpt.core.config.presets import BATCH_KEYS
+from distgpt.core.config.run_config import BATCH_KEYS
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.named import weights_of
 from distgpt.core.train.resume import begins_anew

@@ -33,7 +33,7 @@ from distgpt.core.saved.kinds import (
     verified,
 )
 from distgpt.core.saved.modelfile import ROUNDED_VERSION, read_description
-from distgpt.core.saved.rundir import find_weights
+from distgpt.core.saved.named import find_weights
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     Header,

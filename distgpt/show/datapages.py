@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distgpt.core.base.errors import DataError, command_line, escape, print_lines
+from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count, size
 from distgpt.core.data.shards import (
     MANIFEST,
@@ -18,7 +19,6 @@ from distgpt.core.data.shards import (
     is_shards,
     read_manifest,
     shards_tokenizer,
-    unlisted,
     verify_shards,
 )
 from distgpt.core.data.tokenizers import Tokenizer
@@ -159,3 +159,10 @@ def _page(folder: Path, manifest: Manifest, tokenizer: Tokenizer, sample: str) -
     yield "the beginning of the training text:"
     for line in sample.splitlines() or [""]:
         yield f"  | {escape(line)}"
+
+
+def unlisted(folder: Path, manifest: Manifest) -> list[str]:
+    """Return the names of files that look like shards but are not in the manifest."""
+    known = {shard.name for shard in manifest.shards}
+    with storage_errors("read", folder):
+        return sorted(path.name for path in folder.glob("*.npy") if path.name not in known)

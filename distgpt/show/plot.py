@@ -17,8 +17,9 @@ from matplotlib.lines import Line2D
 from distgpt.core.base.errors import DataError, StorageError, UsageError, escape
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
-from distgpt.core.saved.rundir import IN_BITS, RunDirectory, read_metrics
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
+from distgpt.show.metrics import IN_BITS, read_metrics
 from distgpt.show.runs import run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -348,13 +349,13 @@ def _history(path: Path) -> list[dict[str, Any]]:
     history: dict[int, dict[str, Any]] = {}
     trained = -1
     for line in read_metrics(directory.metrics):
-        step = line.pop("step")
-        line = {"step": step, **{key: drawable(value) for key, value in line.items()}}
-        if "loss" in line:
+        step = line.step
+        if "loss" in line.numbers:
             if step <= trained:
                 history = {known: history[known] for known in history if known < step}
             trained = step
-        history[step] = history.get(step, {}) | line
+        numbers = {name: drawable(number) for name, number in line.numbers.items()}
+        history[step] = {**history.get(step, {}), "step": step, **numbers}
     if not history:
         raise UsageError(f"{path} has recorded no steps yet")
     return [history[step] for step in sorted(history)]

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 from distgpt.core.base.checked import parse_object
 from distgpt.core.base.errors import DistgptError, UsageError, escape
 from distgpt.core.base.files import read_small, storage_errors
 from distgpt.core.base.formatting import clock
-from distgpt.core.saved.rundir import RunDirectory, parse_metrics, whole_lines
+from distgpt.core.saved.rundir import RunDirectory
+from distgpt.show.metrics import parse_metrics, whole_lines
 from distgpt.show.page import Column, tabulated, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
@@ -151,8 +152,8 @@ def _fill(found: Listed, run: RunDirectory) -> None:
         with storage_errors("read", run.metrics):
             found.when = max(found.when, run.metrics.stat().st_mtime)
         _read_metrics(found, run.metrics)
-    if run.running.exists():
-        found.state = "running" if run.is_held() else "stopped"
+    if run.lock.path.exists():
+        found.state = "running" if run.lock.is_held() else "stopped"
     elif run.summary.exists():
         _read_summary(found, run.summary)
 
@@ -161,19 +162,23 @@ def _read_metrics(found: Listed, path: Path) -> None:
     """Fill in what the steps so far have come to."""
     numbered = list(enumerate(whole_lines(path), 1))
     evaluations = [parse_metrics(line, number, path) for number, line in numbered if b'"val_loss"' in line]
-    finite = [line for line in evaluations if line["step"] and _is_finite(line["val_loss"])]
-    best = min(finite, key=lambda line: line["val_loss"], default={})
-    found.val_loss, found.bits_per_byte = best.get("val_loss"), best.get("bits_per_byte")
+    finite = [
+        (loss, line.numbers.get("bits_per_byte"))
+        for line in evaluations
+        if line.step and _is_finite(loss := line.numbers.get("val_loss"))
+    ]
+    if finite:
+        found.val_loss, found.bits_per_byte = min(finite, key=lambda pair: pair[0])
     last = [parse_metrics(line, number, path) for number, line in numbered[-TAIL:]]
-    trained = [line for line in last if "loss" in line]
+    trained = [line.numbers for line in last if "loss" in line.numbers]
     if not last:
         return
-    found.state, found.step = "stopped", last[-1]["step"]
+    found.state, found.step = "stopped", last[-1].step
     if trained and _is_finite(trained[-1]["loss"]):
         found.loss = trained[-1]["loss"]
         found.train_bits_per_byte = trained[-1].get("train_bits_per_byte")
     found.elapsed_s = trained[-1].get("elapsed_s") if trained else None
-    rates = [line["tokens_per_s"] for line in trained if _is_finite(line.get("tokens_per_s"))]
+    rates = [rate for numbers in trained if _is_finite(rate := numbers.get("tokens_per_s"))]
     found.tokens_per_s = median(rates) if rates else None
 
 
@@ -185,16 +190,16 @@ def _read_summary(found: Listed, path: Path) -> None:
     if found.when is not None and ended + 1 < found.when:
         return
     found.when = ended
-    stop = summary.get("stop", "finished")
-    found.state = stop if stop in STOPS else "stopped"
-    if _is_finite(summary.get("tokens_per_s")):
-        found.tokens_per_s = summary["tokens_per_s"]
-    if not found.step and type(summary.get("step")) is int:  # a branch that had nothing left to do
-        found.step = summary["step"]
-    if found.val_loss is None and _is_finite(summary.get("best_val_loss")):
-        found.val_loss, bits = summary["best_val_loss"], summary.get("best_bits_per_byte")
+    stop, step, speed = summary.get("stop", "finished"), summary.get("step"), summary.get("tokens_per_s")
+    found.state = stop if isinstance(stop, str) and stop in STOPS else "stopped"
+    if _is_finite(speed):
+        found.tokens_per_s = speed
+    if not found.step and type(step) is int:
+        found.step = step  # of a branch that had nothing left to do
+    if found.val_loss is None and _is_finite(loss := summary.get("best_val_loss")):
+        found.val_loss, bits = loss, summary.get("best_bits_per_byte")
         found.bits_per_byte = bits if _is_finite(bits) else None
 
 
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300

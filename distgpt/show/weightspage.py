@@ -15,7 +15,7 @@ from distgpt.core.model.model import Architecture
 from distgpt.core.saved import checkpoint
 from distgpt.core.saved.kinds import PARTS
 from distgpt.core.saved.modelfile import FORMAT, ORIGIN, read_description
-from distgpt.core.saved.rundir import find_weights, import_command
+from distgpt.core.saved.named import find_weights, import_command
 from distgpt.core.saved.tensors import Header, read_header, verify_data
 from distgpt.formats.family import part_name
 from distgpt.formats.gguf.container import is_gguf
@@ -79,7 +79,8 @@ def _best(path: Path, header: Header) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    state = checkpoint.verify(path)
+    checkpoint.verify(path)
+    state = checkpoint.load_document(path)
     weights = path / "weights.safetensors"
     description = read_description(weights)
     files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")

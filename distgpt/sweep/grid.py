@@ -16,7 +16,7 @@ import numpy as np
 from distgpt.core.base.checked import Must
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS
-from distgpt.core.config.presets import flat_settings, load_toml, read_text, renamed
+from distgpt.core.config.run_config import flat_settings, load_toml, read_text, renamed
 from distgpt.core.config.setting import Setting, brief
 
 PRESET, SEED = "preset", "seed"
@@ -84,7 +84,7 @@ def read_grid(path: Path) -> Grid:
     if not isinstance(table, dict) or not table:
         raise UsageError(f"{path} has no table [sweep] with what varies, as in: lr = [0.01, 0.02]")
     fixed, table = renamed(flat_settings(document, str(path))), renamed(table)
-    rules = {name: table.pop(name) for name in RULES if name in table}
+    rules: Values = {name: table.pop(name) for name in RULES if name in table}
     for name, value in rules.items():
         RULES[name].check(f"{path}: [sweep] {name}", value)
     if not table:

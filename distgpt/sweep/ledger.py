@@ -18,6 +18,7 @@ from typing import Any
 from distgpt.core.base.checked import read_as
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
+from distgpt.core.saved.run_lock import RunLock
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.sweep.grid import Grid, Run
 
@@ -90,9 +91,10 @@ class Ledger:
     @contextmanager
     def taken(self, run: Run) -> Iterator[bool]:
         """Hold a run meanwhile; yield False, and hold nothing, if another process does."""
-        lock = RunDirectory(self._result(run).parent)
-        with storage_errors("write", lock.path):
-            lock.path.mkdir(parents=True, exist_ok=True)
+        directory = self._result(run).parent
+        with storage_errors("write", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(directory)
         is_mine = not lock.is_held()
         if is_mine:
             try:

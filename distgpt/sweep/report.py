@@ -10,7 +10,7 @@ from pathlib import Path
 from distgpt.core.base.errors import DistgptError, NonFiniteError, command_line, escape
 from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import count
-from distgpt.core.config.presets import as_toml
+from distgpt.core.config.run_config import as_toml
 from distgpt.show.page import terminal_table
 from distgpt.sweep.grid import Grid
 from distgpt.sweep.ledger import DIVERGED, Ledger

@@ -17,7 +17,7 @@ from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.saved.rundir import RunDirectory, read_metrics
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan, new_run
 from distgpt.core.train.setup import open_run
@@ -25,6 +25,7 @@ from distgpt.guards.attach import guarded
 from distgpt.guards.deadline import LEAVING
 from distgpt.parallel.choose import Chosen
 from distgpt.recipes.derived import derived
+from distgpt.show.metrics import read_metrics
 from distgpt.sweep.grid import PRESET, Run
 from distgpt.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
 
@@ -136,7 +137,7 @@ class Worker:
             opened = open_run(replace(plan, until=until), stage, Chosen, self.listener, seams)
             train(opened)
         finally:
-            plan.directory.release()
+            plan.directory.lock.release()
         if rung == ledger.grid.rungs - 1:
             shutil.rmtree(plan.directory.checkpoints, ignore_errors=True)  # nothing follows
         return opened.progress.step
@@ -158,15 +159,15 @@ def asked_of(run: Run) -> Asked:
 
 def _rung(directory: RunDirectory, step: int, result: Result) -> Rung:
     """Return what the run's metrics say about this step; note its speed."""
-    lines = [line for line in read_metrics(directory.metrics) if line["step"] <= step]
-    found: dict[str, Any] = {}
+    lines = [line for line in read_metrics(directory.metrics) if line.step <= step]
+    found: dict[str, float | None] = {}
     for line in lines:
-        found |= line if line["step"] == step else {}
-    rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
+        found |= line.numbers if line.step == step else {}
+    rates = [rate for line in lines if (rate := line.numbers.get("tokens_per_s"))]
     result.tokens_per_s = median(rates) if rates else None
 
     def mean(name: str) -> float | None:
-        last = [line[name] for line in lines if line.get(name) is not None][-LAST:]
+        last = [value for line in lines if (value := line.numbers.get(name)) is not None][-LAST:]
         return fmean(last) if last else None
 
     validated = found.get("val_loss"), found.get("bits_per_byte")

@@ -10,7 +10,7 @@ from conftest import SMALL, distgpt, losses, needs_mpi
 from core.tree import CORE, KEPT, MODULES, PACKAGE, as_counts, found
 
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
-COMMANDS = "complete help infer options sample train"
+COMMANDS = "complete help infer model_options options sample train"
 # Recipes stand in their order in a file that commands and `api` share.
 SHARED = {"__main__", "cli", "api", "components", "recipes.recipes"}
 FACE = SHARED | {f"commands.{name}" for name in COMMANDS.split()}

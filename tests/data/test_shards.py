@@ -17,16 +17,16 @@ from distgpt.core.data.shards import (
     Manifest,
     Shard,
     ShardTokens,
-    ShardWriter,
     header,
     is_shards,
     read_manifest,
     shards_tokenizer,
-    unlisted,
     verify_shards,
 )
 from distgpt.core.data.tokenizers import build_tokenizer, fingerprint
+from distgpt.show.datapages import unlisted
 from distgpt.texts.packing import PackedBatches
+from distgpt.texts.prepare.shard_writer import ShardWriter
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)
@@ -217,7 +217,7 @@ def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
 
 
 def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(folder, monkeypatch):
-    monkeypatch.setattr(shards, "_PIECE", 4)  # the largest id is not in the last piece read
+    monkeypatch.setattr(shards, "_READ_BYTES", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
     for wrong, message, opening in (
         (with_shard(manifest, tokens=10**13, bytes=2 * 10**13 + 128), "142 bytes", True),  # terabytes

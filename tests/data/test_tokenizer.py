@@ -10,7 +10,7 @@ import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.data.plain import WORD
+from distgpt.core.data.collected import WORD
 from distgpt.core.data.tokenizers import (
     build_tokenizer,
     fingerprint,

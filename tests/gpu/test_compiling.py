@@ -15,7 +15,7 @@ from disks import without_locks
 from fakecupy import FakeCupy
 from hostgpu import host_lt
 
-from distgpt.core.base import files
+from distgpt.core.base import caches
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.tables import paths_in
 from distgpt.core.config.presets import preset
@@ -346,7 +346,7 @@ def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up(ranks):
 
 def test_a_process_that_hangs_while_it_compiles_is_waited_for_only_so_long(cache, monkeypatch):
     _, requests = cache
-    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    monkeypatch.setattr(caches, "PATIENCE", 0.1)
     entered, leave = threading.Event(), threading.Event()
     usual = compiling.compile_source
 

@@ -18,7 +18,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.data.plain import CharTokenizer
+from distgpt.core.data.collected import CharTokenizer
 from distgpt.core.generate.engine import complete
 from distgpt.core.generate.engine_setup import engine_for
 from distgpt.core.generate.lanes import Feed

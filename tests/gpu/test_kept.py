@@ -12,7 +12,7 @@ from fakecupy import FakeCupy
 from hostlt import HostLt
 from test_cublaslt import ANY, BREAKING, IN_PARTS, PLAIN, UNFIT, WIDEST, Bench, compute, operands
 
-from distgpt.core.base.files import read_checked, write_checked
+from distgpt.core.base.caches import read_checked, write_checked
 from distgpt.gpu import cublaslt, kept
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kept import Kept

@@ -10,7 +10,8 @@ from test_lanes import plain_scores
 
 from distgpt.core.base.errors import NonFiniteError, UsageError
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.data.plain import ByteTokenizer, CharTokenizer
+from distgpt.core.data.collected import CharTokenizer
+from distgpt.core.data.plain import ByteTokenizer
 from distgpt.core.generate.compiled_lanes import compiled_lanes
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.request import Request

@@ -7,7 +7,7 @@ from models import VARIANTS
 from test_engine import LANES, both_lanes, model
 
 from distgpt.core.cpu.stages import open_stage
-from distgpt.core.data.plain import CharTokenizer
+from distgpt.core.data.collected import CharTokenizer
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.engine_setup import lanes_for
 from distgpt.core.generate.request import Request

@@ -19,13 +19,13 @@ from distgpt.rounded.loops.int8 import Int8Tile, dot_of
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """
-from distgpt.core.base import files
-before = files.made_once
+from distgpt.core.base import caches
+before = caches.made_once
 def watched(path, make):
     return before(path, lambda: print("made", path.name, flush=True) or make())
-files.made_once = watched
+caches.made_once = watched
 from distgpt.core.cpu.compiling import site_cache
-site_cache.PLACE = files.Path("nowhere")
+site_cache.PLACE = caches.Path("nowhere")
 import numpy as np
 from distgpt.core.cpu.matmul import packing
 out = packing.packed(2, 3, "float32")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from distgpt.core.base.files import cache_folder
+from distgpt.core.base.caches import cache_folder
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling import disk_cache
 

@@ -12,7 +12,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.limits import Cores
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.data.batches import PIECE, ArrayTokens, Batches
+from distgpt.core.data.batches import SAMPLE_PIECE, ArrayTokens, Batches
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.reference import ReferenceKernels
@@ -160,8 +160,8 @@ def test_a_tied_output_layer_is_refused():
 
 
 def test_a_sample_of_a_text_is_all_of_it_or_pieces_from_all_over():
-    tokens = ArrayTokens(np.arange(5 * PIECE) // PIECE)
+    tokens = ArrayTokens(np.arange(5 * SAMPLE_PIECE) // SAMPLE_PIECE)
     batches = Batches(tokens, 8, 2, 1)
-    assert len(batches.sample(9 * PIECE)) == 5 * PIECE
-    found = batches.sample(3 * PIECE)
-    assert len(found) == 3 * PIECE and set(found) >= {0, 2, 4}
+    assert len(batches.sample(9 * SAMPLE_PIECE)) == 5 * SAMPLE_PIECE
+    found = batches.sample(3 * SAMPLE_PIECE)
+    assert len(found) == 3 * SAMPLE_PIECE and set(found) >= {0, 2, 4}

@@ -141,7 +141,7 @@ _FAULTS = {
         ),
         ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]"),
     ],
-    ("core/data/shards.py", _SYNCED): [
+    ("texts/prepare/shard_writer.py", _SYNCED): [
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
     ],
     ("core/base/files.py", _SYNCED): [

@@ -17,7 +17,8 @@ from distgpt.core.base.errors import UsageError, command_line
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.data.loading import read_text, resolve_data
 from distgpt.core.saved.modelfile import read_description
-from distgpt.core.saved.rundir import RunDirectory, find_weights
+from distgpt.core.saved.named import find_weights
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import write_tensors
 from distgpt.show.runs import Listed, render_terminal
 
@@ -176,7 +177,7 @@ def test_states(runs):
             os.utime(path, (1e9, 1e9))
 
     out = runs / "my first"
-    with RunDirectory(out).claimed(SerialComm()):
+    with RunDirectory(out).lock.claimed(SerialComm()):
         long_ago()
         assert state() == "running"
     (running := out / "running.json").touch()

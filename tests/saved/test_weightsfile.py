@@ -58,7 +58,7 @@ def path(tmp_path):
 @pytest.fixture(params=[1 << 20, 7], ids=["whole", "pieces"])
 def piece(request, monkeypatch):
     """Run with tensors that fit in one piece, and with tensors that need several."""
-    monkeypatch.setattr(weightsfile, "_PIECE", request.param)
+    monkeypatch.setattr(weightsfile, "_PIECE_ELEMENTS", request.param)
 
 
 # Round trips

@@ -91,7 +91,7 @@ def test_a_bad_step_is_left_out(ruined, tmp_path):
     assert [(event["step"], event["bad"]) for event in history(out)] == [
         (4, "the loss is not finite at step 5")
     ]
-    assert load_state(newest_intact(out / "checkpoints")[0])["bad_steps"] == 1
+    assert load_state(newest_intact(out / "checkpoints")[0]).bad_steps == 1
     ruined({5}, math.nan)
     assert run(*WORDS, "--on-bad-step", "skip", "--out", other).returncode == 0
     (other / "checkpoints" / "step-00000008" / "manifest.json").write_text("damaged")
@@ -126,7 +126,7 @@ def test_a_run_goes_back_and_past_the_bad_data(ruined, tmp_path):
     event = history(out)[0]
     assert (event["step"], event["back_to"], event["skipped"]) == (3, 3, 2)
     state = load_state(newest_intact(out / "checkpoints")[0])
-    assert (state["step"], state["skipped"], state["bad_steps"]) == (8, 2, 1)
+    assert (state.step, state.skipped, state.bad_steps) == (8, 2, 1)
     plain = tmp_path / "plain"
     assert run(*WORDS, "--steps", "10", "--out", plain).returncode == 0
     assert losses(out)[:3] == losses(plain)[:3] and losses(out)[3] != losses(plain)[3]

@@ -105,5 +105,5 @@ def test_a_run_measures_says_and_keeps_its_shares(tmp_path):
     assert [each.returncode for each in result] == [0, 0], result
     assert "measured now" in result[0].stdout and "as before" in result[1].stdout
     states = [load_state(path) for path in sorted((tmp_path / "checkpoints").iterdir())]
-    assert [state["shares"] for state in states] == [states[0]["shares"]] * 2
-    assert sum(states[0]["shares"]) in (8, 4, 2) and len(losses(tmp_path)) == 5
+    assert [state.shares for state in states] == [states[0].shares] * 2
+    assert sum(states[0].shares) in (8, 4, 2) and len(losses(tmp_path)) == 5

@@ -11,14 +11,14 @@ from conftest import MPIRUN, SMALL, distgpt, inside, losses, refused
 from disks import names, raising, small_disk
 
 from distgpt.core.base.errors import StorageError
-from distgpt.core.base.files import allocate, storage_errors
+from distgpt.core.base.files import storage_errors
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
-from distgpt.core.saved.checkpoint import save_checkpoint
+from distgpt.core.saved.checkpoint import State, save_checkpoint
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.step import Step
-from distgpt.guards.full_disk import Room
+from distgpt.guards.full_disk import Room, allocate
 
 WORDS = [*SMALL, "--steps", "60", "--save-every", "5"]
 CHECKPOINT, WEIGHTS = 140 << 10, 112 << 10  # bytes: more than one of this model takes, and than is reserved
@@ -122,7 +122,7 @@ def test_a_run_that_is_told_to_stop_gives_nothing_up(disk):
 def save(directory, step):
     weights = {"wte": np.full(1000, step, np.float32)}
     groups = {"weights": (weights, {}), "optimizer": (weights, {})}
-    return save_checkpoint(directory.checkpoints, step, groups, {}, keep=9)
+    return save_checkpoint(directory.checkpoints, groups, State(step), keep=9)
 
 
 @pytest.fixture

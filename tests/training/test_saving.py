@@ -191,7 +191,7 @@ def test_the_best_loss_is_that_of_the_weights_on_the_disk(made, monkeypatch, sav
     saver.wait()
     kept = second if has_it else first
     assert best_in(checkpoints) == (kept, 11 if has_it else 1) and saver.best == kept
-    assert State.from_json(load_state(checkpoints / "step-00000003")).best == kept
+    assert load_state(checkpoints / "step-00000003").best == kept
     assert saver.is_best(1.5) is not has_it and len(said) == (0 if has_it and save == "sync" else 2)
     saver.begin(State(4), third, checkpoint=False)
     saver.wait()
@@ -208,7 +208,7 @@ def test_what_is_on_its_way_to_the_disk_counts_and_the_end_tries_it_again(made, 
     saver.wait()
     assert saver.best is None and not saver.is_best(1.5) and best_in(checkpoints) is None
     saver.write_now(State(3))
-    assert saver.best == Best(1.0, 9, 2) == State.from_json(load_state(checkpoints / "step-00000003")).best
+    assert saver.best == Best(1.0, 9, 2) == load_state(checkpoints / "step-00000003").best
 
 
 def test_a_resumed_run_does_not_take_best_weights_of_another_step_for_its_own(tmp_path):

@@ -68,7 +68,7 @@ def trained(out, seams, **settings):
         run = open_run(plan, stage, Chosen, listener, seams)
         train(run)
     finally:
-        plan.directory.release()
+        plan.directory.lock.release()
     return run, listener.metrics
 
 

@@ -1,4 +1,4 @@
-"""What all else stands on: errors, files that appear whole, JSON that is checked, tables of components.
+"""The ground of all else: errors, files that appear whole, JSON that is checked, tables of components.
 
 Not here: settings (core/config/), and anything that computes.
 """

@@ -10,7 +10,8 @@ A dataclass names the keys of an object; its annotations are the types, with bou
     shard = read_as(Shard, content, path)  # DataError: PATH is damaged: tokens is -1: it must be a count
 
 A rule that needs other names of its module stands in an alias, since annotations are evaluated elsewhere.
-Known types are int, float, bool, str, Any, Literal, `X | None`, list, dict by name, tuple and dataclasses.
+Known types are int, float, bool, str, object or Any, Literal, `X | None`, list, dict by name, tuple and
+dataclasses.
 """
 
 from __future__ import annotations
@@ -22,15 +23,33 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from distgpt.core.base.errors import DataError, escape
 from distgpt.core.base.formatting import size
 
-DEEPEST = 64  # levels of lists and objects in JSON
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+DEEPEST_JSON = 64  # levels of lists and objects in JSON
 # Bytes of JSON, which may take 28 times as many in memory. The largest tokenizer.json known have 35 MB.
-LARGEST = 48 << 20
-_WORDS: dict[type, str] = {
+LARGEST_JSON = 48 << 20
+_TYPE_NAMES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -39,19 +58,25 @@ _WORDS: dict[type, str] = {
     list: "a list",
 }
 
-
-class Must(NamedTuple):
-    """A rule for a value of the right type, in words that follow "it must"."""
-
-    words: str
-    test: Callable[[Any], bool]
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+JsonObject: TypeAlias = "dict[str, Json]"
+Keys = tuple[str | int, ...]  # the way from a document's top to a value: ("shards", 3, "tokens")
+T = TypeVar("T")
 
 
+class Must(NamedTuple, Generic[T]):
+    """A rule for a value of the right type; its text follows "it must"."""
+
+    text: str
+    test: Callable[[T], object]
+
+
+# Below 2⁵³, where floats are exact: most other programs read JSON's numbers as those.
 Count = Annotated[int, Must("be a count", lambda number: 0 <= number < 1 << 53)]
 Positive = Annotated[int, Must("be at least 1", lambda number: 1 <= number < 1 << 53)]
 
 
-def read_as(kind: Any, content: bytes, path: Path) -> Any:
+def read_as(kind: type[T], content: bytes, path: Path) -> T:
     """Return a file's JSON object as what `kind` declares; a DataError names the file and the key."""
     try:
         return checked(kind, parse_object(content, path))
@@ -59,64 +84,77 @@ def read_as(kind: Any, content: bytes, path: Path) -> Any:
         raise DataError(f"{path} is damaged: {error}") from None
 
 
-def checked(kind: Any, value: Any, path: tuple[str | int, ...] = ()) -> Any:
-    """Return a parsed value as what `kind` declares; a ValueError names the key, which lies at `path`."""
+def checked(kind: type[T], value: object, keys: Keys = ()) -> T:
+    """Return a parsed value as what `kind` declares; a ValueError names the key that is wrong.
+
+    `keys` lead to the value in its document.
+    """
+    return cast(T, _checked(kind, value, keys))
+
+
+def _checked(kind: object, value: object, keys: Keys) -> object:
+    """Check a value by an annotation, which need not be a class."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        value = checked(parts[0], value, path)
+        value = _checked(parts[0], value, keys)
         for rule in parts[1:]:
             if not rule.test(value):
-                raise _wrong(path, value, rule.words)
+                raise _wrong(keys, value, rule.text)
         return value
     if origin in (Union, types.UnionType):  # X | None
-        return None if value is None else checked(parts[0], value, path)
-    if is_dataclass(kind):
-        return _object(kind, value, path)
+        return None if value is None else _checked(parts[0], value, keys)
     if origin is dict:
-        found = _plain(dict, value, path)
-        return {name: checked(parts[1], each, (*path, name)) for name, each in found.items()}
-    if origin in (list, tuple):
-        return _sequence(origin, parts, _plain(list, value, path), path)
+        found = _plain(dict, value, keys)
+        return {name: _checked(parts[1], each, (*keys, name)) for name, each in found.items()}
+    if origin is list:
+        return _sequence(parts[0], _plain(list, value, keys), keys)
+    if origin is tuple:
+        values = _plain(list, value, keys)
+        if parts[-1] is ...:
+            return tuple(_sequence(parts[0], values, keys))
+        if len(values) != len(parts):
+            raise _wrong(keys, values, f"have {len(parts)} entries")
+        return tuple(_checked(*pair, (*keys, i)) for i, pair in enumerate(zip(parts, values, strict=True)))
     if origin is Literal:
         if not isinstance(value, str) or value not in parts:
-            raise _wrong(path, value, f"be {' or '.join(map(repr, parts))}")
+            raise _wrong(keys, value, f"be {' or '.join(map(repr, parts))}")
         return value
-    if kind is Any:
+    if kind in (object, Any):
         return value
+    if not isinstance(kind, type):
+        raise TypeError(f"{kind} is no type that JSON can be checked by")
+    if is_dataclass(kind):
+        return _object(kind, value, keys)
     if kind is float and type(value) is int:
         return float(value)
-    return _plain(kind, value, path)
+    return _plain(kind, value, keys)
 
 
-def _plain(kind: type, value: Any, path: tuple[str | int, ...]) -> Any:
-    """Return the value if it has this type; type(), because JSON's true is an int to Python."""
-    if type(value) is not kind:
-        raise _wrong(path, value, f"be {_WORDS[kind]}")
-    return value
+def _plain(kind: type[T], value: object, keys: Keys) -> T:
+    """Return the value if it has this type, and not a derived one: JSON's true is an int to Python."""
+    if isinstance(value, kind) and type(value) is kind:
+        return value
+    raise _wrong(keys, value, f"be {_TYPE_NAMES[kind]}")
 
 
-def _sequence(origin: Any, parts: Any, values: list[Any], path: tuple[str | int, ...]) -> Any:
-    """A list or tuple of any length, or a tuple of as many as are declared."""
-    if origin is list or parts[-1] is ...:
-        return origin(checked(parts[0], value, (*path, i)) for i, value in enumerate(values))
-    if len(values) != len(parts):
-        raise _wrong(path, values, f"have {len(parts)} entries")
-    return tuple(checked(*pair, (*path, i)) for i, pair in enumerate(zip(parts, values, strict=True)))
+def _sequence(kind: object, values: list[object], keys: Keys) -> list[object]:
+    return [_checked(kind, value, (*keys, i)) for i, value in enumerate(values)]
 
 
-def _object(kind: Any, value: Any, path: tuple[str | int, ...]) -> Any:
-    """A dataclass of all keys that it declares, but for those with a default, and no others."""
-    found, kinds = _plain(dict, value, path), _kinds(kind)
+def _object(kind: type[DataclassInstance], value: object, keys: Keys) -> object:
+    """Make a dataclass of an object that has all its keys, but for those with a default, and no others."""
+    found, kinds = _plain(dict, value, keys), _kinds(kind)
     missing = {name for name, (_, is_needed) in kinds.items() if is_needed} - found.keys()
     if wrong := missing | (found.keys() - kinds.keys()):
         names = escape(", ".join(sorted(wrong)))
-        raise ValueError(f"{_name(path)} lacks, or should not have, {names:.80}")
-    return kind(**{name: checked(kinds[name][0], each, (*path, name)) for name, each in found.items()})
+        raise ValueError(f"{_name(keys)} lacks, or should not have, {names:.80}")
+    make: Callable[..., object] = kind
+    return make(**{name: _checked(kinds[name][0], each, (*keys, name)) for name, each in found.items()})
 
 
 @functools.cache
-def _kinds(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the type of each field, and if it has no default."""
+def _kinds(kind: type[DataclassInstance]) -> dict[str, tuple[object, bool]]:
+    """Return the annotation of each field, and whether the field has no default."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
@@ -124,17 +162,17 @@ def _kinds(kind: Any) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def _wrong(path: tuple[str | int, ...], value: Any, words: str) -> ValueError:
-    return ValueError(f"{_name(path)} is {value!r:.40}: it must {words}")
+def _wrong(keys: Keys, value: object, rule: str) -> ValueError:
+    return ValueError(f"{_name(keys)} is {value!r:.40}: it must {rule}")
 
 
-def _name(path: tuple[str | int, ...]) -> str:
+def _name(keys: Keys) -> str:
     """("shards", 3, "tokens") → "shards[3].tokens"."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return escape(text.removeprefix("."))[:80] or "it"
 
 
-def parse_object(content: bytes, path: Path) -> dict[str, Any]:
+def parse_object(content: bytes, path: Path) -> JsonObject:
     """Return the JSON object in a file, read as `parse_json` does; a DataError names the file."""
     try:
         value = parse_json(content)
@@ -145,17 +183,17 @@ def parse_object(content: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_json(content: bytes | str, largest: int = LARGEST) -> Any:
-    """Return the value of a JSON text; a ValueError if it holds more than a program of ours writes.
+def parse_json(content: bytes | str, largest: int = LARGEST_JSON) -> Json:
+    """Return the value of a JSON text; a ValueError if it holds more than distgpt writes.
 
-    Refused are more than `largest` bytes, names that occur twice, numbers that are not finite or of more than
-    64 bits, halves of surrogate pairs, and depth.
+    Refuses more than `largest` bytes, repeated names, numbers that are not finite or have more than 64 bits,
+    halves of surrogate pairs, and deep nesting.
     """
     if len(content) > largest:
         raise ValueError(f"it is larger than {size(largest)}, the most that is read of JSON")
     try:
         text = content if isinstance(content, str) else content.decode()
-        value = json.loads(
+        value: Json = json.loads(
             text,
             object_pairs_hook=_distinct,
             parse_constant=_refuse_number,
@@ -170,14 +208,14 @@ def parse_json(content: bytes | str, largest: int = LARGEST) -> Any:
     return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _distinct(pairs: list[tuple[str, Json]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice in it")
     return found
 
 
-def _refuse_number(text: str) -> Any:
+def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"it holds the number {text:.20}{'…' if len(text) > 20 else ''}")
 
 
@@ -189,11 +227,11 @@ def _integer(text: str) -> int:
     return number if len(text) <= 20 and abs(number := int(text)) < 1 << 64 else _refuse_number(text)
 
 
-def _refuse_depth(value: Any) -> None:
+def _refuse_depth(value: Json) -> None:
     """Refuse deep nesting, and texts that cannot be encoded."""
     level = [value]
-    for _ in range(DEEPEST):
-        inside: list[Any] = []
+    for _ in range(DEEPEST_JSON):
+        inside: list[Json] = []
         for part in level:
             if isinstance(part, dict):
                 "".join(part).encode()

@@ -124,7 +124,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def command_line(*words: object) -> str:
-    """A distgpt command to copy: quoted, and with a path where the shell would not find this very program."""
+    """Return a distgpt command to copy: quoted, with a path where the shell would not find this program."""
     return shlex.join([*_program(), *map(str, words)])
 
 

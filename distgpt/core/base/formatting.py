@@ -95,15 +95,15 @@ def parse_duration(text: str) -> float:
 
 def typed_duration(seconds: float) -> str:
     """Write whole seconds as `parse_duration` reads them: 5400 → "1h30m"."""
-    left, words = max(1, round(seconds)), ""
+    left, text = max(1, round(seconds)), ""
     for unit, factor in zip("dhms", _FACTORS, strict=True):
         number, left = divmod(left, int(factor))
-        words += f"{number}{unit}" * bool(number)
-    return words
+        text += f"{number}{unit}" * bool(number)
+    return text
 
 
 def duration(seconds: float) -> str:
-    """A measured time with three digits: "1.23 s", "45.0 ms", "6.70 µs"."""
+    """Format a measured time with three digits: "1.23 s", "45.0 ms", "6.70 µs"."""
     for unit, factor in _DURATIONS.items():
         if seconds >= factor:
             return f"{three_digits(seconds / factor)} {unit}"
@@ -111,7 +111,7 @@ def duration(seconds: float) -> str:
 
 
 def long_duration(seconds: float) -> str:
-    """An expected time in the largest unit of which it has at least two: "3.50 hours"."""
+    """Format an expected time in the largest unit of which it has at least two: "3.50 hours"."""
     unit, factor = next(((u, f) for u, f in _LONG.items() if seconds >= 2 * f), ("seconds", 1.0))
     return f"{three_digits(seconds / factor)} {unit}"
 

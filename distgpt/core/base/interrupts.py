@@ -1,8 +1,8 @@
 """Signals that end a command: Ctrl-C, SIGTERM, a closed terminal, and those that announce a preemption.
 
 Each signal raises in the main thread. Python drops exceptions raised in finalizers and C callbacks, so we
-send the signal again; from an import in C it may come out as another error. A run that can finish its step
-first defers them instead (`deferred_signals`).
+send the signal again; an import in C may turn it into another error. A run finishes its step first, and
+defers signals until then (`deferred_signals`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+
+Handler = Callable[[int, FrameType | None], object]
 
 AGAIN = 0.01  # seconds after which a dropped signal is sent again
 IMPATIENT = 1.5  # seconds that a signal waits for code that it would break, before the process leaves at once
-MEANT = 1.0  # seconds: what comes sooner is the same signal, by way of a launcher
+MEANT = 1.0  # seconds: a signal that comes sooner is the last one again, passed on by a launcher
 # The first counts most, and has the highest code. SIGPIPE is never sent to us, since Python ignores it:
 # it stands for output that nobody reads any more (`note`).
 EXIT_CODES = {
@@ -34,7 +36,7 @@ EXIT_CODES = {
 ALIASES = {signal.SIGUSR2: signal.SIGUSR1, signal.SIGXCPU: signal.SIGUSR1}
 ENDING = (*EXIT_CODES, *ALIASES)
 
-_came: list[signal.Signals] = []
+_came: list[signal.Signals] = []  # since this command began
 _noted_at: dict[int, float] = {}  # when a signal was last noted
 _commanding = False  # this process is a command of ours, not a notebook
 _noting: list[PendingSignals] = []
@@ -43,7 +45,7 @@ _noting: list[PendingSignals] = []
 class Interrupted(KeyboardInterrupt):
     """A signal asked this command to end. `shared`: all ranks know, so each may leave on its own.
 
-    `why` is what it says if no signal came.
+    `why` is the message where no signal came.
     """
 
     def __init__(self, number: int, shared: bool = False, why: str = "") -> None:
@@ -57,14 +59,14 @@ class Interrupted(KeyboardInterrupt):
     def __str__(self) -> str:
         if self.why:
             return self.why
-        words = {signal.SIGINT: "interrupted", signal.SIGPIPE: "nobody reads standard output any more"}
-        return words.get(self.number) or f"ended by {self.number.name}"
+        known = {signal.SIGINT: "interrupted", signal.SIGPIPE: "nobody reads standard output any more"}
+        return known.get(self.number) or f"ended by {self.number.name}"
 
 
 def install_handlers() -> None:
-    """Raise Interrupted for every such signal from now on; for the main thread of a command.
+    """Raise Interrupted for each of these signals from now on; for the main thread of a command.
 
-    What a parent ignores or handles otherwise stays as it is.
+    A signal that the parent ignores, or that has another handler, stays as it is.
     """
     global _commanding
     _commanding = True
@@ -81,20 +83,21 @@ def meaning(number: int) -> signal.Signals:
     return ALIASES.get(signal.Signals(number), signal.Signals(number))
 
 
-def _handle(number: int, frame: Any) -> None:
-    number = meaning(number)
-    if time.monotonic() - _noted_at.get(number, -math.inf) < MEANT:
-        return  # it was noted already, and came once more by way of a launcher
-    _came.append(signal.Signals(number))
-    raise Interrupted(number)
+def _handle(number: int, frame: FrameType | None) -> None:
+    came = meaning(number)
+    if time.monotonic() - _noted_at.get(came, -math.inf) < MEANT:
+        return  # noted already, and passed on by a launcher once more
+    _came.append(came)
+    raise Interrupted(came)
 
 
-def _dropped(what: Any) -> None:
-    if issubclass(what.exc_type, KeyboardInterrupt):
-        number = getattr(what.exc_value, "number", signal.SIGINT)
+def _dropped(report: sys.UnraisableHookArgs) -> None:
+    """Send a signal again whose exception Python has dropped."""
+    if issubclass(report.exc_type, KeyboardInterrupt):
+        number = getattr(report.exc_value, "number", signal.SIGINT)
         _thread.start_new_thread(_send_again, (number,))  # without threading's locks, which may be held here
     else:
-        sys.__unraisablehook__(what)
+        sys.__unraisablehook__(report)
 
 
 def _send_again(number: int) -> None:
@@ -102,7 +105,7 @@ def _send_again(number: int) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
-_BROKEN = (ImportError, RuntimeError, SystemError)  # in which an interrupt of C code comes out
+_BROKEN = (ImportError, RuntimeError, SystemError)  # C code turns an interrupt into one of these
 
 
 def as_interrupt(error: BaseException) -> BaseException:
@@ -122,12 +125,13 @@ class PendingSignals:
     def came(self) -> dict[signal.Signals, float]:
         now = time.monotonic()
         if now >= self.deadline and signal.SIGUSR1 not in self._came:
-            self._came[signal.SIGUSR1], self.late = now, True
+            self._came[signal.SIGUSR1] = now
+            self.late = True
         return self._came
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the signal that counts most; 0 if none came."""
+        """Return the exit code of the signal that counts most; 0 if none came."""
         return exit_code_of(self.came)
 
     def note(self, number: signal.Signals) -> bool:
@@ -139,7 +143,7 @@ class PendingSignals:
         return first
 
     def counts(self) -> list[int]:
-        """1 for each that came, in the order of EXIT_CODES: what ranks can add."""
+        """Return 1 for each that came, else 0, in the order of EXIT_CODES. Ranks add these."""
         return [int(number in self.came) for number in EXIT_CODES]
 
 
@@ -160,9 +164,20 @@ def first_of(counts: Sequence[float]) -> signal.Signals | None:
 @contextmanager
 def deferred_signals(found: PendingSignals) -> Iterator[PendingSignals]:
     """Note the first signal of each kind in `found`; a second one is raised."""
+
+    def noting(former: Handler) -> Handler:
+        def act(number: int, frame: FrameType | None) -> None:
+            came = meaning(number)
+            is_second = not found.note(came) and number != signal.SIGXCPU
+            if is_second and time.monotonic() - _noted_at[came] > MEANT:
+                _noted_at.pop(came)  # or the former handler would take it for the same one
+                former(number, frame)
+
+        return act
+
     _noting.append(found)
     try:
-        with _handling(lambda number, former: _note(found, number, former)):
+        with _replaced(noting):
             yield found
     finally:
         _noting.remove(found)
@@ -170,17 +185,9 @@ def deferred_signals(found: PendingSignals) -> Iterator[PendingSignals]:
 
 def note(number: signal.Signals) -> bool:
     """Note a signal that nobody sent. Return whether anything here notes signals."""
-    for found in _noting[-1:]:
-        found.note(number)
+    if _noting:
+        _noting[-1].note(number)
     return bool(_noting)
-
-
-def _note(found: PendingSignals, number: signal.Signals, former: Any) -> None:
-    means = meaning(number)
-    is_second = not found.note(means) and number != signal.SIGXCPU
-    if is_second and time.monotonic() - _noted_at[means] > MEANT:
-        _noted_at.pop(means)
-        former(number, None)
 
 
 @contextmanager
@@ -189,17 +196,20 @@ def signals_deferred() -> Iterator[None]:
 
     Where that code takes long, the process leaves at once, unless it notes signals anyway.
     """
-    came: list[tuple[signal.Signals, Any, threading.Timer]] = []
+    came: list[tuple[int, Handler, threading.Timer]] = []
 
-    def put_off(number: signal.Signals, former: Any) -> None:
-        timer = threading.Timer(IMPATIENT, _leave_at_once, (number,))
-        timer.daemon = True
-        if _commanding and not _noting:
-            timer.start()
-        came.append((number, former, timer))
+    def deferring(former: Handler) -> Handler:
+        def act(number: int, frame: FrameType | None) -> None:
+            timer = threading.Timer(IMPATIENT, _leave_at_once, (number,))
+            timer.daemon = True
+            if _commanding and not _noting:
+                timer.start()
+            came.append((number, former, timer))
+
+        return act
 
     try:
-        with _handling(put_off):
+        with _replaced(deferring):
             yield
     finally:
         for _, _, timer in came:
@@ -208,7 +218,7 @@ def signals_deferred() -> Iterator[None]:
             former(number, None)
 
 
-def _leave_at_once(number: signal.Signals) -> None:
+def _leave_at_once(number: int) -> None:
     ending = Interrupted(number)
     os.write(2, f"distgpt: {ending}\n".encode())
     os._exit(ending.exit_code)
@@ -217,34 +227,21 @@ def _leave_at_once(number: signal.Signals) -> None:
 @contextmanager
 def default_signals() -> Iterator[None]:
     """Let signals end the process at once, in C code that may never return: no handler of ours runs there."""
-    with _replaced(signal.SIG_DFL, _handlers()):
+    with _replaced(lambda former: signal.SIG_DFL):
         yield
 
 
 @contextmanager
-def _handling(handle: Any) -> Iterator[None]:
-    """Call `handle(number, former handler)` for the signals that have a handler; main thread only."""
-    former = _handlers()
+def _replaced(replacement: Callable[[Handler], Handler | signal.Handlers]) -> Iterator[None]:
+    """Replace the handlers of the signals that have one, each by a function of itself.
 
-    def act(number: int, frame: Any) -> None:
-        came = signal.Signals(number)
-        handle(came, former[came])
-
-    with _replaced(act, former):
-        yield
-
-
-def _handlers() -> dict[signal.Signals, Any]:
-    """Return the handlers of the signals that have one; none outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: handler for number in ENDING if callable(handler := signal.getsignal(number))}
-
-
-@contextmanager
-def _replaced(action: Any, former: dict[signal.Signals, Any]) -> Iterator[None]:
-    for number in former:
-        signal.signal(number, action)
+    Does nothing outside the main thread, which alone may set handlers.
+    """
+    former: dict[signal.Signals, Handler] = {}
+    if threading.current_thread() is threading.main_thread():
+        former = {number: known for number in ENDING if callable(known := signal.getsignal(number))}
+    for number, handler in former.items():
+        signal.signal(number, replacement(handler))
     try:
         yield
     finally:

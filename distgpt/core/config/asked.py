@@ -8,15 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.errors import UsageError, refuse_beside
-from distgpt.core.config.presets import (
-    DEFAULT_PRESET,
-    RunConfig,
-    base_preset,
-    layered,
-    parse_toml,
-    read_text,
-    renamed,
-)
+from distgpt.core.config.presets import DEFAULT_PRESET, base_preset
+from distgpt.core.config.run_config import RunConfig, layered, parse_toml, read_text, renamed
 from distgpt.core.config.settings import ModelConfig
 
 WARMUP_PART = 5  # a preset's warm-up takes no more than this part of a run with fewer steps

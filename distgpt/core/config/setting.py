@@ -5,17 +5,43 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.base.tables import paths_in
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Value = bool | int | float | str
+Values = dict[str, Value]  # by the names of settings
+Config = TypeVar("Config", bound="DataclassInstance")  # a dataclass of settings
+
 LONGEST_TEXT = 4096  # bytes: as long as a path may be
-LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting
+LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting: floats are exact up to there
 
 T = TypeVar("T", int, float, bool, str)
-ACCEPTED: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}
+
+
+class Known(TypedDict, total=False):
+    """The fields of Setting that a declaration may have besides group, default and help."""
+
+    choices: tuple[str, ...]
+    low: float
+    above: float
+    most: float
+    below: float
+    first: bool
+    flag: str
+    changeable: bool
+    formerly: str
+    former_choices: tuple[tuple[str, str], ...]
+    undecided: str
+    component: str
+    components: tuple[tuple[str, str], ...]
+    table: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +66,19 @@ class Setting:
     component: str = ""  # what a value other than the default needs; "": the core alone
     components: tuple[tuple[str, str], ...] = ()  # the same, of single choices
 
-    def needs(self, value: Any, default: Any) -> str:
+    def needs(self, value: Value, default: Value) -> str:
         """Return the name of the component that a value needs; "" for the core alone, as of each default."""
-        return "" if value == default else dict(self.components).get(value, self.component)
+        return "" if value == default else dict(self.components).get(str(value), self.component)
 
     @property
     def allowed(self) -> tuple[str, ...]:
         """Return all choices, those of components too."""
         return tuple(dict.fromkeys((*self.choices, *paths_in(self.table))))
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         """Refuse a value of the wrong type or out of range with a UsageError."""
-        if not isinstance(value, ACCEPTED[self.kind]) or (isinstance(value, bool) and self.kind is not bool):
+        accepted = (int, float) if self.kind is float else self.kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and self.kind is not bool):
             raise UsageError(f"{name} is {brief(value)}: it must be of type {self.kind.__name__}")
         if isinstance(value, str):
             if any("\ud800" <= character <= "\udfff" for character in value):
@@ -64,10 +91,11 @@ class Setting:
                 raise UsageError(f"{name} is {value!r}: here it has to be one of {', '.join(self.allowed)}")
             if self.choices and value not in self.allowed:
                 raise UsageError(f"{name} is {value!r}{nearest(value, self.allowed)}")
-        elif wrong := self._out_of_range(value):
+        elif isinstance(value, int | float) and (wrong := self._out_of_range(value)):
             raise UsageError(f"{name} is {brief(value)}: it must be {wrong}")
 
-    def _out_of_range(self, value: Any) -> str:
+    def _out_of_range(self, value: float) -> str:
+        """Return what a number must be that it is not; "" if it is all right."""
         if self.kind is float and not abs(value) <= sys.float_info.max:
             return "a finite number"
         if self.low is not None and value < self.low:
@@ -82,16 +110,16 @@ class Setting:
         return ""
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """Return a value for a message, whatever it is and however large."""
     if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write out 4,300 digits
         return f"a number of about {value.bit_length() * math.log10(2):,.0f} digits"
     return str(value) if isinstance(value, int | float) else reprlib.repr(value)
 
 
-def setting(default: T, help: str, **known: Any) -> T:
-    """Return a dataclass field with this default, of the default's type; `known` are fields of Setting."""
-    return field(default=default, metadata={"setting": Setting(type(default), help, **known)})
+def setting(default: T, help: str, group: str = "", **known: Unpack[Known]) -> T:
+    """Return a dataclass field with this default; the type of the default is that of the setting."""
+    return field(default=default, metadata={"setting": Setting(type(default), help, group=group, **known)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +128,21 @@ class Group:
 
     name: str
 
-    def __call__(self, default: T, help: str, **known: Any) -> T:
-        return setting(default, help, group=self.name, **known)
+    def __call__(self, default: T, help: str, **known: Unpack[Known]) -> T:
+        return setting(default, help, self.name, **known)
 
 
-def settings_of(config: Any) -> dict[str, Setting]:
+def settings_of(config: DataclassInstance | type[DataclassInstance]) -> dict[str, Setting]:
     """Return the settings of a dataclass, or of an instance, by name."""
     return {f.name: f.metadata["setting"] for f in fields(config)}
 
 
-def check(config: Any) -> None:
+def check(config: DataclassInstance) -> None:
     """Check every field of a dataclass of settings."""
     for name, about in settings_of(config).items():
         about.check(name, getattr(config, name))
+
+
+def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy with some settings changed. The copy checks the types when it is made (`check`)."""
+    return replace(config, **values)

@@ -111,13 +111,13 @@ class ModelConfig:
     )
     window: int = of_model(
         0,
-        "Let each token attend to so many alone: itself and those just before it. 0: no limit.",
+        "Let each token attend to this many tokens alone: itself and those before it. 0: no limit.",
         low=0,
         most=1 << 20,
     )
     full_every: int = of_model(
         4,
-        "With --window: every so many layers, counted back from the last, have no limit. 0: none.",
+        "With --window: one layer in this many, counted back from the last, has no limit. 0: none.",
         low=0,
         most=1000,
     )
@@ -259,7 +259,7 @@ class TrainConfig:
     )
     shift_windows: bool = of_data(
         True,
-        "Cut the text at other places in every epoch, or always at the same.",
+        "Cut the text at other positions in every epoch, or always at the same ones.",
         flag="--shift-windows/--fixed-windows",
     )
     pack: bool = of_data(

@@ -1,4 +1,4 @@
-"""From `--data` and `--val` to tokens on every rank.
+"""Load `--data` and `--val` as tokens on every rank.
 
 Each kind of text is a row of a table. Plain texts and shards stand here, others are handed in.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol
+from typing import BinaryIO, ClassVar, Protocol
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from distgpt.core.data.unreadable import refuse_by_name, way_out
 
 LONGEST_PROMPT = 64 << 20  # bytes
 BYTE = "byte"
-AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
+AUTO = "auto"  # the tokenizer that shards were made with; of a text, bytes
 PLAIN, SHARDS, FOLDER = "plain", "shards", "/"  # rows of TEXTS
 
 
@@ -64,14 +64,14 @@ class DataRequest:
     existing: Tokenizer | None = None
     val: str = ""  # a held-out text, instead of a part of `data`
     kind: str = ""  # the row of TEXTS, where a setting chooses it; by default the path does
-    kept: Path = Path("runs/tokenized")  # here lie texts of other kinds, tokenized
+    kept: Path = Path("runs/tokenized")  # the folder of tokenized texts of other kinds
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """Tokens by split, and the batches and windows that are cut of them.
 
-    A text is all for training, unless part of it is held out.
+    Without a split "val" all of the text is for training.
     """
 
     tokenizer: Tokenizer
@@ -89,7 +89,7 @@ class Corpus:
 
     @property
     def held_out(self) -> Tokens:
-        """Return what there is for validation: a part, or all where no part is."""
+        """Return the tokens for validation: those of a split of their own, or all."""
         return self.splits.get("val") or self.splits["train"]
 
     def batches(self, comm: Comm, run: RunConfig) -> Batches:
@@ -97,7 +97,7 @@ class Corpus:
         return Batches.of_run(self.train, run)
 
     def held_out_windows(self, seq_len: int, most: int) -> list[Window]:
-        """Cut what is held out, or its first `most` tokens (0: all), into windows to score."""
+        """Cut the first `most` tokens for validation (0: all) into windows to score."""
         return windows_of(self.held_out, seq_len, most)
 
 
@@ -105,16 +105,16 @@ class TextKind(Protocol):
     """A row of the table of texts."""
 
     def refuse_missing(self, request: DataRequest) -> None:
-        """Refuse what cannot be loaded. Reads no text, and fetches no tokenizer."""
+        """Raise a DataError where the data cannot be loaded. Reads no text, and fetches no tokenizer."""
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
         """Load the same corpus on every rank, without `request.val`. Collective."""
 
 
 def read_text(path: Path, stream: BinaryIO | None = None) -> str:
-    """A file's text: strict UTF-8, without a byte order mark, with \\n for line breaks, never empty.
+    """Return a file's text: strict UTF-8, without a byte order mark, with \\n for line breaks, never empty.
 
-    A `stream` is read instead, where one is given, up to a length that no prompt has.
+    Where a `stream` is given, it is read instead, up to a length that no prompt has.
     """
     try:
         with nullcontext(stream) if stream else open_regular(path) as file:
@@ -132,7 +132,7 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
 
 
 def kind_of(data: str) -> str:
-    """Return the row of TEXTS that a file or folder belongs to, by its name and what lies in it."""
+    """Return the row of TEXTS that a file or folder belongs to, by its name and its content."""
     path = resolve_data(data)
     if is_shards(path):
         return SHARDS
@@ -143,9 +143,9 @@ def kind_of(data: str) -> str:
 
 
 def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None:
-    """Refuse files for training that are missing, shards of another tokenizer, and what cannot be read.
+    """Refuse missing files, shards of another tokenizer, and files of a kind that cannot be read.
 
-    Texts are not read, and tokenizers of a hub not downloaded.
+    Reads no text, and downloads no tokenizer.
     """
     for data in texts:
         TEXTS[kind or kind_of(data)].refuse_missing(DataRequest(data, tokenizer))
@@ -154,10 +154,10 @@ def refuse_missing(texts: Iterable[str], tokenizer: str, kind: str = "") -> None
 
 
 def load_corpus(comm: Comm, request: DataRequest, say: Say = lambda text: None) -> Corpus:
-    """Load the same corpus on every rank. What any rank finds wrong is raised on all of them. Collective."""
+    """Load the same corpus on every rank. An error on any rank is raised on all of them. Collective."""
     if not request.val:
         return load_one(comm, request, say)
-    # Before the other text is tokenized, which may take hours.
+    # Refused now, before the other text is tokenized, which may take hours.
     on_root(comm, lambda: refuse_missing([request.val], AUTO, request.kind))
     corpus = load_one(comm, replace(request, splits=("train",)), say)
     others = replace(request, data=request.val, tokenizer=AUTO, existing=corpus.tokenizer, splits=("val",))
@@ -188,11 +188,18 @@ class _PlainText:
         refuse_by_name(resolve_data(request.data))
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
-        of_root: list[Ids] = []
+        of_root: list[tuple[Tokenizer, Ids]] = []
 
-        def read() -> dict[str, Any]:
+        def read() -> tuple[str, str, int, int]:
+            """Return the tokenizer, type and number of ids, and how many of them are held out."""
             path = resolve_data(request.data)
-            tokenizer, ids = _tokenize(path, request)
+            refuse_by_name(path)
+            text, choice = read_text(path), requested_tokenizer(request)
+            tokenizer = choice if isinstance(choice, Tokenizer) else build_tokenizer(choice, text)
+            try:
+                ids = tokenizer.encode(text)
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from None
             held_out = round(len(ids) * request.val_fraction)
             if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):
                 aside = f", {held_out} of them for validation" if request.val_fraction else ""
@@ -200,29 +207,22 @@ class _PlainText:
                     f"{path} gives {count(len(ids), 'token')}{aside}: at least 2 are needed to learn"
                     f" what follows what (fewer than seq_len + 1 = {request.seq_len + 1} are repeated)"
                 )
-            of_root.append(ids)
-            sizes = {"dtype": ids.dtype.name, "length": len(ids), "held_out": held_out}
-            return {"tokenizer": tokenizer.to_json(), **sizes}
+            of_root.append((tokenizer, ids))
+            return tokenizer.to_json(), ids.dtype.name, len(ids), held_out
 
-        found = on_root(comm, read)
-        ids = of_root[0] if of_root else np.empty(found["length"], found["dtype"])
+        saved, dtype, length, held_out = on_root(comm, read)
+        tokenizer: Tokenizer
+        ids: Ids
+        if of_root:
+            tokenizer, ids = of_root[0]
+        else:
+            tokenizer, ids = tokenizer_from_json(saved, "rank 0's tokenizer"), np.empty(length, dtype)
         comm.broadcast(ids)
-        tokenizer = tokenizer_from_json(found["tokenizer"], "rank 0's tokenizer")
-        val, train = np.split(ids, [found["held_out"]])
+        val, train = np.split(ids, [held_out])
         splits: dict[str, Tokens] = {"train": ArrayTokens(train)}
         if len(val):
             splits["val"] = ArrayTokens(val)
         return Corpus(tokenizer, splits)
-
-
-def _tokenize(path: Path, request: DataRequest) -> tuple[Tokenizer, Ids]:
-    refuse_by_name(path)
-    text, choice = read_text(path), requested_tokenizer(request)
-    tokenizer = choice if isinstance(choice, Tokenizer) else build_tokenizer(choice, text)
-    try:
-        return tokenizer, tokenizer.encode(text)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 class _Shards:
@@ -243,13 +243,13 @@ TEXTS: Table[TextKind] = Table("texts", "a text of kind", {PLAIN: _PlainText(), 
 
 
 def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Corpus:
-    """Rank 0 says what there must be; the ranks of each node open it there, and share the verifying."""
+    """Load a folder of shards by rank 0's manifest; the ranks of a node share the verifying. Collective."""
 
-    def describe() -> list[str]:
+    def describe() -> tuple[str, str]:
         manifest = read_manifest(folder)
         tokenizer = shards_tokenizer(folder, manifest)
         _refuse_other_tokenizer(tokenizer, request, folder)
-        return [manifest.to_json(), tokenizer.to_json()]
+        return manifest.to_json(), tokenizer.to_json()
 
     text, saved = on_root(comm, describe)
     manifest = Manifest.from_json(text, "rank 0's manifest")
@@ -282,7 +282,7 @@ def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Cor
 
 
 def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: Path) -> None:
-    """The shards' ids must mean what the model, or the command, takes them for."""
+    """Refuse shards whose ids are not those of the model's tokenizer, or of the requested one."""
     made_with = f"{folder} holds tokens of {tokenizer.describe()}"
     if request.existing is not None and fingerprint(request.existing) != fingerprint(tokenizer):
         raise DataError(f"{made_with}, but the model's tokenizer is {request.existing.describe()}")
@@ -293,5 +293,5 @@ def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: 
 
 
 def _has_name(tokenizer: Tokenizer, name: str) -> bool:
-    """Return if `--tokenizer NAME` can mean this tokenizer."""
+    """Return whether `--tokenizer NAME` can mean this tokenizer."""
     return name == AUTO or can_mean(name, tokenizer)

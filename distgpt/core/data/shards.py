@@ -8,33 +8,25 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from distgpt.core.base.checked import Must, checked, parse_json
 from distgpt.core.base.errors import DataError
-from distgpt.core.base.files import (
-    new_file,
-    open_regular,
-    read_small,
-    storage_errors,
-    sync_directory,
-    unfinished,
-)
+from distgpt.core.base.files import open_regular, read_small, storage_errors
 from distgpt.core.data.tokenizers import Ids, Tokenizer, fingerprint, id_dtype, tokenizer_from_json
-from distgpt.core.ops.api import Array
 
 HEADER_BYTES = 128  # of every one-dimensional .npy file
-_PIECE = 1 << 22  # bytes verified together
+_READ_BYTES = 1 << 22  # bytes verified together
 _MOST = 1 << 48  # tokens or bytes of anything
 _NAME = re.compile(r"(train|val)-\d{6,12}\.npy")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+Split = Literal["val", "train"]
 Size = Annotated[int, Must("be a count", lambda number: 0 <= number < _MOST)]
 Sha256 = Annotated[str, Must("be a SHA-256", _SHA256.fullmatch)]
 
@@ -44,7 +36,7 @@ class Shard:
     """The manifest's entry for one file. `split` is "train" or "val", `largest` the largest id in it."""
 
     name: Annotated[str, Must("be the name of a shard", _NAME.fullmatch)]
-    split: Literal["val", "train"]
+    split: Split
     tokens: Annotated[Size, Must("be at least 1", bool)]
     bytes: Size
     sha256: Sha256
@@ -56,7 +48,7 @@ def shard_name(split: str, number: int) -> str:
 
 
 def header(dtype: str, tokens: int) -> bytes:
-    """The first bytes of the file, as numpy.save writes them."""
+    """Return the first bytes of the file, as numpy.save writes them."""
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({tokens},), }}"
     length = HEADER_BYTES - 10
     return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1).encode() + b"\n"
@@ -64,46 +56,6 @@ def header(dtype: str, tokens: int) -> bytes:
 
 def file_bytes(dtype: str, tokens: int) -> int:
     return HEADER_BYTES + tokens * np.dtype(dtype).itemsize
-
-
-class ShardWriter:
-    """Writes ids to a file that gets its name only when it is finished."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._path, self._dtype = path, dtype
-        self._partial = unfinished(path)
-        self.tokens = 0
-        self._largest = 0
-        with storage_errors("write", path):
-            self._file = new_file(self._partial)
-            self._file.write(header(dtype, 0))
-
-    def write(self, ids: Ids) -> None:
-        with storage_errors("write", self._path):
-            self._file.write(np.ascontiguousarray(ids, self._dtype).data)
-        self.tokens += len(ids)
-        self._largest = max(self._largest, int(ids.max(initial=0)))
-
-    def finish(self, split: Any) -> Shard:
-        """Put the file on the disk, under its name. Its hash is of what can be read back."""
-        with storage_errors("write", self._path):
-            self._file.seek(0)
-            self._file.write(header(self._dtype, self.tokens))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            with self._partial.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            self._partial.replace(self._path)
-            sync_directory(self._path.parent)
-        size = file_bytes(self._dtype, self.tokens)
-        return Shard(self._path.name, split, self.tokens, size, sha256, self._largest)
-
-    def discard(self) -> None:
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            self._partial.unlink()
 
 
 class ShardReader:
@@ -114,24 +66,24 @@ class ShardReader:
         self._descriptor: int | None = None
         check_front(self._path, shard, dtype)
 
-    def read(self, out: Array, start: int) -> None:
+    def read(self, out: Ids, start: int) -> None:
         """out ← the ids from `start` on; a DataError if the file is too short by now, or an id is impossible.
 
-        Models index memory by ids. They were verified long ago, or not at all.
+        Models index memory by ids, and these were verified long ago, or not at all.
         """
         offset = HEADER_BYTES + start * self._dtype.itemsize
         with storage_errors("read", self._path):
             if self._descriptor is None:
                 with open_regular(self._path) as file:
                     self._descriptor = os.dup(file.fileno())
-            if not read_at(self._descriptor, memoryview(out.view(np.uint8)), offset):
+            if not read_at(self._descriptor, out.view(np.uint8).data, offset):
                 raise DataError(f"{self._path} has been cut short since it was opened")
         if (largest := int(out.max(initial=0))) >= self._vocab_size:
             at = start + int(out.argmax())
             raise DataError(f"{_impossible(self._path, largest, self._vocab_size)} (at position {at:,})")
 
     def close(self) -> None:
-        """Until the next `read`."""
+        """Close the file until the next `read`."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -140,7 +92,7 @@ class ShardReader:
 
 
 def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
-    """out ← what a file holds from a byte on; False if it ends before."""
+    """out ← the bytes of a file from `offset` on. Return False if it ends before."""
     while out:
         if not (count := os.preadv(descriptor, [out], offset)):
             return False
@@ -149,7 +101,7 @@ def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
 
 
 def check_front(path: Path, shard: Shard, dtype: str) -> None:
-    """Raise a DataError unless size and header are exactly those that the manifest leads to expect."""
+    """Raise a DataError unless size and header of a file are those in the manifest."""
     with storage_errors("read", path):
         try:
             with open_regular(path) as file:
@@ -163,20 +115,20 @@ def check_front(path: Path, shard: Shard, dtype: str) -> None:
         raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
 
 
-FORMAT, VERSION = "distgpt-shards", 2
+SHARDS_FORMAT, SHARDS_VERSION = "distgpt-shards", 2
 WITHOUT_SOURCES = 1  # an earlier version
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 SPLITS = ("val", "train")  # in the order they are written
-MOST_OPEN = 128  # files of one split
-_Plain = Annotated[Any, Must("be a plain value", lambda value: not isinstance(value, list | dict))]
+MOST_OPEN = 128  # files of one split: a process may often have no more than 1,024, other files included
+_Plain = Annotated[object, Must("be a plain value", lambda value: not isinstance(value, list | dict))]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`tokenizer` is a fingerprint. The last fields say where the tokens came from; nothing depends on them.
+    """A folder of shards. `tokenizer` is a fingerprint, `separator` the ids beside each document.
 
-    `separator` are the ids beside each document; `text_bytes` counts the documents' UTF-8, `replaced` the
-    U+FFFD that stand in it for bytes which were no UTF-8.
+    The fields from `settings` on tell where the tokens come from; nothing depends on them. `text_bytes`
+    counts the documents' UTF-8, `replaced` the U+FFFD in it that stand for bytes which were no UTF-8.
     """
 
     tokenizer: Sha256
@@ -208,7 +160,9 @@ class Manifest:
         return sum(shard.tokens for shard in self.of(split))
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        return (
+            json.dumps({"format": SHARDS_FORMAT, "version": SHARDS_VERSION, **asdict(self)}, indent=1) + "\n"
+        )
 
     @staticmethod
     def from_json(text: str, source: str) -> Manifest:
@@ -217,19 +171,18 @@ class Manifest:
             document = parse_json(text)
         except ValueError as error:
             raise DataError(f"{source} is no manifest of shards: it is not JSON ({error})") from None
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise DataError(f"{source} is no manifest of shards: its format is not {FORMAT!r}")
+        if not isinstance(document, dict) or document.get("format") != SHARDS_FORMAT:
+            raise DataError(f"{source} is no manifest of shards: its format is not {SHARDS_FORMAT!r}")
         version = document.get("version")
-        if type(version) is not int or not WITHOUT_SOURCES <= version <= VERSION:
+        if type(version) is not int or not WITHOUT_SOURCES <= version <= SHARDS_VERSION:
             raise DataError(
-                f"{source} has format version {version!r:.20}, this distgpt reads up to {VERSION}: upgrade it"
+                f"{source} has format version {version!r:.20}, this distgpt reads up to {SHARDS_VERSION}:"
+                " upgrade it"
             )
         if version == WITHOUT_SOURCES:
             document["sources"] = []
         try:
-            manifest: Manifest = checked(
-                Manifest, {k: document[k] for k in document.keys() - {"format", "version"}}
-            )
+            manifest = checked(Manifest, {k: document[k] for k in document.keys() - {"format", "version"}})
             _refuse_contradictions(manifest)
         except ValueError as error:
             raise DataError(f"{source} is damaged: {error}") from None
@@ -265,14 +218,17 @@ def verify_shards(
     shards: Iterable[Shard],
     advanced: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Read these files; a DataError if one is not what the manifest says. `advanced` gets the bytes read."""
+    """Read these files and compare them with the manifest; a DataError names one that differs.
+
+    `advanced` is called with the number of bytes that were read.
+    """
     kind, vocab_size = np.dtype(manifest.dtype), manifest.vocab_size
     for shard in shards:
         path, largest = folder / shard.name, 0
         check_front(path, shard, manifest.dtype)
         with storage_errors("read", path), open_regular(path) as file:
             digest = hashlib.sha256(file.read(HEADER_BYTES))
-            while piece := file.read(_PIECE):
+            while piece := file.read(_READ_BYTES):
                 digest.update(piece)
                 ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
                 largest = max(largest, int(ids.max(initial=0)))
@@ -299,7 +255,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
-    """The tokenizer that the shards were made with, which lies beside them."""
+    """Return the tokenizer that the shards were made with, which lies beside them."""
     tokenizer = read_tokenizer(folder)
     if fingerprint(tokenizer) != manifest.tokenizer or tokenizer.size != manifest.vocab_size:
         raise DataError(f"{folder / TOKENIZER} is not the tokenizer that the shards beside it were made with")
@@ -311,15 +267,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer_from_json(read_small(path).decode("utf-8", "replace"), str(path))
 
 
-def unlisted(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that look like shards but are not in the manifest."""
-    known = {shard.name for shard in manifest.shards}
-    with storage_errors("read", folder):
-        return sorted(path.name for path in folder.glob("*.npy") if path.name not in known)
-
-
 class ShardTokens:
-    """The shards of a split end to end, as Tokens. Opening reads headers and sizes only."""
+    """The shards of a split end to end, as Tokens. Opening reads headers and sizes alone."""
 
     def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
         shards = manifest.of(split)
@@ -333,7 +282,7 @@ class ShardTokens:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def read(self, start: int, stop: int) -> Array:
+    def read(self, start: int, stop: int) -> Ids:
         ids = np.empty(stop - start, self._dtype)
         at = bisect_right(self._starts, start) - 1
         done = 0
@@ -345,7 +294,7 @@ class ShardTokens:
         return ids
 
     def _recent(self, at: int) -> ShardReader:
-        """A file to read, and close the one that was not for the longest time if too many are open."""
+        """Return a file to read. If too many are open, close the least recently read one."""
         file = self._files[at]
         if file in self._open:
             self._open.remove(file)

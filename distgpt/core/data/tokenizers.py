@@ -9,27 +9,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from distgpt.core.base.checked import parse_json
+from distgpt.core.base.checked import Json, JsonObject, parse_json
 from distgpt.core.base.errors import DataError, UsageError, nearest
 from distgpt.core.base.files import read_small
 from distgpt.core.base.tables import Table
+from distgpt.core.data.collected import CharTokenizer, WordTokenizer, checked_vocabulary, collect
 from distgpt.core.data.plain import (
-    FORMAT,
-    VERSION,
+    TOKENIZER_FORMAT,
+    TOKENIZER_VERSION,
     ByteTokenizer,
-    CharTokenizer,
     Extra,
     Ids,
     Tokenizer,
-    WordTokenizer,
-    checked_vocabulary,
-    collect,
     encoded,
     fingerprint,
     id_dtype,
-    unreadable,
 )
 
 __all__ = [
@@ -45,12 +41,10 @@ __all__ = [
 
 SAVED = "tokenizer.json"  # the name of a tokenizer's file in a folder
 
-Document = dict[str, Any]  # a file's JSON
-
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """A row of the table of tokenizers. A kind has the ways to come by a tokenizer that are not None.
+    """A row of the table of tokenizers: the ways to get one of a kind. None: it has no such way.
 
     The row is found by the kind in a saved form, and by `--tokenizer NAME` or `--tokenizer NAME:ARGUMENT`
     where it has a spelling. `argument` below is "" where none is given.
@@ -61,10 +55,10 @@ class TokenizerKind:
     from_name: Callable[[str], Tokenizer] | None = None  # (argument)
     # (argument, texts, whether these are documents, between which a separator may stand)
     learn: Callable[[str, Iterable[str], bool], Tokenizer] | None = None
-    from_json: Callable[[Document, str], Tokenizer] | None = None  # (saved form, its source in errors)
-    # (path, its JSON or None for a folder): a tokenizer that others have saved; None: it is another kind's
-    from_file: Callable[[Path, Any], Tokenizer | None] | None = None
-    # (argument, tokenizer): whether the name can mean it. None: that is known when the name has been loaded.
+    from_json: Callable[[JsonObject, str], Tokenizer] | None = None  # (saved form, its source in errors)
+    # (path, its JSON or None for a folder): a tokenizer in another program's file; None: of another kind
+    from_file: Callable[[Path, Json], Tokenizer | None] | None = None
+    # (argument, tokenizer): whether the name can mean it. None: the name has to be loaded to know that.
     means: Callable[[str, Tokenizer], bool] | None = None
 
 
@@ -101,8 +95,8 @@ TOKENIZERS = Table(
 class ExtraKind(Protocol):
     """A row of the table of extras, by their names in a tokenizer's saved form."""
 
-    def __call__(self, value: Any, size: int, source: str) -> Extra:
-        """Return what was saved with a tokenizer of `size` entries; a DataError where it is damaged."""
+    def __call__(self, value: Json, size: int, source: str) -> Extra:
+        """Return the extra that was saved with a tokenizer of `size` entries, or raise a DataError."""
 
 
 EXTRAS: Table[ExtraKind] = Table("extras", "what a tokenizer has besides", {})
@@ -118,7 +112,7 @@ def find_kind(name: str) -> tuple[TokenizerKind | None, str]:
 
 
 def build_tokenizer(name: str, text: str) -> Tokenizer:
-    """A tokenizer of this kind with the vocabulary of `text`, or whatever `load_tokenizer` takes."""
+    """Return a tokenizer of this kind with the vocabulary of `text`, or what `load_tokenizer` returns."""
     kind, argument = find_kind(name)
     if kind is None or kind.learn is None:
         return load_tokenizer(name)
@@ -127,7 +121,7 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer that needs no text: by the name of its kind, or the path of a file or folder."""
+    """Return a tokenizer that needs no text: by the name of its kind, or the path of a file or folder."""
     kind, argument = find_kind(name)
     if kind is None:
         return _from_path(name)
@@ -137,7 +131,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def can_mean(name: str, tokenizer: Tokenizer) -> bool:
-    """Return whether `--tokenizer NAME` can mean this tokenizer; load it where the name does not say that."""
+    """Return whether `--tokenizer NAME` can mean this tokenizer. Load it where its kind does not tell."""
     kind, argument = find_kind(name)
     if kind is not None and kind.means is not None:
         return kind.means(argument, tokenizer)
@@ -150,7 +144,7 @@ def tokenizer_from_json(text: str, source: str) -> Tokenizer:
     return _from_document(parsed(text, source), source)
 
 
-def parsed(text: str, source: str) -> Any:
+def parsed(text: str, source: str) -> Json:
     """Return the JSON of a saved tokenizer, or raise a DataError that names `source`."""
     try:
         return parse_json(text)
@@ -158,13 +152,13 @@ def parsed(text: str, source: str) -> Any:
         raise DataError(f"{source} is not a saved tokenizer: it is not JSON ({error})") from None
 
 
-def _from_document(document: Any, source: str) -> Tokenizer:
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise DataError(f"{source} is not a saved tokenizer: its format is not {FORMAT!r}")
-    if document.get("version") != VERSION:
+def _from_document(document: Json, source: str) -> Tokenizer:
+    if not isinstance(document, dict) or document.get("format") != TOKENIZER_FORMAT:
+        raise DataError(f"{source} is not a saved tokenizer: its format is not {TOKENIZER_FORMAT!r}")
+    if document.get("version") != TOKENIZER_VERSION:
         raise DataError(
             f"{source} is a tokenizer of version {document.get('version')!r};"
-            f" this distgpt reads version {VERSION}"
+            f" this distgpt reads version {TOKENIZER_VERSION}"
         )
     name = document.get("kind")
     kind = TOKENIZERS.get(name) if isinstance(name, str) else None
@@ -180,7 +174,7 @@ def _from_document(document: Any, source: str) -> Tokenizer:
 
 
 def _from_path(name: str) -> Tokenizer:
-    """The tokenizer in a file or in a folder's tokenizer.json, in our own format or in that of others."""
+    """Return the tokenizer in a file or in a folder's tokenizer.json, in our format or another program's."""
     path = Path(name)
     try:
         if path.is_dir() and (path / SAVED).is_file():
@@ -192,7 +186,7 @@ def _from_path(name: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from None
     document = None if path.is_dir() else read_json(path)
-    if isinstance(document, dict) and document.get("format") == FORMAT:
+    if isinstance(document, dict) and document.get("format") == TOKENIZER_FORMAT:
         return _from_document(document, str(path))
     for _, kind in TOKENIZERS.rows():
         found = kind.from_file(path, document) if kind.from_file else None
@@ -205,9 +199,15 @@ def _from_path(name: str) -> Tokenizer:
     return _from_document(document, str(path))  # which says why not
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> Json:
     """Return the JSON in a file, or raise a DataError."""
     try:
         return parsed(read_small(path).decode(), str(path))
     except UnicodeDecodeError as error:
         raise unreadable(str(path), error) from None
+
+
+def unreadable(name: str, error: OSError | ValueError) -> DataError:
+    """Return the error for a file of a tokenizer that cannot be read."""
+    reason = getattr(error, "strerror", None) or error
+    return DataError(f"{name!r} cannot be read as a saved tokenizer: {reason}")

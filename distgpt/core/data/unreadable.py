@@ -1,4 +1,4 @@
-"""Files that are no text in UTF-8: what they seem to be, and the command that makes a text of them."""
+"""Files that are no text in UTF-8: a guess at their kind, and the command that makes a text of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNPACKERS = {
 _OFFICE = (".docx", ".odt", ".epub", ".rtf")
 MARKUP = (".html", ".htm", ".xml")  # texts that one may not want as they are
 _BINARY = (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".png", ".jpg", ".jpeg")
-# What may be given by mistake, by the ending of its name, and what to do about it.
+# Files that are given by mistake, by the ending of their names, and what to do about it.
 ADVICE = {
     **{ending: f"unpack it first: {how} {{path}}" for ending, how in _UNPACKERS.items()},
     **dict.fromkeys(_OFFICE, "pandoc -t plain -o {text} {path} makes a text of it"),
@@ -43,10 +43,10 @@ _MANY = 0.2  # of the bytes: above ASCII there are more only in other scripts th
 
 
 def advice(path: Path, ending: str = "") -> str:
-    """Return what to do about a file whose name ends so, or with another ending; "" if it may be a text."""
+    """Return advice for a file by the ending of its name, or by another `ending`; "" if it may be a text."""
     name = ending or path.name.lower()
-    words = {"path": shlex.quote(str(path)), "text": shlex.quote(str(path.with_suffix(".txt")))}
-    return next((how.format(**words) for each, how in ADVICE.items() if name.endswith(each)), "")
+    names = {"path": shlex.quote(str(path)), "text": shlex.quote(str(path.with_suffix(".txt")))}
+    return next((remedy.format(**names) for each, remedy in ADVICE.items() if name.endswith(each)), "")
 
 
 def refuse_by_name(path: Path) -> None:
@@ -56,7 +56,7 @@ def refuse_by_name(path: Path) -> None:
 
 
 def way_out(path: Path | None, content: bytes, at: int = 0) -> str:
-    """Return what a file seems to be of which byte `at` is not UTF-8, and what to do. No path: of a pipe."""
+    """Return the likely kind of a file whose byte `at` is not UTF-8, and a remedy. No path: it is a pipe."""
     if content.startswith(_GZIP):
         return "it is compressed: unpack it first, or let its name end in .txt.gz"
     ending = next((ending for start, ending in _BEGINNINGS.items() if content.startswith(start)), "")
@@ -73,7 +73,7 @@ def way_out(path: Path | None, content: bytes, at: int = 0) -> str:
 
 
 def _encoding(sample: bytes) -> tuple[str, str]:
-    """Guess an encoding: in words, and as iconv calls it; "" for what is no text."""
+    """Guess an encoding: a description, and its name for iconv, "" for a file that is no text."""
     if sample.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "it is UTF-16", "UTF-16"
     for name, high in (("UTF-16LE", sample[1::2]), ("UTF-16BE", sample[::2])):

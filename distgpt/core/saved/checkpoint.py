@@ -1,7 +1,7 @@
 """Checkpoints: directories that appear whole or not at all, with a manifest that shows any damage.
 
 `directory` is RUN/checkpoints, which holds them all, `path` a single checkpoint in it. Only one process may
-save; the others learn the result through `comm.agree`.
+save; the others learn the result through core/comm/agree.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
-from distgpt.core.base.checked import Count, Must, Positive, checked, parse_json, parse_object
+from distgpt.core.base.checked import (
+    Count,
+    JsonObject,
+    Must,
+    Positive,
+    checked,
+    parse_json,
+    parse_object,
+)
 from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.base.files import (
     atomic_file,
@@ -42,17 +50,17 @@ Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensor
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
-DAMAGED = "damaged-"  # in front of the name of one that is set aside
+DAMAGED = "damaged-"  # in front of the name of a checkpoint that is set aside
 _FILE = re.compile(r"[\w.-]+")
 
 
-def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str, Any], keep: int) -> Path:
+def save_checkpoint(directory: Path, groups: Groups, state: State, keep: int) -> Path:
     """Write `step-<step>`, then drop all but the newest `keep` checkpoints up to this step.
 
     Later steps stay: a run that resumed from an earlier checkpoint left them behind, and they must not push
     out the one just written.
     """
-    final = directory / f"step-{step:08d}"
+    final = directory / f"step-{state.step:08d}"
     partial = directory / f".tmp-{final.name}"
     with storage_errors("save checkpoint", final):
         directory.mkdir(parents=True, exist_ok=True)
@@ -60,47 +68,39 @@ def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str,
         remove_unfinished(directory)  # first: it may fill the disk
         try:
             partial.mkdir()
-            _write(partial, groups, {**state, "step": step})
+            _write(partial, groups, state)
             _put_in_place(partial, final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    for outdated in saved_checkpoints(directory, step)[keep:]:
+    for outdated in saved_checkpoints(directory, state.step)[keep:]:
         drop(outdated)
     return final
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what killed runs left half-written, or half-removed."""
+    """Remove checkpoints that killed runs left half-written, or half-removed."""
     for stale in directory.glob(".tmp-*step-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
 def set_damaged_aside(directory: Path, step: int) -> None:
-    """Rename what is damaged among the checkpoints from this step on, so that it counts as none to keep.
-
-    Not what cannot be read, which may be back in a moment.
-    """
+    """Rename damaged checkpoints from this step on, so that they do not count among those to keep."""
     for path in saved_checkpoints(directory):
         if _step(path) >= step:
             try:
                 verify(path)
             except DataError as error:
-                if _is_unreadable(error):
-                    continue
+                cause = system_error(error)
+                if cause is not None and not isinstance(cause, FileNotFoundError):
+                    continue  # the disk fails, and may be back in a moment
                 aside = path.with_name(f"{DAMAGED}{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
 
 
-def _is_unreadable(error: BaseException | None) -> bool:
-    """Return if an error comes from a failing disk, not from a file that is not there."""
-    found = system_error(error)
-    return found is not None and not isinstance(found, FileNotFoundError)
-
-
 def drop(path: Path) -> None:
-    """Remove a checkpoint, first its name: a killed process leaves no half of one under it."""
+    """Rename a checkpoint and remove it: a killed process leaves no half of one under its name."""
     aside = path.with_name(f".tmp-{path.name}")
     with suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)
@@ -131,42 +131,53 @@ def newest_step(directory: Path) -> int | None:
     return next((_step(path) for path in saved_checkpoints(directory)), None)
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its manifest; return the state, or raise a DataError."""
-    for name in {WEIGHTS: 0, OPTIMIZER: 0, **_manifest(path)}:
-        _check(path, name)
-    return load_state(path)
+def verify(path: Path) -> None:
+    """Compare every file of a checkpoint with its manifest; a DataError names one that is damaged."""
+    manifest = _manifest(path)
+    for name in dict.fromkeys((WEIGHTS, OPTIMIZER, *manifest, STATE)):
+        _check(path, name, manifest)
+    _parse_state(path)
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """Return the verified state that was passed to `save_checkpoint`, with its `step`; null is left out."""
-    _check(path, STATE)
-    state = _object(path / STATE)
+def load_state(path: Path) -> State:
+    """Return the state that was passed to `save_checkpoint`, verified; keys that no State has are ignored."""
+    return State.from_json(load_document(path))
+
+
+def load_document(path: Path) -> JsonObject:
+    """Return the verified state as its file has it, without the keys whose value is null."""
+    _check(path, STATE, _manifest(path))
+    return {key: value for key, value in _parse_state(path).items() if value is not None}
+
+
+def _parse_state(path: Path) -> JsonObject:
+    """Return the content of a state's file, or raise a DataError."""
+    document = _object(path / STATE)
     try:
-        State.from_json(state)
+        step = State.from_json(document).step
     except ValueError as error:
         raise DataError(f"{path / STATE} is damaged: {error}") from None
-    if _NAME.fullmatch(path.name) and state["step"] != _step(path):
-        raise DataError(f"{path / STATE} is of step {state['step']}, not of its folder's")
-    return {key: value for key, value in state.items() if value is not None}
+    if _NAME.fullmatch(path.name) and step != _step(path):
+        raise DataError(f"{path / STATE} is of step {step}, not of its folder's")
+    return document
 
 
 def stems(path: Path) -> set[str]:
-    """The files with tensors in a checkpoint, as its manifest lists them."""
+    """Return the files with tensors in a checkpoint, as its manifest lists them."""
     return {Path(name).stem for name in _manifest(path) if name.endswith(".safetensors")}
 
 
 def load_group(path: Path, stem: str, destination: Tensors) -> None:
     """Fill `destination` from one file of a checkpoint; a damaged file leaves it untouched."""
     name = f"{stem}.safetensors"
-    listed = _listed(path, name)
+    listed = _listed(path, name, _manifest(path))
     read_into(path / name, destination, listed.sha256, listed.header_sha256)
 
 
 def load_some(path: Path, stem: str, destination: Tensors) -> None:
-    """Fill `destination` from one file of a checkpoint, of whose other tensors nothing is read."""
+    """Fill `destination` from one file of a checkpoint, whose other tensors are verified alone."""
     file = path / f"{stem}.safetensors"
-    _check(path, file.name)
+    _check(path, file.name, _manifest(path))
     header = read_header(file)
     for name, array in destination.items():
         if name not in header.tensors or header.tensors[name].shape != array.shape:
@@ -174,18 +185,19 @@ def load_some(path: Path, stem: str, destination: Tensors) -> None:
         read_rows(file, header, name, array)
 
 
-def _write(partial: Path, groups: Groups, state: dict[str, Any]) -> None:
-    files: dict[str, Any] = {}
+def _write(partial: Path, groups: Groups, state: State) -> None:
+    files: dict[str, dict[str, object]] = {}
     for stem, (tensors, metadata) in groups.items():
         name = f"{stem}.safetensors"
         files[name] = {"header_sha256": write_tensors(partial / name, tensors, metadata)}
-    files[STATE] = {"sha256": _write_json(partial / STATE, state)}
+    files[STATE] = {"sha256": _write_json(partial / STATE, state.to_json())}
     for name, entry in files.items():
         entry["bytes"] = (partial / name).stat().st_size
     _write_json(partial / MANIFEST, files)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> str:
+def _write_json(path: Path, content: Mapping[str, object]) -> str:
+    """Write an object, and return the SHA-256 of its file."""
     text = json.dumps(content, indent=1).encode()
     with atomic_file(path) as file:
         file.write(text)
@@ -215,15 +227,15 @@ def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def _check(path: Path, name: str) -> None:
-    """Compare one file with its entry in the manifest: by its own checksums, if that has the header's."""
-    listed = _listed(path, name)
+def _check(path: Path, name: str, manifest: Manifest) -> None:
+    """Compare one file with its entry in the manifest, which has a checksum of all of it or of its header."""
+    listed = _listed(path, name, manifest)
     try:
         with open_regular(path / name) as file:
             length = os.fstat(file.fileno()).st_size
             if length != listed.bytes:
                 raise DataError(f"{path / name} has {length} bytes, {listed.bytes} were written")
-            if listed.sha256 and hashlib.file_digest(cast(Any, file), "sha256").hexdigest() != listed.sha256:
+            if listed.sha256 and hashlib.file_digest(file, "sha256").hexdigest() != listed.sha256:
                 raise DataError(f"{path / name} is damaged: its SHA-256 is not the one in manifest.json")
         if listed.header_sha256:
             verify_whole(path / name, listed.header_sha256)
@@ -232,7 +244,7 @@ def _check(path: Path, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class Listed:
     """A file in the manifest. Checkpoints of former versions have the SHA-256 of tensors' whole files."""
 
     bytes: Count
@@ -240,26 +252,31 @@ class _Listed:
     header_sha256: str = ""  # of the header of a file of tensors, which covers the rest
 
 
-def _listed(path: Path, name: str) -> _Listed:
-    if name not in (manifest := _manifest(path)):
+Manifest = dict[str, Listed]  # every file in a checkpoint but the manifest
+
+
+def _listed(path: Path, name: str, manifest: Manifest) -> Listed:
+    if name not in manifest:
         raise DataError(f"{path / MANIFEST} lists no {name}")
     return manifest[name]
 
 
-def _manifest(path: Path) -> dict[str, _Listed]:
-    """Every file in a checkpoint but the manifest."""
+def _manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint, or raise a DataError."""
     found = {}
     for name, entry in _object(path / MANIFEST).items():
+        damaged = DataError(f"{path / MANIFEST} is damaged at {name!r:.80}")
         try:
-            found[name] = listed = checked(_Listed, entry)
+            found[name] = listed = checked(Listed, entry)
         except ValueError:
-            listed = None
-        if not listed or bool(listed.sha256) == bool(listed.header_sha256) or not _FILE.fullmatch(name):
-            raise DataError(f"{path / MANIFEST} is damaged at {name!r:.80}")
+            raise damaged from None
+        if bool(listed.sha256) == bool(listed.header_sha256) or not _FILE.fullmatch(name):
+            raise damaged
     return found
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path) -> JsonObject:
+    """Return the JSON object in a file; a DataError where it cannot be read, as if it were damaged."""
     try:
         return parse_object(read_small(path), path)
     except StorageError as error:
@@ -286,8 +303,8 @@ class Best:
 
     @staticmethod
     def from_metadata(metadata: Mapping[str, str]) -> Best | None:
-        """Return what a file of weights says of itself, or raise a ValueError; None if it says nothing."""
-        return cast(Best, checked(Best, parse_json(metadata[_BEST]))) if _BEST in metadata else None
+        """Return the record in a weights file's metadata, or raise a ValueError; None if there is none."""
+        return checked(Best, parse_json(metadata[_BEST])) if _BEST in metadata else None
 
 
 _Shares = Annotated[list[Positive], Must("not be empty", bool)]
@@ -299,7 +316,7 @@ _Recent = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A run after `step` steps. A default stands for what checkpoints of former versions lack."""
+    """A run after `step` steps. A default stands for a key that checkpoints of former versions lack."""
 
     step: Count = 0
     seed: int | None = None
@@ -315,7 +332,7 @@ class State:
     recent: _Recent = ()  # loss and gradient norm of the last good steps
     seconds: _Seconds = 0.0  # of a run that ends by the clock
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
         if self.best and self.best.step is None:
             del found["best"]["step"]
@@ -323,14 +340,14 @@ class State:
         return {**found, "step": step}
 
     @staticmethod
-    def from_json(document: Mapping[str, Any]) -> State:
-        """Read a document, or raise a ValueError; keys that no State has are passed over."""
+    def from_json(document: Mapping[str, object]) -> State:
+        """Read a document, or raise a ValueError; keys that no State has are ignored."""
         keys = {name: _KEYS.get(name, name) for name in State.__slots__}
         known = {name: document[key] for name, key in keys.items() if document.get(key) is not None}
-        return cast(State, checked(State, {"step": None, **known}))
+        return checked(State, {"step": None, **known})  # the one key that no document may lack
 
 
-# Keys of state.json with other names than the fields of State. No other file knows them.
+# Keys of state.json with other names than the fields of State: its format stays as it was.
 _KEYS = {
     "ranks": "world_size",
     "micro_batches": "rounds",

@@ -31,7 +31,7 @@ from distgpt.core.saved.kinds import (
     rounded_dtype,
     verified,
 )
-from distgpt.core.saved.rundir import find_weights, import_command
+from distgpt.core.saved.named import find_weights, import_command
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     HEADER_SUM,

@@ -1,44 +1,28 @@
-"""The directory of a run and the files in it, which only rank 0 touches; the weights that a path means."""
+"""The directory of a run and the files in it, which only rank 0 touches."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
-import platform
 import shutil
-import time
-from collections.abc import Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from distgpt.core.base.checked import checked, parse_json, parse_object
-from distgpt.core.base.errors import DataError, StorageError, UsageError, command_line, escape
+from distgpt.core.base.checked import parse_object
+from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.base.files import (
     append,
     atomic_file,
-    lock,
     open_regular,
     read_small,
     storage_errors,
     unfinished_versions,
 )
-from distgpt.core.comm.agree import on_root
-from distgpt.core.comm.api import Comm
 from distgpt.core.config import CHANGEABLE, RunConfig, differences, parse_toml
-from distgpt.core.saved.checkpoint import WEIGHTS, newest_intact, remove_unfinished, set_damaged_aside
-
-ATTEMPTS, SECONDS_BETWEEN = 10, 0.05  # to lock a file that another process may be looking at
-MOST_METRICS = 1 << 30  # bytes
-MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
-# The names of losses in nats per token, in metrics and summaries, and of the same in bits per byte.
-IN_BITS = {"loss": "train_bits_per_byte", "val_loss": "bits_per_byte"}
-
-
-_held: dict[Path, int] = {}  # open files that this process has locked
+from distgpt.core.saved.checkpoint import remove_unfinished, set_damaged_aside
+from distgpt.core.saved.run_lock import RunLock
 
 
 class RunDirectory:
@@ -54,8 +38,7 @@ class RunDirectory:
         self.weights = path / "weights.safetensors"
         self.best = path / "best.safetensors"
         self.summary = path / "summary.json"
-        self.running = path / "running.json"
-        self._lock_path = self.running.absolute()
+        self.lock = RunLock(path)
         self._unwritten: list[bytes] = []  # lines of metrics
 
     def __eq__(self, other: object) -> bool:
@@ -64,110 +47,8 @@ class RunDirectory:
     def __hash__(self) -> int:
         return hash(self.path)
 
-    # One process trains here. It holds the kernel's lock on running.json, which ends with the process.
-
-    @contextmanager
-    def claimed(self, comm: Comm) -> Iterator[None]:
-        """Rank 0's process holds the directory meanwhile. Collective."""
-        on_root(comm, self.claim)
-        try:
-            yield
-        finally:
-            if comm.rank == 0:
-                self.release()
-
-    def claim(self) -> None:
-        """Hold the directory until `release`, or the end of the process; a UsageError if another one does."""
-        path = self._lock_path
-        with storage_errors("write", path):
-            for _ in range(ATTEMPTS):
-                if path in _held or self._lock(path):
-                    return
-                time.sleep(SECONDS_BETWEEN)
-        raise self._in_use()
-
-    def _lock(self, path: Path) -> bool:
-        """Return if this process holds the file now."""
-        how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path, how, 0o666)
-        got = lock(descriptor, fcntl.LOCK_EX)
-        is_free = got if got is not None else not self._is_named()
-        if not is_free or not _is_at(descriptor, path):  # removed meanwhile
-            os.close(descriptor)
-            return False
-        _held[path] = descriptor
-        try:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, _line({"host": platform.node(), "pid": os.getpid()}))
-        except OSError:
-            self.release()
-            raise
-        if got is None:
-            time.sleep(SECONDS_BETWEEN)
-            if self._is_named():  # by another one that began at the same moment
-                os.close(_held.pop(path))
-                return False
-        return True
-
-    def release(self) -> None:
-        """Give the directory free, if this process holds it."""
-        path = self._lock_path
-        if (descriptor := _held.pop(path, None)) is not None:
-            with suppress(OSError):
-                if _is_at(descriptor, path):
-                    path.unlink()
-            with suppress(OSError):  # the lock is gone even where closing reports an error
-                os.close(descriptor)
-
-    def refuse_second(self) -> str:
-        """Raise a UsageError if another process holds the directory; return which one was killed here."""
-        if self._lock_path in _held:
-            return ""
-        if self.is_held():
-            raise self._in_use()
-        return self._holder() if self._lock_path.exists() else ""
-
-    def is_held(self) -> bool:
-        """Return if a process trains here."""
-        if self._lock_path in _held:
-            return True
-        with storage_errors("read", self.running):
-            try:
-                with open_regular(self._lock_path) as file:
-                    got = lock(file.fileno(), fcntl.LOCK_SH)
-                    return self._is_named() if got is None else not got
-            except (FileNotFoundError, NotADirectoryError):
-                return False
-
-    def lacks_locks(self) -> bool:
-        """Return whether this process holds the directory by its name alone."""
-        return self._lock_path in _held and lock(_held[self._lock_path], fcntl.LOCK_EX) is None
-
-    def _is_named(self) -> bool:
-        """Return whether running.json names another process of this host that lives.
-
-        On a disk without locks that is all that can be known.
-        """
-        with suppress(DataError, StorageError, KeyError, ValueError):  # of another version, or half written
-            found = parse_object(read_small(self._lock_path), self.running)
-            return found["host"] == platform.node() and _is_another(checked(int, found["pid"]))
-        return False
-
-    def _in_use(self) -> UsageError:
-        return UsageError(
-            f"{self.path} is in use: {self._holder()} trains there; "
-            "wait for its end, stop it, or choose another --out"
-        )
-
-    def _holder(self) -> str:
-        """The process that wrote its name into running.json."""
-        with suppress(DataError, StorageError, KeyError):  # of another version, or half written
-            found = parse_object(read_small(self._lock_path), self.running)
-            return escape(f"process {found['pid']} on {found['host']}")[:200]
-        return "another process"
-
     def saved(self) -> RunConfig | None:
-        """The configuration of the run in here, if there is one."""
+        """Return the configuration of the run in this directory; None without one."""
         with storage_errors("use the run directory", self.path):
             if not self.config.exists():
                 return None
@@ -190,13 +71,13 @@ class RunDirectory:
                     raise UsageError(
                         f"{self.path} holds this run already; add --resume auto, or choose another --out"
                     )
-            elif self.path.is_dir() and set(self.path.iterdir()) - {self.running, *self._left_behind()}:
+            elif self.path.is_dir() and set(self.path.iterdir()) - {self.lock.path, *self._left_behind()}:
                 raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
             elif self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
 
     def _left_behind(self) -> list[Path]:
-        """List what a run leaves here that is killed before it has begun, or while it writes."""
+        """List the unfinished files of a run that was killed before it had begun, or while it wrote."""
         files = (self.config, self.tokenizer, self.metrics, self.weights, self.best, self.summary)
         return [path for file in files for path in unfinished_versions(file)]
 
@@ -210,14 +91,14 @@ class RunDirectory:
     def create(self, run: RunConfig, tokenizer_json: str, step: int, owes_evaluation: bool = False) -> None:
         """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
 
-        Metrics of steps after `step`, which will be repeated, are dropped; so is the evaluation after it that
-        is still due. Damaged checkpoints of such steps are set aside.
+        Drops metrics of steps after `step`, which will be repeated, and of the evaluation after it if that is
+        still due. Sets damaged checkpoints of such steps aside.
         """
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
-                self.claim()
+                self.lock.claim()  # first: what follows removes files that another process may be writing
                 remove_unfinished(self.checkpoints)
                 set_damaged_aside(self.checkpoints, step)
                 for path in self._left_behind():
@@ -226,37 +107,37 @@ class RunDirectory:
                     with atomic_file(path) as file:
                         file.write(text.encode())
                 self.drop_metrics_after(step, owes_evaluation)
-            except UsageError:  # it is another one's
+            except UsageError:  # another process holds the directory
                 raise
             except BaseException:
                 if fresh:
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
 
-    def record(self, metrics: dict[str, float]) -> None:
+    def record(self, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl, with null for values that are not finite.
 
-        What cannot be written is kept for the next time.
+        A line that cannot be written is kept for the next time.
         """
         known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._unwritten.append(_line(known))
         self.write_metrics()
 
     def write_metrics(self) -> None:
-        """Append what could not be written before."""
+        """Append the lines that could not be written before."""
         if self._unwritten:
             with storage_errors("write", self.metrics):
                 append(self.metrics, b"".join(self._unwritten))
             self._unwritten.clear()
 
-    def remember(self, event: dict[str, Any]) -> None:
+    def remember(self, event: Mapping[str, object]) -> None:
         """Append one line to history.jsonl, with the time."""
         moment = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
         with storage_errors("write", self.history):
             append(self.history, _line({**moment, **event}))
 
     def branched_from(self) -> Path | None:
-        """The checkpoint of another run that this one began with."""
+        """Return the checkpoint of another run that this one began with, if it did."""
         if not self.history.exists():
             return None
         first = parse_object(read_small(self.history).split(b"\n")[0], self.history)
@@ -264,9 +145,9 @@ class RunDirectory:
         return Path(origin) if isinstance(origin, str) and "\0" not in origin else None
 
     def finished_at(self) -> int | None:
-        """The last step of the run that is done, as its summary says; None where it says something else.
+        """Return the last step of a finished run, by its summary; None if that is not of a finished run.
 
-        The summary is written after the weights, so that of a run that was killed in between is an older one.
+        The summary is written after the weights: that of a run that was killed in between is an older one.
         """
         with suppress(DataError, StorageError):  # there is none, or it is damaged
             summary = parse_object(read_small(self.summary), self.summary)
@@ -293,30 +174,12 @@ class RunDirectory:
                 file.writelines(kept)
 
 
-def _is_another(pid: int) -> bool:
-    """Return whether a process of this number lives, and is not this one."""
-    if pid <= 0 or pid == os.getpid():  # 0 and below are groups
-        return False
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # another user's
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Return if an open file is the one of that name."""
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-
-
-def _line(event: dict[str, Any]) -> bytes:
+def _line(event: Mapping[str, object]) -> bytes:
     return json.dumps(event).encode() + b"\n"
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a line of metrics, -1 if the line is not whole."""
+    """Return the step of a line of metrics; -1 if the line is not whole."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else -1
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -325,7 +188,7 @@ def _step_of(line: bytes) -> int:
 
 
 def differing(before: RunConfig, now: RunConfig, changeable: Container[str] = ()) -> str:
-    """Say what differs and must not, in words for a message; "" if nothing does."""
+    """List the settings that differ and must not, for a message; "" if none does."""
     different = [
         f"{name} was {old!r:.80} and is now {new!r:.80}"
         for name, (old, new) in differences(before, now).items()
@@ -335,7 +198,7 @@ def differing(before: RunConfig, now: RunConfig, changeable: Container[str] = ()
 
 
 def place_for(parent: Path, name: str, resuming: bool) -> Path:
-    """parent/name, or parent/name-2, -3, … if that is taken; when resuming, the last one taken."""
+    """Return parent/name, or parent/name-2, -3, … if that exists; when resuming, the last that exists."""
     count, path = 1, parent / name
     last = path
     while path.exists():
@@ -343,57 +206,3 @@ def place_for(parent: Path, name: str, resuming: bool) -> Path:
         count += 1
         path = parent / f"{name}-{count}"
     return last if resuming else path
-
-
-def find_weights(path: Path) -> Path:
-    """Return a weights file: of a run the best, else the last, else that of its newest intact checkpoint.
-
-    A UsageError names the command to use where the path holds a model of another kind.
-    """
-    with storage_errors("read", path):
-        if path.suffix == ".gguf" and path.is_file():
-            raise UsageError(f"{path} is in GGUF: first {import_command(path, path.stem)}")
-        if not path.is_dir():
-            return path
-        run = RunDirectory(path)
-        for file in (run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):
-            if file.is_file():
-                return file
-        if (path / "config.json").is_file():
-            raise UsageError(f"{path} holds a model of transformers: first {import_command(path)}")
-    if newest := newest_intact(run.checkpoints):
-        return newest[0] / WEIGHTS
-    raise UsageError(f"{path} is a directory without weights: give a weights file, or the directory of a run")
-
-
-def import_command(source: Path, name: str = "") -> str:
-    """Return the command that imports a directory of transformers, or a file, to one of this name."""
-    out = f"{name or source.resolve().name}.safetensors"
-    return command_line("weights", "import", source, "--out", out)
-
-
-# metrics.jsonl, read with mistrust: whole lines, each of one step, with numbers by name
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line; values may be None."""
-    return (parse_metrics(line, number, path) for number, line in enumerate(whole_lines(path), 1))
-
-
-def whole_lines(path: Path) -> list[bytes]:
-    """Without the half line that a killed run may have left at the end."""
-    content = read_small(path, MOST_METRICS)
-    return content[: content.rfind(b"\n") + 1].splitlines()
-
-
-def parse_metrics(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    """Return the numbers of a line by name; a DataError names a line without metrics."""
-    try:
-        found: dict[str, Any] = parse_json(line)
-        checked(dict[str, float | None], found)
-        step = checked(int, found["step"])
-    except (ValueError, KeyError):
-        raise DataError(f"{path}: line {number} holds no metrics") from None
-    if not 0 <= step < MOST_STEPS:
-        raise DataError(f"{path}: line {number} is of an impossible step")
-    return found

@@ -1,6 +1,6 @@
 """Tensors on disk: the safetensors format, read strictly, written durably, with checksums in its metadata.
 
-One is of the data, one of the header, with the metadata: of all entries but itself, written as here.
+`data_sha256` covers the data, `header_sha256` the header with all of the metadata but itself.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,19 +22,20 @@ from distgpt.core.base.checked import Must, checked, parse_json
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import Direct, atomic_file, open_regular, storage_errors
 
-Tensors = Mapping[str, NDArray[Any]]
-Kind = tuple[np.dtype[Any], tuple[int, ...]]
+HostArray = NDArray[np.generic]  # of any type, in the host's memory
+Tensors = Mapping[str, HostArray]
+Kind = tuple[np.dtype[np.generic], tuple[int, ...]]
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
 _STORED = DTYPES | {"I8": "<i1", "U8": "<u1"}  # integers are read only where they are expected (rounded.py)
 _NAMES = {np.dtype(stored): name for name, stored in _STORED.items()}
-_OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
+_OTHERS = {"BOOL": 1, "I16": 2, "I32": 4, "I64": 8}  # bytes of an element; described, but never read
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
 DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # in the metadata
-_PIECE = 1 << 20  # elements in flight at a time, so that no tensor is ever copied whole
-_HEADER_CAP = 100_000_000
+_PIECE_ELEMENTS = 1 << 20  # elements that are read or written at a time, so that no tensor is copied whole
+_HEADER_CAP = 100_000_000  # bytes, as in the official reader
 _Length = Annotated[int, Must("be of 63 bits", lambda number: 0 <= number < 1 << 63)]
-_Numbers = Annotated[tuple[_Length, ...], Must("be short", lambda numbers: len(numbers) <= 64)]
+_Lengths = Annotated[tuple[_Length, ...], Must("be short", lambda lengths: len(lengths) <= 64)]
 _PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
 
 
@@ -60,13 +62,13 @@ class Header:
         return {name: text for name, text in self.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
 
 
-class LazyTensors(Mapping[str, NDArray[Any]]):
-    """Tensors that are made as they are used, of kinds that are known before."""
+class LazyTensors(Mapping[str, HostArray]):
+    """Tensors that are made when they are used; their types and shapes are known before."""
 
-    def __init__(self, kinds: Mapping[str, Kind], make: Callable[[str], NDArray[Any]]) -> None:
+    def __init__(self, kinds: Mapping[str, Kind], make: Callable[[str], HostArray]) -> None:
         self.kinds, self.make = kinds, make
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> HostArray:
         return self.make(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -77,15 +79,15 @@ class LazyTensors(Mapping[str, NDArray[Any]]):
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """Write arrays of float types, or integers of 8 bits; equal input gives equal bytes.
+    """Write arrays of float types, or integers of 8 bits; return the header's checksum, which covers all.
 
-    Each is used twice, so those that are lazy are made twice, since the checksum of the data stands in the
-    header in front of them. Returned is that of the header, which covers the data's and so the whole file.
+    Equal input gives equal bytes. Lazy tensors are made twice: the header, in front, has a checksum of the
+    data.
     """
     kinds = _kinds(tensors)
-    # Wide elements first, as the official writer does: each tensor then lies at a multiple of its width.
+    # Large elements first, as the official writer does: each tensor then lies at a multiple of their size.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
-    header: dict[str, Any] = {}
+    header: dict[str, object] = {}
     end = 0
     for name in order:
         dtype, shape = kinds[name]
@@ -107,7 +109,7 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> 
 
 
 def data_bytes(tensors: Tensors) -> int:
-    """Return how many bytes the data of these tensors are, without making those that are lazy."""
+    """Return the bytes of these tensors' data. Makes no lazy ones."""
     return sum(prod(shape) * dtype.itemsize for dtype, shape in _kinds(tensors).values())
 
 
@@ -117,33 +119,33 @@ def _kinds(tensors: Tensors) -> Mapping[str, Kind]:
     return {name: (array.dtype, array.shape) for name, array in tensors.items()}
 
 
-def _as_text(header: Mapping[str, Any]) -> bytes:
+def _as_text(header: Mapping[str, object]) -> bytes:
     return json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _header_sum(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
+def _header_sum(tensors: Mapping[str, object], metadata: Mapping[str, str]) -> str:
     others = {name: text for name, text in metadata.items() if name != HEADER_SUM}
     return hashlib.sha256(_as_text({**tensors, "__metadata__": others})).hexdigest()
 
 
-def _flat(array: NDArray[Any]) -> Any:
-    """The array in one dimension: a view where its memory is contiguous, else an iterator that can be cut."""
+def _flat(array: HostArray) -> HostArray | np.flatiter[HostArray]:
+    """Return the array in one dimension: a view if its memory is contiguous, else numpy's flat iterator."""
     return array.reshape(-1) if array.flags.c_contiguous else array.flat
 
 
 def _cuts(size: int) -> Iterator[slice]:
-    return (slice(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE))
+    return (slice(start, min(start + _PIECE_ELEMENTS, size)) for start in range(0, size, _PIECE_ELEMENTS))
 
 
 def _pieces(tensors: Tensors, order: list[str]) -> Iterator[memoryview]:
     for name in order:
         array = tensors[name]
         flat = _flat(array)
-        yield from (memoryview(flat[cut]).cast("B") for cut in _cuts(array.size))
+        yield from (flat[cut].data.cast("B") for cut in _cuts(array.size))
 
 
 def read_header(path: Path) -> Header:
-    """The tensors and metadata of a file, or a DataError that says what is wrong with it."""
+    """Return the tensors and metadata of a file; a DataError says what is wrong with it."""
     with storage_errors("read", path), open_regular(path) as file:
         return _checked_header(file, path)
 
@@ -168,14 +170,14 @@ def read_into(
 
 
 def verify_whole(path: Path, header_sum: str) -> None:
-    """A DataError unless this is the intact file whose header has this checksum."""
+    """Raise a DataError unless this is the intact file whose header has this checksum."""
     header = read_header(path)
     _refuse_other(header, header_sum, path)
     verify_data(path, header)
 
 
 def fingerprint(path: Path) -> str:
-    """Return what identifies the content: the checksum in the header, else one of the whole file."""
+    """Return the checksum in the header, which identifies the content, else one of the whole file."""
     if found := read_header(path).metadata.get(HEADER_SUM):
         return found
     with storage_errors("read", path), open_regular(path) as file:
@@ -196,7 +198,7 @@ def verify_data(path: Path, header: Header) -> bool:
     return expected is not None
 
 
-def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: int = 0) -> None:
+def read_rows(path: Path, header: Header, name: str, rows: HostArray, first: int = 0) -> None:
     """Fill `rows` from one tensor, beginning with its row number `first`.
 
     Convert as `read_into` does, but verify nothing: `verify_data` does that for the whole file.
@@ -208,25 +210,25 @@ def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: 
         _fill(rows, name, entry, file, path)
 
 
-def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
+def _verify(file: BufferedReader, start: int, expected: str | None, path: Path) -> None:
     """Compare everything from `start` on with its SHA-256, if that is known."""
     file.seek(start)
     if expected and _digest(file) != expected:
         raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
 
 
-def _digest(file: Any) -> str:
-    """The SHA-256 of what is left of a file."""
+def _digest(file: BufferedReader) -> str:
+    """Return the SHA-256 of the rest of a file."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -> None:
+def _fill(array: HostArray, name: str, entry: Entry, file: BufferedReader, path: Path) -> None:
     """Read the next tensor of the file into `array`, through a buffer if it must be converted."""
     flat, stored = _flat(array), np.dtype(_STORED[entry.dtype])
     direct = array.dtype == stored and array.flags.c_contiguous
     for cut in _cuts(array.size):
         piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)
-        if file.readinto(piece) != piece.nbytes:
+        if file.readinto(piece.data) != piece.nbytes:
             raise DataError(f"{path} was cut short while it was read")
         if entry.dtype == "BF16" and not direct:  # the upper half of a float32
             flat[cut] = (piece.astype("<u4") << 16).view("<f4")
@@ -240,7 +242,7 @@ def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -
 def refuse_misfits(
     header: Header, expected: Mapping[str, tuple[int, ...]], path: Path, integers: bool = False
 ) -> None:
-    """A DataError unless the file holds exactly these tensors, in these shapes, of floats (or integers)."""
+    """Raise a DataError unless the file holds exactly these tensors and shapes, of floats (or integers)."""
     readable = _STORED if integers else DTYPES
     wrong = {
         "missing": [name for name in expected if name not in header.tensors],
@@ -257,26 +259,26 @@ def refuse_misfits(
         ],
     }
     lists = [
-        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for what, names in wrong.items()
+        f"{problem}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for problem, names in wrong.items()
         if names
     ]
     if lists:
         raise DataError(f"{path} holds other tensors than this model: {'; '.join(lists)}")
 
 
-def _checked_header(file: BinaryIO, path: Path) -> Header:
+def _checked_header(file: BufferedReader, path: Path) -> Header:
     try:
         return _parse(file, os.fstat(file.fileno()).st_size)
     except ValueError as error:
         raise DataError(f"{path} is not an intact safetensors file: {error}") from error
 
 
-def _parse(file: BinaryIO, size: int) -> Header:
+def _parse(file: BufferedReader, size: int) -> Header:
     """Read and check everything in front of the data; a ValueError says what is wrong."""
     front = file.read(9)
     length = int.from_bytes(front[:8], "little")
-    # Looked at together with the brace: an intact header of 128 bytes starts with \x80 as well.
+    # Compared together with the brace: an intact header of 128 bytes begins with \x80 as well.
     if front[8:] != b"{" and front.startswith(_PICKLES):
         raise ValueError("it is a pickled file; distgpt reads safetensors only")
     if front.startswith(b"GGUF"):
@@ -286,11 +288,12 @@ def _parse(file: BinaryIO, size: int) -> Header:
     if front[8:] != b"{" or length < 2:
         raise ValueError("it has no header")
     header = parse_json(b"{" + file.read(length - 1), _HEADER_CAP)
+    assert isinstance(header, dict)  # since it begins with a brace
     metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))
     if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
         raise ValueError("the checksum of its header is not the one it was written with")
-    entries = {name: _entry(name, said) for name, said in header.items()}
-    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    found = [(name, _entry(name, described)) for name, described in header.items()]
+    entries = dict(sorted(found, key=lambda item: (item[1].start, item[1].stop)))
     end = 0
     for name, entry in entries.items():
         if entry.start != end:
@@ -306,19 +309,20 @@ class _Described:
     """A tensor as a header describes it."""
 
     dtype: str
-    shape: _Numbers
-    data_offsets: _Numbers
+    shape: _Lengths
+    data_offsets: _Lengths
 
 
-def _entry(name: str, said: Any) -> Entry:
-    which = f"tensor {name!r:.80}"
+def _entry(name: str, described: object) -> Entry:
+    """Return a tensor's entry, or raise a ValueError that names the tensor."""
+    tensor = f"tensor {name!r:.80}"
     try:
-        found = checked(_Described, said)
+        found = checked(_Described, described)
     except ValueError as error:
-        raise ValueError(f"{which} is not described by dtype, shape and data_offsets: {error}") from None
+        raise ValueError(f"{tensor} is not described by dtype, shape and data_offsets: {error}") from None
     dtype, shape, offsets = found.dtype, found.shape, found.data_offsets
     if dtype not in _WIDTHS:
-        raise ValueError(f"{which} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")
+        raise ValueError(f"{tensor} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * _WIDTHS[dtype]:
-        raise ValueError(f"{which} of shape {shape!r:.80} does not fill bytes {offsets!r:.80}")
+        raise ValueError(f"{tensor} of shape {shape!r:.80} does not fill bytes {offsets!r:.80}")
     return Entry(dtype, shape, *offsets)

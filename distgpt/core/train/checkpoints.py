@@ -269,9 +269,9 @@ class Checkpoints:
         state = replace(state, best=self.best)
         if OPTIMIZER in groups:
             files = {stem: (group, metadata if stem == WEIGHTS else {}) for stem, group in groups.items()}
-            path, document, keep = self._directory.checkpoints, state.to_json(), self._config.keep
+            path, keep = self._directory.checkpoints, self._config.keep
             size = sum(data_bytes(group) for group in groups.values())
-            write = partial(save_checkpoint, path, state.step, files, document, keep)
+            write = partial(save_checkpoint, path, files, state, keep)
             self.disk.write(state.step, size, write)
             self.seconds = time.perf_counter() - begun
 

@@ -23,7 +23,7 @@ from distgpt.core.train.summary import summarised
 def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
     with (
-        run.directory.claimed(run.comm),  # first: a second process in this directory must write nothing
+        run.directory.lock.claimed(run.comm),  # first: a second process in this directory must write nothing
         summarised(run),  # whatever ends the run below
         deferred_signals(run.signals),  # from here on one is noted, and `take_steps` ends the run
         entered(run.guards),  # before what may take long

@@ -78,9 +78,9 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     if checkpoint:
         _refuse_moved(config.train)
     directory.refuse_undecodable()
-    if dead := directory.refuse_second():
+    if dead := directory.lock.refuse_second():
         say(f"{dead} has left this run without an end: taking over")
-    state = State.from_json(load_state(checkpoint)) if checkpoint else State()
+    state = load_state(checkpoint) if checkpoint else State()
     origin = _origin(config.train, checkpoint)
     _refuse_conflicts(found, config, origin, state.step, asked.resume is not None)
     before = origin.run if checkpoint and origin else found.settings

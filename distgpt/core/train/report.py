@@ -10,7 +10,7 @@ from distgpt.core.base.errors import StorageError
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.config import DEFAULT_TEMPERATURE, RunConfig
 from distgpt.core.cpu.first_use import compiling_for
-from distgpt.core.data.batches import PIECE, Batches
+from distgpt.core.data.batches import SAMPLE_PIECE, Batches
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.engine_setup import engine_for
 from distgpt.core.generate.request import Request
@@ -130,7 +130,7 @@ def _timed(metrics: dict[str, float]) -> dict[str, float]:
 
 def word_of_text(batches: Batches, tokenizer: Tokenizer) -> str:
     """Return a word of the training text, for a prompt; "" if none is found at once."""
-    text = tokenizer.decode(batches.sample(PIECE)[:LOOKED_AT].tolist())
+    text = tokenizer.decode(batches.sample(SAMPLE_PIECE)[:LOOKED_AT].tolist())
     found = re.search(r"(?<=\s)[^\W\d_]{3,20}(?=\s)", text)
     return found[0] if found else ""
 

@@ -40,14 +40,14 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     """
     if resume == "auto":
         own = RunDirectory(out or place_for(Path("runs"), name, resuming=True))
-        own.refuse_second()  # before looking for what it may be writing
+        own.lock.refuse_second()  # before looking for what it may be writing
         return Resumption(own, own.saved(), _newest(own, say))
     path = Path(resume)
     if not path.is_dir():
         raise DataError(f"--resume {resume}: there is no such checkpoint or run directory")
     if (own := RunDirectory(path)).saved():
         if out is None or _are_same(out, path):
-            own.refuse_second()
+            own.lock.refuse_second()
         checkpoint = _newest(own, say)
         if out and checkpoint is None:
             raise DataError(f"{resume} has no checkpoint yet to begin a new run from")
@@ -140,9 +140,9 @@ def leave_finished(comm: Comm, directory: RunDirectory, t: TrainConfig, seconds:
     """
 
     def leave() -> None:
-        if directory.running.exists():  # the name of a process that was killed after the end
-            directory.claim()
-            directory.release()
+        if directory.lock.path.exists():  # the name of a process that was killed after the end
+            directory.lock.claim()
+            directory.lock.release()
         done, more, words = _ending(directory, t, seconds)
         say(f"{directory.path} is finished, and nothing was changed: {done}")
         say(f"for {more}: {shlex.join(words)}")
@@ -164,7 +164,7 @@ def _ending(directory: RunDirectory, t: TrainConfig, spent: float) -> tuple[str,
     if origin and origin.is_dir() and t.schedule == "wsd":
         fall = round(t.decay_fraction * t.steps)
         with suppress(DataError):  # a damaged one is no way to go
-            if load_state(origin)["step"] == t.steps - fall:  # by --decay-from, which begins anew
+            if load_state(origin).step == t.steps - fall:  # by --decay-from, which begins anew
                 more = f"a fall over {count(2 * fall, 'step')} instead"
                 return over, more, ["--decay-from", str(origin), "--steps", str(2 * fall)]
     return over, f"{count(t.steps, 'step')} more", [*resumed, "--steps", str(2 * t.steps)]

@@ -113,7 +113,7 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
             note_resumed(config.train, plan.state, batches, say)
         else:
             note_new(config.train, model, batches, token_bytes, say)
-        if directory.lacks_locks():
+        if directory.lock.lacks_locks():
             say(without_locks(directory.path))
         hosts, first = where["hosts"], progress.step
         shown = facts(stage, hosts, config, directory.path, model, batches, validation, first, times)

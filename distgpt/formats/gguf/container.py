@@ -70,7 +70,7 @@ class Container:
             for first in range(0, rows, step):
                 count = min(step, rows - first)
                 blocks = np.empty(count * width // entry.kind.size, entry.kind.block)
-                if file.readinto(blocks.view(np.uint8)) != blocks.nbytes:  # type: ignore[attr-defined]
+                if file.readinto(blocks.view(np.uint8).data) != blocks.nbytes:
                     raise DataError(f"{self.path} was cut short while it was read")
                 yield first, restored(entry.kind, blocks).reshape(count, width)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import duration
 from distgpt.core.comm.limits import granted_cores
@@ -113,7 +112,7 @@ def _rows(options: InferOptions, runs: Sequence[Row]) -> list[Row]:
 
 def measure_own(asked: str) -> None:
     """Print the seconds to the first new tokens of all requests, and to their last."""
-    job = parse_json(asked)
+    job: Row = json.loads(asked)  # from `own_seconds`
     dtype, requests = job["dtype"], job["requests"]
     stage = open_stage("serial", job["threads"])
     model = random_model(config_of(job["preset"]), dtype, partial(stage.kernels, use="generating text"), 1)

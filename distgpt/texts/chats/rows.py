@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.core.base.checked import LARGEST, parse_json
+from distgpt.core.base.checked import LARGEST_JSON, parse_json
 from distgpt.core.base.errors import DataError, escape
 from distgpt.texts.chats.format import ChatFormat, Example, Message, checked_messages
 from distgpt.texts.prepare.documents import LINES, Input, find_inputs, opened
@@ -45,10 +45,10 @@ def read_examples(path: Path, chat: ChatFormat) -> Iterator[Example]:
 def _of_file(source: Input, chat: ChatFormat) -> Iterator[Example]:
     number, rows, path = 0, 0, source.path
     with opened(source) as (stream, _):
-        while line := stream.readline(LARGEST):
+        while line := stream.readline(LARGEST_JSON):
             number += 1
-            if len(line) == LARGEST:
-                raise DataError(f"{path}, line {number} is longer than {LARGEST >> 20} MiB")
+            if len(line) == LARGEST_JSON:
+                raise DataError(f"{path}, line {number} is longer than {LARGEST_JSON >> 20} MiB")
             if not line.strip():
                 continue
             try:

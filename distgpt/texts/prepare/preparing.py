@@ -22,7 +22,7 @@ from distgpt.core.data.shards import (
     MANIFEST,
     TOKENIZER,
     Manifest,
-    ShardWriter,
+    Split,
     check_front,
     read_tokenizer,
     shard_name,
@@ -57,6 +57,7 @@ from distgpt.texts.prepare.progress import (
     remove_partial,
     reserved,
 )
+from distgpt.texts.prepare.shard_writer import ShardWriter
 from distgpt.texts.prepare.spool import Spool, files_for
 from distgpt.texts.tokenizers.learn import not_empty
 
@@ -228,7 +229,7 @@ class Preparation:
         self._write("val", progress.held_out or 0)
         self._write("train", 2 * self._with_separators())  # all there is
 
-    def _write(self, split: str, left: int) -> None:
+    def _write(self, split: Split, left: int) -> None:
         """Write this many ids of a split, or what finished shards do not hold of them."""
         skip = self._progress.tokens(split)
         if split == "train" and self._request.seed is None:  # its stream begins with those for validation
@@ -259,7 +260,7 @@ class Preparation:
                 writer.discard()
             raise
 
-    def _stream(self, split: str) -> Iterator[Ids]:
+    def _stream(self, split: Split) -> Iterator[Ids]:
         """The ids of a split, a separator before each document, and before the rest of one that was cut."""
         is_first = True
         for file, starts, lengths, is_whole in self._spans(split):
@@ -283,7 +284,7 @@ class Preparation:
             self._spool.read_ids(file, ids, at.tolist(), starts[some].tolist(), lengths[some].tolist())
             yield ids
 
-    def _spans(self, split: str) -> Iterator[_Spans]:
+    def _spans(self, split: Split) -> Iterator[_Spans]:
         """Return the parts of documents that belong to a split, in the order of their keys.
 
         Without a shuffle they are all documents, of which the first ids are for validation. Else validation
@@ -332,11 +333,11 @@ class Preparation:
         for shard in self._progress.shards:
             check_front(self._request.out / shard.name, shard, self._dtype)
 
-    def _new_shard(self, split: str) -> ShardWriter:
+    def _new_shard(self, split: Split) -> ShardWriter:
         number = sum(shard.split == split for shard in self._progress.shards)
         return ShardWriter(self._request.out / shard_name(split, number), self._dtype)
 
-    def _finish(self, writer: ShardWriter, split: str) -> None:
+    def _finish(self, writer: ShardWriter, split: Split) -> None:
         """Give the shard its name, and note that."""
         self._progress.shards.append(writer.finish(split))
         self._progress.save(self._request.out)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from distgpt.core.base.checked import parse_object
+from distgpt.core.base.checked import JsonObject, parse_object
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import read_small
-from distgpt.core.data.plain import Tokenizer, fingerprint, unreadable
-from distgpt.core.data.tokenizers import Document, TokenizerKind, read_json
+from distgpt.core.data.plain import Tokenizer, fingerprint
+from distgpt.core.data.tokenizers import TokenizerKind, read_json, unreadable
 from distgpt.texts.tokenizers import hub
 from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT, SEPARATOR, BpeTokenizer, checked_bpe, spelled
 from distgpt.texts.tokenizers.chat_template import ChatTemplate, checked_chat, with_chat
@@ -167,7 +167,7 @@ def _from_hub(repository: str) -> Tokenizer:
     return tokenizer
 
 
-def _from_saved(document: Document, source: str) -> Tokenizer:
+def _from_saved(document: JsonObject, source: str) -> Tokenizer:
     inner = document.get("document")
     if not isinstance(inner, dict) or not isinstance(inner.get("model"), dict):
         raise DataError(f"{source}: the tokenizer has no document with a model")

@@ -7,9 +7,10 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+from distgpt.core.base.checked import JsonObject
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.plain import Tokenizer
-from distgpt.core.data.tokenizers import Document, TokenizerKind
+from distgpt.core.data.tokenizers import TokenizerKind
 from distgpt.texts.tokenizers import bpe
 
 LEARNED = "bpe:"  # and the entries of a BPE to learn
@@ -100,7 +101,7 @@ def _learn(argument: str, texts: Iterable[str], are_documents: bool) -> Tokenize
     return learn_bpe(texts, int(argument), LEAST_PAIRS, "last" if are_documents else "none")
 
 
-def _from_json(document: Document, source: str) -> Tokenizer:
+def _from_json(document: JsonObject, source: str) -> Tokenizer:
     vocabulary, merges = document.get("vocabulary"), document.get("merges")
     return bpe.checked_bpe(vocabulary, merges, document.get("separator"), source)
 

@@ -24,8 +24,8 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
+from distgpt.core.base.caches import cache_folder, made_once, read_checked, write_checked
 from distgpt.core.base.errors import StorageError
-from distgpt.core.base.files import cache_folder, made_once, read_checked, write_checked
 from distgpt.core.base.tables import paths_in
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling import site_cache

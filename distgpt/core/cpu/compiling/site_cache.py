@@ -13,8 +13,9 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
+from distgpt.core.base.caches import read_trusted
 from distgpt.core.base.errors import StorageError
-from distgpt.core.base.files import atomic_file, read_trusted, storage_errors
+from distgpt.core.base.files import atomic_file, storage_errors
 
 PACKAGE = Path(__file__).parents[3]
 PLACE = PACKAGE / "compiled"

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from distgpt.core.base.files import made_by_one
+from distgpt.core.base.caches import made_by_one
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.compiling.processor import processor, shape
 from distgpt.core.cpu.matmul import blas

@@ -1,0 +1,169 @@
+"""A run's configuration: model and training, changed in layers, read from TOML and written to it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from distgpt.core.base.errors import DistgptError, UsageError, nearest
+from distgpt.core.base.files import read_small
+from distgpt.core.config.setting import brief, settings_of, with_settings
+from distgpt.core.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig
+
+LONGEST_TOML = 1 << 18  # characters of TOML
+MOST_TOML_DOTS = 2000  # the parser keeps every beginning of a dotted key
+
+MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
+SETTINGS = MODEL | TRAIN
+FORMER_NAMES = {about.formerly: name for name, about in SETTINGS.items() if about.formerly}
+
+BATCH_KEYS = {"batch_size", BATCH_TOKENS}
+
+# Settings that a resumed run may change: the others say what the steps so far have computed.
+CHANGEABLE = {name for name, about in SETTINGS.items() if about.changeable}
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Both halves, as saved in a run directory and inside every weights file."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def with_values(self, values: Mapping[str, object]) -> RunConfig:
+        """Return a copy with some settings changed. Refuse unknown names and impossible values."""
+        for name in values:
+            if name not in SETTINGS:
+                raise UsageError(f"unknown setting {name!r:.80}{nearest(name[:80], SETTINGS)}")
+        model = {name: value for name, value in values.items() if name in MODEL}
+        train = {name: value for name, value in values.items() if name in TRAIN}
+        return RunConfig(with_settings(self.model, model), with_settings(self.train, train))
+
+    @staticmethod
+    def from_dict(halves: Mapping[str, Mapping[str, object]]) -> RunConfig:
+        """Return the configuration that dataclasses.asdict has turned into these halves."""
+        return RunConfig(
+            with_settings(ModelConfig(), halves["model"]), with_settings(TrainConfig(), halves["train"])
+        )
+
+    def to_toml(self) -> str:
+        return "\n".join(f"[{title}]\n{as_toml(half)}" for title, half in asdict(self).items())
+
+
+def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, object]]:
+    """Return the settings that differ, by name: the value before, and the value now.
+
+    Values still unknown (vocabulary size, steps of an epoch run) do not count as different.
+    """
+    old, new = ({**asdict(run.model), **asdict(run.train)} for run in (before, now))
+    if not now.model.vocab_size:
+        del new["vocab_size"]
+    if now.train.epochs:
+        del new["steps"]
+    return {name: (old[name], value) for name, value in new.items() if old[name] != value}
+
+
+def renamed(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values with former names, and former names of choices, replaced by those of today."""
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        now = FORMER_NAMES.get(name, name)
+        choices = dict(SETTINGS[now].former_choices) if now in SETTINGS else {}
+        found[now] = choices.get(value, value) if isinstance(value, str) else value
+    return found
+
+
+def layered(base: RunConfig, *layers: Mapping[str, object]) -> RunConfig:
+    """Return a configuration changed by these layers, later ones over earlier ones.
+
+    `batch_tokens` is `batch_size` in tokens: the later one of the two counts.
+    """
+    values: dict[str, object] = {}
+    for layer in map(renamed, layers):
+        if BATCH_KEYS & layer.keys():
+            values = {name: value for name, value in values.items() if name not in BATCH_KEYS}
+        values |= layer
+    if values.keys() >= BATCH_KEYS:
+        raise UsageError("batch_size and batch_tokens say the same thing: give one of them")
+    # What opening the run decides has the base's value until then: a resumed run's own, else the default.
+    undecided = {name: about.undecided for name, about in SETTINGS.items() if about.undecided}
+    values = {name: each for name, each in values.items() if name not in undecided or each != undecided[name]}
+    tokens = values.pop(BATCH_TOKENS, None)
+    if tokens is None:
+        return base.with_values(values)
+    length = {name: value for name, value in values.items() if name == "seq_len"}
+    seq_len = base.with_values(length).model.seq_len
+    if type(tokens) is not int or tokens < 1 or tokens % seq_len:
+        raise UsageError(
+            f"batch_tokens is {brief(tokens)}: it must be a multiple of seq_len {seq_len}, or use batch_size"
+        )
+    return base.with_values({**values, "batch_size": tokens // seq_len})
+
+
+# TOML
+
+
+def parse_toml(text: str, source: str) -> dict[str, object]:
+    """Return the settings in a TOML text, from its top level, [model] and [train] alike, as one flat dict."""
+    return flat_settings(load_toml(text, source), source)
+
+
+def load_toml(text: str, source: str) -> dict[str, object]:
+    """Return the document in a TOML text, which is bounded before it is parsed."""
+    if len(text) > LONGEST_TOML:
+        raise UsageError(f"{source} is no configuration: it is longer than {LONGEST_TOML:,} characters")
+    if text.count(".") > MOST_TOML_DOTS:
+        raise UsageError(f"{source} is no configuration: it has more than {MOST_TOML_DOTS:,} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise UsageError(f"{source} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # Python's own too: of a date that is none, of a number with too many digits
+        why = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
+        raise UsageError(f"{source} is not valid TOML: {why}") from None
+
+
+def flat_settings(document: Mapping[str, object], source: str) -> dict[str, object]:
+    """Return the settings of a document's top level and of its tables, as one flat dict."""
+    tables = {"model": set(MODEL), "train": {*TRAIN, BATCH_TOKENS}}
+    flat: dict[str, object] = {}
+    for key, value in renamed(document).items():
+        if not isinstance(value, dict):
+            flat[key] = value
+        elif key in tables:
+            inside = renamed(value)
+            for name in inside:
+                if name not in tables[key]:
+                    raise UsageError(
+                        f"{source}: [{key}] has no setting {name!r:.80}{nearest(name[:80], tables[key])}"
+                    )
+            flat |= inside
+        else:
+            raise UsageError(f"{source}: unknown table [{key:.80}]; [model] and [train] are known")
+    return flat
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a TOML file. `what` is the option or argument that names it, for errors."""
+    try:
+        return read_small(path, LONGEST_TOML).decode()
+    except DistgptError as error:
+        raise UsageError(f"{what}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{what} {path} is not valid UTF-8: {error}") from None
+
+
+def as_toml(values: Mapping[str, object]) -> str:
+    """Return a line for each setting."""
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
+        return f'"{escaped}"'
+    return repr(value)
