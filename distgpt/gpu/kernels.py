@@ -18,6 +18,7 @@ from distgpt.core.ops.api import (
     Array,
     Bias,
     Capabilities,
+    Gain,
     Head,
     MuonMatrix,
     OuterState,
@@ -218,7 +219,7 @@ class CudaKernels:
     # -- norms
 
     def add_norm(
-        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Gain, eps: float
     ) -> None:
         n, c = y.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
@@ -235,7 +236,7 @@ class CudaKernels:
         dres: Array | None,
         s: Array,
         stats: Stats,
-        wb: Affine,
+        wb: Gain,
     ) -> None:
         n, c = dx.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)

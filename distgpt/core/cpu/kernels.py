@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from distgpt.adapters.loops import low_rank as low_rank
+from distgpt.core.cpu.compiling.jit import Loop
 from distgpt.core.cpu.decoding.operands import operand_rows
 from distgpt.core.cpu.fused import activations, attention, flat, muon, rowwise
 from distgpt.core.cpu.matmul import blas
@@ -28,7 +29,9 @@ from distgpt.core.ops.api import (
     Array,
     Bias,
     Capabilities,
+    Gain,
     Head,
+    HostArray,
     MuonMatrix,
     OuterState,
     SortedTokens,
@@ -38,36 +41,54 @@ from distgpt.core.ops.api import (
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
 from distgpt.core.ops.reference import OnHost, clipped
 
+W = TypeVar("W")
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
-class Floats:
-    """A matrix that is an array, as an operand. Another type of matrix has a class with the same methods."""
+class Operand(Generic[W]):
+    """How to compute with one type of matrix, w (rows, k)."""
 
     def __init__(self, kernels: CpuKernels, pool: Pool, memory: WorkerMemory) -> None:
         self._kernels, self._pool, self._memory = kernels, pool, memory
 
-    def linear(self, y: Array, x: Array, w: Any, b: Array | None) -> None:
+    def linear(self, y: Array, x: Array, w: W, b: Array | None) -> None:
         """y ← x wᵀ + b"""
+        raise NotImplementedError
+
+    def lookup(self, w: W, tokens: Array) -> tuple[Array, Array]:
+        """Return an array, and which of its rows these tokens have."""
+        raise NotImplementedError
+
+    def unpadded(self, w: W, vocab: int) -> W:
+        """Return the output layer without its padding, so that only real tokens are scored."""
+        raise NotImplementedError
+
+    def to_host(self, w: W) -> HostArray:
+        """Return the matrix as float32."""
+        raise NotImplementedError
+
+
+class Floats(Operand[Array]):
+    """A matrix that is an array."""
+
+    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
         if len(x) <= self._kernels.few:
             grain = max(COLUMNS, WORTHWHILE // w.shape[1])
             self._pool.ranges(len(w), grain, blas.linear_few_rows, y, x, w, b)
         else:
             self._kernels.matmuls.forward(y, x, w, b)
 
-    def lookup(self, w: Any, tokens: Array) -> tuple[Array, Array]:
-        """Return an array, and which of its rows these tokens have."""
+    def lookup(self, w: Array, tokens: Array) -> tuple[Array, Array]:
         return w, tokens
 
-    def unpadded(self, w: Any, vocab: int) -> Any:
-        """Return the output layer without its padding, so that only real tokens are scored."""
+    def unpadded(self, w: Array, vocab: int) -> Array:
         return w[:vocab]
 
-    def to_host(self, w: Any) -> Any:
+    def to_host(self, w: Array) -> HostArray:
         return w
 
 
-Operands = Mapping[type, type[Floats]]
+Operands = Mapping[type, type[Operand[Any]]]  # by type of matrix
 OperandRows = Callable[[int, int, str], Array]  # of a count, columns and the type of packed weights
 FLOATS: Operands = MappingProxyType({np.ndarray: Floats})
 
@@ -85,7 +106,7 @@ class CpuKernels(OnHost):
     capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
-    polar: tuple[Any, Callable[..., Any]] = muon.orthogonalise, muon.scratch
+    polar: tuple[Loop, Callable[[int, int, str], muon.Memory]] = muon.orthogonalise, muon.scratch
     cache_dtype = "float32"  # of its keys and values
     rounded = ""  # the dtype that matrices of layers are rounded to, if they are
 
@@ -126,7 +147,7 @@ class CpuKernels(OnHost):
 
     # -- arrays
 
-    def to_host(self, array: Array) -> Any:
+    def to_host(self, array: Array) -> HostArray:
         return self._operands[type(array)].to_host(array)
 
     # -- embedding
@@ -171,7 +192,7 @@ class CpuKernels(OnHost):
     # -- norms
 
     def add_norm(
-        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Gain, eps: float
     ) -> None:
         self._pool.ranges(len(y), ROWS, rowwise.add_norm, y, s, *stats, x, r, *wb, eps)
 
@@ -184,7 +205,7 @@ class CpuKernels(OnHost):
         dres: Array | None,
         s: Array,
         stats: Stats,
-        wb: Affine,
+        wb: Gain,
     ) -> None:
         self._pool.ranges(len(dx), ROWS, rowwise.norm_backward, dx, y, dy, dres, s, *stats, *wb)
 
@@ -416,8 +437,8 @@ class CpuKernels(OnHost):
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
         largest_first = sorted(shapes, key=muon.order)
         own = [largest_first[worker :: self.threads] for worker in range(self.threads)]  # as the pool shares
-        sides = (pair for some in own for pair in {tuple(sorted(shape)) for shape in some})
-        return sum(muon.bytes_of(self.polar[1](*pair, self.wide.name)) for pair in sides)
+        sides = ((low, long) for some in own for low, long in {(min(shape), max(shape)) for shape in some})
+        return sum(muon.bytes_of(self.polar[1](low, long, self.wide.name)) for low, long in sides)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         if clipped(norm, scalars) is None:
@@ -466,10 +487,10 @@ class Bfloat16Kernels(CpuKernels):
 
     # -- arrays
 
-    def to_host(self, array: Array) -> Any:
+    def to_host(self, array: Array) -> HostArray:
         return from_bfloat16(array) if array.dtype == BITS else array
 
-    def put(self, array: Array, host: Any) -> None:
+    def put(self, array: Array, host: HostArray) -> None:
         if array.dtype != BITS:
             array[...] = host
             return

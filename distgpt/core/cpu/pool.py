@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
-Work = Callable[[int], None]
+Work = Callable[[int], object]
+Made = TypeVar("Made")
 
 ROWS = 8  # rows are handed out in multiples of this
 COLUMNS = 16  # and columns in whole cache lines
@@ -79,7 +80,7 @@ class Pool:
         else:
             self._split(lambda part: work(), self.threads, TOGETHER)
 
-    def ranges(self, total: int, grain: int, job: Callable[..., Any], *args: Any) -> None:
+    def ranges(self, total: int, grain: int, job: Callable[..., object], *args: object) -> None:
         """Call job(first, last, *args) on even stretches of range(total), cut at multiples of `grain`."""
         mode = self._state.mode
         if mode == TOGETHER:
@@ -170,14 +171,15 @@ class WorkerMemory:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self._made: dict[tuple[Hashable, ...], Any] = {}  # what their first one made
 
-    def of(self, make: Callable[..., Any], *sizes: Any) -> Any:
+    def of(self, make: Callable[..., Made], *sizes: Hashable) -> Made:
         """Return the calling thread's own make(*sizes)."""
         key = (self._pool.thread, make, *sizes)
         if key not in self._made:
             self._made[key] = make(*sizes)
-        return self._made[key]
+        made: Made = self._made[key]
+        return made
 
 
 @cache

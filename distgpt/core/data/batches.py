@@ -59,7 +59,7 @@ class ArrayTokens:
 
     def __init__(self, ids: Array) -> None:
         self._ids = ids
-        self.fingerprint = f"crc32:{crc32(memoryview(ids).cast('B')):08x}"
+        self.fingerprint = f"crc32:{crc32(ids.data.cast('B')):08x}"
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -201,4 +201,5 @@ def _mix(z: Array) -> Array:
     """The finishing steps of splitmix64: every bit of the result depends on every bit of z, uint64 (n,)."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return z ^ (z >> 31)
+    mixed: Array = z ^ (z >> 31)
+    return mixed

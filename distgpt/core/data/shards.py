@@ -124,7 +124,7 @@ class ShardReader:
             if self._descriptor is None:
                 with open_regular(self._path) as file:
                     self._descriptor = os.dup(file.fileno())
-            if not read_at(self._descriptor, memoryview(out.view(np.uint8)), offset):
+            if not read_at(self._descriptor, out.view(np.uint8).data, offset):
                 raise DataError(f"{self._path} has been cut short since it was opened")
         if (largest := int(out.max(initial=0))) >= self._vocab_size:
             at = start + int(out.argmax())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from distgpt.core.ops.api import Array, Floats1d
 
@@ -153,8 +153,11 @@ class Rows(Generic[Record]):
         return replace(self.all, **{name: _part(getattr(self.all, name), rows) for name in cut})
 
 
-def _part(x: Any, rows: slice) -> Any:
-    if isinstance(x, tuple):
-        parts = (_part(each, rows) for each in x)
-        return tuple(parts) if type(x) is tuple else type(x)(*parts)  # a named one takes each by itself
+class _Sliced(Protocol):
+    def __getitem__(self, rows: slice, /) -> object: ...
+
+
+def _part(x: _Sliced | None, rows: slice) -> object:
+    if isinstance(x, tuple):  # a named one keeps its type, whose own constructor takes each by itself
+        return tuple.__new__(type(x), (_part(each, rows) for each in x))
     return None if x is None else x[rows]

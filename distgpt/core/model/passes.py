@@ -13,7 +13,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from distgpt.core.model.layers import NORMS, SUMS, Block, LayerActivations, Scratch
 from distgpt.core.model.memory import Rows
@@ -42,8 +41,8 @@ FEW, WIDE = range(3, 65), 4 << 20  # rows of a worker, and bytes of a layer's pa
 # computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
 # gradients) and costs a second forward pass for "block".
 KEPT = {
-    "none": ("s1", "h1", "qkv", "xhat", "att", "s2", "h2", "pre", "act"),
-    "mlp": ("s1", "qkv", "xhat", "att", "s2", "pre"),
+    "none": ("s1", "h1", "qkv", "xhat", "att", "s2", "h2", "pre", "act", "statistics"),
+    "mlp": ("s1", "qkv", "xhat", "att", "s2", "pre", "statistics"),
     "block": ("s1",),
     "all": (),  # for a pass that is never followed by a backward pass
 }
@@ -87,9 +86,7 @@ class Pass:
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
         self.layers = self._layers()
-        scratch = model.blocks[0].scratch(model.config, self.k, self.n_rows, training, self._again)
-        self.tmp = Rows(self.slabs, scratch, uncut=SUMS)
-        self._tmp_below = Rows(self.slabs, scratch.of_layer_below(), uncut=SUMS)
+        self._scratch = self._new_scratch() if training else None
         self._finished = [model.finished_with(block) for block in model.blocks] if training else []
         norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
         embedded, s, hidden = (self.k.zeros(n, c) for _ in range(3))
@@ -112,7 +109,7 @@ class Pass:
         other._cut(n_seq, seq_len)
         layer = self.layers[0].cut(other.slabs)
         other.layers = [layer for _ in self.layers]
-        other.tmp, other.ends = self.tmp.cut(other.slabs), self.ends.cut(other.slabs)
+        other.ends = self.ends.cut(other.slabs)
         return other
 
     def hidden(
@@ -157,7 +154,9 @@ class Pass:
 
         on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
         """
-        model, tmp, ready = self.model, self.tmp.all, on_ready or _nothing
+        assert self._scratch is not None, "this pass was made for forward passes alone"
+        model, (scratch, below), ready = self.model, self._scratch, on_ready or _nothing
+        tmp = scratch.all
         # Without a final norm, the gradient of the hidden states (N, C) is that of the last layer's output.
         dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
         along = scale * model.gradient_scale / self.n_rows
@@ -172,7 +171,6 @@ class Pass:
         for block in model.blocks:  # before workers add to it together: see `ValueEmbedding.weights`
             if block.values is not None and not accumulate:
                 block.values.zero_gradient()
-        scratch, below = self.tmp, self._tmp_below
         for layers in reversed(model.groups):
             model.prepare(layers)
             for i in reversed(layers):
@@ -195,25 +193,22 @@ class Pass:
         self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
         self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
 
-    def _arrays(self, widths: dict[str, int]) -> dict[str, Array]:
-        return {name: self.k.zeros(self.n_rows, width) for name, width in widths.items()}
-
     def _new_head(self) -> Head:
         return Head(self.model.head, self.k.zeros(*self.logits_shape), self.model.config.vocab_size)
+
+    def _new_scratch(self) -> tuple[Rows[Scratch], Rows[Scratch]]:
+        """Make memory for gradients, by the names of the last layer and by those of the layer below it."""
+        added = self.layers[0].all.added
+        own = self.model.blocks[0].scratch(self.model.config, self.k, self.n_rows, added, self._again)
+        return Rows(self.slabs, own, SUMS), Rows(self.slabs, own.of_layer_below(), SUMS)
 
     def _layers(self) -> list[Rows[LayerActivations]]:
         """Make every layer's activations: its own where they are kept, one for all where they are not."""
         config, kept = self.model.config, KEPT[self._recompute]
-        widths = Block.activations(config)
-        own = {name: width for name, width in widths.items() if name in kept}
-        shared: dict[str, Any] = self._arrays({name: widths[name] for name in widths.keys() - own.keys()})
-        if self._recompute in ("block", "all"):
-            shared |= Block.statistics(config, self.k, self.n_rows)
-        layers = []
-        for _ in range(config.n_layer):
-            statistics = {} if "lse" in shared else Block.statistics(config, self.k, self.n_rows)
-            layers.append(Rows(self.slabs, LayerActivations(**(self._arrays(own) | statistics | shared))))
-        return layers
+        made = [Block.new_activations(config, self.k, self.n_rows)]
+        for _ in range(1, config.n_layer):
+            made.append(Block.new_activations(config, self.k, self.n_rows, made[0], kept))
+        return [Rows(self.slabs, each) for each in made]
 
     def _forward_slab(
         self,
@@ -225,7 +220,7 @@ class Pass:
         slab: int,
     ) -> None:
         """Take a slab through these layers, with what comes before the first one and after the last one."""
-        model, ends, tmp = self.model, self.ends.slabs[slab], self.tmp.slabs[slab]
+        model, ends = self.model, self.ends.slabs[slab]
         own, positions = tokens[self.slabs[slab]], self._positions_of(slab)
         acts = [layer.slabs[slab] for layer in self.layers]
         last = ends.hidden if model.final_norm is None else ends.s
@@ -235,17 +230,18 @@ class Pass:
             self._embed(acts[0].s1, own, start, slab)
             x, r = acts[0].s1, None
         else:
-            x, r = model.blocks[first - 1].output(acts[first - 1], tmp, into[first - 1])
+            x, r = model.blocks[first - 1].output(acts[first - 1], into[first - 1])
         for i in layers:
             block = model.blocks[i]
             block.before_attention(acts[i], x, r, own)
             if caches is None:
                 block.attend(acts[i], self.seq_len, positions)
             else:
+                assert start is not None
                 block.attend_cached(acts[i], caches[i], self.seq_len, start, lanes)
-            block.after_attention(acts[i], tmp)
-            block.project(acts[i], tmp, into[i])
-            x, r = block.output(acts[i], tmp, into[i])
+            block.after_attention(acts[i])
+            block.project(acts[i], into[i])
+            x, r = block.output(acts[i], into[i])
         if layers.stop < model.config.n_layer:
             return
         if model.final_norm is not None:
@@ -282,7 +278,7 @@ class Pass:
         if self._recompute == "block":
             block.before_attention(acts, acts.s1, None, tokens[self.slabs[slab]])
             block.attend(acts, self.seq_len, self._positions_of(slab))
-            block.after_attention(acts, tmp)
+            block.after_attention(acts)
         block.backward(acts, tmp, self.seq_len, self._again, accumulate, self._positions_of(slab))
 
     def _positions_of(self, slab: int) -> Ints1d | None:

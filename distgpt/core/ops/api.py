@@ -15,22 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
-Array = Any  # a numpy.ndarray or a cupy.ndarray, of any type and rank
+import numpy as np
+
+# An array of any type and rank. To a type checker it is NumPy's, for CuPy has no types and the same methods.
+# A Protocol of what both have would be truer, but mypy does not come to an end over NumPy's overloads.
+Array: TypeAlias = np.ndarray
+HostArray: TypeAlias = np.ndarray  # NumPy's in fact
+DType: TypeAlias = str | np.dtype | type[np.generic]
 
 # Arrays by type and rank. A backend has two types, fixed when it is built, which differ only where the first
 # is bfloat16. Floats are of `dtype`: activations, and parameters that a matmul reads.
-Floats1d = Any
-Floats2d = Any
-Floats5d = Any
+Floats1d: TypeAlias = Array
+Floats2d: TypeAlias = Array
+Floats5d: TypeAlias = Array
 # Wide ones are sums over many: statistics, losses, gradients of parameters, and what the optimizer keeps.
-Wide1d = Any
-Wide2d = Any
-Doubles1d = Any  # float64 on every backend
-Doubles2d = Any
-Ints1d = Any
-Ints2d = Any
+Wide1d: TypeAlias = Array
+Wide2d: TypeAlias = Array
+Doubles1d: TypeAlias = Array  # float64 on every backend
+Doubles2d: TypeAlias = Array
+Ints1d: TypeAlias = Array
+Ints2d: TypeAlias = Array
 
 Work = Callable[[], None]
 
@@ -83,12 +89,19 @@ class MuonScalars(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """y = x̂ · w + b of a norm, both (C,); y = x wᵀ + b of a linear layer, w (outputs, inputs), b (outputs,).
+    """y = x wᵀ + b of a linear layer, w (outputs, inputs), b (outputs,). Named `wb`.
 
-    Named `wb`; the gradients of both, of the wide type, `dwb`.
+    Also the gradients of w and b, of the wide type: `dwb`. Those of a norm are both (C,).
     """
 
-    w: Array  # None: a norm without gain
+    w: Array
+    b: Floats1d | None
+
+
+class Gain(NamedTuple):
+    """y = x̂ · w + b of a norm, both (C,). Named `wb`."""
+
+    w: Floats1d | None
     b: Floats1d | None
 
 
@@ -179,7 +192,7 @@ class Wire(Protocol):
     def piece(self) -> int:
         """Elements to exchange at once."""
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """A new array of any type."""
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
@@ -210,8 +223,8 @@ ALL_ROWS = 1 << 30  # `slab_rows` of kernels whose passes have one slab
 class Kernels(Protocol):
     """One backend. See `reference.py` for what each operation means, line by line."""
 
-    dtype: Any
-    wide: Any
+    dtype: np.dtype
+    wide: np.dtype
     threads: int
     logits_bytes: int  # the most memory that the loss wants for logits
     slab_rows: int  # the least of a slab where a worker has several: their results stay in a cache
@@ -229,16 +242,16 @@ class Kernels(Protocol):
     def scalars(self, count: int) -> Array:
         """A new array of float64, all 0."""
 
-    def integers(self, host: Any, dtype: str = "int32") -> Array:
+    def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
         """A new array of integers from the host: token ids, offsets."""
 
-    def to_host(self, array: Array) -> Any:
+    def to_host(self, array: Array) -> HostArray:
         """Return an array as NumPy sees it: its own memory where that is the host's, else a copy. Waits."""
 
-    def later(self, array: Array) -> Callable[[], Any]:
+    def later(self, array: Array) -> Callable[[], HostArray]:
         """Start a copy to the host of the array as it is now; calling the result waits for it."""
 
-    def put(self, array: Array, host: Any) -> None:
+    def put(self, array: Array, host: HostArray) -> None:
         """array ← elements from the host, of any float type where the array's is one."""
 
     def cast_down(self, low: Floats1d, wide: Wide1d) -> None:
@@ -314,7 +327,7 @@ class Kernels(Protocol):
     # -- norms: layer norm, or RMS norm where stats.mean is None
 
     def add_norm(
-        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Affine, eps: float
+        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Gain, eps: float
     ) -> None:
         """s ← x + r; y ← (s - mean) · rstd · w + b, row by row. y, s, x, r (N, C). Without r, s is x itself.
 
@@ -330,7 +343,7 @@ class Kernels(Protocol):
         dres: Floats2d | None,
         s: Floats2d,
         stats: Stats,
-        wb: Affine,
+        wb: Gain,
     ) -> None:
         """dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← the output, again.
 

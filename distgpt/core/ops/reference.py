@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,9 @@ from distgpt.core.ops.api import (
     Floats1d,
     Floats2d,
     Floats5d,
+    Gain,
     Head,
+    HostArray,
     Ints1d,
     Ints2d,
     MuonMatrix,
@@ -44,8 +45,8 @@ from distgpt.core.ops.api import (
 class OnHost:
     """Base of kernels whose arrays are NumPy's and whose calls return when their work is done."""
 
-    dtype: Any
-    wide: Any
+    dtype: np.dtype
+    wide: np.dtype
     wire: Wire | None = None
 
     def zeros(self, *shape: int) -> Array:
@@ -57,17 +58,17 @@ class OnHost:
     def scalars(self, count: int) -> Array:
         return np.zeros(count)
 
-    def integers(self, host: Any, dtype: str = "int32") -> Array:
+    def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
         return np.array(host, dtype)
 
-    def to_host(self, array: Array) -> Any:
+    def to_host(self, array: Array) -> HostArray:
         return array
 
-    def later(self, array: Array) -> Callable[[], Any]:
+    def later(self, array: Array) -> Callable[[], HostArray]:
         taken = array.copy()
         return lambda: self.to_host(taken)
 
-    def put(self, array: Array, host: Any) -> None:
+    def put(self, array: Array, host: HostArray) -> None:
         if host is not array:
             array[...] = host
 
@@ -185,7 +186,7 @@ class ReferenceKernels(OnHost):
     # -- norms
 
     def add_norm(
-        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Affine, eps: float
+        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Gain, eps: float
     ) -> None:
         if r is not None:
             s[...] = x + r
@@ -205,7 +206,7 @@ class ReferenceKernels(OnHost):
         dres: Floats2d | None,
         s: Floats2d,
         stats: Stats,
-        wb: Affine,
+        wb: Gain,
     ) -> None:
         xhat = _normalised(s, stats)
         g = dy if wb.w is None else dy * wb.w
@@ -406,7 +407,8 @@ class ReferenceKernels(OnHost):
 
     def _log_sum_exp(self, scores: Array) -> Array:
         top = scores.max(-1, keepdims=True)
-        return top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+        log_sum: Array = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+        return log_sum
 
     # -- head and loss
 
@@ -531,18 +533,19 @@ def clipped(norm: Doubles1d, scalars: Doubles1d) -> float | None:
 
 def _positions(seq_len: int, start: Array | None) -> Array:
     """Return those of the tokens of each sequence, (T,) where they begin alike, else (B, T)."""
-    places = np.arange(seq_len)
-    if start is None:
-        return places
-    return places + (start if len(start) == 1 else start[:, None])
+    positions: Array = np.arange(seq_len)
+    if start is not None:
+        positions = positions + (start if len(start) == 1 else start[:, None])
+    return positions
 
 
 def _normalised(s: Array, stats: Stats) -> Array:
     """Return x̂."""
-    return (s if stats.mean is None else s - stats.mean[:, None]) * stats.rstd[:, None]
+    xhat: Array = (s if stats.mean is None else s - stats.mean[:, None]) * stats.rstd[:, None]
+    return xhat
 
 
-def _affine(xhat: Array, wb: Affine) -> Array:
+def _affine(xhat: Array, wb: Gain) -> Array:
     return _plus(xhat if wb.w is None else xhat * wb.w, wb.b)
 
 
@@ -589,4 +592,5 @@ def _for_each(q: Array, x: Array) -> Array:
 def _summed(x: Array, dx: Array) -> Array:
     """Sum over the heads of q that meet a head of k or v; dx has the shape of these."""
     n_seq, heads, seq_len, size = dx.shape
-    return x.reshape(n_seq, heads, -1, seq_len, size).sum(2)
+    total: Array = x.reshape(n_seq, heads, -1, seq_len, size).sum(2)
+    return total

@@ -6,7 +6,7 @@ stretches meet in C if it is float32, else in scratch memory.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -25,7 +25,7 @@ from distgpt.core.cpu.matmul.packing import (
     packed,
     packed_rows,
 )
-from distgpt.core.ops.api import Array
+from distgpt.core.ops.api import Array, DType
 
 PANEL_BYTES = 128 << 10  # of a panel for one stretch of k
 GROUP_BYTES = 256 << 10  # panels that all rows of A go past before the next ones: part of the L2 cache
@@ -43,9 +43,9 @@ class Scratch(NamedTuple):
     sums: Array  # of C, in float32
 
 
-def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
+def scratch(dtype: DType, rows: int, k: int, copied: bool) -> Scratch:
     """Make the memory for this many rows of A (rows, k)."""
-    item = int(np.dtype(dtype).itemsize)
+    item = np.dtype(dtype).itemsize
     depth = _stretch(k, item)
     group = COPIED_GROUP_BYTES if copied else CUT_GROUP_BYTES if depth < k else GROUP_BYTES
     columns = max(1, group // (depth * item * COLUMNS)) * COLUMNS
@@ -198,9 +198,9 @@ class ProductScratch(NamedTuple):
     panels: Array  # of B, packed
 
 
-def product_scratch(dtype: Any, k: int, columns: int, is_thin: bool) -> ProductScratch:
+def product_scratch(dtype: DType, k: int, columns: int, is_thin: bool) -> ProductScratch:
     """Make the memory for B (k, columns); `is_thin` if A has few rows, so that packing B takes its time."""
-    item = int(np.dtype(dtype).itemsize)
+    item = np.dtype(dtype).itemsize
     depth = min(k, THIN) if is_thin else _stretch(k, item)
     rows = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS
     return ProductScratch(packed_rows(rows, depth, dtype), packed(depth, columns, dtype))
