@@ -21,7 +21,7 @@ from distgpt.core.ops.api import (
     Gain,
     Head,
     MuonMatrix,
-    OuterState,
+    NesterovState,
     SortedTokens,
     Stats,
     StepScalars,
@@ -54,7 +54,7 @@ class CudaKernels:
     """
 
     threads = 1
-    slab_rows = ALL_ROWS
+    slice_rows = ALL_ROWS
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ class CudaKernels:
         groups = (scalars.size - len(StepScalars._fields)) // 2
         common = self._launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
         self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
-        args = (*state, len(state.stretches), common, np.int64(state.p.size))
+        args = (*state, len(state.ranges), common, np.int64(state.p.size))
         self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
 
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
@@ -474,7 +474,7 @@ class CudaKernels:
     def subtract(self, y: Array, a: Array, b: Array) -> None:
         self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, np.int64(y.size))
 
-    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+    def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         args = (*state, float(scale), float(lr), float(momentum), np.int64(state.p.size))
         self._launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
 

@@ -33,7 +33,7 @@ from distgpt.core.ops.api import (
     Head,
     HostArray,
     MuonMatrix,
-    OuterState,
+    NesterovState,
     SortedTokens,
     Stats,
     Work,
@@ -102,7 +102,7 @@ class CpuKernels(OnHost):
     """
 
     logits_bytes = 128 << 20
-    slab_rows = 1024
+    slice_rows = 1024
     capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
@@ -126,10 +126,6 @@ class CpuKernels(OnHost):
         self._operands = {kind: of(self, self._pool, self._memory) for kind, of in operands.items()}
         blas.single_threaded_blas()
         self.matmuls = self._matmuls(matmul)
-
-    @property
-    def _types(self) -> tuple[str, str]:
-        return self.dtype.name, self.wide.name
 
     def _matmuls(self, matmul: str) -> Matmuls:
         return matmuls_for(self._pool, self.dtype, matmul)
@@ -164,7 +160,7 @@ class CpuKernels(OnHost):
     ) -> None:
         wte, tokens = self._operands[type(wte)].lookup(wte, tokens)
         if wpe is not None and positions is not None:
-            self._pool.ranges(len(x), ROWS, rowwise.embed_placed, x, tokens, wte, wpe, positions)
+            self._pool.ranges(len(x), ROWS, rowwise.embed_at_positions, x, tokens, wte, wpe, positions)
             return
         added = None if wpe is None else wpe[following(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
@@ -341,17 +337,17 @@ class CpuKernels(OnHost):
     ) -> None:
         _, count, kv_heads, length, size = cache.shape
         n_seq = count if lanes is None else len(lanes)
-        places = np.empty((2, n_seq), np.int64)
-        places[0], places[1] = start, np.arange(n_seq) if lanes is None else lanes
+        lane_starts = np.empty((2, n_seq), np.int64)
+        lane_starts[0], lane_starts[1] = start, np.arange(n_seq) if lanes is None else lanes
         seen = window or length
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(
                 attention.forward_scratch, length, size, self.dtype.name, self.wide.name
             )
-            attention.attention_cached(i, j, y, cache, qkv, places, scratch, seen)
+            attention.attention_cached(i, j, y, cache, qkv, lane_starts, scratch, seen)
 
-        read = 2 * (int(places[0].max()) + len(y) // n_seq) * size
+        read = 2 * (int(lane_starts[0].max()) + len(y) // n_seq) * size
         self._pool.ranges(n_seq * kv_heads, max(1, WORTHWHILE // read), some)
 
     # -- head and loss
@@ -368,6 +364,7 @@ class CpuKernels(OnHost):
         accumulate: bool,
     ) -> None:
         """Leave out rows that are not learned, and padding, of the scratch memory too."""
+        # Rows without a target need no logits, and the head is the largest matmul of all.
         learned = np.flatnonzero(targets != IGNORED)
         n, few = len(learned), len(learned) < len(x)
         if few:
@@ -400,9 +397,8 @@ class CpuKernels(OnHost):
 
     def sum_squares(self, total: Array, g: Array) -> None:
         pieces = np.empty(-(-len(g) // PIECE))  # the same for any number of threads
-        self._pool.ranges(
-            len(pieces), 1, flat.squares, pieces, g
-        )  # not self.squares: profiles count that too
+        # Not self.squares: a profile counts calls of that, and would count this work twice.
+        self._pool.ranges(len(pieces), 1, flat.squares, pieces, g)
         total[0] = pieces.sum()
 
     def squares(self, pieces: Array, g: Array) -> None:
@@ -412,19 +408,21 @@ class CpuKernels(OnHost):
         total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
+        # The norm is read here, on the host: an update that is not finite must not begin.
         scale, groups = clipped(norm, scalars), scalars[3:].reshape(-1, 2)
         if scale is not None:
             step = scale, float(scalars[2])
-            self._pool.ranges(len(state.p), 4096, flat.adamw, *state, step, groups, tuple(constants))
+            self._pool.ranges(len(state.p), PIECE, flat.adamw, *state, step, groups, tuple(constants))
 
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
         scale = clipped(norm, scalars)
         if scale is None:
             return
         for mi, gi in zip(m, g, strict=True):
-            self._pool.ranges(len(mi), 4096, muon.momentum, mi, gi, scale, float(scalars[2]))
+            self._pool.ranges(len(mi), PIECE, muon.momentum, mi, gi, scale, float(scalars[2]))
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
+        # A matrix is one worker's. The largest begin, so that none is left alone with one at the end.
         largest_first = sorted(updates, key=lambda u: muon.order(u.shape))
         coefficients, (loop, make) = np.array(POLAR), self.polar
 
@@ -452,10 +450,10 @@ class CpuKernels(OnHost):
         self._pool.run(one, len(matrices))
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._pool.ranges(len(y), 4096, flat.subtract, y, a, b)
+        self._pool.ranges(len(y), PIECE, flat.subtract, y, a, b)
 
-    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
-        self._pool.ranges(len(state.p), 4096, flat.nesterov, *state, (scale, lr, momentum))
+    def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
+        self._pool.ranges(len(state.p), PIECE, flat.nesterov, *state, (scale, lr, momentum))
 
 
 def following(seq_len: int, start: Array | None) -> slice | Array:
@@ -500,10 +498,10 @@ class Bfloat16Kernels(CpuKernels):
         array[...] = low.reshape(np.shape(host))
 
     def cast_down(self, low: Array, wide: Array) -> None:
-        self._pool.ranges(len(low), 4096, rowwise.rounded, low, wide)
+        self._pool.ranges(len(low), PIECE, rowwise.rounded, low, wide)
 
     def add(self, y: Array, a: Array, b: Array) -> None:
         if y.dtype == BITS:
-            self._pool.ranges(y.size, 4096, rowwise.add, *(x.reshape(-1) for x in (y, a, b)))
+            self._pool.ranges(y.size, PIECE, rowwise.add, *(x.reshape(-1) for x in (y, a, b)))
         else:
             super().add(y, a, b)

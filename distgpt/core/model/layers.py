@@ -1,7 +1,7 @@
 """The parts of a GPT: what parameters each has, and its forward and backward pass in terms of kernels.
 
 A part computes three things: `forward`; `backward`, the gradient of its input, row by row or sequence by
-sequence, so that slabs of a batch can run side by side; and `weights`, the gradients of its parameters, over
+sequence, so that slices of a batch can run side by side; and `weights`, the gradients of its parameters, over
 all rows at once. The variant of each part is chosen here, once, when the model is built.
 """
 
@@ -387,7 +387,7 @@ class Block:
     def scratch(
         self, config: ModelConfig, kernels: Kernels, n: int, added: Floats2d | None, again: bool
     ) -> Scratch:
-        """Make the memory for gradients of n rows. dh1 is `added`, if that is there; `again`: see `backward`."""
+        """Make the memory for gradients of n rows. dh1 is `added`, if there; `again`: of `backward`."""
         can, c = kernels.capabilities, config.n_embd
         dh1 = kernels.zeros(n, c) if added is None else added
         dh2, din, dmid, dout = (kernels.zeros(n, c) for _ in range(4))

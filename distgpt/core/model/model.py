@@ -59,10 +59,10 @@ class Architecture:
 
     def parts(self) -> list[Part]:
         """Return all parts that have parameters, in the order in which their gradients are finished."""
-        outer = [self._head, self.final_norm]
+        ends = [self._head, self.final_norm]
         inner = [part for block in reversed(self.blocks) for part in block.parts]
         values = [block.values for block in reversed(self.blocks)]  # behind the matrices, which ranks share
-        return [part for part in (*outer, *inner, *values, self.embed_norm) if part is not None]
+        return [part for part in (*ends, *inner, *values, self.embed_norm) if part is not None]
 
     def _specs(self) -> list[Spec]:
         specs = [spec for part in self.parts() for spec in part.specs()]

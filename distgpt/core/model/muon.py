@@ -35,8 +35,8 @@ class Muon(AdamW):
         first, last = layout.offsets[matrices[0]], layout.end_of(matrices)
         self._bounds = [first, *borders(layout, ranks, _work)[1:-1], last]
         self._part = slice(self._bounds[rank], self._bounds[rank + 1])
-        stretches = layout.stretches(_is_matrix, self.own)
-        self._momenta = [slice(start, stop) for start, stop, is_matrix in stretches if is_matrix]
+        ranges = layout.ranges(_is_matrix, self.own)
+        self._momenta = [slice(start, stop) for start, stop, is_matrix in ranges if is_matrix]
         self._muon_scalars = kernels.scalars(len(MuonScalars._fields))
         self._prepare = kernels.record(self._launch_updates)
 
@@ -136,8 +136,8 @@ def borders(layout: Layout, parts: int, weight: Callable[[Spec], float]) -> list
         spec, inside = layout.specs[i], target - weights[i]
         inside /= weight(spec) or 1
         whole = round(inside) if _is_matrix(spec) else inside
-        place = starts[i + 1] if whole == 1 else starts[i] + int(whole * spec.size) // ALIGNED * ALIGNED
-        found.append(max(place, found[-1]))
+        position = starts[i + 1] if whole == 1 else starts[i] + int(whole * spec.size) // ALIGNED * ALIGNED
+        found.append(max(position, found[-1]))
     return [*found, layout.size]
 
 

@@ -1,8 +1,8 @@
 """Forward and backward passes over a batch of one shape, with all their memory made beforehand.
 
-A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
-slabs through all layers, one after the other, without waiting for the other workers; all meet for the weight
-gradients, which are sums over the whole batch. Where a few sequences do not divide evenly there is one slab,
+A batch is cut into slices of whole sequences where the workers divide it evenly. Each worker then takes its
+slices through all layers, one after the other, without waiting for the other workers; all meet for the weight
+gradients, which are sums over the whole batch. Where a few sequences do not divide evenly there is one slice,
 and each kernel splits its rows or columns; so it is where reading the weights takes longest.
 """
 
@@ -34,7 +34,7 @@ from distgpt.core.ops.api import (
 TILE = 128  # a matmul is fastest with rows in multiples of this
 EVEN_ENOUGH = 8  # sequences per worker from which an uneven split hardly matters
 # Without gradients, workers with few rows each spend their time on the weights of wide layers: each packs all
-# of them, or a part where kernels split columns. One or two rows are never packed, and slabs are best.
+# of them, or a part where kernels split columns. One or two rows are never packed, and slices are best.
 FEW, WIDE = range(3, 65), 4 << 20  # rows of a worker, and bytes of a layer's parameters
 
 # The activations that every layer keeps for its backward pass; the rest is shared by all layers and
@@ -81,7 +81,7 @@ class Pass:
         self.model, self.k, self.positions = model, model.kernels, positions
         self._workers = model.kernels.threads if workers is None else workers
         self._wide = not training and _layer_bytes(model) >= WIDE
-        self._slab_rows = self.k.slab_rows if training else ALL_ROWS
+        self._slice_rows = self.k.slice_rows if training else ALL_ROWS
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
@@ -92,7 +92,7 @@ class Pass:
         embedded, s, hidden = (self.k.zeros(n, c) for _ in range(3))
         losses = self.k.wide_zeros(n)
         embed_stats, stats = (norm.stats(self.k, n) for _ in range(2))
-        self.ends = Rows(self.slabs, Ends(embedded, embed_stats, s, stats, hidden, losses))
+        self.ends = Rows(self.slices, Ends(embedded, embed_stats, s, stats, hidden, losses))
         # Logits (N, V) would be the largest array of all: the head takes chunks of rows, all about alike.
         row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
         chunks = -(-n * row_bytes // self.k.logits_bytes)
@@ -107,9 +107,9 @@ class Pass:
         """
         other = copy(self)
         other._cut(n_seq, seq_len)
-        layer = self.layers[0].cut(other.slabs)
+        layer = self.layers[0].cut(other.slices)
         other.layers = [layer for _ in self.layers]
-        other.ends = self.ends.cut(other.slabs)
+        other.ends = self.ends.cut(other.slices)
         return other
 
     def hidden(
@@ -122,11 +122,11 @@ class Pass:
         """Compute the last hidden states (N, C) of tokens (N,): everything before the output layer.
 
         With `caches` (layers, 2, L, K, T_max, head) the tokens follow `start` others whose k and v are there,
-        in `lanes`, as `attention_cached` says. Several sequences then take one slab.
+        in `lanes`, as `attention_cached` says. Several sequences then take one slice.
         """
         for layers in self.model.groups:  # all at once, unless their weights are made in turn
             self.model.prepare(layers)
-            self.k.each(partial(self._forward_slab, layers, tokens, caches, start, lanes), len(self.slabs))
+            self.k.each(partial(self._forward_slice, layers, tokens, caches, start, lanes), len(self.slices))
         return self.ends.all.hidden
 
     def scores(self, out: Floats2d, hidden: Floats2d) -> None:
@@ -174,9 +174,9 @@ class Pass:
         for layers in reversed(model.groups):
             model.prepare(layers)
             for i in reversed(layers):
-                slab = partial(self._backward_slab, i, scratch, tokens, accumulate)
-                self.k.each(slab, len(self.slabs))
-                # All workers meet here: gradients of weights are sums over the rows of all slabs.
+                backward = partial(self._backward_slice, i, scratch, tokens, accumulate)
+                self.k.each(backward, len(self.slices))
+                # All workers meet here: gradients of weights are sums over the rows of all slices.
                 of = self.layers[i].all, scratch.all, out_sums, in_order, accumulate
                 self.k.run_together(partial(model.blocks[i].weights, *of))
                 ready(self._finished[i])
@@ -188,9 +188,9 @@ class Pass:
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
-        count = 1 if few else _slab_count(n_seq, seq_len, self._workers, self._slab_rows)
+        count = 1 if few else _slice_count(n_seq, seq_len, self._workers, self._slice_rows)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
-        self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
+        self.slices = [slice(a, b) for a, b in pairwise(cuts)]
         self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
 
     def _new_head(self) -> Head:
@@ -200,7 +200,7 @@ class Pass:
         """Make memory for gradients, by the names of the last layer and by those of the layer below it."""
         added = self.layers[0].all.added
         own = self.model.blocks[0].scratch(self.model.config, self.k, self.n_rows, added, self._again)
-        return Rows(self.slabs, own, SUMS), Rows(self.slabs, own.of_layer_below(), SUMS)
+        return Rows(self.slices, own, SUMS), Rows(self.slices, own.of_layer_below(), SUMS)
 
     def _layers(self) -> list[Rows[LayerActivations]]:
         """Make every layer's activations: its own where they are kept, one for all where they are not."""
@@ -208,26 +208,26 @@ class Pass:
         made = [Block.new_activations(config, self.k, self.n_rows)]
         for _ in range(1, config.n_layer):
             made.append(Block.new_activations(config, self.k, self.n_rows, made[0], kept))
-        return [Rows(self.slabs, each) for each in made]
+        return [Rows(self.slices, each) for each in made]
 
-    def _forward_slab(
+    def _forward_slice(
         self,
         layers: range,
         tokens: Ints1d,
         caches: Array | None,
         start: Ints1d | None,
         lanes: Ints1d | None,
-        slab: int,
+        number: int,
     ) -> None:
-        """Take a slab through these layers, with what comes before the first one and after the last one."""
-        model, ends = self.model, self.ends.slabs[slab]
-        own, positions = tokens[self.slabs[slab]], self._positions_of(slab)
-        acts = [layer.slabs[slab] for layer in self.layers]
+        """Take one slice through these layers, with what comes before the first and after the last one."""
+        model, ends = self.model, self.ends.slices[number]
+        own, positions = tokens[self.slices[number]], self._positions_of(number)
+        acts = [layer.slices[number] for layer in self.layers]
         last = ends.hidden if model.final_norm is None else ends.s
         into = [*(each.s1 for each in acts[1:]), last]  # what reads a layer's output
         first = layers.start
         if first == 0:
-            self._embed(acts[0].s1, own, start, slab)
+            self._embed(acts[0].s1, own, start, number)
             x, r = acts[0].s1, None
         else:
             x, r = model.blocks[first - 1].output(acts[first - 1], into[first - 1])
@@ -249,8 +249,8 @@ class Pass:
         elif r is not None:
             self.k.add(ends.hidden, x, r)
 
-    def _embed(self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, slab: int) -> None:
-        model, ends, positions = self.model, self.ends.slabs[slab], self._positions_of(slab)
+    def _embed(self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, number: int) -> None:
+        model, ends, positions = self.model, self.ends.slices[number], self._positions_of(number)
         embedded = x if model.embed_norm is None else ends.embedded
         wte, wpe = model.tensors["wte"], model.positions.wpe
         self.k.embed(embedded, tokens, wte, wpe, self.seq_len, start, positions)
@@ -271,18 +271,18 @@ class Pass:
         x, losses = self.hidden(tokens), self.ends.all.losses
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
-    def _backward_slab(
-        self, i: int, scratch: Rows[Scratch], tokens: Ints1d, accumulate: bool, slab: int
+    def _backward_slice(
+        self, i: int, scratch: Rows[Scratch], tokens: Ints1d, accumulate: bool, number: int
     ) -> None:
-        block, acts, tmp = self.model.blocks[i], self.layers[i].slabs[slab], scratch.slabs[slab]
+        block, acts, tmp = self.model.blocks[i], self.layers[i].slices[number], scratch.slices[number]
         if self._recompute == "block":
-            block.before_attention(acts, acts.s1, None, tokens[self.slabs[slab]])
-            block.attend(acts, self.seq_len, self._positions_of(slab))
+            block.before_attention(acts, acts.s1, None, tokens[self.slices[number]])
+            block.attend(acts, self.seq_len, self._positions_of(number))
             block.after_attention(acts)
-        block.backward(acts, tmp, self.seq_len, self._again, accumulate, self._positions_of(slab))
+        block.backward(acts, tmp, self.seq_len, self._again, accumulate, self._positions_of(number))
 
-    def _positions_of(self, slab: int) -> Ints1d | None:
-        return None if self.positions is None else self.positions[self.slabs[slab]]
+    def _positions_of(self, number: int) -> Ints1d | None:
+        return None if self.positions is None else self.positions[self.slices[number]]
 
     def _embedding_weights(self, tmp: Scratch, tokens: SortedTokens, accumulate: bool) -> None:
         """Compute gradients from that of the first layer's input, which is in tmp.dout."""
@@ -302,8 +302,8 @@ class Pass:
         self.k.embed_backward(dwte, dwpe, dx, tokens, self.seq_len, self.positions)
 
 
-def _slab_count(n_seq: int, seq_len: int, threads: int, rows: int) -> int:
-    """Return the number of slabs: the same for each thread, of at least `rows` rows each if it is not one."""
+def _slice_count(n_seq: int, seq_len: int, threads: int, rows: int) -> int:
+    """Return the number of slices: as many for each thread, of at least `rows` rows each if it is not one."""
     if n_seq % threads and n_seq < EVEN_ENOUGH * threads:
         return 1
     most = max(1, min(n_seq, n_seq * seq_len // rows) // threads)

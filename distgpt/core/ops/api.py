@@ -7,7 +7,7 @@ B sequences of T tokens, N = B·T rows one after the other; C channels, H heads,
 None stands for a part that the architecture does not have.
 `start` int32 is the position in their context of the first token of a pass: (1,) of all sequences, (B,) of
 each; None means 0.
-`positions` (N,) int32 is the place of each row in its document, where documents lie side by side in a
+`positions` (N,) int32 is the position of each row in its document, where documents lie side by side in a
 sequence and do not see each other; None means one document, n mod T.
 """
 
@@ -140,7 +140,7 @@ class Head(NamedTuple):
 class AdamState(NamedTuple):
     """Flat buffers: parameters, their copy of low precision (where there is one), moments, gradients.
 
-    `stretches`, int64 (n, 4), without gaps: start, stop, group, start in v. Group -1 is left as it is, and v
+    `ranges`, int64 (n, 4), without gaps: start, stop, group, start in v. Group -1 is left as it is, and v
     may be shorter there.
     """
 
@@ -149,7 +149,7 @@ class AdamState(NamedTuple):
     m: Wide1d
     v: Wide1d
     g: Wide1d
-    stretches: Ints2d
+    ranges: Ints2d
 
 
 class SortedTokens(NamedTuple):
@@ -171,8 +171,8 @@ class MuonMatrix(NamedTuple):
     u: Wide2d
 
 
-class OuterState(NamedTuple):
-    """Flat buffers: parameters p, their copy of low precision (where there is one), the outer momentum.
+class NesterovState(NamedTuple):
+    """Flat buffers: parameters p, their copy of low precision (where there is one), the momentum.
 
     `round_start`: the parameters with which all ranks began a round; `change`: how far they have come since,
     summed over the ranks.
@@ -217,7 +217,7 @@ class AdamConstants(NamedTuple):
     eps: float
 
 
-ALL_ROWS = 1 << 30  # `slab_rows` of kernels whose passes have one slab
+ALL_ROWS = 1 << 30  # `slice_rows` of kernels whose passes have one slice
 
 
 class Kernels(Protocol):
@@ -227,7 +227,7 @@ class Kernels(Protocol):
     wide: np.dtype
     threads: int
     logits_bytes: int  # the most memory that the loss wants for logits
-    slab_rows: int  # the least of a slab where a worker has several: their results stay in a cache
+    slice_rows: int  # the least of a slice where a worker has several: their results stay in a cache
     capabilities: Capabilities
     wire: Wire | None  # where arrays are not the host's
 
@@ -587,7 +587,7 @@ class Kernels(Protocol):
     def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
         """y ← a - b"""
 
-    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+    def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         """One step along the ranks' mean change, with scale = 1 / ranks; p and round_start become the same.
 
         velocity ← momentum · velocity + scale · change;

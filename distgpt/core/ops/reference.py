@@ -32,7 +32,7 @@ from distgpt.core.ops.api import (
     Ints1d,
     Ints2d,
     MuonMatrix,
-    OuterState,
+    NesterovState,
     SortedTokens,
     Stats,
     Wide1d,
@@ -116,8 +116,8 @@ class OnHost:
         with np.errstate(invalid="ignore"):  # of rows that are not finite
             for i, (row, (temperature, uniform)) in enumerate(zip(rows, how.tolist(), strict=True)):
                 sums = np.exp((row - row.max()) / temperature).cumsum(dtype=np.float64)
-                place = int(sums.searchsorted(uniform * sums[-1], side="right"))
-                tokens[i] = min(place, vocab - 1)
+                token = int(sums.searchsorted(uniform * sums[-1], side="right"))
+                tokens[i] = min(token, vocab - 1)
                 found[i] = row[tokens[i]], sums[-1]
 
 
@@ -126,7 +126,7 @@ class ReferenceKernels(OnHost):
 
     threads = 1
     logits_bytes = 1 << 20
-    slab_rows = ALL_ROWS
+    slice_rows = ALL_ROWS
     capabilities = Capabilities(sums_bias_gradients=True)
 
     def __init__(self, dtype: str = "float64") -> None:
@@ -456,13 +456,13 @@ class ReferenceKernels(OnHost):
         total[...] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
-        p, low, m, v, g, stretches = state
+        p, low, m, v, g, ranges = state
         beta1, beta2, eps = constants
         scale = clipped(norm, scalars)
         if scale is None:
             return
         groups = scalars[3:].reshape(-1, 2)
-        for start, stop, group, start_in_v in np.asarray(stretches).tolist():
+        for start, stop, group, start_in_v in np.asarray(ranges).tolist():
             if group < 0:
                 continue
             here, second = slice(start, stop), v[start_in_v : start_in_v + stop - start]
@@ -513,7 +513,7 @@ class ReferenceKernels(OnHost):
     def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
         y[...] = a - b
 
-    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+    def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         p, low, round_start, velocity, change = state
         velocity[...] = momentum * velocity + scale * change
         round_start += lr * (momentum * velocity + scale * change)

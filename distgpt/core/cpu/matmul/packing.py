@@ -87,7 +87,7 @@ def pack_rows_transposed(first, last, out, w):
 
 @inline
 def _pack_columns(first, last, out, w, wide):
-    """Stretches of `wide` columns, some rows of all of them before the next rows."""
+    """Panels of `wide` columns, some rows of all of them before the next rows."""
     depth = w.shape[0]
     for top in range(0, depth, DEPTH):
         bottom = min(top + DEPTH, depth)
