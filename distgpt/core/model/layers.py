@@ -489,8 +489,12 @@ class Block:
         self.fc.backward(tmp.dh2, dpre)
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
         self.out.backward(tmp.datt, tmp.dmid)
-        of, db = (acts.att, acts.lse, acts.qkv, seq_len), self.qkv.bias_along(accumulate)
-        self.k.attention_backward(tmp.dqkv, tmp.datt, *of, db, positions, self.window)
+        db = self.qkv.bias_along(accumulate)
+        self.k.attention_backward(
+            tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, seq_len, db, positions, self.window
+        )
+        # Undo `_prepare`, its last step first: a norm without gain reads rotated queries and keys, one with gain
+        # an x̂ from before the rotation.
         if self.qk_norm and self.head_norm is None:
             assert acts.qk_rstd is not None
             self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.head)

@@ -16,6 +16,7 @@ import numpy as np
 
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import ALIGNED, MATRIX, Layout, Spec
+from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW, clip_scale
 from distgpt.core.ops.api import MuonMatrix, MuonScalars
 
@@ -29,8 +30,16 @@ class Muon(AdamW):
     memory, and they share the results before they update.
     """
 
-    def _divide(self, rank: int, ranks: int) -> None:
-        kernels, layout = self.model.kernels, self.model.layout
+    def __init__(
+        self,
+        model: Model,
+        config: TrainConfig,
+        own: slice | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        super().__init__(model, config, own, rank, ranks)
+        kernels, layout = model.kernels, model.layout
         matrices = [spec.name for spec in layout.specs if _is_matrix(spec)]
         first, last = layout.offsets[matrices[0]], layout.end_of(matrices)
         self._bounds = [first, *borders(layout, ranks, _work)[1:-1], last]

@@ -37,7 +37,7 @@ class AdamW:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        """`rank` of `ranks` may compute a part of the updates and send it to the others: see Muon."""
+        """`rank` of `ranks` is for Muon, whose ranks share the work. AdamW computes all updates on each."""
         self.model, self.config = model, config
         k, layout = model.kernels, model.layout
         self.own = own or slice(0, layout.size)
@@ -47,13 +47,15 @@ class AdamW:
         self.v = _moment(second, own and self.v_own, k)
         self.norm = k.scalars(1)  # Σ g² of the last step
         self._scalars = k.scalars(len(StepScalars._fields) + 2 * len(GROUPS))
-        self._ranges = k.integers(np.reshape(self._ranges_of_groups(), (-1, 4)), "int64")
+        # Of AdamState. A tensor may lie elsewhere in v than in p: Muon's have shorter second moments.
+        found = layout.ranges(self.group_number, self.own)
+        begins = (
+            position_in(second, layout, self.own.start + start) - self.v_own.start for start, *_ in found
+        )
+        rows = [(*each, begin) for each, begin in zip(found, begins, strict=True)]
+        self._ranges = k.integers(np.reshape(rows, (-1, 4)), "int64")
         self._record_norm = k.record(self._launch_norm)
         self._update = k.record(self._launch)
-        self._divide(rank, ranks)
-
-    def _divide(self, rank: int, ranks: int) -> None:
-        """Divide the updates among ranks; AdamW computes all of them on each."""
 
     @staticmethod
     def second_moments(layout: Layout) -> Layout:
@@ -96,15 +98,6 @@ class AdamW:
     def apply(self) -> None:
         """Update the parameters, unless the norm is not finite."""
         self._update()
-
-    def _ranges_of_groups(self) -> list[tuple[int, int, int, int]]:
-        """Return the ranges of AdamState."""
-        layout, second = self.model.layout, self.v.layout
-        found = layout.ranges(self.group_number, self.own)
-        begins = (
-            position_in(second, layout, self.own.start + start) - self.v_own.start for start, *_ in found
-        )
-        return [(*found_range, begin) for found_range, begin in zip(found, begins, strict=True)]
 
     def _launch_norm(self) -> None:
         self.model.kernels.sum_squares(self.norm, self.model.grads.flat)

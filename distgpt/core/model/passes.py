@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from distgpt.core.model.layers import NORMS, SUMS, Block, LayerActivations, Scratch
+from distgpt.core.config import ModelConfig
+from distgpt.core.model.layers import NORMS, SUMS, Block, Scratch
 from distgpt.core.model.memory import Rows
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import (
@@ -25,6 +26,7 @@ from distgpt.core.ops.api import (
     Floats2d,
     Head,
     Ints1d,
+    Kernels,
     SortedTokens,
     Stats,
     Wide1d,
@@ -61,6 +63,13 @@ class Ends:
     hidden: Floats2d  # the output layer's input
     losses: Wide1d  # (N,)
 
+    @classmethod
+    def zeros(cls, config: ModelConfig, kernels: Kernels, n: int) -> Ends:
+        """Make the memory for n rows."""
+        stats = NORMS[config.norm].stats
+        embedded, s, hidden = (kernels.zeros(n, config.n_embd) for _ in range(3))
+        return cls(embedded, stats(kernels, n), s, stats(kernels, n), hidden, kernels.wide_zeros(n))
+
 
 class Pass:
     """Memory and order of work for batches of (n_seq, seq_len) tokens, for all workers or `workers` of them.
@@ -78,27 +87,39 @@ class Pass:
         workers: int | None = None,
         positions: Ints1d | None = None,
     ) -> None:
-        self.model, self.k, self.positions = model, model.kernels, positions
-        self._workers = model.kernels.threads if workers is None else workers
-        self._wide = not training and _layer_bytes(model) >= WIDE
-        self._slice_rows = self.k.slice_rows if training else ALL_ROWS
+        config, k = model.config, model.kernels
+        self.model, self.k, self.positions = model, k, positions
+        self._workers = k.threads if workers is None else workers
+        layer_elements = sum(spec.size for part in model.blocks[0].parts for spec in part.specs())
+        self._is_wide = not training and layer_elements * k.dtype.itemsize >= WIDE
+        self._slice_rows = k.slice_rows if training else ALL_ROWS
         self._cut(n_seq, seq_len)
+        n = self.n_rows
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
-        self.layers = self._layers()
-        self._scratch = self._new_scratch() if training else None
-        self._finished = [model.finished_with(block) for block in model.blocks] if training else []
-        norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
-        embedded, s, hidden = (self.k.zeros(n, c) for _ in range(3))
-        losses = self.k.wide_zeros(n)
-        embed_stats, stats = (norm.stats(self.k, n) for _ in range(2))
-        self.ends = Rows(self.slices, Ends(embedded, embed_stats, s, stats, hidden, losses))
+        first = Block.new_activations(config, k, n)
+        kept = KEPT[self._recompute]
+        others = [Block.new_activations(config, k, n, first, kept) for _ in range(1, config.n_layer)]
+        self.layers = [Rows(self.slices, each) for each in (first, *others)]
+        # Gradients of all layers share two sets of names for the same memory: what a layer calls the gradient
+        # of its input is that of the output to the layer below, so layers take the sets in turns.
+        self._scratch: tuple[Rows[Scratch], Rows[Scratch]] | None = None
+        self._finished: list[int] = []
+        if training:
+            scratch = model.blocks[0].scratch(config, k, n, first.added, self._again)
+            self._scratch = (
+                Rows(self.slices, scratch, SUMS),
+                Rows(self.slices, scratch.of_layer_below(), SUMS),
+            )
+            self._finished = [model.finished_with(block) for block in model.blocks]
+        self.ends = Rows(self.slices, Ends.zeros(config, k, n))
         # Logits (N, V) would be the largest array of all: the head takes chunks of rows, all about alike.
-        row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
-        chunks = -(-n * row_bytes // self.k.logits_bytes)
+        chunks = -(-n * config.padded_vocab * k.dtype.itemsize // k.logits_bytes)
         even = -(-n // chunks)
-        self.logits_shape = (min(n, -(-even // TILE) * TILE), model.config.padded_vocab)
-        self._head: Head | None = self._new_head() if training else None
+        self.logits_shape = (min(n, -(-even // TILE) * TILE), config.padded_vocab)
+        self._head: Head | None = None
+        if training:
+            self.expect_losses()
 
     def reshaped(self, n_seq: int, seq_len: int) -> Pass:
         """Return a pass over a batch of another shape, with as many rows or fewer, in the same memory.
@@ -140,7 +161,8 @@ class Pass:
     def expect_losses(self) -> None:
         """Make the memory for logits, which a pass without gradients may never need."""
         if self._head is None:
-            self._head = self._new_head()
+            logits = self.k.zeros(*self.logits_shape)
+            self._head = Head(self.model.head, logits, self.model.config.vocab_size)
 
     def losses(self, tokens: Ints1d, targets: Ints1d) -> Wide1d:
         """Compute the loss of every row (N,), in memory that the next pass overwrites."""
@@ -155,7 +177,7 @@ class Pass:
         on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
         """
         assert self._scratch is not None, "this pass was made for forward passes alone"
-        model, (scratch, below), ready = self.model, self._scratch, on_ready or _nothing
+        model, (scratch, below), ready = self.model, self._scratch, on_ready or (lambda final: None)
         tmp = scratch.all
         # Without a final norm, the gradient of the hidden states (N, C) is that of the last layer's output.
         dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
@@ -177,8 +199,8 @@ class Pass:
                 backward = partial(self._backward_slice, i, scratch, tokens, accumulate)
                 self.k.each(backward, len(self.slices))
                 # All workers meet here: gradients of weights are sums over the rows of all slices.
-                of = self.layers[i].all, scratch.all, out_sums, in_order, accumulate
-                self.k.run_together(partial(model.blocks[i].weights, *of))
+                block, acts = model.blocks[i], self.layers[i].all
+                self.k.run_together(partial(block.weights, acts, scratch.all, out_sums, in_order, accumulate))
                 ready(self._finished[i])
                 # The gradient of this layer's input is that of the output of the layer below.
                 scratch, below = below, scratch
@@ -187,28 +209,11 @@ class Pass:
         ready(model.layout.size)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
-        few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
+        few = self._is_wide and -(-n_seq * seq_len // self._workers) in FEW
         count = 1 if few else _slice_count(n_seq, seq_len, self._workers, self._slice_rows)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
         self.slices = [slice(a, b) for a, b in pairwise(cuts)]
         self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
-
-    def _new_head(self) -> Head:
-        return Head(self.model.head, self.k.zeros(*self.logits_shape), self.model.config.vocab_size)
-
-    def _new_scratch(self) -> tuple[Rows[Scratch], Rows[Scratch]]:
-        """Make memory for gradients, by the names of the last layer and by those of the layer below it."""
-        added = self.layers[0].all.added
-        own = self.model.blocks[0].scratch(self.model.config, self.k, self.n_rows, added, self._again)
-        return Rows(self.slices, own, SUMS), Rows(self.slices, own.of_layer_below(), SUMS)
-
-    def _layers(self) -> list[Rows[LayerActivations]]:
-        """Make every layer's activations: its own where they are kept, one for all where they are not."""
-        config, kept = self.model.config, KEPT[self._recompute]
-        made = [Block.new_activations(config, self.k, self.n_rows)]
-        for _ in range(1, config.n_layer):
-            made.append(Block.new_activations(config, self.k, self.n_rows, made[0], kept))
-        return [Rows(self.slices, each) for each in made]
 
     def _forward_slice(
         self,
@@ -308,12 +313,3 @@ def _slice_count(n_seq: int, seq_len: int, threads: int, rows: int) -> int:
         return 1
     most = max(1, min(n_seq, n_seq * seq_len // rows) // threads)
     return threads * next(each for each in range(most, 0, -1) if each == 1 or n_seq % (threads * each) == 0)
-
-
-def _layer_bytes(model: Model) -> int:
-    specs = [spec for block in model.blocks[:1] for part in block.parts for spec in part.specs()]
-    return sum(spec.size for spec in specs) * int(model.kernels.dtype.itemsize)
-
-
-def _nothing(ready: int) -> None:
-    return None
