@@ -493,8 +493,8 @@ class Block:
         self.k.attention_backward(
             tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, seq_len, db, positions, self.window
         )
-        # Undo `_prepare`, its last step first: a norm without gain reads rotated queries and keys, one with gain
-        # an x̂ from before the rotation.
+        # Undo `_prepare`, its last step first: a norm without gain reads rotated queries and keys, one with
+        # gain an x̂ from before the rotation.
         if self.qk_norm and self.head_norm is None:
             assert acts.qk_rstd is not None
             self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.head)

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
+if TYPE_CHECKING:  # commands import this file, and are to begin without NumPy
+    import numpy as np
 
 # An array of any type and rank. To a type checker it is NumPy's, for CuPy has no types and the same methods.
 # A Protocol of what both have would be truer, but mypy does not come to an end over NumPy's overloads.
-Array: TypeAlias = np.ndarray
-HostArray: TypeAlias = np.ndarray  # NumPy's in fact
-DType: TypeAlias = str | np.dtype | type[np.generic]
+Array: TypeAlias = "np.ndarray"
+HostArray: TypeAlias = "np.ndarray"  # NumPy's in fact
+DType: TypeAlias = "str | np.dtype | type[np.generic]"
 
 # Arrays by type and rank. A backend has two types, fixed when it is built, which differ only where the first
 # is bfloat16. Floats are of `dtype`: activations, and parameters that a matmul reads.
