@@ -43,7 +43,7 @@ def _through(bits: Array, kind: Float8) -> Array:
 class ThroughFloat8(cpu.Bfloat16Kernels):
     """Bfloat16Kernels whose matmuls see what float8 leaves of a tensor."""
 
-    slab_rows = ALL_ROWS  # a tensor has one scale
+    slice_rows = ALL_ROWS  # a tensor has one scale
     gradients = False
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:

@@ -78,11 +78,13 @@ class Adapter(Part):
 
     def backward(self, inner: Floats2d, dinner: Floats2d, dy: Floats2d, x: Floats2d) -> None:
         """inner ← x Aᵀ, and the gradient of that: what `weights` reads. Both (N, rank)."""
+        assert self.a is not None and self.b is not None  # it has a rank
         self.k.linear(inner, x, Affine(self.a, None))
         self.k.linear_backward(dinner, dy[:, self.rows], self.b)
 
     def weights(self, inner: Floats2d, dinner: Floats2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
         """Compute the gradients, but for the factor `scale`, which dy has (`Model.gradient_scale`)."""
+        assert self.da is not None and self.db is not None  # it has a rank
         self.k.linear_backward_weights(Affine(self.db, None), dy[:, self.rows], inner, accumulate)
         self.k.linear_backward_weights(Affine(self.da, None), dinner, x, accumulate)
 
@@ -112,10 +114,10 @@ class AdaptedBlock(Block):
         self.parts = [*self.parts, *self.adapters]
 
     def scratch(
-        self, config: ModelConfig, kernels: Kernels, n: int, training: bool, again: bool
+        self, config: ModelConfig, kernels: Kernels, n: int, added: Floats2d | None, again: bool
     ) -> AdaptedScratch:
-        plain = super().scratch(config, kernels, n, training, again)
-        ranks = [adapter.rank for adapter in self.adapters if adapter.rank and training]
+        plain = super().scratch(config, kernels, n, added, again)
+        ranks = [adapter.rank for adapter in self.adapters if adapter.rank]
         inner = tuple((kernels.zeros(n, rank), kernels.zeros(n, rank)) for rank in ranks)
         return AdaptedScratch(**{each.name: getattr(plain, each.name) for each in fields(plain)}, inner=inner)
 

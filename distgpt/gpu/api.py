@@ -13,6 +13,8 @@ import numpy as np
 
 from distgpt.core.ops.api import Array, Floats2d, Wide2d
 
+DeviceArray = Any  # CuPy's, of which no types are known
+
 STORAGE: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "float32": np.dtype(np.float32),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.core.ops.api import Array
+from distgpt.gpu.api import DeviceArray
 
 
 class UnderWay:
@@ -36,7 +36,7 @@ class UnderWay:
 class Mirror:
     """A device array's copy in page-locked memory: `host` is a NumPy array of the same type and shape."""
 
-    def __init__(self, cuda: Any, stream: Any, array: Array, under_way: UnderWay) -> None:
+    def __init__(self, cuda: Any, stream: Any, array: DeviceArray, under_way: UnderWay) -> None:
         self._stream, self._array, self._under_way = stream, array, under_way
         self._done = cuda.Event(disable_timing=True)
         self._memory = cuda.alloc_pinned_memory(max(1, array.nbytes))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.ops.api import Array, Work
+from distgpt.gpu.api import DeviceArray
 from distgpt.gpu.compiling import Ahead, Kind, cubin
 from distgpt.gpu.copies import Mirror, UnderWay
 from distgpt.gpu.kept import Kept
@@ -83,9 +84,10 @@ class CupyDevice:
         """Allocate an array. Not while recording."""
         self._refuse_while_recording("memory was requested")
         with self.stream:  # CuPy's current one may be another device's by now
-            return self.xp.zeros(shape, dtype)
+            made: Array = self.xp.zeros(shape, dtype)
+            return made
 
-    def upload(self, array: Array, host: Any) -> None:
+    def upload(self, array: DeviceArray, host: Any) -> None:
         """array ← a host array of the same type and size, which may be changed on return."""
         self._refuse_while_recording("an upload was started")
         _require_contiguous(array)
@@ -133,11 +135,11 @@ class CupyDevice:
         _require_contiguous(array)
         return Mirror(self._cuda, self.stream, array, self._under_way)
 
-    def zero(self, array: Array) -> None:
+    def zero(self, array: DeviceArray) -> None:
         """array ← 0, contiguous, of any type"""
         array.data.memset_async(0, array.nbytes, self.stream)
 
-    def copy(self, array: Array, source: Array) -> None:
+    def copy(self, array: DeviceArray, source: DeviceArray) -> None:
         """array ← source, both contiguous and of one type and size"""
         array.data.copy_from_device_async(source.data, array.nbytes, self.stream)
 

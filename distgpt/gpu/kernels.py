@@ -19,9 +19,10 @@ from distgpt.core.ops.api import (
     Array,
     Bias,
     Capabilities,
+    Gain,
     Head,
     MuonMatrix,
-    OuterState,
+    NesterovState,
     SortedTokens,
     Stats,
     StepScalars,
@@ -55,7 +56,7 @@ class CudaKernels:
     """
 
     threads = 1
-    slab_rows = ALL_ROWS
+    slice_rows = ALL_ROWS
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class CudaKernels:
     # -- norms
 
     def add_norm(
-        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Gain, eps: float
     ) -> None:
         n, c = y.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
@@ -238,7 +239,7 @@ class CudaKernels:
         dres: Array | None,
         s: Array,
         stats: Stats,
-        wb: Affine,
+        wb: Gain,
     ) -> None:
         n, c = dx.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
@@ -458,7 +459,7 @@ class CudaKernels:
         groups = (scalars.size - len(StepScalars._fields)) // 2
         common = self._launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
         self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
-        args = (*state, len(state.stretches), common, np.int64(state.p.size))
+        args = (*state, len(state.ranges), common, np.int64(state.p.size))
         self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
 
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
@@ -476,7 +477,7 @@ class CudaKernels:
     def subtract(self, y: Array, a: Array, b: Array) -> None:
         self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, np.int64(y.size))
 
-    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+    def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         args = (*state, float(scale), float(lr), float(momentum), np.int64(state.p.size))
         self._launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
 

@@ -84,11 +84,10 @@ class Linears:
     ) -> None:
         """Compute dpre. Our own kernel for the activation also sums the columns that it writes."""
         parts = None if db is None else self._parts(dpre)
-        summing = not ACTIVATIONS[act].gated and parts is not None
 
         def apart() -> None:
             self.matmul(y, dy, w)
-            if summing:
+            if parts is not None and not ACTIVATIONS[act].gated:
                 self._slices("elementwise", f"{act}_backward_sums", parts, dpre, y, pre, int(again))
                 return
             args = (dpre, y, pre, *_sizes(y, act), int(again))

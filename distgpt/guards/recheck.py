@@ -72,7 +72,7 @@ class Recheck:
         k, grads = self._model.kernels, self._model.grads
         total = k.scalars(1)
         k.sum_squares(total, grads.flat)
-        bits = crc32(memoryview(k.to_host(grads.flat)).cast("B"))
+        bits = crc32(k.to_host(grads.flat).data.cast("B"))
         return Digest(bits, float(k.to_host(grads.flags)[0]), math.sqrt(float(k.to_host(total)[0])))
 
     def _compare(self, step: int, pair: tuple[int, int], own: Digest | None, again: Digest | None) -> None:

@@ -18,7 +18,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.ops.api import Array, OuterState
+from distgpt.core.ops.api import Array, NesterovState
 from distgpt.core.train.sharing import RECENT, Exchange, Rounds, Scales
 
 
@@ -106,7 +106,7 @@ class Outer:
         model, c = self._model, self._config
         low = None if model.params is model.weights else model.params.flat
         buffers = (self.round_start.flat, self.velocity.flat, model.grads.flat)
-        state = OuterState(model.weights.flat, low, *buffers)
+        state = NesterovState(model.weights.flat, low, *buffers)
         model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
         self.in_sync = True
 

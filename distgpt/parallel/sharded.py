@@ -16,7 +16,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Model
 from distgpt.core.model.muon import borders
-from distgpt.core.model.optim import AdamW, place_in
+from distgpt.core.model.optim import AdamW, position_in
 from distgpt.core.ops.api import PIECE, Array
 from distgpt.core.saved.checkpoint import load_some
 from distgpt.core.saved.tensors import Tensors
@@ -164,7 +164,7 @@ class Shards(TensorByTensor):
         self._parts = {
             "m/": Part(layout, optimizer.own, optimizer.m.flat, bounds),
             "v/": Part(
-                second, optimizer.v_own, optimizer.v.flat, [place_in(second, layout, at) for at in bounds]
+                second, optimizer.v_own, optimizer.v.flat, [position_in(second, layout, at) for at in bounds]
             ),
             MASTER: Part(layout, optimizer.own, model.precise(optimizer.own), bounds),
         }

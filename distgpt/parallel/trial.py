@@ -101,6 +101,10 @@ def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchang
         return exchange_for(comm, state, replace(t, grad_sync=name), say)
 
     if len(names) > 1:
-        return Trial(comm, names, named, say, wait=lambda: k.to_host(state.optimizer.norm))
+
+        def wait() -> None:
+            k.to_host(state.optimizer.norm)
+
+        return Trial(comm, names, named, say, wait)
     say(f"--grad-sync auto: {names[0]}, the only way to try here")
     return named(names[0])

@@ -116,7 +116,8 @@ def _gradients(pairs: Pairs, rows: slice, e: Array, h: Array, de: Array, centred
     if centred:
         dx -= dx.mean(1, keepdims=True)
     de[rows] = scale * (dx - x * np.mean(dx * x, 1, keepdims=True))
-    return p.T @ x
+    dh: Array = p.T @ x
+    return dh
 
 
 class Adam:

@@ -166,7 +166,7 @@ def lazy_tensors(
 
     def make(name: str) -> Array:
         spec = specs[name.removesuffix(SCALES)]
-        found = done.get(spec.name) or read_parameter(
+        found: Array | Quantised = done.get(spec.name) or read_parameter(
             path, header, spec, bits_of(spec, dtype), granted_cores().whole
         )
         if not isinstance(found, Quantised):

@@ -111,7 +111,8 @@ class Run:
         values = known.values
         if axis == "time":  # a step that was not recorded took as long as the next one that was
             values = np.cumsum(values * np.diff(known.steps, prepend=0))
-        return np.interp(steps, [0, *known.steps], [0.0, *values])
+        places: Array = np.interp(steps, [0, *known.steps], [0.0, *values])
+        return places
 
     def end(self, axis: str) -> float:
         """Return the place of the last step of which anything is known."""

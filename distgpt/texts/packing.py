@@ -116,7 +116,8 @@ def part_starts(starts: Array, tokens: int, room: int) -> Array:
     """Return where parts of documents begin, of which none is longer than a row."""
     counts = -(-np.diff(starts, append=tokens) // room)
     before = np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(starts, counts) + room * (np.arange(counts.sum()) - before)
+    parts: Array = np.repeat(starts, counts) + room * (np.arange(counts.sum()) - before)
+    return parts
 
 
 def pack(starts: Array, tokens: int, room: int, whole: bool = False) -> Plan:

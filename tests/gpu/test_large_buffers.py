@@ -7,7 +7,7 @@ from hostgpu import HostDevice, host_lt
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.cpu.fused.flat import dither
-from distgpt.core.ops.api import AdamConstants, AdamState, OuterState
+from distgpt.core.ops.api import AdamConstants, AdamState, NesterovState
 from distgpt.gpu import device
 from distgpt.gpu.device import BLOCK
 from distgpt.gpu.kernels import CudaKernels
@@ -46,7 +46,7 @@ def test_every_operation_on_flat_buffers_takes_more_elements_than_an_int_counts(
     runs = np.array([[0, MANY, 0, 0]])
     kernels.cast_down(low, wide)
     kernels.subtract(wide, wide, wide)
-    kernels.nesterov(OuterState(wide, low, wide, wide, wide), 0.5, 0.7, 0.9)
+    kernels.nesterov(NesterovState(wide, low, wide, wide, wide), 0.5, 0.7, 0.9)
     kernels.adamw(AdamState(wide, low, wide, wide, wide, runs), one, one, AdamConstants(0.9, 0.95, 1e-8))
     fours = [each for each in started if each[0] != "adamw_common"]
     assert [each[0] for each in fours] == ["round_to_stored", "subtract", "nesterov", "adamw"]

@@ -19,7 +19,7 @@ from distgpt.core.ops.api import (
     BiasGradient,
     Head,
     MuonMatrix,
-    OuterState,
+    NesterovState,
     Stats,
 )
 
@@ -558,7 +558,7 @@ def test_nesterov(both):
         common, velocity, change = (Wide(case.random(n)) for _ in range(3))
 
         def work(k, p, low, common, velocity, change):
-            k.nesterov(OuterState(p, low, common, velocity, change), 0.25, 0.7, 0.9)
+            k.nesterov(NesterovState(p, low, common, velocity, change), 0.25, 0.7, 0.9)
 
         case.check(work, [Wide((n,)), low, common, velocity], change)
         case.check("subtract", [Wide((n,))], common, change)

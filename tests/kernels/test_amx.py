@@ -4,6 +4,7 @@ import ctypes
 from dataclasses import replace
 
 import llvmlite.binding as llvm
+import numba
 import numpy as np
 import pytest
 from test_matmul import GUARD, check, wide
@@ -199,7 +200,7 @@ def test_it_is_used_only_where_it_is_there_wanted_and_granted(monkeypatch):
 
 
 def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_cache.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     folders = []
     for shape in (AVX512_BF16, AMX):
         monkeypatch.setattr(disk_cache, "shape", lambda shape=shape: shape)

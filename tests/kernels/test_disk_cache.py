@@ -7,6 +7,7 @@ import resource
 import tempfile
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from numba import njit
@@ -157,7 +158,7 @@ def test_whatever_a_loop_uses_lies_in_what_is_hashed_for_it():
 
 def test_loops_of_the_last_versions_stay_and_folders_of_others(tmp_path, monkeypatch):
     """Where NUMBA_CACHE_DIR points to may hold anything."""
-    monkeypatch.setattr(disk_cache.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     ours = [tmp_path / f"loops-{i:016x}{'-amx' * (i == 3)}" for i in range(5)]
     others = [tmp_path / name for name in ("loops-of-mine-1", "loops-of-mine-2", "loops-0123456789abcdef0")]
     for age, folder in enumerate((*ours, *others)):

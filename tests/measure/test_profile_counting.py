@@ -47,7 +47,9 @@ def test_every_operation_has_a_cost_and_a_row():
 
 def test_matmuls_are_counted_as_estimates_count_them():
     modern = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "tied": True}
-    for changes, (threads, batch_size) in product(({}, modern), ((1, 8), (2, 8), (2, 3))):  # 3: without slabs
+    for changes, (threads, batch_size) in product(
+        ({}, modern), ((1, 8), (2, 8), (2, 3))
+    ):  # 3: without slices
         step, batches = job(threads, batch_size=batch_size, **changes)
         profiler, _ = profiled(step, batches, steps=2)
         expected, tokens = operations(step.model), 2 * batch_size * step.model.config.seq_len

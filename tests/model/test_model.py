@@ -213,36 +213,36 @@ def test_a_model_without_vocabulary_is_refused():
 
 
 def test_few_rows_of_wide_layers_share_the_reading_of_weights():
-    """Without gradients one slab, whose matmuls split columns; the same result as of slabs."""
+    """Without gradients one slice, whose matmuls split columns; the same result as of slices."""
     wide = replace(BASE, n_layer=1, n_head=4, n_embd=256)
     assert 12 * wide.n_embd**2 * 8 > WIDE
     model = build(wide, CpuKernels("float64", 2))
     many = 2 * FEW.stop // 7 + 2
-    for n_seq, seq_len, training, slabs in (
+    for n_seq, seq_len, training, slices in (
         (4, 7, False, 1),
         (4, 7, True, 2),
         (many, 7, False, 2),
         (4, 1, False, 2),
     ):
         work = Pass(model, n_seq, seq_len, training=training)
-        assert len(work.slabs) == slabs
+        assert len(work.slices) == slices
         tokens, targets = batch(wide, n_seq, seq_len)
         alone = Pass(model, n_seq, seq_len, training=False, workers=1)
         assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-13)
     narrow = build(BASE, CpuKernels("float64", 2))
-    assert len(Pass(narrow, 4, 7, training=False).slabs) == 2
+    assert len(Pass(narrow, 4, 7, training=False).slices) == 2
 
 
-@pytest.mark.parametrize("n_seq, slabs", [(4, 2), (6, 2), (5, 1), (1, 1), (12, 6), (20, 10), (34, 2)])
-def test_with_gradients_each_thread_gets_several_slabs_and_the_bits_stay(n_seq, slabs, monkeypatch):
-    """Slabs of about two sequences where their number divides evenly."""
+@pytest.mark.parametrize("n_seq, slices", [(4, 2), (6, 2), (5, 1), (1, 1), (12, 6), (20, 10), (34, 2)])
+def test_with_gradients_each_thread_gets_several_slices_and_the_bits_stay(n_seq, slices, monkeypatch):
+    """Slices of about two sequences where their number divides evenly."""
     found = []
     for rows in (1 << 30, 14):
-        monkeypatch.setattr(CpuKernels, "slab_rows", rows)
+        monkeypatch.setattr(CpuKernels, "slice_rows", rows)
         model = build(BASE, CpuKernels("float32", 2, "own"))
         work = Pass(model, n_seq, 7, training=True)
         work.loss_and_gradients(*batch(BASE, n_seq, 7), 1.0, False)
         found.append([model.grads[name].copy() for name in model.grads])
-    assert len(work.slabs) == slabs
+    assert len(work.slices) == slices
     for one, several in zip(*found, strict=True):
         assert np.array_equal(one, several)

@@ -9,10 +9,10 @@ one.
 from __future__ import annotations
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.model.layers import Block, LayerActivations, LearnedPositions, Part, Scratch
+from distgpt.core.model.layers import Block, LayerActivations, LearnedPositions, Part, Scratch, Tensors
 from distgpt.core.model.memory import VALUES, Spec
 from distgpt.core.model.model import Architecture
-from distgpt.core.ops.api import Array, Floats2d, Ints1d, SortedTokens, Wide2d
+from distgpt.core.ops.api import Array, Floats2d, Ints1d, Kernels, SortedTokens, Wide2d
 
 ROWS = 1 << 16
 FACTORS = 2654435761, 40503  # odd, so that neither token is lost
@@ -28,21 +28,26 @@ class TokenPairs(Part):
     def specs(self) -> list[Spec]:
         return [Spec(f"{self.name}.w", self.shape, VALUES)]
 
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
+        name = f"{self.name}.w"
+        self.k, self.w, self.dw = kernels, params[name], grads.get(name)
+
     def rows(self, tokens: Ints1d, seq_len: int) -> Ints1d:
         """Return the row of each token's pair; the first token of a sequence counts as its own neighbour."""
         each: Array = tokens.reshape(-1, seq_len).astype("int64")
         before = each.copy()
         before[:, 1:] = each[:, :-1]
-        return ((FACTORS[0] * before + FACTORS[1] * each) % ROWS).astype("int32").reshape(-1)
+        numbers: Ints1d = ((FACTORS[0] * before + FACTORS[1] * each) % ROWS).astype("int32")
+        return numbers.reshape(-1)
 
     def forward(self, x: Floats2d, rows: Ints1d) -> None:
-        self.k.add_embedding(x, rows, self.wb.w)
+        self.k.add_embedding(x, rows, self.w)
 
     def weights(self, dx: Floats2d, rows: SortedTokens, accumulate: bool) -> None:
-        if self.dwb.w is not None:
+        if self.dw is not None:
             if not accumulate:
-                self.k.zero(self.dwb.w)
-            self.k.embed_backward(self.dwb.w, None, dx, rows, 1)
+                self.k.zero(self.dw)
+            self.k.embed_backward(self.dw, None, dx, rows, 1)
 
 
 class FirstBlock(Block):

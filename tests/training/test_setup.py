@@ -44,7 +44,7 @@ def test_a_configuration_keeps_what_was_asked_for_beside_what_memory_has_decided
     try:
         run = open_run(plan, stage, Chosen, Listener())
     finally:
-        plan.directory.release()
+        plan.directory.lock.release()
     assert plan.config.model.vocab_size == 0 and run.config.model.vocab_size == 256
     assert run.config.train.steps > 1 and plan.config.train.steps != run.config.train.steps
     assert (run.config.train.grad_accum, run.config.train.recompute) == (0, "auto")
@@ -60,7 +60,7 @@ def test_steps_alone_are_those_of_a_run(tmp_path):
         run = open_run(plan, stage, Chosen, listener := Listener())
         train(run)
     finally:
-        plan.directory.release()
+        plan.directory.lock.release()
     step, batches = open_steps(plan.config, stage, Chosen, lambda text: None)
     alone = [step.launch(number, batches).read()[0] for number in range(SIZE["steps"])]
     assert alone == [line["loss"] for line in listener.metrics]

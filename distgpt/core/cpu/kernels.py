@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from distgpt.core.cpu.compiling.jit import Loop
 from distgpt.core.cpu.decoding.operands import operand_rows
 from distgpt.core.cpu.fused import activations, attention, flat, low_rank, muon, rowwise
 from distgpt.core.cpu.matmul import blas
@@ -27,9 +28,11 @@ from distgpt.core.ops.api import (
     Array,
     Bias,
     Capabilities,
+    Gain,
     Head,
+    HostArray,
     MuonMatrix,
-    OuterState,
+    NesterovState,
     SortedTokens,
     Stats,
     Work,
@@ -37,36 +40,54 @@ from distgpt.core.ops.api import (
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
 from distgpt.core.ops.reference import OnHost, clipped
 
+W = TypeVar("W")
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
-class Floats:
-    """A matrix that is an array, as an operand. Another type of matrix has a class with the same methods."""
+class Operand(Generic[W]):
+    """How to compute with one type of matrix, w (rows, k)."""
 
     def __init__(self, kernels: CpuKernels, pool: Pool, memory: WorkerMemory) -> None:
         self._kernels, self._pool, self._memory = kernels, pool, memory
 
-    def linear(self, y: Array, x: Array, w: Any, b: Array | None) -> None:
+    def linear(self, y: Array, x: Array, w: W, b: Array | None) -> None:
         """y ← x wᵀ + b"""
+        raise NotImplementedError
+
+    def lookup(self, w: W, tokens: Array) -> tuple[Array, Array]:
+        """Return an array, and which of its rows these tokens have."""
+        raise NotImplementedError
+
+    def unpadded(self, w: W, vocab: int) -> W:
+        """Return the output layer without its padding, so that only real tokens are scored."""
+        raise NotImplementedError
+
+    def to_host(self, w: W) -> HostArray:
+        """Return the matrix as float32."""
+        raise NotImplementedError
+
+
+class Floats(Operand[Array]):
+    """A matrix that is an array."""
+
+    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
         if len(x) <= self._kernels.few:
             grain = max(COLUMNS, WORTHWHILE // w.shape[1])
             self._pool.ranges(len(w), grain, blas.linear_few_rows, y, x, w, b)
         else:
             self._kernels.matmuls.forward(y, x, w, b)
 
-    def lookup(self, w: Any, tokens: Array) -> tuple[Array, Array]:
-        """Return an array, and which of its rows these tokens have."""
+    def lookup(self, w: Array, tokens: Array) -> tuple[Array, Array]:
         return w, tokens
 
-    def unpadded(self, w: Any, vocab: int) -> Any:
-        """Return the output layer without its padding, so that only real tokens are scored."""
+    def unpadded(self, w: Array, vocab: int) -> Array:
         return w[:vocab]
 
-    def to_host(self, w: Any) -> Any:
+    def to_host(self, w: Array) -> HostArray:
         return w
 
 
-Operands = Mapping[type, type[Floats]]
+Operands = Mapping[type, type[Operand[Any]]]  # by type of matrix
 OperandRows = Callable[[int, int, str], Array]  # of a count, columns and the type of packed weights
 FLOATS: Operands = MappingProxyType({np.ndarray: Floats})
 
@@ -80,11 +101,11 @@ class CpuKernels(OnHost):
     """
 
     logits_bytes = 128 << 20
-    slab_rows = 1024
+    slice_rows = 1024
     capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
-    polar: tuple[Any, Callable[..., Any]] = muon.orthogonalise, muon.scratch
+    polar: tuple[Loop, Callable[[int, int, str], muon.Memory]] = muon.orthogonalise, muon.scratch
     cache_dtype = "float32"  # of its keys and values
 
     def __init__(
@@ -104,10 +125,6 @@ class CpuKernels(OnHost):
         blas.single_threaded_blas()
         self.matmuls = self._matmuls(matmul)
 
-    @property
-    def _types(self) -> tuple[str, str]:
-        return self.dtype.name, self.wide.name
-
     def _matmuls(self, matmul: str) -> Matmuls:
         return matmuls_for(self._pool, self.dtype, matmul)
 
@@ -124,7 +141,7 @@ class CpuKernels(OnHost):
 
     # -- arrays
 
-    def to_host(self, array: Array) -> Any:
+    def to_host(self, array: Array) -> HostArray:
         return self._operands[type(array)].to_host(array)
 
     # -- embedding
@@ -141,7 +158,7 @@ class CpuKernels(OnHost):
     ) -> None:
         wte, tokens = self._operands[type(wte)].lookup(wte, tokens)
         if wpe is not None and positions is not None:
-            self._pool.ranges(len(x), ROWS, rowwise.embed_placed, x, tokens, wte, wpe, positions)
+            self._pool.ranges(len(x), ROWS, rowwise.embed_at_positions, x, tokens, wte, wpe, positions)
             return
         added = None if wpe is None else wpe[following(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
@@ -169,7 +186,7 @@ class CpuKernels(OnHost):
     # -- norms
 
     def add_norm(
-        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Gain, eps: float
     ) -> None:
         self._pool.ranges(len(y), ROWS, rowwise.add_norm, y, s, *stats, x, r, *wb, eps)
 
@@ -182,7 +199,7 @@ class CpuKernels(OnHost):
         dres: Array | None,
         s: Array,
         stats: Stats,
-        wb: Affine,
+        wb: Gain,
     ) -> None:
         self._pool.ranges(len(dx), ROWS, rowwise.norm_backward, dx, y, dy, dres, s, *stats, *wb)
 
@@ -318,17 +335,17 @@ class CpuKernels(OnHost):
     ) -> None:
         _, count, kv_heads, length, size = cache.shape
         n_seq = count if lanes is None else len(lanes)
-        places = np.empty((2, n_seq), np.int64)
-        places[0], places[1] = start, np.arange(n_seq) if lanes is None else lanes
+        lane_starts = np.empty((2, n_seq), np.int64)
+        lane_starts[0], lane_starts[1] = start, np.arange(n_seq) if lanes is None else lanes
         seen = window or length
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(
                 attention.forward_scratch, length, size, self.dtype.name, self.wide.name
             )
-            attention.attention_cached(i, j, y, cache, qkv, places, scratch, seen)
+            attention.attention_cached(i, j, y, cache, qkv, lane_starts, scratch, seen)
 
-        read = 2 * (int(places[0].max()) + len(y) // n_seq) * size
+        read = 2 * (int(lane_starts[0].max()) + len(y) // n_seq) * size
         self._pool.ranges(n_seq * kv_heads, max(1, WORTHWHILE // read), some)
 
     # -- head and loss
@@ -345,6 +362,7 @@ class CpuKernels(OnHost):
         accumulate: bool,
     ) -> None:
         """Leave out rows that are not learned, and padding, of the scratch memory too."""
+        # Rows without a target need no logits, and the head is the largest matmul of all.
         learned = np.flatnonzero(targets != IGNORED)
         n, few = len(learned), len(learned) < len(x)
         if few:
@@ -377,9 +395,8 @@ class CpuKernels(OnHost):
 
     def sum_squares(self, total: Array, g: Array) -> None:
         pieces = np.empty(-(-len(g) // PIECE))  # the same for any number of threads
-        self._pool.ranges(
-            len(pieces), 1, flat.squares, pieces, g
-        )  # not self.squares: profiles count that too
+        # Not self.squares: a profile counts calls of that, and would count this work twice.
+        self._pool.ranges(len(pieces), 1, flat.squares, pieces, g)
         total[0] = pieces.sum()
 
     def squares(self, pieces: Array, g: Array) -> None:
@@ -389,19 +406,21 @@ class CpuKernels(OnHost):
         total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
+        # The norm is read here, on the host: an update that is not finite must not begin.
         scale, groups = clipped(norm, scalars), scalars[3:].reshape(-1, 2)
         if scale is not None:
             step = scale, float(scalars[2])
-            self._pool.ranges(len(state.p), 4096, flat.adamw, *state, step, groups, tuple(constants))
+            self._pool.ranges(len(state.p), PIECE, flat.adamw, *state, step, groups, tuple(constants))
 
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
         scale = clipped(norm, scalars)
         if scale is None:
             return
         for mi, gi in zip(m, g, strict=True):
-            self._pool.ranges(len(mi), 4096, muon.momentum, mi, gi, scale, float(scalars[2]))
+            self._pool.ranges(len(mi), PIECE, muon.momentum, mi, gi, scale, float(scalars[2]))
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
+        # A matrix is one worker's. The largest begin, so that none is left alone with one at the end.
         largest_first = sorted(updates, key=lambda u: muon.order(u.shape))
         coefficients, (loop, make) = np.array(POLAR), self.polar
 
@@ -414,8 +433,8 @@ class CpuKernels(OnHost):
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
         largest_first = sorted(shapes, key=muon.order)
         own = [largest_first[worker :: self.threads] for worker in range(self.threads)]  # as the pool shares
-        sides = (pair for some in own for pair in {tuple(sorted(shape)) for shape in some})
-        return sum(muon.bytes_of(self.polar[1](*pair, self.wide.name)) for pair in sides)
+        sides = ((low, long) for some in own for low, long in {(min(shape), max(shape)) for shape in some})
+        return sum(muon.bytes_of(self.polar[1](low, long, self.wide.name)) for low, long in sides)
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         if clipped(norm, scalars) is None:
@@ -429,10 +448,10 @@ class CpuKernels(OnHost):
         self._pool.run(one, len(matrices))
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._pool.ranges(len(y), 4096, flat.subtract, y, a, b)
+        self._pool.ranges(len(y), PIECE, flat.subtract, y, a, b)
 
-    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
-        self._pool.ranges(len(state.p), 4096, flat.nesterov, *state, (scale, lr, momentum))
+    def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
+        self._pool.ranges(len(state.p), PIECE, flat.nesterov, *state, (scale, lr, momentum))
 
 
 def following(seq_len: int, start: Array | None) -> slice | Array:
@@ -464,10 +483,10 @@ class Bfloat16Kernels(CpuKernels):
 
     # -- arrays
 
-    def to_host(self, array: Array) -> Any:
+    def to_host(self, array: Array) -> HostArray:
         return from_bfloat16(array) if array.dtype == BITS else array
 
-    def put(self, array: Array, host: Any) -> None:
+    def put(self, array: Array, host: HostArray) -> None:
         if array.dtype != BITS:
             array[...] = host
             return
@@ -477,10 +496,10 @@ class Bfloat16Kernels(CpuKernels):
         array[...] = low.reshape(np.shape(host))
 
     def cast_down(self, low: Array, wide: Array) -> None:
-        self._pool.ranges(len(low), 4096, rowwise.rounded, low, wide)
+        self._pool.ranges(len(low), PIECE, rowwise.rounded, low, wide)
 
     def add(self, y: Array, a: Array, b: Array) -> None:
         if y.dtype == BITS:
-            self._pool.ranges(y.size, 4096, rowwise.add, *(x.reshape(-1) for x in (y, a, b)))
+            self._pool.ranges(y.size, PIECE, rowwise.add, *(x.reshape(-1) for x in (y, a, b)))
         else:
             super().add(y, a, b)

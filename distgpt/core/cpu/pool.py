@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
-Work = Callable[[int], None]
+Work = Callable[[int], object]
+Made = TypeVar("Made")
 
 ROWS = 8  # rows are handed out in multiples of this
 COLUMNS = 16  # and columns in whole cache lines
@@ -42,9 +43,9 @@ _pools: WeakSet[Pool] = WeakSet()  # all that live
 class Pool:
     """Splits work in three ways.
 
-    `run`: parts 0 … n - 1 of a job, each by a fixed thread. `ranges`: stretches of a range.
-    `run_together`: all threads make the same calls, and every `ranges` in them gives each its own stretch,
-    without waiting in between. A `ranges` inside a part, or inside a stretch, is done whole by its thread.
+    `run`: parts 0 … n - 1 of a job, each by a fixed thread. `ranges`: parts of a range.
+    `run_together`: all threads make the same calls, and every `ranges` in them gives each its own part of the
+    range, without waiting in between. A `ranges` inside a part of either kind is done whole by its thread.
     Threads of the user that compute at once take turns.
     """
 
@@ -79,11 +80,11 @@ class Pool:
         else:
             self._split(lambda part: work(), self.threads, TOGETHER)
 
-    def ranges(self, total: int, grain: int, job: Callable[..., Any], *args: Any) -> None:
-        """Call job(first, last, *args) on even stretches of range(total), cut at multiples of `grain`."""
+    def ranges(self, total: int, grain: int, job: Callable[..., object], *args: object) -> None:
+        """Call job(first, last, *args) on even parts of range(total), cut at multiples of `grain`."""
         mode = self._state.mode
         if mode == TOGETHER:
-            first, last = self._stretch(self.thread, self.threads, total, grain)
+            first, last = self._range(self.thread, self.threads, total, grain)
             if first < last:
                 self._state.mode = IN_PARTS
                 try:
@@ -94,10 +95,10 @@ class Pool:
             job(0, total, *args)
         else:
             parts = min(self.threads, -(-total // grain))
-            self._split(lambda part: job(*self._stretch(part, parts, total, grain), *args), parts, IN_PARTS)
+            self._split(lambda part: job(*self._range(part, parts, total, grain), *args), parts, IN_PARTS)
 
     @staticmethod
-    def _stretch(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
+    def _range(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
         blocks = -(-total // grain)
         return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
 
@@ -170,14 +171,15 @@ class WorkerMemory:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self._made: dict[tuple[Hashable, ...], Any] = {}  # what their first one made
 
-    def of(self, make: Callable[..., Any], *sizes: Any) -> Any:
+    def of(self, make: Callable[..., Made], *sizes: Hashable) -> Made:
         """Return the calling thread's own make(*sizes)."""
         key = (self._pool.thread, make, *sizes)
         if key not in self._made:
             self._made[key] = make(*sizes)
-        return self._made[key]
+        made: Made = self._made[key]
+        return made
 
 
 @cache

@@ -1,14 +1,14 @@
 """The parts of a GPT: what parameters each has, and its forward and backward pass in terms of kernels.
 
 A part computes three things: `forward`; `backward`, the gradient of its input, row by row or sequence by
-sequence, so that slabs of a batch can run side by side; and `weights`, the gradients of its parameters, over
+sequence, so that slices of a batch can run side by side; and `weights`, the gradients of its parameters, over
 all rows at once. The variant of each part is chosen here, once, when the model is built.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from distgpt.core.ops.api import (
     BiasGradient,
     Floats2d,
     Floats5d,
+    Gain,
     Ints1d,
     Kernels,
     SortedTokens,
@@ -46,10 +47,8 @@ class Part:
         raise NotImplementedError
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
-        self.k = kernels
-        self.wb, self.dwb = (
-            Affine(*(of.get(f"{self.name}.{kind}") for kind in "wb")) for of in (params, grads)
-        )
+        """Take this part's arrays, by name. `grads` has those of what is trained, once there are any."""
+        raise NotImplementedError
 
 
 class Linear(Part):
@@ -72,6 +71,11 @@ class Linear(Part):
         weight = Spec(f"{self.name}.w", self.shape, self.group, self.heights)
         return [weight, Spec(f"{self.name}.b", self.shape[:1])] if self.bias else [weight]
 
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
+        w, b = f"{self.name}.w", f"{self.name}.b"
+        self.k, self.wb = kernels, Affine(params[w], params.get(b))
+        self.dwb = Affine(grads[w], grads.get(b)) if w in grads else None
+
     def forward(self, y: Floats2d, x: Floats2d, onto: Floats2d | None = None) -> None:
         self.k.linear(y, x, self.wb, onto)
 
@@ -79,10 +83,12 @@ class Linear(Part):
         self.k.linear_backward(dx, dy, self.wb.w)
 
     def bias_along(self, accumulate: bool) -> Bias:
-        return BiasGradient(self.dwb.b, accumulate) if self.sums_along and self.dwb.b is not None else None
+        if self.dwb is None or self.dwb.b is None or not self.sums_along:
+            return None
+        return BiasGradient(self.dwb.b, accumulate)
 
     def weights(self, dy: Floats2d, x: Floats2d, accumulate: bool, sums: Wide2d | None = None) -> None:
-        if self.dwb.w is None:  # it is not trained
+        if self.dwb is None:  # it is not trained
             return
         dwb = Affine(self.dwb.w, None) if self.sums_along else self.dwb
         self.k.linear_backward_weights(dwb, dy, x, accumulate, sums)
@@ -98,15 +104,19 @@ class HeadNorm(Part):
     def specs(self) -> list[Spec]:
         return [Spec(f"{self.name}.w", self.shape)]
 
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
+        name = f"{self.name}.w"
+        self.k, self.w, self.dw = kernels, params[name], grads.get(name)
+
     def forward(self, qkv: Floats2d, xhat: Floats2d, rstd: Wide2d) -> None:
-        self.k.qk_norm_gain(qkv, xhat, rstd, self.wb.w, self.eps)
+        self.k.qk_norm_gain(qkv, xhat, rstd, self.w, self.eps)
 
     def backward(self, dqkv: Floats2d, dgain: Wide2d, xhat: Floats2d, rstd: Wide2d) -> None:
-        self.k.qk_norm_gain_backward(dqkv, dgain, xhat, rstd, self.wb.w)
+        self.k.qk_norm_gain_backward(dqkv, dgain, xhat, rstd, self.w)
 
     def weights(self, dgain: Wide2d, accumulate: bool) -> None:
-        if self.dwb.w is not None:
-            self.k.sum_rows(self.dwb.w, dgain, accumulate)
+        if self.dw is not None:
+            self.k.sum_rows(self.dw, dgain, accumulate)
 
 
 class ValueEmbedding(Part):
@@ -119,17 +129,21 @@ class ValueEmbedding(Part):
     def specs(self) -> list[Spec]:
         return [Spec(f"{self.name}.w", self.shape, VALUES)]
 
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
+        name = f"{self.name}.w"
+        self.k, self.w, self.dw = kernels, params[name], grads.get(name)
+
     def forward(self, qkv: Floats2d, tokens: Ints1d) -> None:
-        self.k.add_embedding(qkv, tokens, self.wb.w)
+        self.k.add_embedding(qkv, tokens, self.w)
 
     def zero_gradient(self) -> None:
-        if self.dwb.w is not None:
-            self.k.zero(self.dwb.w)
+        if self.dw is not None:
+            self.k.zero(self.dw)
 
     def weights(self, dqkv: Floats2d, tokens: SortedTokens) -> None:
         """Add to the gradient. Workers do this together, so none of them may set it to 0 here."""
-        if self.dwb.w is not None:
-            self.k.embed_backward(self.dwb.w, None, dqkv, tokens, 1)
+        if self.dw is not None:
+            self.k.embed_backward(self.dw, None, dqkv, tokens, 1)
 
 
 class LayerNorm(Part):
@@ -145,6 +159,11 @@ class LayerNorm(Part):
     def specs(self) -> list[Spec]:
         present = {"w": self.gain, "b": self.bias}
         return [Spec(f"{self.name}.{kind}", (self.width,)) for kind, there in present.items() if there]
+
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
+        w, b = f"{self.name}.w", f"{self.name}.b"
+        self.k, self.wb = kernels, Gain(params.get(w), params.get(b))
+        self.dwb = Affine(grads[w], grads.get(b)) if w in grads else None
 
     @classmethod
     def stats(cls, kernels: Kernels, n: int) -> Stats:
@@ -167,7 +186,7 @@ class LayerNorm(Part):
         self.k.norm_backward(dx, y, sums, dy, dres, s, stats, self.wb)
 
     def weights(self, sums: Wide2d | None, dy: Floats2d, s: Floats2d, stats: Stats, accumulate: bool) -> None:
-        if self.dwb.w is not None:
+        if self.dwb is not None:
             self.k.norm_backward_weights(self.dwb, sums, dy, s, stats, accumulate)
 
 
@@ -259,33 +278,36 @@ class LayerActivations:
     h2: Floats2d  # norm2(s2)
     pre: Floats2d  # the activation's input, (N, hidden), twice as wide where it is gated
     act: Floats2d  # the activation's output, (N, hidden)
+    # What attention and the MLP add to the residual stream, (N, C); None where kernels add it themselves. All
+    # layers share it, and a backward pass uses it as dh1.
+    added: Floats2d | None
     stats1: Stats
     stats2: Stats
     lse: Wide2d  # (N, H)
-    qk_rstd: Wide2d | None = None  # (N, H + K), of normalised queries and keys
-    xhat: Floats2d | None = None  # (N, (H + K)·head): these without their gain, where they have one
+    qk_rstd: Wide2d | None  # (N, H + K), of normalised queries and keys
+    xhat: Floats2d | None  # (N, (H + K)·head): these without their gain, where they have one
 
 
 @dataclass(slots=True)
 class Scratch:
-    """Arrays that one layer leaves to the next, in either direction, over N rows; None where not needed.
+    """Gradients that one layer leaves to the one below, over N rows; None where not needed.
 
     A gradient of s is named ds.
     """
 
-    dh1: Floats2d | None = None  # the gradient of h1, or a projection into the residual stream
-    dh2: Floats2d | None = None
-    din: Floats2d | None = None  # the gradient of the layer's input
-    dmid: Floats2d | None = None  # the gradient of s2
-    dout: Floats2d | None = None  # the gradient of the layer's output
-    dact: Floats2d | None = None
-    dpre: Floats2d | None = None
-    datt: Floats2d | None = None  # dh1, unless it has another width
-    dqkv: Floats2d | None = None
-    dgain: Wide2d | None = None  # (N, 2·head), gradients of the gain of queries and keys
-    in_sums: Wide2d | None = None  # partial sums of the norms: those of norm1, of norm2, of the layer above
-    mid_sums: Wide2d | None = None
-    out_sums: Wide2d | None = None
+    dh1: Floats2d
+    dh2: Floats2d
+    din: Floats2d  # the gradient of the layer's input
+    dmid: Floats2d  # the gradient of s2
+    dout: Floats2d  # the gradient of the layer's output
+    dact: Floats2d | None  # None: it takes the place of act
+    dpre: Floats2d | None  # None: it takes the place of pre
+    datt: Floats2d  # dh1, unless it has another width
+    dqkv: Floats2d
+    dgain: Wide2d | None  # (N, 2·head), gradients of the gain of queries and keys
+    in_sums: Wide2d | None  # partial sums of the norms: those of norm1, of norm2, of the layer above
+    mid_sums: Wide2d | None
+    out_sums: Wide2d | None
 
     def of_layer_below(self) -> Scratch:
         """Return the same arrays by the names that the layer below knows them by: this din is its dout."""
@@ -326,21 +348,48 @@ class Block:
         xhat = {"xhat": heads * config.head_size} if config.qk_norm_gain else {}
         return {**streams, "qkv": config.qkv_width, "pre": pre, "act": config.hidden, **xhat}
 
-    @staticmethod
-    def statistics(config: ModelConfig, kernels: Kernels, n: int) -> dict[str, Stats | Wide2d]:
-        """Make the memory of LayerActivations that is of the wide type, for n rows."""
-        stats = NORMS[config.norm].stats
-        lse = kernels.wide_zeros(n, config.n_head)
-        heads = config.n_head + config.kv_heads
-        rstd = {"qk_rstd": kernels.wide_zeros(n, heads)} if config.qk_norm else {}
-        return {"stats1": stats(kernels, n), "stats2": stats(kernels, n), "lse": lse, **rstd}
+    @classmethod
+    def new_activations(
+        cls,
+        config: ModelConfig,
+        kernels: Kernels,
+        n: int,
+        other: LayerActivations | None = None,
+        kept: Sequence[str] = (),
+    ) -> LayerActivations:
+        """Make the memory of a layer for n rows; with `other`, share that layer's but for what is `kept`."""
+        widths, stats = cls.activations(config), NORMS[config.norm].stats
+        fuses, heads = kernels.capabilities.fuses_residual, config.n_head + config.kv_heads
 
-    def scratch(self, config: ModelConfig, kernels: Kernels, n: int, training: bool, again: bool) -> Scratch:
-        """Make the memory that layers leave to each other, for n rows. `again`: as in `backward`."""
+        def array(name: str) -> Floats2d:
+            shared: Floats2d | None = None if name in kept else getattr(other, name, None)
+            return kernels.zeros(n, widths[name]) if shared is None else shared
+
+        own = None if "statistics" in kept else other
+        return LayerActivations(
+            s1=array("s1"),
+            h1=array("h1"),
+            qkv=array("qkv"),
+            att=array("att"),
+            s2=array("s2"),
+            h2=array("h2"),
+            pre=array("pre"),
+            act=array("act"),
+            added=other.added if other else None if fuses else kernels.zeros(n, config.n_embd),
+            stats1=own.stats1 if own else stats(kernels, n),
+            stats2=own.stats2 if own else stats(kernels, n),
+            lse=own.lse if own else kernels.wide_zeros(n, config.n_head),
+            qk_rstd=own.qk_rstd if own else kernels.wide_zeros(n, heads) if config.qk_norm else None,
+            xhat=array("xhat") if config.qk_norm_gain else None,
+        )
+
+    def scratch(
+        self, config: ModelConfig, kernels: Kernels, n: int, added: Floats2d | None, again: bool
+    ) -> Scratch:
+        """Make the memory for gradients of n rows. dh1 is `added`, if there; `again`: of `backward`."""
         can, c = kernels.capabilities, config.n_embd
-        if not training:
-            return Scratch(dh1=None if can.fuses_residual else kernels.zeros(n, c))
-        dh1, dh2, din, dmid, dout = (kernels.zeros(n, c) for _ in range(5))
+        dh1 = kernels.zeros(n, c) if added is None else added
+        dh2, din, dmid, dout = (kernels.zeros(n, c) for _ in range(4))
         sums = can.norm_sum_rows if config.norm_gain or config.bias else 0
         in_sums, mid_sums, out_sums = (kernels.wide_zeros(sums, 3 * c) if sums else None for _ in range(3))
         own_width = config.attention_width != c
@@ -381,9 +430,11 @@ class Block:
         """Rotate and normalise queries and keys. Without gains the order does not matter: a rotation keeps
         the length."""
         if self.head_norm is not None:
+            assert acts.xhat is not None and acts.qk_rstd is not None
             self.head_norm.forward(acts.qkv, acts.xhat, acts.qk_rstd)
         self.positions.rotate(acts.qkv, seq_len, start, inverse=False)
         if self.qk_norm and self.head_norm is None:
+            assert acts.qk_rstd is not None
             self.k.qk_norm(acts.qkv, acts.qk_rstd, self.head, self.eps)
 
     def before_attention(
@@ -395,28 +446,26 @@ class Block:
         if self.values is not None:
             self.values.forward(acts.qkv, tokens)
 
-    def after_attention(self, acts: LayerActivations, tmp: Scratch) -> None:
+    def after_attention(self, acts: LayerActivations) -> None:
         """Compute up to the activation; `project` is the rest of the forward pass."""
-        if self.k.capabilities.fuses_residual:
+        if acts.added is None:
             self.out.forward(acts.s2, acts.att, acts.s1)
             self.norm2.forward(acts.h2, acts.s2, acts.stats2, acts.s2, None)
         else:
-            self.out.forward(tmp.dh1, acts.att)
-            self.norm2.forward(acts.h2, acts.s2, acts.stats2, acts.s1, tmp.dh1)
+            self.out.forward(acts.added, acts.att)
+            self.norm2.forward(acts.h2, acts.s2, acts.stats2, acts.s1, acts.added)
         self.k.linear_act(acts.act, acts.pre, acts.h2, self.fc.wb, self.act)
 
-    def project(self, acts: LayerActivations, tmp: Scratch, into: Floats2d) -> None:
+    def project(self, acts: LayerActivations, into: Floats2d) -> None:
         """Compute mlp(…), and where that costs nothing its sum with s2, in `into`: see `output`."""
-        if self.k.capabilities.fuses_residual:
+        if acts.added is None:
             self.proj.forward(into, acts.act, acts.s2)
         else:
-            self.proj.forward(tmp.dh1, acts.act)
+            self.proj.forward(acts.added, acts.act)
 
-    def output(
-        self, acts: LayerActivations, tmp: Scratch, into: Floats2d
-    ) -> tuple[Floats2d, Floats2d | None]:
+    def output(self, acts: LayerActivations, into: Floats2d) -> tuple[Floats2d, Floats2d | None]:
         """Return what the next layer adds up: s2 and mlp(…), or their sum and None."""
-        return (into, None) if self.k.capabilities.fuses_residual else (acts.s2, tmp.dh1)
+        return (into, None) if acts.added is None else (acts.s2, acts.added)
 
     def backward(
         self,
@@ -433,18 +482,24 @@ class Block:
         `accumulate` is for the gradients of biases that come along.
         """
         h1, h2 = (acts.h1, acts.h2) if again else (None, None)
-        dact = acts.act if again else tmp.dact
-        through = (gradient_of_pre(acts, tmp), dact, tmp.dout, self.proj.wb.w, acts.pre)
-        self.k.linear_backward_act(*through, self.act, again, self.fc.bias_along(accumulate))
-        self.fc.backward(tmp.dh2, gradient_of_pre(acts, tmp))
+        dpre, dact = gradient_of_pre(acts, tmp), acts.act if tmp.dact is None else tmp.dact
+        w, db = self.proj.wb.w, self.fc.bias_along(accumulate)
+        self.k.linear_backward_act(dpre, dact, tmp.dout, w, acts.pre, self.act, again, db)
+        self.fc.backward(tmp.dh2, dpre)
         self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
         self.out.backward(tmp.datt, tmp.dmid)
-        of, db = (acts.att, acts.lse, acts.qkv, seq_len), self.qkv.bias_along(accumulate)
-        self.k.attention_backward(tmp.dqkv, tmp.datt, *of, db, positions, self.window)
+        db = self.qkv.bias_along(accumulate)
+        self.k.attention_backward(
+            tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, seq_len, db, positions, self.window
+        )
+        # Undo `_prepare`, its last step first: a norm without gain reads rotated queries and keys, one with
+        # gain an x̂ from before the rotation.
         if self.qk_norm and self.head_norm is None:
+            assert acts.qk_rstd is not None
             self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd, self.head)
         self.positions.rotate(tmp.dqkv, seq_len, None, inverse=True)
         if self.head_norm is not None:
+            assert tmp.dgain is not None and acts.xhat is not None and acts.qk_rstd is not None
             self.head_norm.backward(tmp.dqkv, tmp.dgain, acts.xhat, acts.qk_rstd)
         self.qkv.backward(tmp.dh1, tmp.dqkv)
         self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)
@@ -463,6 +518,7 @@ class Block:
         self.norm2.weights(tmp.mid_sums, tmp.dh2, acts.s2, acts.stats2, accumulate)
         self.out.weights(tmp.dmid, acts.att, accumulate, tmp.mid_sums)
         if self.head_norm is not None:
+            assert tmp.dgain is not None
             self.head_norm.weights(tmp.dgain, accumulate)
         self.qkv.weights(tmp.dqkv, acts.h1, accumulate)
         if self.values is not None:

@@ -1,7 +1,7 @@
 """Memory for tensors by name: parameters in one flat buffer, activations over the rows of a batch.
 
 Specs (names and shapes) are laid out (offsets) in a flat buffer, whose tensors are views. A batch is cut into
-slabs, stretches of whole sequences that workers compute side by side; so are all arrays with a row per token.
+slices, ranges of whole sequences that workers compute side by side; so are all arrays with a row per token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from distgpt.core.ops.api import Array, Floats1d
 
@@ -72,9 +72,9 @@ class Layout:
         self._names, self._starts = list(self.offsets), list(self.offsets.values())
         self.elements = sum(spec.size for spec in self.specs)
 
-    def tensor_at(self, place: int) -> str:
+    def tensor_at(self, position: int) -> str:
         """Return the name of the tensor that has this element, or the padding behind it."""
-        return self._names[bisect_right(self._starts, place) - 1]
+        return self._names[bisect_right(self._starts, position) - 1]
 
     def end_of(self, names: Iterable[str]) -> int:
         """Return where the last of these tensors ends; 0 if there is none."""
@@ -88,10 +88,8 @@ class Layout:
             for spec, start in zip(self.specs, self.offsets.values(), strict=True)
         }
 
-    def stretches(
-        self, kind: Callable[[Spec], Value], own: slice | None = None
-    ) -> list[tuple[int, int, Value]]:
-        """Return (start, stop, value) of the longest stretches of tensors with one value of `kind`.
+    def ranges(self, kind: Callable[[Spec], Value], own: slice | None = None) -> list[tuple[int, int, Value]]:
+        """Return (start, stop, value) of the longest ranges of tensors with one value of `kind`.
 
         With `own`: of these elements only, counted from its start.
         """
@@ -135,26 +133,29 @@ class FlatPart:
 
 
 class Rows(Generic[Record]):
-    """A record of arrays over the rows of a batch: `all` rows, and `slabs`, the rows of each slab.
+    """A record of arrays over the rows of a batch: `all` rows, and `slices`, the rows of each slice.
 
     A field is an array, a tuple of arrays, each of which is cut, or None; fields `uncut` stay whole.
     """
 
-    def __init__(self, slabs: Sequence[slice], record: Record, uncut: Sequence[str] = ()) -> None:
+    def __init__(self, slices: Sequence[slice], record: Record, uncut: Sequence[str] = ()) -> None:
         self.all, self._uncut = record, uncut
-        self.slabs = [self._rows(rows) for rows in slabs]
+        self.slices = [self._rows(rows) for rows in slices]
 
-    def cut(self, slabs: Sequence[slice]) -> Rows[Record]:
-        """Return the first rows of the same arrays, in other slabs."""
-        return Rows(slabs, self._rows(slice(slabs[-1].stop)), self._uncut)
+    def cut(self, slices: Sequence[slice]) -> Rows[Record]:
+        """Return the first rows of the same arrays, in other slices."""
+        return Rows(slices, self._rows(slice(slices[-1].stop)), self._uncut)
 
     def _rows(self, rows: slice) -> Record:
         cut = [field.name for field in fields(self.all) if field.name not in self._uncut]
         return replace(self.all, **{name: _part(getattr(self.all, name), rows) for name in cut})
 
 
-def _part(x: Any, rows: slice) -> Any:
-    if isinstance(x, tuple):
-        parts = (_part(each, rows) for each in x)
-        return tuple(parts) if type(x) is tuple else type(x)(*parts)  # a named one takes each by itself
+class _Sliced(Protocol):
+    def __getitem__(self, rows: slice, /) -> object: ...
+
+
+def _part(x: _Sliced | None, rows: slice) -> object:
+    if isinstance(x, tuple):  # a named one keeps its type, whose own constructor takes each by itself
+        return tuple.__new__(type(x), (_part(each, rows) for each in x))
     return None if x is None else x[rows]

@@ -55,19 +55,16 @@ class Architecture:
         self.embed_norm = _norm("embed_norm", config, config.embed_norm)
         self.final_norm = _norm("final_norm", config, config.final_norm)
         self._head = None if config.tied else Linear("head", config.n_embd, config.padded_vocab, False, HEAD)
-        self.layout = Layout(self._specs())
+        embedding = Spec("wte", (config.padded_vocab, config.n_embd), EMBEDDING)
+        specs = [spec for part in self.parts() for spec in part.specs()]
+        self.layout = Layout([*specs, *self.positions.specs(), embedding])
 
     def parts(self) -> list[Part]:
         """Return all parts that have parameters, in the order in which their gradients are finished."""
-        outer = [self._head, self.final_norm]
+        ends = [self._head, self.final_norm]
         inner = [part for block in reversed(self.blocks) for part in block.parts]
         values = [block.values for block in reversed(self.blocks)]  # behind the matrices, which ranks share
-        return [part for part in (*outer, *inner, *values, self.embed_norm) if part is not None]
-
-    def _specs(self) -> list[Spec]:
-        specs = [spec for part in self.parts() for spec in part.specs()]
-        embedding = Spec("wte", (self.config.padded_vocab, self.config.n_embd), EMBEDDING)
-        return [*specs, *self.positions.specs(), embedding]
+        return [part for part in (*ends, *inner, *values, self.embed_norm) if part is not None]
 
 
 class Model:

@@ -16,6 +16,7 @@ import numpy as np
 
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import ALIGNED, MATRIX, Layout, Spec
+from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW, clip_scale
 from distgpt.core.ops.api import MuonMatrix, MuonScalars
 
@@ -29,14 +30,22 @@ class Muon(AdamW):
     memory, and they share the results before they update.
     """
 
-    def _divide(self, rank: int, ranks: int) -> None:
-        kernels, layout = self.model.kernels, self.model.layout
+    def __init__(
+        self,
+        model: Model,
+        config: TrainConfig,
+        own: slice | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        super().__init__(model, config, own, rank, ranks)
+        kernels, layout = model.kernels, model.layout
         matrices = [spec.name for spec in layout.specs if _is_matrix(spec)]
         first, last = layout.offsets[matrices[0]], layout.end_of(matrices)
         self._bounds = [first, *borders(layout, ranks, _work)[1:-1], last]
         self._part = slice(self._bounds[rank], self._bounds[rank + 1])
-        stretches = layout.stretches(_is_matrix, self.own)
-        self._momenta = [slice(start, stop) for start, stop, is_matrix in stretches if is_matrix]
+        ranges = layout.ranges(_is_matrix, self.own)
+        self._momenta = [slice(start, stop) for start, stop, is_matrix in ranges if is_matrix]
         self._muon_scalars = kernels.scalars(len(MuonScalars._fields))
         self._prepare = kernels.record(self._launch_updates)
 
@@ -136,8 +145,8 @@ def borders(layout: Layout, parts: int, weight: Callable[[Spec], float]) -> list
         spec, inside = layout.specs[i], target - weights[i]
         inside /= weight(spec) or 1
         whole = round(inside) if _is_matrix(spec) else inside
-        place = starts[i + 1] if whole == 1 else starts[i] + int(whole * spec.size) // ALIGNED * ALIGNED
-        found.append(max(place, found[-1]))
+        position = starts[i + 1] if whole == 1 else starts[i] + int(whole * spec.size) // ALIGNED * ALIGNED
+        found.append(max(position, found[-1]))
     return [*found, layout.size]
 
 

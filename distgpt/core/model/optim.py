@@ -37,23 +37,25 @@ class AdamW:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        """`rank` of `ranks` may compute a part of the updates and send it to the others: see Muon."""
+        """`rank` of `ranks` is for Muon, whose ranks share the work. AdamW computes all updates on each."""
         self.model, self.config = model, config
         k, layout = model.kernels, model.layout
         self.own = own or slice(0, layout.size)
         self.m = _moment(layout, own, k)
         second = self.second_moments(layout)
-        self.v_own = slice(*(place_in(second, layout, at) for at in (self.own.start, self.own.stop)))
+        self.v_own = slice(*(position_in(second, layout, at) for at in (self.own.start, self.own.stop)))
         self.v = _moment(second, own and self.v_own, k)
         self.norm = k.scalars(1)  # Σ g² of the last step
         self._scalars = k.scalars(len(StepScalars._fields) + 2 * len(GROUPS))
-        self._stretches = k.integers(np.reshape(self._stretches_of_groups(), (-1, 4)), "int64")
+        # Of AdamState. A tensor may lie elsewhere in v than in p: Muon's have shorter second moments.
+        found = layout.ranges(self.group_number, self.own)
+        begins = (
+            position_in(second, layout, self.own.start + start) - self.v_own.start for start, *_ in found
+        )
+        rows = [(*each, begin) for each, begin in zip(found, begins, strict=True)]
+        self._ranges = k.integers(np.reshape(rows, (-1, 4)), "int64")
         self._record_norm = k.record(self._launch_norm)
         self._update = k.record(self._launch)
-        self._divide(rank, ranks)
-
-    def _divide(self, rank: int, ranks: int) -> None:
-        """Divide the updates among ranks; AdamW computes all of them on each."""
 
     @staticmethod
     def second_moments(layout: Layout) -> Layout:
@@ -97,13 +99,6 @@ class AdamW:
         """Update the parameters, unless the norm is not finite."""
         self._update()
 
-    def _stretches_of_groups(self) -> list[tuple[int, int, int, int]]:
-        """Return the stretches of AdamState."""
-        layout, second = self.model.layout, self.v.layout
-        found = layout.stretches(self.group_number, self.own)
-        begins = (place_in(second, layout, self.own.start + start) - self.v_own.start for start, *_ in found)
-        return [(*stretch, begin) for stretch, begin in zip(found, begins, strict=True)]
-
     def _launch_norm(self) -> None:
         self.model.kernels.sum_squares(self.norm, self.model.grads.flat)
 
@@ -111,7 +106,7 @@ class AdamW:
         model, c, own = self.model, self.config, self.own
         low = model.params.flat[own] if model.has_low_precision_copy else None
         p, g = model.precise(own), model.grads.flat[own]
-        state = AdamState(p, low, self.m.flat, self.v.flat, g, self._stretches)
+        state = AdamState(p, low, self.m.flat, self.v.flat, g, self._ranges)
         model.kernels.adamw(state, self.norm, self._scalars, AdamConstants(c.beta1, c.beta2, c.eps))
 
 
@@ -170,15 +165,15 @@ def _fallen(config: TrainConfig, step: int, elapsed: float | None) -> float:
     return (step - begin) / max(1, config.steps - begin)
 
 
-def place_in(other: Layout, layout: Layout, place: int) -> int:
+def position_in(other: Layout, layout: Layout, position: int) -> int:
     """Return where an element of `layout` lies in one whose tensors are those of `layout`, or shorter.
 
     The element is of a tensor that both have alike, or the first of one.
     """
-    if place == layout.size:
+    if position == layout.size:
         return other.size
-    name = layout.tensor_at(place)
-    return other.offsets[name] + place - layout.offsets[name]
+    name = layout.tensor_at(position)
+    return other.offsets[name] + position - layout.offsets[name]
 
 
 def _moment(layout: Layout, own: slice | None, kernels: Kernels) -> FlatBuffer | FlatPart:

@@ -1,8 +1,8 @@
 """Forward and backward passes over a batch of one shape, with all their memory made beforehand.
 
-A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
-slabs through all layers, one after the other, without waiting for the other workers; all meet for the weight
-gradients, which are sums over the whole batch. Where a few sequences do not divide evenly there is one slab,
+A batch is cut into slices of whole sequences where the workers divide it evenly. Each worker then takes its
+slices through all layers, one after the other, without waiting for the other workers; all meet for the weight
+gradients, which are sums over the whole batch. Where a few sequences do not divide evenly there is one slice,
 and each kernel splits its rows or columns; so it is where reading the weights takes longest.
 """
 
@@ -13,9 +13,9 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
-from distgpt.core.model.layers import NORMS, SUMS, Block, LayerActivations, Scratch
+from distgpt.core.config import ModelConfig
+from distgpt.core.model.layers import NORMS, SUMS, Block, Scratch
 from distgpt.core.model.memory import Rows
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import (
@@ -26,6 +26,7 @@ from distgpt.core.ops.api import (
     Floats2d,
     Head,
     Ints1d,
+    Kernels,
     SortedTokens,
     Stats,
     Wide1d,
@@ -35,15 +36,15 @@ from distgpt.core.ops.api import (
 TILE = 128  # a matmul is fastest with rows in multiples of this
 EVEN_ENOUGH = 8  # sequences per worker from which an uneven split hardly matters
 # Without gradients, workers with few rows each spend their time on the weights of wide layers: each packs all
-# of them, or a part where kernels split columns. One or two rows are never packed, and slabs are best.
+# of them, or a part where kernels split columns. One or two rows are never packed, and slices are best.
 FEW, WIDE = range(3, 65), 4 << 20  # rows of a worker, and bytes of a layer's parameters
 
 # The activations that every layer keeps for its backward pass; the rest is shared by all layers and
 # computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
 # gradients) and costs a second forward pass for "block".
 KEPT = {
-    "none": ("s1", "h1", "qkv", "xhat", "att", "s2", "h2", "pre", "act"),
-    "mlp": ("s1", "qkv", "xhat", "att", "s2", "pre"),
+    "none": ("s1", "h1", "qkv", "xhat", "att", "s2", "h2", "pre", "act", "statistics"),
+    "mlp": ("s1", "qkv", "xhat", "att", "s2", "pre", "statistics"),
     "block": ("s1",),
     "all": (),  # for a pass that is never followed by a backward pass
 }
@@ -62,6 +63,13 @@ class Ends:
     hidden: Floats2d  # the output layer's input
     losses: Wide1d  # (N,)
 
+    @classmethod
+    def zeros(cls, config: ModelConfig, kernels: Kernels, n: int) -> Ends:
+        """Make the memory for n rows."""
+        stats = NORMS[config.norm].stats
+        embedded, s, hidden = (kernels.zeros(n, config.n_embd) for _ in range(3))
+        return cls(embedded, stats(kernels, n), s, stats(kernels, n), hidden, kernels.wide_zeros(n))
+
 
 class Pass:
     """Memory and order of work for batches of (n_seq, seq_len) tokens, for all workers or `workers` of them.
@@ -79,29 +87,39 @@ class Pass:
         workers: int | None = None,
         positions: Ints1d | None = None,
     ) -> None:
-        self.model, self.k, self.positions = model, model.kernels, positions
-        self._workers = model.kernels.threads if workers is None else workers
-        self._wide = not training and _layer_bytes(model) >= WIDE
-        self._slab_rows = self.k.slab_rows if training else ALL_ROWS
+        config, k = model.config, model.kernels
+        self.model, self.k, self.positions = model, k, positions
+        self._workers = k.threads if workers is None else workers
+        layer_elements = sum(spec.size for part in model.blocks[0].parts for spec in part.specs())
+        self._is_wide = not training and layer_elements * k.dtype.itemsize >= WIDE
+        self._slice_rows = k.slice_rows if training else ALL_ROWS
         self._cut(n_seq, seq_len)
+        n = self.n_rows
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
-        self.layers = self._layers()
-        scratch = model.blocks[0].scratch(model.config, self.k, self.n_rows, training, self._again)
-        self.tmp = Rows(self.slabs, scratch, uncut=SUMS)
-        self._tmp_below = Rows(self.slabs, scratch.of_layer_below(), uncut=SUMS)
-        self._finished = [model.finished_with(block) for block in model.blocks] if training else []
-        norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
-        embedded, s, hidden = (self.k.zeros(n, c) for _ in range(3))
-        losses = self.k.wide_zeros(n)
-        embed_stats, stats = (norm.stats(self.k, n) for _ in range(2))
-        self.ends = Rows(self.slabs, Ends(embedded, embed_stats, s, stats, hidden, losses))
+        first = Block.new_activations(config, k, n)
+        kept = KEPT[self._recompute]
+        others = [Block.new_activations(config, k, n, first, kept) for _ in range(1, config.n_layer)]
+        self.layers = [Rows(self.slices, each) for each in (first, *others)]
+        # Gradients of all layers share two sets of names for the same memory: what a layer calls the gradient
+        # of its input is that of the output to the layer below, so layers take the sets in turns.
+        self._scratch: tuple[Rows[Scratch], Rows[Scratch]] | None = None
+        self._finished: list[int] = []
+        if training:
+            scratch = model.blocks[0].scratch(config, k, n, first.added, self._again)
+            self._scratch = (
+                Rows(self.slices, scratch, SUMS),
+                Rows(self.slices, scratch.of_layer_below(), SUMS),
+            )
+            self._finished = [model.finished_with(block) for block in model.blocks]
+        self.ends = Rows(self.slices, Ends.zeros(config, k, n))
         # Logits (N, V) would be the largest array of all: the head takes chunks of rows, all about alike.
-        row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
-        chunks = -(-n * row_bytes // self.k.logits_bytes)
+        chunks = -(-n * config.padded_vocab * k.dtype.itemsize // k.logits_bytes)
         even = -(-n // chunks)
-        self.logits_shape = (min(n, -(-even // TILE) * TILE), model.config.padded_vocab)
-        self._head: Head | None = self._new_head() if training else None
+        self.logits_shape = (min(n, -(-even // TILE) * TILE), config.padded_vocab)
+        self._head: Head | None = None
+        if training:
+            self.expect_losses()
 
     def reshaped(self, n_seq: int, seq_len: int) -> Pass:
         """Return a pass over a batch of another shape, with as many rows or fewer, in the same memory.
@@ -110,9 +128,9 @@ class Pass:
         """
         other = copy(self)
         other._cut(n_seq, seq_len)
-        layer = self.layers[0].cut(other.slabs)
+        layer = self.layers[0].cut(other.slices)
         other.layers = [layer for _ in self.layers]
-        other.tmp, other.ends = self.tmp.cut(other.slabs), self.ends.cut(other.slabs)
+        other.ends = self.ends.cut(other.slices)
         return other
 
     def hidden(
@@ -125,11 +143,11 @@ class Pass:
         """Compute the last hidden states (N, C) of tokens (N,): everything before the output layer.
 
         With `caches` (layers, 2, L, K, T_max, head) the tokens follow `start` others whose k and v are there,
-        in `lanes`, as `attention_cached` says. Several sequences then take one slab.
+        in `lanes`, as `attention_cached` says. Several sequences then take one slice.
         """
         for layers in self.model.groups:  # all at once, unless their weights are made in turn
             self.model.prepare(layers)
-            self.k.each(partial(self._forward_slab, layers, tokens, caches, start, lanes), len(self.slabs))
+            self.k.each(partial(self._forward_slice, layers, tokens, caches, start, lanes), len(self.slices))
         return self.ends.all.hidden
 
     def scores(self, out: Floats2d, hidden: Floats2d) -> None:
@@ -143,7 +161,8 @@ class Pass:
     def expect_losses(self) -> None:
         """Make the memory for logits, which a pass without gradients may never need."""
         if self._head is None:
-            self._head = self._new_head()
+            logits = self.k.zeros(*self.logits_shape)
+            self._head = Head(self.model.head, logits, self.model.config.vocab_size)
 
     def losses(self, tokens: Ints1d, targets: Ints1d) -> Wide1d:
         """Compute the loss of every row (N,), in memory that the next pass overwrites."""
@@ -157,7 +176,9 @@ class Pass:
 
         on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
         """
-        model, tmp, ready = self.model, self.tmp.all, on_ready or _nothing
+        assert self._scratch is not None, "this pass was made for forward passes alone"
+        model, (scratch, below), ready = self.model, self._scratch, on_ready or (lambda final: None)
+        tmp = scratch.all
         # Without a final norm, the gradient of the hidden states (N, C) is that of the last layer's output.
         dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
         along = scale * model.gradient_scale / self.n_rows
@@ -172,15 +193,14 @@ class Pass:
         for block in model.blocks:  # before workers add to it together: see `ValueEmbedding.weights`
             if block.values is not None and not accumulate:
                 block.values.zero_gradient()
-        scratch, below = self.tmp, self._tmp_below
         for layers in reversed(model.groups):
             model.prepare(layers)
             for i in reversed(layers):
-                slab = partial(self._backward_slab, i, scratch, tokens, accumulate)
-                self.k.each(slab, len(self.slabs))
-                # All workers meet here: gradients of weights are sums over the rows of all slabs.
-                of = self.layers[i].all, scratch.all, out_sums, in_order, accumulate
-                self.k.run_together(partial(model.blocks[i].weights, *of))
+                backward = partial(self._backward_slice, i, scratch, tokens, accumulate)
+                self.k.each(backward, len(self.slices))
+                # All workers meet here: gradients of weights are sums over the rows of all slices.
+                block, acts = model.blocks[i], self.layers[i].all
+                self.k.run_together(partial(block.weights, acts, scratch.all, out_sums, in_order, accumulate))
                 ready(self._finished[i])
                 # The gradient of this layer's input is that of the output of the layer below.
                 scratch, below = below, scratch
@@ -189,63 +209,44 @@ class Pass:
         ready(model.layout.size)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
-        few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
-        count = 1 if few else _slab_count(n_seq, seq_len, self._workers, self._slab_rows)
+        few = self._is_wide and -(-n_seq * seq_len // self._workers) in FEW
+        count = 1 if few else _slice_count(n_seq, seq_len, self._workers, self._slice_rows)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
-        self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
+        self.slices = [slice(a, b) for a, b in pairwise(cuts)]
         self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
 
-    def _arrays(self, widths: dict[str, int]) -> dict[str, Array]:
-        return {name: self.k.zeros(self.n_rows, width) for name, width in widths.items()}
-
-    def _new_head(self) -> Head:
-        return Head(self.model.head, self.k.zeros(*self.logits_shape), self.model.config.vocab_size)
-
-    def _layers(self) -> list[Rows[LayerActivations]]:
-        """Make every layer's activations: its own where they are kept, one for all where they are not."""
-        config, kept = self.model.config, KEPT[self._recompute]
-        widths = Block.activations(config)
-        own = {name: width for name, width in widths.items() if name in kept}
-        shared: dict[str, Any] = self._arrays({name: widths[name] for name in widths.keys() - own.keys()})
-        if self._recompute in ("block", "all"):
-            shared |= Block.statistics(config, self.k, self.n_rows)
-        layers = []
-        for _ in range(config.n_layer):
-            statistics = {} if "lse" in shared else Block.statistics(config, self.k, self.n_rows)
-            layers.append(Rows(self.slabs, LayerActivations(**(self._arrays(own) | statistics | shared))))
-        return layers
-
-    def _forward_slab(
+    def _forward_slice(
         self,
         layers: range,
         tokens: Ints1d,
         caches: Array | None,
         start: Ints1d | None,
         lanes: Ints1d | None,
-        slab: int,
+        number: int,
     ) -> None:
-        """Take a slab through these layers, with what comes before the first one and after the last one."""
-        model, ends, tmp = self.model, self.ends.slabs[slab], self.tmp.slabs[slab]
-        own, positions = tokens[self.slabs[slab]], self._positions_of(slab)
-        acts = [layer.slabs[slab] for layer in self.layers]
+        """Take one slice through these layers, with what comes before the first and after the last one."""
+        model, ends = self.model, self.ends.slices[number]
+        own, positions = tokens[self.slices[number]], self._positions_of(number)
+        acts = [layer.slices[number] for layer in self.layers]
         last = ends.hidden if model.final_norm is None else ends.s
         into = [*(each.s1 for each in acts[1:]), last]  # what reads a layer's output
         first = layers.start
         if first == 0:
-            self._embed(acts[0].s1, own, start, slab)
+            self._embed(acts[0].s1, own, start, number)
             x, r = acts[0].s1, None
         else:
-            x, r = model.blocks[first - 1].output(acts[first - 1], tmp, into[first - 1])
+            x, r = model.blocks[first - 1].output(acts[first - 1], into[first - 1])
         for i in layers:
             block = model.blocks[i]
             block.before_attention(acts[i], x, r, own)
             if caches is None:
                 block.attend(acts[i], self.seq_len, positions)
             else:
+                assert start is not None
                 block.attend_cached(acts[i], caches[i], self.seq_len, start, lanes)
-            block.after_attention(acts[i], tmp)
-            block.project(acts[i], tmp, into[i])
-            x, r = block.output(acts[i], tmp, into[i])
+            block.after_attention(acts[i])
+            block.project(acts[i], into[i])
+            x, r = block.output(acts[i], into[i])
         if layers.stop < model.config.n_layer:
             return
         if model.final_norm is not None:
@@ -253,8 +254,8 @@ class Pass:
         elif r is not None:
             self.k.add(ends.hidden, x, r)
 
-    def _embed(self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, slab: int) -> None:
-        model, ends, positions = self.model, self.ends.slabs[slab], self._positions_of(slab)
+    def _embed(self, x: Floats2d, tokens: Ints1d, start: Ints1d | None, number: int) -> None:
+        model, ends, positions = self.model, self.ends.slices[number], self._positions_of(number)
         embedded = x if model.embed_norm is None else ends.embedded
         wte, wpe = model.tensors["wte"], model.positions.wpe
         self.k.embed(embedded, tokens, wte, wpe, self.seq_len, start, positions)
@@ -275,18 +276,18 @@ class Pass:
         x, losses = self.hidden(tokens), self.ends.all.losses
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
-    def _backward_slab(
-        self, i: int, scratch: Rows[Scratch], tokens: Ints1d, accumulate: bool, slab: int
+    def _backward_slice(
+        self, i: int, scratch: Rows[Scratch], tokens: Ints1d, accumulate: bool, number: int
     ) -> None:
-        block, acts, tmp = self.model.blocks[i], self.layers[i].slabs[slab], scratch.slabs[slab]
+        block, acts, tmp = self.model.blocks[i], self.layers[i].slices[number], scratch.slices[number]
         if self._recompute == "block":
-            block.before_attention(acts, acts.s1, None, tokens[self.slabs[slab]])
-            block.attend(acts, self.seq_len, self._positions_of(slab))
-            block.after_attention(acts, tmp)
-        block.backward(acts, tmp, self.seq_len, self._again, accumulate, self._positions_of(slab))
+            block.before_attention(acts, acts.s1, None, tokens[self.slices[number]])
+            block.attend(acts, self.seq_len, self._positions_of(number))
+            block.after_attention(acts)
+        block.backward(acts, tmp, self.seq_len, self._again, accumulate, self._positions_of(number))
 
-    def _positions_of(self, slab: int) -> Ints1d | None:
-        return None if self.positions is None else self.positions[self.slabs[slab]]
+    def _positions_of(self, number: int) -> Ints1d | None:
+        return None if self.positions is None else self.positions[self.slices[number]]
 
     def _embedding_weights(self, tmp: Scratch, tokens: SortedTokens, accumulate: bool) -> None:
         """Compute gradients from that of the first layer's input, which is in tmp.dout."""
@@ -306,18 +307,9 @@ class Pass:
         self.k.embed_backward(dwte, dwpe, dx, tokens, self.seq_len, self.positions)
 
 
-def _slab_count(n_seq: int, seq_len: int, threads: int, rows: int) -> int:
-    """Return the number of slabs: the same for each thread, of at least `rows` rows each if it is not one."""
+def _slice_count(n_seq: int, seq_len: int, threads: int, rows: int) -> int:
+    """Return the number of slices: as many for each thread, of at least `rows` rows each if it is not one."""
     if n_seq % threads and n_seq < EVEN_ENOUGH * threads:
         return 1
     most = max(1, min(n_seq, n_seq * seq_len // rows) // threads)
     return threads * next(each for each in range(most, 0, -1) if each == 1 or n_seq % (threads * each) == 0)
-
-
-def _layer_bytes(model: Model) -> int:
-    specs = [spec for block in model.blocks[:1] for part in block.parts for spec in part.specs()]
-    return sum(spec.size for spec in specs) * int(model.kernels.dtype.itemsize)
-
-
-def _nothing(ready: int) -> None:
-    return None

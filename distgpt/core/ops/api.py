@@ -7,7 +7,7 @@ B sequences of T tokens, N = B·T rows one after the other; C channels, H heads,
 None stands for a part that the architecture does not have.
 `start` int32 is the position in their context of the first token of a pass: (1,) of all sequences, (B,) of
 each; None means 0.
-`positions` (N,) int32 is the place of each row in its document, where documents lie side by side in a
+`positions` (N,) int32 is the position of each row in its document, where documents lie side by side in a
 sequence and do not see each other; None means one document, n mod T.
 """
 
@@ -15,22 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-Array = Any  # a numpy.ndarray or a cupy.ndarray, of any type and rank
+if TYPE_CHECKING:  # commands import this file, and are to begin without NumPy
+    import numpy as np
+
+# An array of any type and rank. To a type checker it is NumPy's, for CuPy has no types and the same methods.
+# A Protocol of what both have would be truer, but mypy does not come to an end over NumPy's overloads.
+Array: TypeAlias = "np.ndarray"
+HostArray: TypeAlias = "np.ndarray"  # NumPy's in fact
+DType: TypeAlias = "str | np.dtype | type[np.generic]"
 
 # Arrays by type and rank. A backend has two types, fixed when it is built, which differ only where the first
 # is bfloat16. Floats are of `dtype`: activations, and parameters that a matmul reads.
-Floats1d = Any
-Floats2d = Any
-Floats5d = Any
+Floats1d: TypeAlias = Array
+Floats2d: TypeAlias = Array
+Floats5d: TypeAlias = Array
 # Wide ones are sums over many: statistics, losses, gradients of parameters, and what the optimizer keeps.
-Wide1d = Any
-Wide2d = Any
-Doubles1d = Any  # float64 on every backend
-Doubles2d = Any
-Ints1d = Any
-Ints2d = Any
+Wide1d: TypeAlias = Array
+Wide2d: TypeAlias = Array
+Doubles1d: TypeAlias = Array  # float64 on every backend
+Doubles2d: TypeAlias = Array
+Ints1d: TypeAlias = Array
+Ints2d: TypeAlias = Array
 
 Work = Callable[[], None]
 
@@ -84,12 +91,19 @@ class MuonScalars(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """y = x̂ · w + b of a norm, both (C,); y = x wᵀ + b of a linear layer, w (outputs, inputs), b (outputs,).
+    """y = x wᵀ + b of a linear layer, w (outputs, inputs), b (outputs,). Named `wb`.
 
-    Named `wb`; the gradients of both, of the wide type, `dwb`.
+    Also the gradients of w and b, of the wide type: `dwb`. Those of a norm are both (C,).
     """
 
-    w: Array  # None: a norm without gain
+    w: Array
+    b: Floats1d | None
+
+
+class Gain(NamedTuple):
+    """y = x̂ · w + b of a norm, both (C,). Named `wb`."""
+
+    w: Floats1d | None
     b: Floats1d | None
 
 
@@ -128,7 +142,7 @@ class Head(NamedTuple):
 class AdamState(NamedTuple):
     """Flat buffers: parameters, their copy of low precision (where there is one), moments, gradients.
 
-    `stretches`, int64 (n, 4), without gaps: start, stop, group, start in v. Group -1 is left as it is, and v
+    `ranges`, int64 (n, 4), without gaps: start, stop, group, start in v. Group -1 is left as it is, and v
     may be shorter there.
     """
 
@@ -137,7 +151,7 @@ class AdamState(NamedTuple):
     m: Wide1d
     v: Wide1d
     g: Wide1d
-    stretches: Ints2d
+    ranges: Ints2d
 
 
 class SortedTokens(NamedTuple):
@@ -159,8 +173,8 @@ class MuonMatrix(NamedTuple):
     u: Wide2d
 
 
-class OuterState(NamedTuple):
-    """Flat buffers: parameters p, their copy of low precision (where there is one), the outer momentum.
+class NesterovState(NamedTuple):
+    """Flat buffers: parameters p, their copy of low precision (where there is one), the momentum.
 
     `round_start`: the parameters with which all ranks began a round; `change`: how far they have come since,
     summed over the ranks.
@@ -180,7 +194,7 @@ class Wire(Protocol):
     def piece(self) -> int:
         """Elements to exchange at once."""
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """A new array of any type."""
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
@@ -205,17 +219,17 @@ class AdamConstants(NamedTuple):
     eps: float
 
 
-ALL_ROWS = 1 << 30  # `slab_rows` of kernels whose passes have one slab
+ALL_ROWS = 1 << 30  # `slice_rows` of kernels whose passes have one slice
 
 
 class Kernels(Protocol):
     """One backend. See `reference.py` for what each operation means, line by line."""
 
-    dtype: Any
-    wide: Any
+    dtype: np.dtype
+    wide: np.dtype
     threads: int
     logits_bytes: int  # the most memory that the loss wants for logits
-    slab_rows: int  # the least of a slab where a worker has several: their results stay in a cache
+    slice_rows: int  # the least of a slice where a worker has several: their results stay in a cache
     capabilities: Capabilities
     wire: Wire | None  # where arrays are not the host's
 
@@ -230,16 +244,16 @@ class Kernels(Protocol):
     def scalars(self, count: int) -> Array:
         """A new array of float64, all 0."""
 
-    def integers(self, host: Any, dtype: str = "int32") -> Array:
+    def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
         """A new array of integers from the host: token ids, offsets."""
 
-    def to_host(self, array: Array) -> Any:
+    def to_host(self, array: Array) -> HostArray:
         """Return an array as NumPy sees it: its own memory where that is the host's, else a copy. Waits."""
 
-    def later(self, array: Array) -> Callable[[], Any]:
+    def later(self, array: Array) -> Callable[[], HostArray]:
         """Start a copy to the host of the array as it is now; calling the result waits for it."""
 
-    def put(self, array: Array, host: Any) -> None:
+    def put(self, array: Array, host: HostArray) -> None:
         """array ← elements from the host, of any float type where the array's is one."""
 
     def cast_down(self, low: Floats1d, wide: Wide1d) -> None:
@@ -315,7 +329,7 @@ class Kernels(Protocol):
     # -- norms: layer norm, or RMS norm where stats.mean is None
 
     def add_norm(
-        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Affine, eps: float
+        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Gain, eps: float
     ) -> None:
         """s ← x + r; y ← (s - mean) · rstd · w + b, row by row. y, s, x, r (N, C). Without r, s is x itself.
 
@@ -331,7 +345,7 @@ class Kernels(Protocol):
         dres: Floats2d | None,
         s: Floats2d,
         stats: Stats,
-        wb: Affine,
+        wb: Gain,
     ) -> None:
         """dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← the output, again.
 
@@ -575,7 +589,7 @@ class Kernels(Protocol):
     def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
         """y ← a - b"""
 
-    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+    def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         """One step along the ranks' mean change, with scale = 1 / ranks; p and round_start become the same.
 
         velocity ← momentum · velocity + scale · change;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,11 +27,13 @@ from distgpt.core.ops.api import (
     Floats1d,
     Floats2d,
     Floats5d,
+    Gain,
     Head,
+    HostArray,
     Ints1d,
     Ints2d,
     MuonMatrix,
-    OuterState,
+    NesterovState,
     SortedTokens,
     Stats,
     Wide1d,
@@ -45,8 +46,8 @@ from distgpt.core.ops.api import (
 class OnHost:
     """Base of kernels whose arrays are NumPy's and whose calls return when their work is done."""
 
-    dtype: Any
-    wide: Any
+    dtype: np.dtype
+    wide: np.dtype
     wire: Wire | None = None
 
     def zeros(self, *shape: int) -> Array:
@@ -58,17 +59,17 @@ class OnHost:
     def scalars(self, count: int) -> Array:
         return np.zeros(count)
 
-    def integers(self, host: Any, dtype: str = "int32") -> Array:
+    def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
         return np.array(host, dtype)
 
-    def to_host(self, array: Array) -> Any:
+    def to_host(self, array: Array) -> HostArray:
         return array
 
-    def later(self, array: Array) -> Callable[[], Any]:
+    def later(self, array: Array) -> Callable[[], HostArray]:
         taken = array.copy()
         return lambda: self.to_host(taken)
 
-    def put(self, array: Array, host: Any) -> None:
+    def put(self, array: Array, host: HostArray) -> None:
         if host is not array:
             array[...] = host
 
@@ -116,8 +117,8 @@ class OnHost:
         with np.errstate(invalid="ignore"):  # of rows that are not finite
             for i, (row, (temperature, uniform)) in enumerate(zip(rows, how.tolist(), strict=True)):
                 sums = np.exp((row - row.max()) / temperature).cumsum(dtype=np.float64)
-                place = int(sums.searchsorted(uniform * sums[-1], side="right"))
-                tokens[i] = min(place, vocab - 1)
+                token = int(sums.searchsorted(uniform * sums[-1], side="right"))
+                tokens[i] = min(token, vocab - 1)
                 found[i] = row[tokens[i]], sums[-1]
 
 
@@ -126,7 +127,7 @@ class ReferenceKernels(OnHost):
 
     threads = 1
     logits_bytes = 1 << 20
-    slab_rows = ALL_ROWS
+    slice_rows = ALL_ROWS
     capabilities = Capabilities(sums_bias_gradients=True)
 
     def __init__(self, dtype: str = "float64") -> None:
@@ -186,7 +187,7 @@ class ReferenceKernels(OnHost):
     # -- norms
 
     def add_norm(
-        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Affine, eps: float
+        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Gain, eps: float
     ) -> None:
         if r is not None:
             s[...] = x + r
@@ -206,7 +207,7 @@ class ReferenceKernels(OnHost):
         dres: Floats2d | None,
         s: Floats2d,
         stats: Stats,
-        wb: Affine,
+        wb: Gain,
     ) -> None:
         xhat = _normalised(s, stats)
         g = dy if wb.w is None else dy * wb.w
@@ -390,7 +391,8 @@ class ReferenceKernels(OnHost):
 
     def _log_sum_exp(self, scores: Array) -> Array:
         top = scores.max(-1, keepdims=True)
-        return top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+        log_sum: Array = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+        return log_sum
 
     # -- head and loss
 
@@ -438,13 +440,13 @@ class ReferenceKernels(OnHost):
         total[...] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
-        p, low, m, v, g, stretches = state
+        p, low, m, v, g, ranges = state
         beta1, beta2, eps = constants
         scale = clipped(norm, scalars)
         if scale is None:
             return
         groups = scalars[3:].reshape(-1, 2)
-        for start, stop, group, start_in_v in np.asarray(stretches).tolist():
+        for start, stop, group, start_in_v in np.asarray(ranges).tolist():
             if group < 0:
                 continue
             here, second = slice(start, stop), v[start_in_v : start_in_v + stop - start]
@@ -495,7 +497,7 @@ class ReferenceKernels(OnHost):
     def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
         y[...] = a - b
 
-    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+    def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
         p, low, round_start, velocity, change = state
         velocity[...] = momentum * velocity + scale * change
         round_start += lr * (momentum * velocity + scale * change)
@@ -515,18 +517,19 @@ def clipped(norm: Doubles1d, scalars: Doubles1d) -> float | None:
 
 def _positions(seq_len: int, start: Array | None) -> Array:
     """Return those of the tokens of each sequence, (T,) where they begin alike, else (B, T)."""
-    places = np.arange(seq_len)
-    if start is None:
-        return places
-    return places + (start if len(start) == 1 else start[:, None])
+    positions: Array = np.arange(seq_len)
+    if start is not None:
+        positions = positions + (start if len(start) == 1 else start[:, None])
+    return positions
 
 
 def _normalised(s: Array, stats: Stats) -> Array:
     """Return x̂."""
-    return (s if stats.mean is None else s - stats.mean[:, None]) * stats.rstd[:, None]
+    xhat: Array = (s if stats.mean is None else s - stats.mean[:, None]) * stats.rstd[:, None]
+    return xhat
 
 
-def _affine(xhat: Array, wb: Affine) -> Array:
+def _affine(xhat: Array, wb: Gain) -> Array:
     return _plus(xhat if wb.w is None else xhat * wb.w, wb.b)
 
 
@@ -583,4 +586,5 @@ def _for_each(q: Array, x: Array) -> Array:
 def _summed(x: Array, dx: Array) -> Array:
     """Sum over the heads of q that meet a head of k or v; dx has the shape of these."""
     n_seq, heads, seq_len, size = dx.shape
-    return x.reshape(n_seq, heads, -1, seq_len, size).sum(2)
+    total: Array = x.reshape(n_seq, heads, -1, seq_len, size).sum(2)
+    return total

@@ -173,7 +173,7 @@ def refuse_non_finite_weights(run: Run) -> None:
 def refuse_different_weights(run: Run) -> None:
     """All ranks must hold the same weights, to the bit, as far as all of them hold any. Collective."""
     common = run.model.params if run.optimizer.is_part else run.model.weights
-    own = crc32(memoryview(run.model.kernels.to_host(common.flat)).cast("B"))
+    own = crc32(run.model.kernels.to_host(common.flat).data.cast("B"))
     if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):
         raise shared(
             DistgptError(f"the ranks' weights differ after step {run.progress.step}; are all nodes alike?")

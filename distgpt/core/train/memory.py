@@ -57,7 +57,7 @@ class DryKernels:
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
-        self.logits_bytes, self.slab_rows = kernels.logits_bytes, kernels.slab_rows
+        self.logits_bytes, self.slice_rows = kernels.logits_bytes, kernels.slice_rows
         self.capabilities = kernels.capabilities
         self.wire = kernels.wire and SimpleNamespace(zeros=self._count, piece=kernels.wire.piece)
         self.taken = 0

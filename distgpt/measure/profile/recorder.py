@@ -236,7 +236,8 @@ def _lane(clock: Clock, events: Sequence[Event], origin: Any) -> Lane:
         np.array(costs).reshape(-1, 2).T,
         np.array(aside, np.int64),
         np.array([names[at] == TOGETHER for at in aside], bool),
-        *(clock.seconds(stamps, origin) for stamps in (begins, ends)),
+        clock.seconds(begins, origin),
+        clock.seconds(ends, origin),
     )
 
 

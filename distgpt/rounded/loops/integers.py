@@ -104,7 +104,8 @@ def to_nibbles(q: Array) -> Array:
     n, k = q.shape
     places = np.zeros((n, k + k % 2), np.uint8)
     places[:, :k] = _PLACES[q.view(np.uint8)]
-    return places[:, ::2] | places[:, 1::2] << 4
+    nibbles: Array = places[:, ::2] | places[:, 1::2] << 4
+    return nibbles
 
 
 def from_nibbles(halves: Array, k: int) -> Array:
@@ -114,4 +115,5 @@ def from_nibbles(halves: Array, k: int) -> Array:
 
 def restored(x: Quantised) -> Floats2d:
     """Return the float32 matrix that this stands for."""
-    return x.q * np.repeat(from_bfloat16(x.scales), BLOCKS[x.bits], axis=1)[:, : x.q.shape[1]]
+    w: Array = x.q * np.repeat(from_bfloat16(x.scales), BLOCKS[x.bits], axis=1)[:, : x.q.shape[1]]
+    return w

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distgpt.core.cpu.decoding.operands import UNIT
-from distgpt.core.cpu.kernels import FLOATS, CpuKernels, Floats
+from distgpt.core.cpu.kernels import FLOATS, CpuKernels, Operand
 from distgpt.core.cpu.pool import ROWS
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
         return sum(self.rows)
 
 
-class Integers(Floats):
+class Integers(Operand[Packed]):
     """A `Packed` as an operand."""
 
     def linear(self, y: Array, x: Array, w: Packed, b: Array | None) -> None:

@@ -42,7 +42,7 @@ class Examples(ArrayTokens):
         super().__init__(inputs)
         self.targets, self.starts = targets, starts
         for part in (targets, starts):
-            self.fingerprint = f"crc32:{crc32(memoryview(part).cast('B'), int(self.fingerprint[6:], 16)):08x}"
+            self.fingerprint = f"crc32:{crc32(part.data.cast('B'), int(self.fingerprint[6:], 16)):08x}"
 
     @property
     def count(self) -> int:

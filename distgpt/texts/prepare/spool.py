@@ -145,7 +145,7 @@ class Spool:
         if not out.size:
             return
         with storage_errors("read", path), open_regular(path) as file:
-            if not read_at(file.fileno(), memoryview(out.view(np.uint8)), 0):
+            if not read_at(file.fileno(), out.view(np.uint8).data, 0):
                 raise DataError(f"{path} has been cut short")
 
     def read_ids(

@@ -15,14 +15,18 @@ from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Protocol
 
 import llvmlite
 import numba
 import numpy as np
 from numba.core.caching import NullCache
+from numba.core.codegen import JITCPUCodegen
 from numba.core.compiler import CompileResult
+from numba.core.cpu import CPUContext
 from numba.core.serialize import dumps
+from numba.core.types import Type
 
 from distgpt.core.base.caches import cache_folder, made_once, read_checked, write_checked
 from distgpt.core.base.errors import StorageError
@@ -31,7 +35,6 @@ from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling import site_cache
 from distgpt.core.cpu.compiling.processor import processor, shape, unlisted_features
 
-config: Any = numba.config
 PACKAGE = Path(__file__).parents[3]
 # Files of loops, and of the constants in them: Numba freezes what it finds under a global name.
 CORE = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py"
@@ -39,8 +42,6 @@ MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implemen
 VERSIONS = 3  # of the sources whose compiled loops stay
 OURS = re.compile(r"loops-[0-9a-f]{16}(-.*)?")  # NUMBA_CACHE_DIR may hold folders of others
 
-_compile_result: Any = CompileResult
-_dumps: Any = dumps
 used: set[str] = set()  # names of all that this process has read or kept
 
 
@@ -52,7 +53,7 @@ def folder() -> Path | None:
     of arm64's features Numba knows few.
     """
     name = "-".join([f"loops-{digest(sources())}", *_kind()])
-    requested = config.CACHE_DIR  # NUMBA_CACHE_DIR
+    requested = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
     found = cache_folder(name, Path(requested) if requested else Path(__file__).parent / "__pycache__")
     if found is not None:
         _drop_old(found)
@@ -126,42 +127,49 @@ def share() -> Path:
     return path
 
 
-def keep_on_disk(compiled: Any) -> None:
+class Compiled(Protocol):
+    """A loop as Numba has made it."""
+
+    py_func: FunctionType
+    _cache: NullCache
+
+
+def keep_on_disk(compiled: Compiled) -> None:
     """Give a loop its cache."""
     compiled._cache = _Cache(compiled.py_func)
 
 
-class _Cache(NullCache):
+class _Cache(NullCache):  # type: ignore[misc]
     """A loop's machine code, a file for each type of its arguments, behind a checksum.
 
     Numba's own files have none, and an index that ranks which compile at once overwrite for each other.
     """
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self, loop: FunctionType) -> None:
         self._loop = loop
 
-    def _name(self, types: Any, codegen: Any) -> str:
+    def _name(self, types: tuple[Type, ...], codegen: JITCPUCodegen) -> str:
         source = _digest_of_file(inspect.getfile(self._loop))  # tests and tokenizers have loops, too
         about = (self._loop.__module__, source, self._loop.__code__.co_code, types, codegen.magic_tuple())
         name = f"{self._loop.__qualname__}-{self._loop.__code__.co_firstlineno}"
         return f"{name}-{digest_of(repr(about).encode())}.loop"
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    def load_overload(self, sig: tuple[Type, ...], target_context: CPUContext) -> CompileResult | None:
         target_context.refresh()
         content = read(self._name(sig, target_context.codegen()))
         if content is None:
             first_use.report(is_kept=folder() is not None)
             return None
         with suppress(Exception):  # of code that names what this process lacks: it is compiled anew
-            return _compile_result._rebuild(target_context, *pickle.loads(content))
+            return CompileResult._rebuild(target_context, *pickle.loads(content))
         return None
 
-    def save_overload(self, sig: Any, data: Any) -> None:
+    def save_overload(self, sig: tuple[Type, ...], data: CompileResult) -> None:
         # As Numba does: what holds addresses of this process is not for another one.
         is_portable = not data.lifted and not data.library.has_dynamic_globals
         if is_portable and (own := folder()):
             with suppress(StorageError):
-                write_checked(own / self._name(sig, data.codegen), _dumps(data._reduce()))
+                write_checked(own / self._name(sig, data.codegen), dumps(data._reduce()))
 
 
 @cache

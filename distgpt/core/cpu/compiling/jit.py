@@ -11,6 +11,8 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, typeof, types
 from numba.core import datamodel
+from numba.core.dispatcher import Dispatcher
+from numba.core.pythonapi import _UnboxContext
 from numba.core.registry import cpu_target
 from numba.extending import (
     NativeValue,
@@ -27,24 +29,22 @@ from distgpt.core.cpu.compiling.disk_cache import keep_on_disk
 
 Loop = Callable[..., Any]
 
-_ir: Any = ir
-_overload: Any = overload
-I32, I16, F32 = _ir.IntType(32), _ir.IntType(16), _ir.FloatType()
+I32, I16, F32 = ir.IntType(32), ir.IntType(16), ir.FloatType()
 # Constants of exp in float32: ln 2 in two parts, eʳ = … + r²/2! + r + 1, and an argument whose result is 0.
 LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 TAYLOR = tuple(1 / math.factorial(k) for k in (7, 6, 5, 4, 3, 2))
 LEAST = -88.0
 # Inlined by LLVM. Numba's own inlining fails where an argument holds a condition.
-FORCED: Any = {"forceinline": True, "error_model": "numpy"}
+FORCED: dict[str, object] = {"forceinline": True, "error_model": "numpy"}
 # Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
 # Loops allocate nothing, so none needs to count who holds an array, with a call for every slice.
-_OPTIONS: Any = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy"}
+_OPTIONS: dict[str, object] = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy"}
 
 
 def jit(function: Loop) -> Loop:
     """Compile a loop on first use, keep it on disk, and run it without the interpreter lock."""
-    compiled: Any = njit(**_OPTIONS)(function)
+    compiled = njit(**_OPTIONS)(function)
     keep_on_disk(compiled)
     # LLVM calls back while it compiles and while it loads.
     compiled.compile = signals_deferred()(compiled.compile)
@@ -52,25 +52,25 @@ def jit(function: Loop) -> Loop:
     return loop
 
 
-def by_types(**options: Any) -> Callable[[Loop], Loop]:
+def by_types(**options: object) -> Callable[[Loop], Loop]:
     """Decorate a function that picks an implementation for its argument types when a loop is compiled."""
 
     def made(choose: Loop) -> Loop:
         @wraps(choose)
-        def function(*arguments: Any) -> None:
+        def function(*arguments: object) -> None:
             raise NotImplementedError("only compiled loops call this")
 
-        _overload(function, jit_options=options)(choose)
+        overload(function, jit_options=options)(choose)
         return function
 
     return made
 
 
-def also_for(function: Loop, **options: Any) -> Callable[[Loop], Loop]:
+def also_for(function: Loop, **options: object) -> Callable[[Loop], Loop]:
     """Implement a function of `by_types` for more types; `choose` returns None for all others."""
 
     def added(choose: Loop) -> Loop:
-        _overload(function, jit_options=options)(choose)
+        overload(function, jit_options=options)(choose)
         return choose
 
     return added
@@ -227,11 +227,6 @@ def exp(x):
     return exp32
 
 
-_models: Any = models
-_typeof: Any = typeof
-_NativeValue: Any = NativeValue
-
-
 class PackedArgs:
     """Arguments of a compiled loop that stay the same over many calls, packed to be read only once.
 
@@ -243,45 +238,46 @@ class PackedArgs:
         call(7, packed)  # inside the loop: weights, cache = unpack_args(packed)
     """
 
-    def __init__(self, values: tuple[Any, ...]) -> None:
+    def __init__(self, values: tuple[object, ...]) -> None:
         self._values = values  # keeps the arrays alive
-        self.kind = _typeof(values)
-        self._memory = np.zeros(_size(self.kind), np.uint8)
+        self.kind = typeof(values)
+        self._memory = np.zeros(_size(self.kind), np.ubyte)
         self.address = self._memory.ctypes.data
         _store(values, self._memory)
 
 
-def entry(loop: Any, *arguments: Any) -> Callable[..., Any]:
+def entry(loop: Loop, *arguments: object) -> Loop:
     """Return a loop's machine code for arguments of these types, which it does not check again."""
-    found: Callable[..., Any] = loop.compile(tuple(map(_typeof, arguments)))
+    assert isinstance(loop, Dispatcher)
+    found: Loop = loop.compile(tuple(map(typeof, arguments)))
     return found
 
 
-class PackedArgsType(types.Type):
+class PackedArgsType(types.Type):  # type: ignore[misc]
     """Numba's type of PackedArgs: an address of values of type `kind`."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: types.Type) -> None:
         self.kind = kind
         super().__init__(f"PackedArgs({kind})")
 
 
 @register_model(PackedArgsType)
-class _PackedArgsModel(_models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, type: Any) -> None:
-        super().__init__(manager, type, _ir.IntType(64))
+class _PackedArgsModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: datamodel.DataModelManager, type: types.Type) -> None:
+        super().__init__(manager, type, ir.IntType(64))
 
 
-@typeof_impl.register(PackedArgs)
-def _typeof_packed(value: PackedArgs, context: Any) -> Any:
+@typeof_impl.register(PackedArgs)  # type: ignore[untyped-decorator]
+def _typeof_packed(value: PackedArgs, context: object) -> PackedArgsType:
     return PackedArgsType(value.kind)
 
 
 @unbox(PackedArgsType)  # type: ignore[untyped-decorator]
-def _unbox_packed(type: Any, value: Any, context: Any) -> Any:
+def _unbox_packed(type: PackedArgsType, value: ir.Value, context: _UnboxContext) -> NativeValue:
     address = context.pyapi.object_getattr_string(value, "address")
     number = context.pyapi.long_as_longlong(address)
     context.pyapi.decref(address)
-    return _NativeValue(number, is_error=context.pyapi.c_api_error())
+    return NativeValue(number, is_error=context.pyapi.c_api_error())
 
 
 @intrinsic
@@ -310,8 +306,7 @@ def _store(values, memory):
     _stored(values, memory)
 
 
-def _size(kind: Any) -> int:
+def _size(kind: types.Type) -> int:
     """Return the bytes of a value of this type."""
-    context: Any = cpu_target.target_context
-    model: Any = datamodel
-    return int(context.get_abi_sizeof(model.default_manager.lookup(kind).get_value_type()))
+    value_type = datamodel.default_manager.lookup(kind).get_value_type()
+    return int(cpu_target.target_context.get_abi_sizeof(value_type))

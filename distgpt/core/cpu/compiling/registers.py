@@ -20,7 +20,7 @@ class Shape:
     rows: int
     dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16, BFMMLA)
     amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
-    neon: bool = False  # of arm64: factors are taken from a lane, and memory has no masks
+    neon: bool = False  # of arm64: operands are taken from a lane, and memory has no masks
     panel: int = 0  # columns of a panel of B, where they are more than the registers'
 
     @property
@@ -36,9 +36,9 @@ class Shape:
         """Return the rows whose sums fit the vector registers; a tile of more is computed in parts."""
         return AVX512_BF16.rows if self.amx else self.rows
 
-    def widens(self, factor: str) -> bool:
-        """Return whether factors become float32 before they are multiplied."""
-        return factor == BFLOAT16 and not self.dot
+    def widens(self, operand: str) -> bool:
+        """Return whether operands become float32 before they are multiplied."""
+        return operand == BFLOAT16 and not self.dot
 
     def tiles(self, factor: str) -> str:
         """Return by which name a table may have a writer of tiles that beats microkernel.py; "" for none."""

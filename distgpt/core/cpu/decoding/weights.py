@@ -88,7 +88,8 @@ def packed_weights(
     packed = partial(_packed, forms)
 
     def matrix(name: str, rows: int) -> Array:
-        return packed((params[name] for _ in range(1)), 1, [rows])[0][0]
+        found: Array = packed((params[name] for _ in range(1)), 1, [rows])[0][0]
+        return found
 
     def layers(name: str, *rows: int) -> list[Layer]:
         """Return the layers that a matrix of each block holds, one below the other."""
@@ -157,7 +158,7 @@ def _packed(forms: Forms, ws: Iterable[Any], count: int, parts: Sequence[int]) -
 
 def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:
     names = [f"{each}.{norm}" for each in block for norm in ("norm1", "norm2")]
-    norms: Any = np.zeros((len(names) + 2, 2, config.n_embd), np.float32)
+    norms: Array = np.zeros((len(names) + 2, 2, config.n_embd), np.float32)
     norms[:, 0] = 1
     for to, name in zip(norms, [*names, "embed_norm", "final_norm"], strict=True):
         for row, kind in zip(to, "wb", strict=True):
@@ -167,7 +168,7 @@ def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -
 
 
 def _head_gains(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:
-    gains: Any = np.zeros((2, len(block) * config.qk_norm_gain, config.head_size), np.float32)
+    gains: Array = np.zeros((2, len(block) * config.qk_norm_gain, config.head_size), np.float32)
     for i in range(gains.shape[1]):
         gains[:, i] = wide(params[f"{block[i]}.qk_norm.w"]).reshape(2, -1)
     return gains

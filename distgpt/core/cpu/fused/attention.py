@@ -271,13 +271,13 @@ def _write(out, row, seq_len, column, size, x):
 
 
 @jit
-def attention_cached(first, last, y, cache, qkv, places, s, window):
-    """New rows of each sequence against the last keys up to their own. places: its start, and its lane."""
-    width, n_seq, kv_heads, size = y.shape[1], places.shape[1], cache.shape[2], cache.shape[4]
+def attention_cached(first, last, y, cache, qkv, lane_starts, s, window):
+    """New rows of each sequence against the last keys up to their own. lane_starts: start, lane of each."""
+    width, n_seq, kv_heads, size = y.shape[1], lane_starts.shape[1], cache.shape[2], cache.shape[4]
     new, kv_width = y.shape[0] // n_seq, kv_heads * size
     for unit in range(first, last):
         seq, kv_head = unit // kv_heads, unit % kv_heads
-        start, lane, span = places[0, seq], places[1, seq], width // kv_heads
+        start, lane, span = lane_starts[0, seq], lane_starts[1, seq], width // kv_heads
         if lane < 0:
             y[seq * new : (seq + 1) * new, kv_head * span : (kv_head + 1) * span] = 0
             continue

@@ -1,4 +1,4 @@
-"""Loops over flat buffers: AdamW, the outer step, the gradient's norm; sums and rounding between ranks."""
+"""Loops over flat buffers: AdamW, Nesterov momentum, the gradient's norm; sums and rounding between ranks."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def squares(first, last, parts, g):
 
 
 @jit
-def adamw(first, last, p, low, m, v, g, stretches, step, groups, constants):
+def adamw(first, last, p, low, m, v, g, ranges, step, groups, constants):
     """Elements first … last of p, and of `low`, their rounded copy, where there is one."""
     if low is None:
-        _update(first, last, p, low, m, v, g, stretches, step, groups, constants)
+        _update(first, last, p, low, m, v, g, ranges, step, groups, constants)
         return
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
-        _update(start, stop, p, low, m, v, g, stretches, step, groups, constants)
+        _update(start, stop, p, low, m, v, g, ranges, step, groups, constants)
 
 
 @inline
-def _update(first, last, p, low, m, v, g, stretches, step, groups, constants):
+def _update(first, last, p, low, m, v, g, ranges, step, groups, constants):
     """Update one piece; the formula is that of `adamw` in api.py.
 
     `step` is (grad_scale, inv_sqrt_correction), `groups` (step_size, decay_factor) of each, `constants`
     (beta1, beta2, eps).
     """
-    for i in range(stretches.shape[0]):
-        start, stop, group = max(first, stretches[i, 0]), min(last, stretches[i, 1]), stretches[i, 2]
+    for i in range(ranges.shape[0]):
+        start, stop, group = max(first, ranges[i, 0]), min(last, ranges[i, 1]), ranges[i, 2]
         if start < stop and group >= 0:
-            moved = stretches[i, 3] - stretches[i, 0]
+            moved = ranges[i, 3] - ranges[i, 0]
             pi, mi, vi, gi = p[start:stop], m[start:stop], v[start + moved : stop + moved], g[start:stop]
             rate, factor, (beta1, beta2, eps) = groups[group, 0], groups[group, 1], constants
             _adamw(pi, mi, vi, gi, step[0], rate, factor, step[1], beta1, beta2, eps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from distgpt.core.ops.api import TINY, Array
 from distgpt.core.ops.low_precision import BITS
 
 BLOCK = 16  # rows and columns that are transposed at once
+Memory: TypeAlias = "tuple[Array | Memory, ...]"
 HALF = 192  # rows of a square whose columns behind the diagonal are left out
 
 
@@ -38,12 +39,12 @@ def order(shape: tuple[int, ...]) -> int:
     return -prod(shape) * min(shape)
 
 
-def bytes_of(memory: tuple[Any, ...]) -> int:
+def bytes_of(memory: Memory) -> int:
     """Return the size of scratch memory: arrays, and tuples of them."""
     return sum(bytes_of(each) if isinstance(each, tuple) else each.nbytes for each in memory)
 
 
-def scratch(low: int, long: int, dtype: str) -> tuple[Any, ...]:
+def scratch(low: int, long: int, dtype: str) -> Memory:
     """Make two (low, long) buffers and two (low, low) ones. A matrix taller than wide is transposed."""
     return tuple(np.empty(shape, dtype) for shape in ((low, long), (low, long), (low, low), (low, low)))
 
@@ -80,11 +81,10 @@ def low_scratch(low: int, long: int, wide: str) -> LowMemory:
     """Make the memory for matrices with these shorter and longer sides."""
     lying, square = (low, long), (low, low)
     shapes = (lying, BITS.name), (lying, BITS.name), (square, wide), (square, wide), (square, BITS.name)
-    arrays = [aligned(*each) for each in shapes]
-    matmuls = [
-        blocked.scratch(BITS, low, k, rows_conflict(a)) for k, a in ((long, arrays[0]), (low, arrays[-1]))
-    ]
-    return LowMemory(*arrays, *matmuls)
+    x, y, square_sums, fourth, factor = (aligned(*each) for each in shapes)
+    over_long = blocked.scratch(BITS, low, long, rows_conflict(x))
+    over_short = blocked.scratch(BITS, low, low, rows_conflict(factor))
+    return LowMemory(x, y, square_sums, fourth, factor, over_long, over_short)
 
 
 @jit

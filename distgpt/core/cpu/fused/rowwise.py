@@ -24,7 +24,7 @@ def embed(first, last, x, tokens, wte, wpe):
 
 
 @jit
-def embed_placed(first, last, x, tokens, wte, wpe, positions):
+def embed_at_positions(first, last, x, tokens, wte, wpe, positions):
     for i in range(first, last):
         xi, token_row, position = x[i], wte[tokens[i]], wpe[positions[i]]
         for j in range(xi.shape[0]):
@@ -39,8 +39,8 @@ def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len, positions):
         dxi = dx[i, begin + first : begin + last]
         add_to(dwte[tokens[i], first:last], dxi)
         if dwpe is not None:
-            place = i % seq_len if positions is None else positions[i]
-            add_to(dwpe[place, first:last], dxi)
+            position = i % seq_len if positions is None else positions[i]
+            add_to(dwpe[position, first:last], dxi)
 
 
 @jit

@@ -75,11 +75,11 @@ class Exponentials(Vectors):
         two = self.new(f"bitcast {ints} {self.new(f'shl {ints} {exponent}, splat (i32 23)')} to {v}")
         return self.new(f"fmul {v} {e}, {two}")
 
-    def polynomial(self, factors: Sequence[float], x: str) -> str:
-        """Evaluate a polynomial at x; the factor of the highest power comes first."""
-        total = constant(factors[0])
-        for factor in factors[1:]:
-            total = self.multiply_add(total, x, constant(factor))
+    def polynomial(self, coefficients: Sequence[float], x: str) -> str:
+        """Evaluate a polynomial at x; the coefficient of the highest power comes first."""
+        total = constant(coefficients[0])
+        for coefficient in coefficients[1:]:
+            total = self.multiply_add(total, x, constant(coefficient))
         return total
 
     def multiply_add(self, a: str, b: str, c: str) -> str:

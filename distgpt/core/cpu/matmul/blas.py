@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -23,14 +22,14 @@ GEMM, SYRK = "fffnnnrpnpnrpn", "fffnnrpnrpn"  # arguments of the BLAS's routines
 KINDS = {"s": types.float32, "d": types.float64}
 
 
-def _numpy_blas() -> Any:
+def _numpy_blas() -> ctypes.CDLL:
     """Open the shared library whose symbols include those of NumPy's BLAS."""
     core = sys.modules.get("numpy._core._multiarray_umath") or sys.modules["numpy.core._multiarray_umath"]
     return ctypes.CDLL(core.__file__)
 
 
-def _find(library: Any, routine: str) -> tuple[Any, bool]:
-    """Return the routine, under any of the names builds give it, and whether its integers have 64 bits."""
+def _find(library: ctypes.CDLL, routine: str) -> tuple[int | None, bool]:
+    """Return the address of a routine, whatever builds name it, and whether its integers have 64 bits."""
     for name, wide in (
         (f"scipy_cblas_{routine}64_", True),
         (f"cblas_{routine}64_", True),
@@ -39,18 +38,18 @@ def _find(library: Any, routine: str) -> tuple[Any, bool]:
         (f"cblas_{routine}", False),
     ):
         if hasattr(library, name):
-            return getattr(library, name), wide
+            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value, wide
     raise DistgptError(f"this NumPy carries no BLAS with {routine}; `pip install numpy` brings one")
 
 
-def _external(library: Any, routine: str, real: Any, arguments: str) -> Any:
+def _external(library: ctypes.CDLL, routine: str, real: types.Type, arguments: str) -> types.ExternalFunction:
     """Make the routine known to the compiler under a name that includes its integer width.
 
     `arguments`: f, a flag; n, a count; r, a number; p, an array.
     """
-    function, wide = _find(library, routine)
+    address, wide = _find(library, routine)
     symbol = f"distgpt_{routine}_{64 if wide else 32}"
-    llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)
+    llvm.add_symbol(symbol, address)
     count = types.int64 if wide else types.int32
     of_letter = {"f": types.int32, "n": count, "r": real, "p": types.CPointer(real)}
     return types.ExternalFunction(symbol, types.void(*(of_letter[letter] for letter in arguments)))

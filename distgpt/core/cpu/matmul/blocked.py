@@ -1,12 +1,12 @@
 """Matmul from tiles, in an order that finds what is read again still in a cache.
 
-A long k is cut into stretches, so that a panel of B stays in the second-level cache. Sums of several
-stretches meet in C if it is float32, else in scratch memory.
+A long k is cut into ranges, so that a panel of B stays in the second-level cache. Sums of several
+ranges meet in C if it is float32, else in scratch memory.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -25,14 +25,14 @@ from distgpt.core.cpu.matmul.packing import (
     packed,
     packed_rows,
 )
-from distgpt.core.ops.api import Array
+from distgpt.core.ops.api import Array, DType
 
-PANEL_BYTES = 128 << 10  # of a panel for one stretch of k
+PANEL_BYTES = 128 << 10  # of a panel for one range of k
 GROUP_BYTES = 256 << 10  # panels that all rows of A go past before the next ones: part of the L2 cache
 CUT_GROUP_BYTES = 512 << 10  # the same where k is cut, and A is too long to stay in a cache
 ROWS_BYTES = 512 << 10  # rows of a copied or packed A that all panels go past: half of the L2 cache
 COPIED_GROUP_BYTES = 1536 << 10  # the panels of a group when rows of A are copied: each copy costs
-THIN = 128  # k of a stretch of products with few rows
+THIN = 128  # k of a range of products with few rows
 
 
 class Scratch(NamedTuple):
@@ -43,10 +43,10 @@ class Scratch(NamedTuple):
     sums: Array  # of C, in float32
 
 
-def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
+def scratch(dtype: DType, rows: int, k: int, copied: bool) -> Scratch:
     """Make the memory for this many rows of A (rows, k)."""
-    item = int(np.dtype(dtype).itemsize)
-    depth = _stretch(k, item)
+    item = np.dtype(dtype).itemsize
+    depth = _depth(k, item)
     group = COPIED_GROUP_BYTES if copied else CUT_GROUP_BYTES if depth < k else GROUP_BYTES
     columns = max(1, group // (depth * item * COLUMNS)) * COLUMNS
     most = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS if copied else 0
@@ -60,8 +60,8 @@ def rows_conflict(a: Array) -> bool:
     return bool(a.strides[0] % 4096 == 0)
 
 
-def _stretch(k: int, item: int) -> int:
-    """Return the k of one stretch: even parts, in whole cache lines, whose panels are small enough."""
+def _depth(k: int, item: int) -> int:
+    """Return the k of one range: even parts, in whole cache lines, whose panels are small enough."""
     parts = -(-k * item * COLUMNS // PANEL_BYTES)
     return k if parts == 1 else -(-k // (parts * LINE)) * LINE
 
@@ -163,7 +163,7 @@ def _fetch(w, rectangle, part, parts):
 
 @by_types(**FORCED)
 def summed(c, sums):
-    """Return the array in which several stretches of k are summed: C itself if it is float32."""
+    """Return the array in which several ranges of k are summed: C itself if it is float32."""
 
     def itself(c, sums):
         return c
@@ -198,10 +198,10 @@ class ProductScratch(NamedTuple):
     panels: Array  # of B, packed
 
 
-def product_scratch(dtype: Any, k: int, columns: int, is_thin: bool) -> ProductScratch:
+def product_scratch(dtype: DType, k: int, columns: int, is_thin: bool) -> ProductScratch:
     """Make the memory for B (k, columns); `is_thin` if A has few rows, so that packing B takes its time."""
-    item = int(np.dtype(dtype).itemsize)
-    depth = min(k, THIN) if is_thin else _stretch(k, item)
+    item = np.dtype(dtype).itemsize
+    depth = min(k, THIN) if is_thin else _depth(k, item)
     rows = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS
     return ProductScratch(packed_rows(rows, depth, dtype), packed(depth, columns, dtype))
 
@@ -217,7 +217,7 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
         pack_plain(begin, end, scratch.panels, y[low:high])
         panels = (end - begin + COLUMNS - 1) // COLUMNS
         flags |= rearranged(scratch.panels, panels, high - low)
-        # Stretches of others are longer, or the only one: they would push out of the cache what is used.
+        # Ranges of others are longer, or the only one: they would push out of the cache what is used.
         coming = (high, min(high + depth, k) if depth <= THIN else high), (begin, end)
         for top in range(first, last, most):
             bottom = min(top + most, last)

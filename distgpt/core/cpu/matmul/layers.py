@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from distgpt.core.cpu.compiling.processor import processor
 from distgpt.core.cpu.matmul import blas, blocked, packing
 from distgpt.core.cpu.matmul.blocked import rows_conflict
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory
-from distgpt.core.ops.api import Floats1d, Floats2d, Wide2d
+from distgpt.core.ops.api import Array, DType, Floats1d, Floats2d, Wide2d
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
 
 
@@ -57,7 +57,7 @@ class OwnMatmuls:
 
     words = "own kernels"
 
-    def __init__(self, pool: Pool, dtype: Any) -> None:
+    def __init__(self, pool: Pool, dtype: DType) -> None:
         self._pool, self._dtype = pool, np.dtype(dtype).name
         self._memory = WorkerMemory(pool)
 
@@ -72,7 +72,13 @@ class OwnMatmuls:
         self._cut(blocked.backward, len(dx) < len(w) and self._share_panels(width), width, dx, dy, w)
 
     def _cut(
-        self, loop: Callable[..., None], by_columns: bool, width: int, c: Floats2d, a: Floats2d, *of: Any
+        self,
+        loop: Callable[..., None],
+        by_columns: bool,
+        width: int,
+        c: Floats2d,
+        a: Floats2d,
+        *of: Array | None,
     ) -> None:
         """Let workers compute rows of C (…, width), or columns."""
 
@@ -131,7 +137,7 @@ def _up(rows: int) -> int:
 OWN_IS_FASTER = frozenset({"znver4"})
 
 
-def matmuls_for(pool: Pool, dtype: Any, matmul: str) -> Matmuls:
+def matmuls_for(pool: Pool, dtype: np.dtype, matmul: str) -> Matmuls:
     """Return the requested matmuls for a type; float64 is for the BLAS alone."""
     if matmul == "auto":
         matmul = "own" if processor()[0] in OWN_IS_FASTER else "blas"

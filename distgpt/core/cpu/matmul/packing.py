@@ -14,29 +14,29 @@ import numpy as np
 from distgpt.core.cpu.compiling.jit import inline, jit
 from distgpt.core.cpu.compiling.processor import shape
 from distgpt.core.cpu.matmul.assembled import strip, transpose
-from distgpt.core.ops.api import Array
+from distgpt.core.ops.api import Array, DType
 
 ROWS, COLUMNS, LANES = shape().rows, shape().columns, shape().lanes
 DEPTH = 64  # rows that are packed before the next ones: their cache lines hold several panels' columns
 LINE = 64
 
 
-def packed(k: int, columns: int, dtype: str) -> Array:
+def packed(k: int, columns: int, dtype: DType) -> Array:
     """Make memory for a packed matrix (k, columns); bfloat16 as uint16."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
     panels, elements = -(-columns // COLUMNS), -(-k // pair) * pair * COLUMNS
     return aligned((panels, elements), dtype)
 
 
-def aligned(shape: tuple[int, ...], dtype: str) -> Array:
+def aligned(shape: tuple[int, ...], dtype: DType) -> Array:
     """Make zeros that begin at a cache line."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(size + LINE, np.uint8)
+    raw = np.zeros(size + LINE, np.ubyte)
     start = -raw.ctypes.data % LINE
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def zeros_as_used(shape: tuple[int, ...], dtype: str) -> Array:
+def zeros_as_used(shape: tuple[int, ...], dtype: DType) -> Array:
     """Make zeros that take memory page by page, as they are written, for arrays that may stay empty in part.
 
     NumPy asks for huge pages, and with a byte of one all 2 MB of it are there.
@@ -49,7 +49,7 @@ def zeros_as_used(shape: tuple[int, ...], dtype: str) -> Array:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape)
+    return np.frombuffer(memory, np.ubyte, size).view(dtype).reshape(shape)
 
 
 @jit
@@ -87,7 +87,7 @@ def pack_rows_transposed(first, last, out, w):
 
 @inline
 def _pack_columns(first, last, out, w, wide):
-    """Stretches of `wide` columns, some rows of all of them before the next rows."""
+    """Panels of `wide` columns, some rows of all of them before the next rows."""
     depth = w.shape[0]
     for top in range(0, depth, DEPTH):
         bottom = min(top + DEPTH, depth)
@@ -126,7 +126,7 @@ def _columns(to, w, top, bottom, start, count, wide):
                 to[((k - top) // 2 * wide + j) * 2 + (k - top) % 2] = w[k, start + j]
 
 
-def packed_rows(rows: int, k: int, dtype: str) -> Array:
+def packed_rows(rows: int, k: int, dtype: DType) -> Array:
     """Make memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
     words = -(-k // pair) * ROWS + LANES  # and slack
