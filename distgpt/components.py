@@ -44,19 +44,19 @@ TABLES = {
     },
 }
 
-# Name → a class derived from training.placement.Placement.
+# Name → a class derived from Placement (core/train/sharing.py).
 PLACEMENTS = {
     "sharded": "distgpt.parallel.sharded:ShardedPlacement",
     "local steps": "distgpt.parallel.replicas:LocalPlacement",
 }
 
-# Name → a function of the type training.exchange.choose.MakeMicroBatches.
+# Name → a function of the type MakeMicroBatches (parallel/choose.py).
 MICRO_BATCHES = {
     "reproducible parts": "distgpt.parallel.reproducible:make",
     "balanced": "distgpt.parallel.balance:make",
 }
 
-# Name, mostly the value of --grad-sync → a function of the type training.exchange.choose.MakeExchange.
+# Name, mostly the value of --grad-sync → a function of the type MakeExchange (parallel/choose.py).
 EXCHANGES = {
     "auto": "distgpt.parallel.trial:make",
     "hierarchical": "distgpt.parallel.reductions:make",

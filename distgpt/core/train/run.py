@@ -102,24 +102,12 @@ def plain_clock(
     return Clock(last)
 
 
-def plain_disk(
-    directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
-) -> Disk:
-    """Return a disk that just writes."""
-    return Disk()
-
-
-def no_guards(run: Run) -> Sequence[Guard]:
-    """Return none."""
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Seams:
     """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
 
     judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
     clock: Callable[[TrainConfig, int, Times, Pace, Model, Validation | None], Clock] = plain_clock
-    disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = plain_disk
+    disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = lambda *about: Disk()
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
-    guards: Callable[[Run], Sequence[Guard]] = no_guards
+    guards: Callable[[Run], Sequence[Guard]] = lambda run: ()
