@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Likeliest(NamedTuple):
 
 
 MOST_LIKELIEST = 64  # that a feed may ask for
-Rows = Sequence[Array | Likeliest] | Array  # a row of scores (V,), or the likeliest, for each token scored
+Rows: TypeAlias = "Sequence[Array | Likeliest] | Array"  # a row of scores (V,), or the likeliest, for each token scored
 
 
 class Lanes(Protocol):
