@@ -48,7 +48,8 @@ class Likeliest(NamedTuple):
 
 
 MOST_LIKELIEST = 64  # that a feed may ask for
-Rows: TypeAlias = "Sequence[Array | Likeliest] | Array"  # a row of scores (V,), or the likeliest, for each token scored
+# A row of scores (V,), or the likeliest, for each token scored.
+Rows: TypeAlias = "Sequence[Array | Likeliest] | Array"
 
 
 class Lanes(Protocol):
