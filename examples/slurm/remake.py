@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # The command, as it would be if its own path were `distgpt`.
 RUN = """
-from distgpt import errors
+from distgpt.core.base import errors
 from distgpt.cli import main
 from distgpt.commands import slurm
 errors._program = slurm.own_program = lambda: ["distgpt"]

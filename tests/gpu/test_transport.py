@@ -204,7 +204,7 @@ import numpy as np
 from fakecupy import FakeCupy
 from fakenccl import FakeNccl
 from mpi4py import MPI
-from distgpt.comm import mpi
+from distgpt.core.comm import mpi
 from distgpt.gpu import transport
 from distgpt.core.comm.agree import gather_bytes
 from distgpt.core.base.errors import UsageError

@@ -175,7 +175,7 @@ def _load_compiled():
     cpu_target.typing_context.refresh()
     cpu_target.target_context.refresh()
     here = cpu_target.target_context.codegen().magic_tuple()
-    modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.kernels.")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.")]
     loops = {id(loop): loop for m in modules for loop in vars(m).values() if isinstance(loop, Dispatcher)}
     for loop in loops.values():
         if isinstance(files := getattr(loop._cache, "_cache_file", None), IndexDataCacheFile):

@@ -18,15 +18,15 @@ from distgpt.rounded.loops.int8 import Int8Tile, dot_of
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """
-from distgpt import files
+from distgpt.core.base import files
 before = files.made_once
 def watched(path, make):
     return before(path, lambda: print("made", path.name, flush=True) or make())
 files.made_once = watched
-from distgpt.kernels.compiling import site_cache
+from distgpt.core.cpu.compiling import site_cache
 site_cache.PLACE = files.Path("nowhere")
 import numpy as np
-from distgpt.kernels.matmul import packing
+from distgpt.core.cpu.matmul import packing
 out = packing.packed(2, 3, "float32")
 packing.pack_transposed(0, 3, out, np.arange(6, dtype=np.float32).reshape(3, 2), 0, 2)
 print(out[0, :3].tolist(), out[0, packing.COLUMNS :][:3].tolist())

@@ -233,7 +233,7 @@ def test_another_user_loads_it_and_needs_no_folder_of_his_own(place, monkeypatch
 AS_SOMEBODY = """
 import os, sys
 from pathlib import Path
-from distgpt.kernels.compiling import site_cache
+from distgpt.core.cpu.compiling import site_cache
 site_cache.PLACE = Path(sys.argv.pop(1))  # before anything is loaded from it
 from distgpt.measure import precompile
 if sys.argv[1] == "compile":

@@ -112,7 +112,7 @@ def test_only_rank_0_speaks(trained, tmp_path):
 
 DRIVER = """
 import errno, json, os, signal
-from distgpt.training import step
+from distgpt.core.train import step
 from distgpt.cli import main
 from distgpt.core.base.errors import StorageError
 
@@ -354,7 +354,7 @@ def test_a_signal_ends_a_job_while_mpi_waits_for_a_rank_that_never_comes(tmp_pat
     if mpi.vendor() == "Open MPI":
         pytest.skip("its mpirun ends a job of which a rank has left")
     comes = """
-from distgpt.comm import mpi
+from distgpt.core.comm import mpi
 launched_rank() and os._exit(3)
 init = mpi.MPI.Init_thread
 mpi.MPI.Init_thread = lambda level: print("begins", os.getpid(), flush=True) or init(level)

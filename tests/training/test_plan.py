@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from threadranks import on_all_ranks
 
-from distgpt import api
+from distgpt import api, recipes
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config.asked import Asked, asked_for
@@ -20,7 +20,7 @@ from distgpt.core.train import plan as planning
 from distgpt.core.train.plan import decode, encode, make_plan, new_run
 from distgpt.recipes.derived import derived, everywhere
 
-RECIPES = ("decay", "within", "dial", "tuning", "deterministic", "derived")
+RECIPES = ("decay", "within", "depth", "tuning", "deterministic", "derived")
 
 
 def silent(text):
@@ -117,11 +117,11 @@ from distgpt.cli import main
 try:
     main()
 finally:
-    print(*(name for name in sys.modules if name.startswith("distgpt.training.opening.")))"""
+    print(*(name for name in sys.modules if name.startswith(("distgpt.core.train.", "distgpt.recipes."))))"""
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = {name.rsplit(".")[-1] for name in result.stdout.splitlines()[-1].split()}
     assert "plan" in loaded and not loaded & set(RECIPES)
-    assert all((Path(planning.__file__).parent / f"{name}.py").exists() for name in RECIPES)
+    assert all((Path(recipes.__file__).parent / f"{name}.py").exists() for name in RECIPES)
 
 
 def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch):

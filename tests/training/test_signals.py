@@ -241,7 +241,7 @@ def test_what_takes_long_to_hold_a_signal_is_left_at_once():
     """As compiling a loop, where an exception would break LLVM."""
     program = """if True:
         import time
-        from distgpt import interrupts
+        from distgpt.core.base import interrupts
         interrupts.install_handlers()
         with interrupts.signals_deferred():
             print(end="ready", flush=True)
