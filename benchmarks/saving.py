@@ -27,7 +27,7 @@ from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.exchange import Exchange
+from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
 
 LEAST = 4  # steps in each turn

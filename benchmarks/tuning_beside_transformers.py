@@ -27,7 +27,7 @@ from distgpt.core.cpu.kernels import Bfloat16Kernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import IGNORED
-from distgpt.core.train.exchange import Exchange
+from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
 from distgpt.texts.chats.examples import ExampleBatches, Examples
 

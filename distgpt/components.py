@@ -23,7 +23,7 @@ TABLES = {
     },
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
     "loops": {"adapters": "adapters/loops", "rounded": "rounded/loops", "processors": "processors"},
-    # By the kind that settings give (core/train/model_kind.py).
+    # By the kind that settings give (core/train/seams.py).
     "models": {"adapters": "distgpt.adapters.adapter_kind:ADAPTERS"},
     # By the kind in its saved form, and by what --tokenizer begins with (core/data/tokenizers.py).
     "tokenizers": {

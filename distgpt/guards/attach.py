@@ -8,8 +8,8 @@ from functools import partial
 
 from distgpt.core.config import TrainConfig
 from distgpt.core.train.progress import Pace
-from distgpt.core.train.run import Guard, Run
-from distgpt.core.train.seams import Seams
+from distgpt.core.train.run import Run, Seams
+from distgpt.core.train.seams import Guard
 from distgpt.guards.full_disk import room_for
 from distgpt.guards.stuck import save_and_exit
 from distgpt.guards.watchdog import Stall, Watchdog

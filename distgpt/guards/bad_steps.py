@@ -12,11 +12,9 @@ from distgpt.core.base.errors import DistgptError, NonFiniteError, OutlierError
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import shared
 from distgpt.core.config import TrainConfig
-from distgpt.core.train.in_flight import Finished
-from distgpt.core.train.judge import described, ending, not_finite
-from distgpt.core.train.progress import Progress
-from distgpt.core.train.run import BadStep, Run
-from distgpt.guards.rollback import roll_back
+from distgpt.core.train.progress import Finished, Progress
+from distgpt.core.train.seams import described, ending, not_finite
+from distgpt.guards.rollback import RollBack
 
 ENOUGH = 20  # steps of history before outliers are detected
 LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outliers
@@ -25,7 +23,7 @@ LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outl
 class BadSteps:
     """Compares each step with the last good ones, counts bad ones, and skips or undoes them.
 
-    The judge (`core/train/run.py`) of a run with --spike-zscore or another --on-bad-step than stop.
+    The judge (`core/train/seams.py`) of a run with --spike-zscore or another --on-bad-step than stop.
     """
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
@@ -37,8 +35,7 @@ class BadSteps:
 
         Raises the error that ends the run, or BadStep.
         """
-        rejected = done.result.rejected
-        reason = self.objection(done.loss, done.norm) if rejected is None else rejected
+        reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
         if not reason:
             self.remember_good(done.loss, done.norm)
             return ""
@@ -46,12 +43,8 @@ class BadSteps:
         if error := self.refuse(reason, step, done.loss, done.norm):
             raise shared(error)
         if self._config.on_bad_step == "rollback":
-            raise BadStep(reason, step)
+            raise RollBack(reason, step)
         return reason
-
-    def recover(self, run: Run, bad: BadStep) -> None:
-        """Go back to the newest checkpoint, and past the bad data. Collective."""
-        roll_back(run, bad)
 
     def objection(self, loss: float, norm: float) -> str:
         """Return why a step is bad, "" if it is good."""

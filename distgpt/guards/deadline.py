@@ -9,8 +9,7 @@ from typing import Any
 
 from distgpt.core.base.interrupts import Interrupted, PendingSignals
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.in_flight import Finished
-from distgpt.core.train.progress import Pace
+from distgpt.core.train.progress import Finished, Pace
 
 STEPS, SAVES = 2.0, 1.5  # how much slower than the slowest recent one the last step and the last save may be
 LEAVING = 2.0  # seconds: writing the summary, ending MPI

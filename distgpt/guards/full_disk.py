@@ -23,7 +23,7 @@ from distgpt.core.model.model import Model
 from distgpt.core.saved.checkpoint import DAMAGED, drop, newest_intact, saved_checkpoints
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.checkpoints import Disk
+from distgpt.core.train.seams import Disk
 
 SLACK = 1 / 32  # of what is written, which shall stay free for lines of metrics
 MORE = 64 << 10  # bytes that are reserved beside the weights, for the summary and the last metrics

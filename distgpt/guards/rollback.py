@@ -9,30 +9,30 @@ from typing import Any
 
 from distgpt.core.comm.agree import on_root
 from distgpt.core.saved.checkpoint import State, load_state, newest_intact
-from distgpt.core.train.model_kind import kind_of
 from distgpt.core.train.restore import begin_anew, restore
 from distgpt.core.train.run import BadStep, Run
+from distgpt.core.train.seams import kind_of
 
 
-def roll_back(run: Run, bad: BadStep) -> None:
-    """Restore the newest checkpoint, or the first weights. Batches up to the bad one are not seen again.
+class RollBack(BadStep):
+    """A bad step after which the run goes back to the newest checkpoint, or to the first weights."""
 
-    Collective.
-    """
-    used = bad.step + run.batches.skipped
-    run.checkpoints.wait()
-    path, document = on_root(run.comm, lambda: _newest(run))
-    state = State.from_json(document)
-    if path:
-        restore(run.comm, run.model, run.optimizer_state, Path(path))
-    else:
-        t = run.config.train
-        begin_anew(run.comm, kind_of(t), run.model, run.optimizer_state, t, run.batches)
-    run.load(replace(state, skipped=used - state.step))
-    run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
-    step, what = run.progress.step, f"{bad.reason} at step {bad.step}"
-    run.report.remember({"step": step, "bad": what, "back_to": step, "skipped": run.batches.skipped})
-    run.report.note(f"{what}: back to step {step}, and past these data")
+    def recover(self, run: Run) -> None:
+        """Restore the checkpoint. Batches up to the bad one are not seen again. Collective."""
+        used = self.step + run.batches.skipped
+        run.checkpoints.wait()
+        path, document = on_root(run.comm, lambda: _newest(run))
+        state = State.from_json(document)
+        if path:
+            restore(run.comm, run.model, run.optimizer_state, Path(path))
+        else:
+            t = run.config.train
+            begin_anew(run.comm, kind_of(t), run.model, run.optimizer_state, t, run.batches)
+        run.load(replace(state, skipped=used - state.step))
+        run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
+        step, what = run.progress.step, f"{self.reason} at step {self.step}"
+        run.report.remember({"step": step, "bad": what, "back_to": step, "skipped": run.batches.skipped})
+        run.report.note(f"{what}: back to step {step}, and past these data")
 
 
 def _newest(run: Run) -> tuple[str | None, dict[str, Any]]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from statistics import fmean
 
 from distgpt.core.base.formatting import count, duration
-from distgpt.core.train.in_flight import Finished
+from distgpt.core.train.progress import Finished
 
 RECENT = 100  # steps
 
@@ -22,7 +22,7 @@ class Stragglers(AbstractContextManager["Stragglers"]):
     def __exit__(self, *ended: object) -> None: ...
 
     def settled(self, done: Finished) -> dict[str, float]:
-        return self.add(done.result.seconds())
+        return self.add(done.rank_seconds)
 
     def add(self, seconds: Sequence[float]) -> dict[str, float]:
         """Take each rank's seconds, none if unknown. Return metrics: who was last, and how late."""

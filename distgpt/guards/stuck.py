@@ -5,7 +5,7 @@ from __future__ import annotations
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.launched import leave_at_once
-from distgpt.core.train.activity import EVALUATING, EXCHANGING
+from distgpt.core.train.progress import EVALUATING, EXCHANGING
 from distgpt.core.train.run import Run
 from distgpt.core.train.summary import how_to_resume, write_stopped
 

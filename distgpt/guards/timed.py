@@ -9,9 +9,9 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.model.model import Model
 from distgpt.core.train.assessment import Validation
-from distgpt.core.train.clock import KEPT, Clock
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Pace
+from distgpt.core.train.seams import KEPT, Clock
 
 EVALUATION = 0.5  # of the time that a token takes in a step
 

@@ -36,8 +36,7 @@ from distgpt.core.base.interrupts import (
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.launched import has_failed
 from distgpt.core.comm.reports import Reports
-from distgpt.core.train.activity import Activity
-from distgpt.core.train.in_flight import Finished
+from distgpt.core.train.progress import Activity, Finished
 
 SECONDS_BETWEEN = 1.0  # between reports
 QUIET = 3  # reports that are missing, after which a rank counts as silent

@@ -20,8 +20,8 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Kernels
 from distgpt.core.train.compatibility import refuse_unsuited
 from distgpt.core.train.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
-from distgpt.core.train.model_kind import kind_of
-from distgpt.core.train.strategy import Strategy
+from distgpt.core.train.seams import kind_of
+from distgpt.core.train.sharing import Strategy
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.parallel.choose import Chosen
 from distgpt.texts.prepare.vocabulary import vocabulary_size

@@ -16,8 +16,8 @@ from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.api import Kernels
-from distgpt.core.train.exchange import Exchange
-from distgpt.core.train.model_kind import kind_of
+from distgpt.core.train.seams import kind_of
+from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
 
 CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends

@@ -16,8 +16,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.train.micro_batches import MicroBatches
-from distgpt.core.train.strategy import Start
+from distgpt.core.train.sharing import MicroBatches, Start
 
 TRIES = 3  # passes of each rank, of which the fastest counts, after one to warm up
 LEAST_GAIN = 0.03  # of a step, that an uneven split has to bring

@@ -14,7 +14,7 @@ from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.tensors import Kind, LazyTensors
-from distgpt.core.train.placement import Gathering
+from distgpt.core.train.sharing import Gathering
 
 DONE = -1
 

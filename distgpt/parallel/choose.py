@@ -11,10 +11,7 @@ from distgpt.core.comm.agree import refuse_anywhere
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
-from distgpt.core.train.exchange import Exchange
-from distgpt.core.train.micro_batches import MicroBatches
-from distgpt.core.train.placement import OptimizerState, Placement
-from distgpt.core.train.strategy import Start, Strategy
+from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, Placement, Start, Strategy
 
 WITHOUT_THREADS = (
     "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"

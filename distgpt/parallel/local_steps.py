@@ -19,8 +19,7 @@ from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import Array, OuterState
-from distgpt.core.train.exchange import Exchange, Scales
-from distgpt.core.train.placement import RECENT, Rounds
+from distgpt.core.train.sharing import RECENT, Exchange, Rounds, Scales
 
 
 class LocalSteps(Exchange):

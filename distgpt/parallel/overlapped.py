@@ -16,8 +16,7 @@ from distgpt.core.comm.api import Comm, NcclComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Work
-from distgpt.core.train.exchange import AfterBackward, Exchange, Reduction
-from distgpt.core.train.placement import OptimizerState
+from distgpt.core.train.sharing import AfterBackward, Exchange, OptimizerState, Reduction
 from distgpt.parallel.reductions import (
     HostWire,
     ReduceScatterGather,

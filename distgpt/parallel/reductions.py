@@ -17,8 +17,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array, Kernels, Wire
-from distgpt.core.train.exchange import AfterBackward, Allreduce, Exchange, Reduction
-from distgpt.core.train.placement import OptimizerState
+from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, OptimizerState, Reduction
 
 LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
 PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed

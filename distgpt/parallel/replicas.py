@@ -18,10 +18,10 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.checkpoint import load_some, stems
 from distgpt.core.saved.modelfile import on_host
-from distgpt.core.train.exchange import Exchange
-from distgpt.core.train.placement import (
+from distgpt.core.train.sharing import (
     OPTIMIZER,
     WEIGHTS,
+    Exchange,
     Gathering,
     Groups,
     OptimizerState,

@@ -13,8 +13,7 @@ from distgpt.core.data.batches import rank_rows
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Kernels
-from distgpt.core.train.micro_batches import MicroBatches
-from distgpt.core.train.strategy import Start
+from distgpt.core.train.sharing import MicroBatches, Start
 from distgpt.parallel.reductions import LINE, spread
 
 

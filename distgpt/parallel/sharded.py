@@ -20,8 +20,15 @@ from distgpt.core.model.optim import AdamW, place_in
 from distgpt.core.ops.api import PIECE, Array
 from distgpt.core.saved.checkpoint import load_some
 from distgpt.core.saved.tensors import Tensors
-from distgpt.core.train.exchange import Exchange
-from distgpt.core.train.placement import OPTIMIZER, WEIGHTS, Gathering, Groups, OptimizerState, Placement
+from distgpt.core.train.sharing import (
+    OPTIMIZER,
+    WEIGHTS,
+    Exchange,
+    Gathering,
+    Groups,
+    OptimizerState,
+    Placement,
+)
 from distgpt.parallel.checkpointing import TensorByTensor, host_buffer
 from distgpt.parallel.reductions import bounds_of, flags_sum, in_parts, mean_factor
 

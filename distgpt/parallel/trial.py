@@ -11,8 +11,7 @@ from distgpt.core.base.formatting import duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
-from distgpt.core.train.exchange import Exchange, Scales
-from distgpt.core.train.placement import OptimizerState
+from distgpt.core.train.sharing import Exchange, OptimizerState, Scales
 from distgpt.parallel.choose import exchange_for
 
 WARM_UP = 2  # steps of each that do not count: on a GPU one compiles, and the next one records

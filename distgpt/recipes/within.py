@@ -21,10 +21,10 @@ from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.named import resolve_data
 from distgpt.core.data.tokenizers import build_tokenizer
-from distgpt.core.train.clock import KEPT
 from distgpt.core.train.dtype import decided, is_open
 from distgpt.core.train.open import compile_once_per_node, make_steps
 from distgpt.core.train.resumption import begins_anew, saved_run
+from distgpt.core.train.seams import KEPT
 from distgpt.parallel.choose import Chosen
 from distgpt.recipes.depth import holds_out, text_of, titled
 from distgpt.recipes.derived import configured, everywhere

@@ -20,7 +20,7 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.memory import copy_bytes
-from distgpt.core.train.placement import Placement
+from distgpt.core.train.sharing import Placement
 from distgpt.gpu import device as module
 from distgpt.gpu.device import TIMED_CALLS, CupyDevice
 from distgpt.gpu.kernels import CudaKernels

@@ -9,7 +9,7 @@ from fakecupy import FakeCupy
 
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.train.open import _rehearse
-from distgpt.core.train.strategy import Strategy
+from distgpt.core.train.sharing import Strategy
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.listing import kinds_for
 

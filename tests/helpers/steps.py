@@ -1,6 +1,6 @@
 """A step with the exchange that its settings ask for, as a run makes it."""
 
-from distgpt.core.train.placement import OptimizerState
+from distgpt.core.train.sharing import OptimizerState
 from distgpt.core.train.step import Step
 from distgpt.parallel.choose import Chosen
 

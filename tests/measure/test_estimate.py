@@ -14,7 +14,7 @@ from distgpt.core.data.named import resolve_data
 from distgpt.core.model.counts import operations, parameters
 from distgpt.core.model.model import FLAG_COUNT, Architecture
 from distgpt.core.train.memory import divisors, needed
-from distgpt.core.train.strategy import Strategy
+from distgpt.core.train.sharing import Strategy
 from distgpt.gpu.probe import probe
 from distgpt.measure.estimate import Question, estimate, render_terminal
 from distgpt.measure.step_timing import measure

@@ -94,11 +94,11 @@ _FAULTS = {
     ("guards/rollback.py", "training/test_badsteps.py"): [
         (
             "a rollback sees the bad data again",
-            "used = bad.step + run.batches.skipped",
+            "used = self.step + run.batches.skipped",
             "used = run.progress.step",
         ),
     ],
-    ("core/train/sanity.py", "training/test_mpi.py -k drift"): [
+    ("core/train/loop.py", "training/test_mpi.py -k drift"): [
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -"),
     ],
     ("core/data/batches.py", "evaluation/test_scoring.py"): [
@@ -111,7 +111,7 @@ _FAULTS = {
             "(self._squares()[0]))",
         ),
     ],
-    ("core/train/exchange.py", _ON_RANKS): [
+    ("core/train/sharing.py", _ON_RANKS): [
         ("gradients are summed, not averaged", "mean = self.mean / learned", "mean = 1.0 / learned"),
     ],
     ("core/data/batches.py", "data/test_batches.py"): [
@@ -345,7 +345,7 @@ _FAULTS = {
     ("parallel/balance.py", _SHARES): [
         ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for"),
     ],
-    ("core/train/schedule.py", _LOCAL): [
+    ("core/train/progress.py", _LOCAL): [
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
     ],
     ("parallel/replicas.py", _LOCAL): [

@@ -15,8 +15,8 @@ from distgpt.core.cpu.compiling import site_cache
 from distgpt.core.data.named import resolve_data
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.clock import Clock, is_over
 from distgpt.core.train.progress import Pace, Progress
+from distgpt.core.train.seams import Clock, is_over
 from distgpt.guards.timed import TimedClock
 from distgpt.parallel.choose import Chosen
 from distgpt.recipes.depth import Dial, text_of

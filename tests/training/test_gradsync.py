@@ -20,7 +20,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.core.train.compatibility import refuse_unsuited
-from distgpt.core.train.exchange import Allreduce
+from distgpt.core.train.sharing import Allreduce
 from distgpt.parallel import overlapped, trial
 from distgpt.parallel import reductions as ways
 from distgpt.parallel.choose import Chosen

@@ -9,7 +9,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.core.saved.modelfile import Description, save_model
-from distgpt.core.train.model_kind import kind_of
+from distgpt.core.train.seams import kind_of
 
 KINDS = {"whole": TrainConfig(), "adapters": TrainConfig(lora_rank=2)}
 

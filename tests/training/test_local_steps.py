@@ -24,9 +24,8 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.compatibility import refuse_unsuited
-from distgpt.core.train.progress import Pace, Progress
+from distgpt.core.train.progress import Due, Pace, Progress, due_after
 from distgpt.core.train.restore import restore
-from distgpt.core.train.schedule import Due, due_after
 from distgpt.parallel.choose import Chosen
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)

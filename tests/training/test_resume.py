@@ -13,8 +13,8 @@ from disks import names
 import distgpt
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train import schedule
-from distgpt.core.train.schedule import SaveTimer
+from distgpt.core.train import progress
+from distgpt.core.train.progress import SaveTimer
 
 MODEL = ["--qk-norm", "--qk-norm-gain", "--head-dim", "6", "--qkv-bias", "--rope-scaling", "llama3"]
 LONG = [*SMALL, *MODEL, "--steps", "8", "--save-every", "4"]
@@ -240,13 +240,13 @@ def test_a_fall_that_is_finished_names_a_longer_one(tmp_path):
 def clock(monkeypatch):
     """A clock that stands still until it is set."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(schedule.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
     return clock
 
 
 def test_a_checkpoint_is_due_after_its_minutes_with_few_looks_at_the_clock(clock, monkeypatch):
     asked = []
-    monkeypatch.setattr(schedule, "on_root", lambda comm, judge: asked.append(1) or judge())
+    monkeypatch.setattr(progress, "on_root", lambda comm, judge: asked.append(1) or judge())
     for seconds, first in ((0.001, 30.0), (0.001, 0.0), (1.0, 1.0), (70.0, 70.0), (1000.0, 1000.0)):
         clock.now, due = 0.0, []
         asked.clear()

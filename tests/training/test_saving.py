@@ -125,7 +125,7 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
         saver.check(has_lost_disk=False)
         saver.wait()
     assert gate.calls == 3 and said[1:] == ["the disk can be written again"]
-    assert saved(checkpoints / "step-00000002", model)[0] == 1 and saver.fatal_error is None
+    assert saved(checkpoints / "step-00000002", model)[0] == 1 and saver.disk.lost is None
     saver.check(has_lost_disk=False)
     assert gate.calls == 3
 
@@ -141,7 +141,7 @@ def test_a_failure_that_ends_the_run(made, monkeypatch, older, policy):
             Gate(patch, failures=1).opened.set()
             saver.begin(State(2), best=None, checkpoint=True)
             saver.wait()
-        assert saver.fatal_error is FULL and said == []
+        assert saver.disk.lost is FULL and said == []
 
 
 def test_another_error_in_the_thread_is_not_lost(made, monkeypatch):

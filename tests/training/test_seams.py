@@ -6,21 +6,18 @@ from dataclasses import replace
 import pytest
 from conftest import losses
 
-from distgpt.core.base.errors import NonFiniteError
+from distgpt.core.base.errors import NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.model.model import FLAG_COUNT
-from distgpt.core.train.clock import Clock
-from distgpt.core.train.judge import FiniteJudge
 from distgpt.core.train.loop import train
 from distgpt.core.train.open import open_run
 from distgpt.core.train.plan import make_plan
-from distgpt.core.train.progress import Progress
-from distgpt.core.train.seams import Seams
-from distgpt.core.train.step import StepResult
-from distgpt.core.train.votes import Votes
+from distgpt.core.train.progress import Finished, Progress
+from distgpt.core.train.run import Seams
+from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Votes
 from distgpt.guards.attach import guarded
 from distgpt.guards.bad_steps import BadSteps
 from distgpt.parallel.choose import Chosen
@@ -97,17 +94,17 @@ def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
 
 def test_by_default_a_step_that_is_not_finite_ends_the_run():
     judge = FiniteJudge(TrainConfig(), Progress(step=3))
-    result = StepResult(0.1, 1.0, 1.0, list, list)
-    done = type("Done", (), {"result": result, "loss": 2.0, "norm": 1.0})
+    done = Finished(2.0, 1.0, lr=0.1, rejected=None, flags=[], rank_seconds=[], seconds=1.0)
     assert judge.judge(done) == judge.objection(2.0, 1.0) == ""
-    done.norm = float("inf")
+    done = replace(done, norm=float("inf"))
     with pytest.raises(NonFiniteError, match=r"the gradient is not finite at step 4 .*--on-bad-step skip"):
         judge.judge(done)
 
 
 def test_the_number_of_votes_is_that_of_the_gradient_buffer():
-    checkpoints = type("Failed", (), {"fatal_error": OSError()})
-    votes = Votes(type("Comm", (), {"rank": 0}), PendingSignals(), checkpoints, Clock(1))
+    disk = Disk()
+    disk.lost = StorageError("full")
+    votes = Votes(type("Comm", (), {"rank": 0}), PendingSignals(), disk, Clock(1))
     mine = votes.mine()
     assert len(mine) == FLAG_COUNT - 1 and mine == [0] * 5 + [1, 0.0]
     assert votes.heard([0, 2, 0, 0, 0, 0, 0.5]).stop.name == "SIGINT"

@@ -14,11 +14,10 @@ from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import Muon
 from distgpt.core.model.optim import AdamW
-from distgpt.core.train.exchange import Exchange
 from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, fitting, needed
 from distgpt.core.train.scoring import Scorer, Span
+from distgpt.core.train.sharing import Exchange, Strategy
 from distgpt.core.train.step import Step
-from distgpt.core.train.strategy import Strategy
 
 RUN = RunConfig(
     ModelConfig(vocab_size=61, seq_len=32, n_layer=6, n_head=2, n_embd=32),

@@ -18,7 +18,7 @@ from threadranks import on_all_ranks
 from distgpt.core.comm.reports import Reports
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.saved.checkpoint import newest_step
-from distgpt.core.train.activity import COMPUTING, Activity
+from distgpt.core.train.progress import COMPUTING, Activity
 from distgpt.core.train.step import Step
 from distgpt.guards import watchdog
 from distgpt.guards.stragglers import Stragglers

@@ -17,8 +17,7 @@ from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.config.settings import GRAD_SYNCS
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.train.placement import Placement
-from distgpt.core.train.strategy import Strategy, agree_on_strategy
+from distgpt.core.train.sharing import Placement, Strategy, agree_on_strategy
 from distgpt.parallel import choose
 from distgpt.parallel.choose import Chosen
 

@@ -20,10 +20,10 @@ from distgpt.core.data.shards import is_shards
 from distgpt.core.data.unreadable import MARKUP, advice
 from distgpt.core.model.model import Model
 from distgpt.core.train.assessment import Validation
-from distgpt.core.train.clock import is_over
 from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import Progress
 from distgpt.core.train.resumption import described
+from distgpt.core.train.seams import is_over
 from distgpt.core.train.whereabouts import shown_hosts
 from distgpt.recipes.scaling import PARAMETERS_PER_TOKEN
 

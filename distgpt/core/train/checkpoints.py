@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,8 @@ from distgpt.core.saved.checkpoint import Best, State, newest_step, save_checkpo
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import LazyTensors, data_bytes, write_tensors
-from distgpt.core.train.placement import OPTIMIZER, WEIGHTS, Gathering, Groups
+from distgpt.core.train.seams import Disk
+from distgpt.core.train.sharing import OPTIMIZER, WEIGHTS, Gathering, Groups
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
 LONGEST = 60.0  # seconds that a thread may take before training waits for it
@@ -39,30 +40,11 @@ PIECE = 1 << 22  # elements that a worker copies at a time
 Live = dict[str, Mapping[str, Any]]  # the stem of a checkpoint's file → buffers by their prefix in it
 
 
-class Disk:
-    """The disk that weights are written to. `guards/full_disk.py` has one that makes room on a full one."""
-
-    def reserved(self, comm: Comm, step: int) -> AbstractContextManager[None]:
-        """Hold room for the final weights meanwhile. Collective."""
-        return nullcontext()
-
-    def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
-        """Call write(), which writes this many bytes of this step. In any thread."""
-        write()
-
-    def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
-        """Call write(), which writes the final weights."""
-        write()
-
-    def report(self) -> None:
-        """Report what was done meanwhile. In the main thread."""
-
-
 class Checkpoints:
     """Rank 0 writes one at a time: at once, or from a copy in a thread. The other ranks may have to help it.
 
     A failed save is reported and retried if an older checkpoint exists. Otherwise, or with
-    --on-disk-error stop, `fatal_error` holds the error that ends the run.
+    --on-disk-error stop, `disk.lost` is the error that ends the run.
     """
 
     def __init__(
@@ -95,7 +77,6 @@ class Checkpoints:
         self._failed: Exception | None = None
         self._begun = self._failed_at = 0.0
         self._is_failing = False  # and that was reported
-        self.fatal_error: StorageError | None = None
         self.best = best  # the loss of the best weights that are on the disk; known to rank 0
         self.seconds: float | None = None  # the time that the last checkpoint took
 
@@ -205,8 +186,8 @@ class Checkpoints:
             self._poll()
 
     def _raise_fatal(self) -> None:
-        assert self.fatal_error
-        raise self.fatal_error
+        assert self.disk.lost
+        raise self.disk.lost
 
     def _poll(self) -> None:
         """Look how the thread has ended, or retry what has failed."""
@@ -267,7 +248,7 @@ class Checkpoints:
         try:
             self.tolerate(failed)
         except StorageError as error:
-            self.fatal_error, self._write, self._best_in_write = error, None, None
+            self.disk.lost, self._write, self._best_in_write = error, None, None
 
     def _on_host(self, live: Live) -> Groups:
         gathered = self._gathering.groups(weights_alone=OPTIMIZER not in live)

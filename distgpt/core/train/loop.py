@@ -6,16 +6,17 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn
+from zlib import crc32
 
+from distgpt.core.base.errors import DistgptError, NonFiniteError
 from distgpt.core.base.interrupts import Interrupted, deferred_signals
-from distgpt.core.comm.agree import on_root
+from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
-from distgpt.core.train.activity import SAMPLING, SAVING
-from distgpt.core.train.in_flight import InFlight
+from distgpt.core.train.progress import SAMPLING, SAVING, Due, Schedule
 from distgpt.core.train.report import sample
-from distgpt.core.train.run import BadStep, Guard, Run
-from distgpt.core.train.sanity import refuse_different_weights, refuse_non_finite_weights
-from distgpt.core.train.schedule import Due, Schedule
+from distgpt.core.train.run import BadStep, Run
+from distgpt.core.train.seams import Guard
+from distgpt.core.train.step import InFlight
 from distgpt.core.train.summary import summarised
 
 
@@ -34,7 +35,7 @@ def train(run: Run) -> None:
                 take_steps(run)
                 break
             except BadStep as bad:  # raised on all ranks at the same step
-                run.judge.recover(run, bad)  # progress.step is an earlier one now
+                bad.recover(run)  # progress.step is an earlier one now
         run.exchange.end_round(run.progress.step)  # of a run that resumed within a round
         run.checkpoints.on_root(lambda: _write_weights(run))
 
@@ -91,7 +92,7 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
             metrics |= guard.settled(done)
         is_last = run.progress.step == run.clock.last  # before the clock hears of the next step
         run.report.step(run.progress.step, done, metrics | ({"skipped": 1} if rejected else {}), is_last)
-        heard = run.votes.heard(done.result.flags())
+        heard = run.votes.heard(done.flags)
         run.clock.hear(heard.elapsed, launched=run.progress.step + len(in_flight))
         run.checkpoints.check(heard.has_lost_disk)  # after the report: if it raises, the step was recorded
         stop = heard.stop or stop
@@ -152,3 +153,24 @@ def save_and_stop(run: Run, stop: Interrupted, evaluation_pending: bool) -> NoRe
 def _write_weights(run: Run) -> None:
     run.checkpoints.write_weights(run.progress.step)
     run.checkpoints.disk.write(run.progress.step, 0, run.directory.write_metrics)
+
+
+def refuse_non_finite_weights(run: Run) -> None:
+    """Before saving: weights that no loss was computed with yet must not replace good ones. Collective."""
+    if run.comm.allreduce_max(not run.model.is_finite()):
+        raise shared(
+            NonFiniteError(
+                f"the weights are not finite after step {run.progress.step}; "
+                "a lower --lr may help; earlier checkpoints are kept"
+            )
+        )
+
+
+def refuse_different_weights(run: Run) -> None:
+    """All ranks must hold the same weights, to the bit, as far as all of them hold any. Collective."""
+    common = run.model.params if run.optimizer.is_part else run.model.weights
+    own = crc32(memoryview(run.model.kernels.to_host(common.flat)).cast("B"))
+    if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):
+        raise shared(
+            DistgptError(f"the ranks' weights differ after step {run.progress.step}; are all nodes alike?")
+        )

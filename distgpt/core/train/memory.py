@@ -23,12 +23,10 @@ from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.api import Array, Kernels, Work
 from distgpt.core.train.compatibility import refuse_unsuited
-from distgpt.core.train.exchange import Exchange
-from distgpt.core.train.model_kind import kind_of
-from distgpt.core.train.placement import Placement
 from distgpt.core.train.scoring import Scorer
+from distgpt.core.train.seams import kind_of
+from distgpt.core.train.sharing import Exchange, Placement, Strategy
 from distgpt.core.train.step import Step
-from distgpt.core.train.strategy import Strategy
 
 SPARE = 0.95  # of the free memory: the system needs some too
 TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster

@@ -28,26 +28,27 @@ from distgpt.core.ops.api import Kernels
 from distgpt.core.saved.checkpoint import Best, State
 from distgpt.core.saved.modelfile import Description, load_description
 from distgpt.core.saved.tensors import read_header, verify_data
-from distgpt.core.train.activity import EVALUATING, Activity
 from distgpt.core.train.announce import facts, note_short_text, note_surprises
-from distgpt.core.train.assessment import METRICS, Assessment, Metric, Validation
-from distgpt.core.train.bits import bytes_per_token
+from distgpt.core.train.assessment import METRICS, Assessment, Metric, Validation, bytes_per_token
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.compatibility import refuse_unsuited
 from distgpt.core.train.memory import fit_to_memory, have_memory
-from distgpt.core.train.micro_batches import MicroBatches
-from distgpt.core.train.model_kind import ModelKind, kind_of
-from distgpt.core.train.placement import OptimizerState, Placement
 from distgpt.core.train.plan import Plan
-from distgpt.core.train.progress import Pace, Progress
-from distgpt.core.train.reading import Reading
-from distgpt.core.train.report import Listener, Report
+from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
+from distgpt.core.train.report import Reading, Report
 from distgpt.core.train.restore import begin_anew, learned_first, restore
-from distgpt.core.train.run import Judge, Run
-from distgpt.core.train.seams import Seams
-from distgpt.core.train.step import Inspector, Step
-from distgpt.core.train.strategy import Choose, Start, Strategy, agree_on_strategy
-from distgpt.core.train.votes import Votes
+from distgpt.core.train.run import Run, Seams
+from distgpt.core.train.seams import Inspector, Judge, Listener, ModelKind, Votes, kind_of
+from distgpt.core.train.sharing import (
+    Choose,
+    MicroBatches,
+    OptimizerState,
+    Placement,
+    Start,
+    Strategy,
+    agree_on_strategy,
+)
+from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
 
 PLAIN = Seams()
@@ -119,7 +120,7 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
         report=Report(comm.rank, config, plan.directory, listener, checkpoints, reading),
         signals=signals,
         judge=judge,
-        votes=Votes(comm, signals, checkpoints, clock),
+        votes=Votes(comm, signals, disk, clock),
         launch=step.launch,
         guards=(),
     )

@@ -22,7 +22,6 @@ from distgpt.core.saved.modelfile import Base, Description, read_description
 from distgpt.core.saved.named import weights_of
 from distgpt.core.saved.rundir import RunDirectory, place_for
 from distgpt.core.train.compatibility import refuse_unsuited
-from distgpt.core.train.model_kind import kind_of
 from distgpt.core.train.resumption import (
     Change,
     Resumption,
@@ -31,6 +30,7 @@ from distgpt.core.train.resumption import (
     is_finished,
     refuse_impossible,
 )
+from distgpt.core.train.seams import kind_of
 
 
 @dataclass(frozen=True, slots=True)

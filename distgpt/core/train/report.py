@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.interrupts import PendingSignals
@@ -17,21 +18,40 @@ from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import default_prompt
 from distgpt.core.model.model import Model
 from distgpt.core.saved.rundir import RunDirectory
+from distgpt.core.train.assessment import bits_per_byte
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.in_flight import Finished
-from distgpt.core.train.reading import Reading
+from distgpt.core.train.progress import Finished
+from distgpt.core.train.seams import Clock, Listener
 
 LOOKED_AT = 2000  # tokens of a text
 
 
-class Listener(Protocol):
-    """Shows or records the progress of a run. Called on rank 0 alone."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The fields of a step in metrics.jsonl that follow from the text and the clock."""
 
-    def started(self, facts: dict[str, Any]) -> None: ...
-    def stepped(self, metrics: dict[str, Any]) -> None: ...
-    def evaluated(self, metrics: dict[str, Any]) -> None: ...
-    def noted(self, text: str) -> None: ...
-    def sampled(self, step: int, text: str) -> None: ...
+    batches: Batches
+    batch_size: int
+    bytes_per_token: float | None  # of the text; None where not all of it is text
+    clock: Clock
+
+    def epochs(self, step: int) -> float:
+        """Return how many times the text is read by the end of this step."""
+        rows = (step + self.batches.skipped) * self.batch_size
+        return rows / self.batches.windows_per_epoch
+
+    def bits_per_byte(self, loss: float | None) -> float | None:
+        """Return a training loss in bits per byte, None where that is unknown."""
+        return bits_per_byte(loss, self.bytes_per_token)
+
+    def fields(self, step: int, loss: float) -> dict[str, float]:
+        """Return what is known after a step; `elapsed_s` is of runs that end by the clock."""
+        found = {"epoch": round(self.epochs(step), 4)}
+        if (bits := self.bits_per_byte(loss)) is not None:
+            found["train_bits_per_byte"] = bits
+        if self.clock.elapsed is not None:
+            found["elapsed_s"] = round(self.clock.seconds(), 3)
+        return found
 
 
 class Report:
@@ -57,7 +77,7 @@ class Report:
         metrics = {
             "step": step,
             "loss": done.loss,
-            "lr": done.result.lr,
+            "lr": done.lr,
             "grad_norm": done.norm,
             "tokens": per_step * step,
             "tokens_per_s": per_step / done.seconds,

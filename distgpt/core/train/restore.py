@@ -18,8 +18,8 @@ from distgpt.core.ops.api import Array
 from distgpt.core.saved.checkpoint import load_group
 from distgpt.core.saved.modelfile import read_shortened
 from distgpt.core.saved.tensors import Tensors
-from distgpt.core.train.model_kind import ModelKind
-from distgpt.core.train.placement import WEIGHTS, OptimizerState
+from distgpt.core.train.seams import ModelKind
+from distgpt.core.train.sharing import WEIGHTS, OptimizerState
 
 
 class FirstWeights(Protocol):

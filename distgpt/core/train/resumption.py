@@ -12,7 +12,7 @@ from distgpt.core.config.asked import Asked
 from distgpt.core.saved.checkpoint import MANIFEST, STATE, State, newest_intact, verify
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory, differing, place_for
-from distgpt.core.train.clock import is_over
+from distgpt.core.train.seams import is_over
 
 Change = tuple[object, object]  # what a setting was, and what it is now
 

@@ -1,12 +1,13 @@
-"""Everything one rank holds during a run. `open_run` makes it; nobody writes into it afterwards."""
+"""Everything one rank holds during a run, and who makes its parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
+from distgpt.core.base.errors import Say
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, TrainConfig
@@ -16,65 +17,28 @@ from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.saved.checkpoint import State
+from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.activity import Activity
-from distgpt.core.train.assessment import Assessment
+from distgpt.core.train.assessment import Assessment, Validation
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.clock import Clock
-from distgpt.core.train.exchange import Exchange
-from distgpt.core.train.in_flight import Finished
-from distgpt.core.train.placement import OptimizerState, Placement
-from distgpt.core.train.progress import Progress
-from distgpt.core.train.reading import Reading
-from distgpt.core.train.report import Report
+from distgpt.core.train.plan import Plan
+from distgpt.core.train.progress import Activity, Pace, Progress
+from distgpt.core.train.report import Reading, Report
+from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Inspector, Judge, Votes
+from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
-from distgpt.core.train.votes import Votes
 
 
 class BadStep(Exception):
-    """A step that the run has to recover from: raised by its judge, on all ranks."""
+    """A step that the run has to recover from: raised by a judge, not the plain one, on all ranks."""
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(reason)
         self.reason, self.step = reason, step
 
-
-class Judge(Protocol):
-    """Says which steps may change the weights, and what follows where one may not. The same on all ranks."""
-
-    waits: bool  # whether its objection must be known before an update even on kernels with a queue
-
-    def objection(self, loss: float, norm: float) -> str:
-        """Return why a step must not change the weights, "" if it may."""
-
-    def judge(self, done: Finished) -> str:
-        """Return why a finished step has not changed the weights, "" if it has.
-
-        Raises the error that ends the run, or BadStep.
-        """
-
-    def recover(self, run: Run, bad: BadStep) -> None:
+    def recover(self, run: Run) -> None:
         """Bring the run back to an earlier step. Collective."""
-
-
-class Guard(Protocol):
-    """Watches a run from its first to its last step. It calls no collective and changes no step.
-
-    It may ask that the run end, as a signal does.
-    """
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
-
-    def settled(self, done: Finished) -> dict[str, float]:
-        """Take note of a finished step. Return what to add to its metrics."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +94,33 @@ class Run:
         """Continue from what a checkpoint says beside weights and moments."""
         self.progress.load(state)
         self.batches.skipped = state.skipped
+
+
+def plain_clock(
+    plan: Plan, stage: Stage, t: TrainConfig, pace: Pace, model: Model, validation: Validation | None
+) -> Clock:
+    """Return a clock that counts steps, up to those that the plan has for now."""
+    return Clock(t.steps if plan.until is None else plan.until)
+
+
+def plain_disk(
+    directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
+) -> Disk:
+    """Return a disk that just writes."""
+    return Disk()
+
+
+def no_guards(run: Run) -> Sequence[Guard]:
+    """Return none."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
+
+    judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
+    clock: Callable[[Plan, Stage, TrainConfig, Pace, Model, Validation | None], Clock] = plain_clock
+    disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = plain_disk
+    inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
+    guards: Callable[[Run], Sequence[Guard]] = no_guards

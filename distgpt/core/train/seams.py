@@ -1,52 +1,266 @@
-"""The seams of a run: where optional code attaches to it. Each makes one object; by default all are plain."""
+"""The seams of a run: each contract with its plain version beside it, in the order in which a run meets them.
+
+How ranks share a step is a contract too: sharing.py. `run.Seams` names who makes these objects.
+"""
 
 from __future__ import annotations
 
+import math
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
 
-from distgpt.core.base.errors import Say
+from distgpt.core.base.errors import NonFiniteError, StorageError
+from distgpt.core.base.interrupts import PendingSignals, first_of
+from distgpt.core.base.tables import Table
+from distgpt.core.comm.agree import shared
 from distgpt.core.comm.api import Comm
-from distgpt.core.config import TrainConfig
-from distgpt.core.cpu.stages import Stage
-from distgpt.core.model.model import Model
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.model.memory import Layout
+from distgpt.core.model.model import Architecture, Model
+from distgpt.core.ops.api import Kernels
 from distgpt.core.saved.modelfile import Description
-from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.assessment import Validation
-from distgpt.core.train.checkpoints import Disk
-from distgpt.core.train.clock import Clock
-from distgpt.core.train.judge import FiniteJudge
-from distgpt.core.train.plan import Plan
-from distgpt.core.train.progress import Pace, Progress
-from distgpt.core.train.run import Guard, Judge, Run
-from distgpt.core.train.step import Inspector
+from distgpt.core.train.progress import Finished, Progress
+
+# The share of the time in which steps are taken: the last checkpoint and the weights are written in the rest.
+KEPT = 0.985
 
 
-def plain_clock(
-    plan: Plan, stage: Stage, t: TrainConfig, pace: Pace, model: Model, validation: Validation | None
-) -> Clock:
-    """Return a clock that counts steps, up to those that the plan has for now."""
-    return Clock(t.steps if plan.until is None else plan.until)
+class ModelKind(Protocol):
+    """Answers what a run asks about its model before it has one. All ranks take the same kind."""
+
+    def build(self, run: RunConfig, kernels: Kernels) -> Model:
+        """Return the model, whose weights are not filled yet."""
+
+    def trained(self, run: RunConfig) -> Layout:
+        """Return the layout of what is trained: gradients, moments and checkpoints have it."""
+
+    def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
+        """Return what the files of a run say of it. Collective."""
+
+    def begins_with(self, t: TrainConfig) -> str:
+        """Return the file whose weights are trained further; "": first weights are drawn."""
+
+    def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
+        """Load the weights that are read and not trained. Collective."""
+
+    def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
+        """Refuse weights that a run of this kind cannot begin with; `resumed`: from a checkpoint."""
+
+    def refuse_moved(self, t: TrainConfig) -> None:
+        """Refuse to resume where a file that the run needs is gone."""
 
 
-def plain_disk(
-    directory: RunDirectory, t: TrainConfig, model: Model, description: Description, say: Say
-) -> Disk:
-    """Return a disk that just writes."""
-    return Disk()
+class WholeModel:
+    """A model all of whose weights are trained."""
+
+    def build(self, run: RunConfig, kernels: Kernels) -> Model:
+        return Model(Architecture(run.model), kernels)
+
+    def trained(self, run: RunConfig) -> Layout:
+        return Architecture(run.model).layout
+
+    def describe(self, comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> Description:
+        return Description(run, tokenizer)
+
+    def begins_with(self, t: TrainConfig) -> str:
+        return t.init
+
+    def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
+        """Nothing is frozen."""
+
+    def refuse_origin(self, origin: Description, weights: Path, t: TrainConfig, resumed: bool) -> None:
+        origin.refuse_training(t)
+        if not resumed:
+            origin.refuse_incomplete(weights)
+
+    def refuse_moved(self, t: TrainConfig) -> None:
+        """Its own checkpoint is all that it needs."""
 
 
-def no_guards(run: Run) -> Sequence[Guard]:
-    """Return none."""
-    return ()
+MODEL_KINDS: Table[ModelKind] = Table("models", "kind of model", {"whole": WholeModel()})
+
+
+def kind_of(t: TrainConfig) -> ModelKind:
+    """Return the kind of model that these settings train."""
+    return MODEL_KINDS[t.model_kind]
+
+
+class Judge(Protocol):
+    """Says which steps may change the weights, and what follows where one may not. The same on all ranks."""
+
+    waits: bool  # whether its objection must be known before an update even on kernels with a queue
+
+    def objection(self, loss: float, norm: float) -> str:
+        """Return why a step must not change the weights, "" if it may."""
+
+    def judge(self, done: Finished) -> str:
+        """Return why a finished step has not changed the weights, "" if it has.
+
+        Raises the error that ends the run, or a BadStep (run.py), by which the run recovers.
+        """
+
+
+class FiniteJudge:
+    """Ends the run at the first step that is not finite. It changes no weights."""
+
+    waits = False
+
+    def __init__(self, config: TrainConfig, progress: Progress) -> None:
+        self._config, self._progress = config, progress
+
+    def objection(self, loss: float, norm: float) -> str:
+        """Return why a step must not change the weights, "" if it may."""
+        return not_finite(loss, norm)
+
+    def judge(self, done: Finished) -> str:
+        """Return "" for a good step; raise the error that ends the run for another one."""
+        # None where nothing waits for a step's result: then the kernels themselves have left out its update.
+        reason = self.objection(done.loss, done.norm) if done.rejected is None else done.rejected
+        if reason:
+            bad = described(reason, self._progress.step + 1, done.loss, done.norm)
+            raise shared(NonFiniteError(ending(bad, self._config)))
+        return ""
+
+
+def not_finite(loss: float, norm: float) -> str:
+    """Return what of a step is not finite, "" if all is."""
+    for what, value in {"loss": loss, "gradient": norm}.items():
+        if not math.isfinite(value):
+            return f"the {what} is not finite"
+    return ""
+
+
+def described(reason: str, step: int, loss: float, norm: float) -> str:
+    """Return a line about a bad step."""
+    return f"{reason} at step {step} (loss {loss}, gradient norm {norm})"
+
+
+def ending(bad: str, config: TrainConfig) -> str:
+    """Return the message of a run that ends at a bad step."""
+    clip = "a smaller --clip" if config.clip else "--clip 1"
+    hint = f"; a lower --lr, a longer --warmup or {clip} may help, or --on-bad-step skip"
+    return f"{bad}{hint}; earlier checkpoints are kept"
+
+
+def is_over(seconds: float, t: TrainConfig) -> bool:
+    """Return whether the time of a run that ends by the clock is over after this many seconds of it."""
+    return seconds >= KEPT * 60 * t.train_minutes
+
+
+class Clock:
+    """Says which step is the last one. This one counts steps; `timed.py` has one that goes by the time."""
+
+    def __init__(self, last: int | None, elapsed: float | None = None) -> None:
+        self.last = last  # the last step; None: not known yet
+        self.elapsed = elapsed  # the fraction of the run's time that is over; None: it has no time
+
+    def seconds(self) -> float:
+        """Return the seconds that count for the run's time."""
+        return 0.0
+
+    def ahead(self) -> float:
+        """Return the fraction of the time that is over with the next step, which rank 0 sends with a step."""
+        return 0.0
+
+    def hear(self, elapsed: float, launched: int) -> None:
+        """Go by what rank 0 has sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seams:
-    """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
+class Heard:
+    """Votes of all ranks, summed with a step; the same on all ranks."""
 
-    judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
-    clock: Callable[[Plan, Stage, TrainConfig, Pace, Model, Validation | None], Clock] = plain_clock
-    disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = plain_disk
-    inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
-    guards: Callable[[Run], Sequence[Guard]] = no_guards
+    stop: signal.Signals | None  # the signal that counts most
+    has_lost_disk: bool  # rank 0 cannot save any more, and must end the run
+    elapsed: float  # fraction of the run's time, at the end of the next step
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """Collects this rank's votes, and reads the sums.
+
+    Their number is fixed (`FLAG_COUNT`): one more would move the cuts of an Allreduce among three or more
+    ranks, and with them the rounding of the gradients.
+    """
+
+    comm: Comm
+    signals: PendingSignals
+    disk: Disk
+    clock: Clock
+
+    def mine(self) -> list[float]:
+        """Return this rank's votes: one for each signal, one for a lost disk, and rank 0's clock."""
+        elapsed = self.clock.ahead() if self.comm.rank == 0 else 0.0
+        return [*self.signals.counts(), int(self.disk.lost is not None), elapsed]
+
+    def heard(self, sums: Sequence[float]) -> Heard:
+        """Return what the sums of a step say."""
+        *signals, disk, elapsed = sums
+        return Heard(first_of(signals), bool(disk), float(elapsed))
+
+
+class Inspector(Protocol):
+    """Checks the gradients of a step's first micro-batch against those that it computes anew."""
+
+    def begin(self, step: int, compute: Callable[[int], None]) -> Callable[[], None] | None:
+        """Compute the gradients of a rank by `compute(rank)`, if it is this rank's turn. Collective.
+
+        Return what compares them, to be called when this rank has its own gradients; None if nothing is due.
+        """
+
+
+class Guard(Protocol):
+    """Watches a run from its first to its last step. It calls no collective and changes no step.
+
+    It may ask that the run end, as a signal does.
+    """
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    def settled(self, done: Finished) -> dict[str, float]:
+        """Take note of a finished step. Return what to add to its metrics."""
+
+
+class Listener(Protocol):
+    """Shows or records the progress of a run. Called on rank 0 alone."""
+
+    def started(self, facts: dict[str, Any]) -> None: ...
+    def stepped(self, metrics: dict[str, Any]) -> None: ...
+    def evaluated(self, metrics: dict[str, Any]) -> None: ...
+    def noted(self, text: str) -> None: ...
+    def sampled(self, step: int, text: str) -> None: ...
+
+
+class Disk:
+    """The disk that weights are written to. `guards/full_disk.py` has one that makes room on a full one."""
+
+    lost: StorageError | None = None  # why rank 0 can save nothing any more, which ends the run
+
+    def reserved(self, comm: Comm, step: int) -> AbstractContextManager[None]:
+        """Hold room for the final weights meanwhile. Collective."""
+        return nullcontext()
+
+    def write(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        """Call write(), which writes this many bytes of this step. In any thread."""
+        write()
+
+    def write_final(self, step: int, n_bytes: int, write: Callable[[], object]) -> None:
+        """Call write(), which writes the final weights."""
+        write()
+
+    def report(self) -> None:
+        """Report what was done meanwhile. In the main thread."""

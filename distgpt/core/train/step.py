@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,23 +24,13 @@ from distgpt.core.model.model import FLAG_COUNT
 from distgpt.core.model.optim import AdamW, learning_rate
 from distgpt.core.model.passes import Pass, Ready
 from distgpt.core.ops.api import Array
-from distgpt.core.train.activity import COMPUTING, EXCHANGING, UPDATING, Activity
-from distgpt.core.train.exchange import Exchange
-from distgpt.core.train.micro_batches import MicroBatches
+from distgpt.core.train.progress import COMPUTING, EXCHANGING, UPDATING, Activity, Finished
+from distgpt.core.train.seams import Inspector
+from distgpt.core.train.sharing import Exchange, MicroBatches
 
 Flags = Callable[[], Sequence[float]]
 Objection = Callable[[float, float], str]
 Launch = Callable[[int, Batches, Flags, float | None], "StepResult"]
-
-
-class Inspector(Protocol):
-    """Checks the gradients of a step's first micro-batch against those that it computes anew."""
-
-    def begin(self, step: int, compute: Callable[[int], None]) -> Callable[[], None] | None:
-        """Compute the gradients of a rank by `compute(rank)`, if it is this rank's turn. Collective.
-
-        Return what compares them, to be called when this rank has its own gradients; None if nothing is due.
-        """
 
 
 def no_flags() -> Sequence[float]:
@@ -75,13 +66,13 @@ class StepResult:
 
         return replace(self, _numbers=cache(numbers))
 
-    def flags(self) -> Any:
+    def flags(self) -> list[float]:
         """Return the ranks' flags, each summed over the ranks. Call `read` first."""
-        return self._numbers()[1:FLAG_COUNT]
+        return list(map(float, self._numbers()[1:FLAG_COUNT]))
 
-    def seconds(self) -> Any:
+    def rank_seconds(self) -> list[float]:
         """Return each rank's seconds from one exchange to the next, none if unknown. Call `read` first."""
-        return self._numbers()[FLAG_COUNT:]
+        return list(map(float, self._numbers()[FLAG_COUNT:]))
 
 
 class Step:
@@ -238,3 +229,32 @@ class Step:
         seconds = [0.0] * self.comm.size
         seconds[self.comm.rank] = time.perf_counter() - self._exchanged_at
         return seconds
+
+
+class InFlight:
+    """At most `depth` steps may be under way when the next one is launched."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._results: deque[StepResult] = deque()
+        self.restart_clock()
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def add(self, result: StepResult) -> None:
+        self._results.append(result)
+
+    def wait(self) -> Finished:
+        """Wait for the oldest step."""
+        result, begun = self._results.popleft(), self._finished_at
+        loss, norm = result.read()
+        self.restart_clock()
+        flags, rank_seconds = result.flags(), result.rank_seconds()
+        return Finished(
+            loss, norm, result.lr, result.rejected, flags, rank_seconds, self._finished_at - begun
+        )
+
+    def restart_clock(self) -> None:
+        """Count the next step's time from now on."""
+        self._finished_at = time.perf_counter()

@@ -20,7 +20,7 @@ from distgpt.core.comm.api import Array, Comm
 from distgpt.core.comm.launched import launched_as
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
-from distgpt.core.train.exchange import Allreduce, Reduction
+from distgpt.core.train.sharing import Allreduce, Reduction
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask

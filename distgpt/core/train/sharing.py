@@ -1,0 +1,322 @@
+"""How ranks share a step: who holds which weights, who computes which rows, and what is summed when.
+
+The plain way is data parallelism: every rank has a replica of the model and takes an even part of the
+batch, and an Allreduce sums the gradients after the backward pass. Each contract below is that plain way;
+the other ways (`parallel/`) are derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+from distgpt.core.base.errors import Say, UsageError
+from distgpt.core.comm.agree import gather_bytes, named_ranks, on_root, ranks_by_text, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.config import TrainConfig
+from distgpt.core.data.batches import rank_rows
+from distgpt.core.model.memory import Layout
+from distgpt.core.model.model import Model
+from distgpt.core.model.muon import OPTIMIZERS
+from distgpt.core.model.optim import AdamW
+from distgpt.core.model.passes import Ready
+from distgpt.core.ops.api import Array
+from distgpt.core.saved.checkpoint import load_group
+from distgpt.core.saved.modelfile import fill
+from distgpt.core.saved.tensors import Tensors
+
+WEIGHTS, OPTIMIZER = "weights", "optimizer"  # stems of a checkpoint's files
+RECENT = 100  # steps whose duration counts
+
+Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → its tensors
+
+
+class Rounds:
+    """Steps after which all ranks hold the same weights: plainly, each one."""
+
+    length = 1
+
+    def ends(self, done: int) -> bool:
+        """Return whether all ranks hold the same weights after this many steps."""
+        return True
+
+    def before(self, done: int) -> int:
+        """Return the step before this one after which all ranks last held the same weights."""
+        return done - 1
+
+    def recent(self, done: int, seconds: list[float]) -> list[float]:
+        """Return those of the last steps, where `seconds` are of all steps up to `done`."""
+        return seconds[-RECENT:]
+
+    def usual(self, recent: Sequence[float]) -> float:
+        """Return the seconds of a usual step."""
+        return median(recent)
+
+    def mean(self, first: int, seconds: Sequence[float]) -> float:
+        """Return the mean seconds of a step, which no outlier moves. `first`: the steps before them."""
+        return median(seconds)
+
+
+class Gathering:
+    """Brings to rank 0 what is to be saved: it has everything already."""
+
+    has_all = True  # whether rank 0 can save without the others
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def groups(self, weights_alone: bool) -> Groups:
+        """For rank 0: files of a checkpoint, or only of weights, in place of what this rank has of them."""
+        return {}
+
+    def on_root(self, act: Callable[[], Any]) -> Any:
+        """Call act() on rank 0 as `agree.on_root` does, while `act` may use the tensors. Collective."""
+        return on_root(self._comm, act)
+
+
+class OptimizerState:
+    """The weights and moments that one rank keeps: before the first step, and from and to a checkpoint."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self.optimizer = optimizer
+
+    def load_weights(self, comm: Comm, read: Callable[[Tensors], None]) -> None:
+        """Let rank 0 read weights, of which each rank gets what it keeps. Collective."""
+        model = self.optimizer.model
+        fill(comm, model, {"": model.weights}, read)
+
+    def begin(self) -> None:
+        """Bring moments into their state before the first step. The weights are there."""
+        for moment in (self.optimizer.m, self.optimizer.v):
+            self.optimizer.model.kernels.zero(moment.flat)
+
+    def restore(self, comm: Comm, checkpoint: Path) -> None:
+        """Fill moments from a verified checkpoint, whose weights are there. Collective."""
+        moments: dict[str, Any] = {"m/": self.optimizer.m, "v/": self.optimizer.v}
+        fill(comm, self.optimizer.model, moments, partial(load_group, checkpoint, OPTIMIZER))
+
+    def gathering(self, comm: Comm) -> Gathering:
+        """Return what brings weights and moments to rank 0, which saves them."""
+        return Gathering(comm)
+
+
+class Placement:
+    """Every rank holds all weights and moments. Made from the settings before model and clock."""
+
+    name = "replicas"
+    option = ""  # that asks for it
+    may_copy = True  # whether rank 0 can save from a copy in its memory: it holds everything that is saved
+
+    def __init__(self, config: TrainConfig, ranks: int) -> None:
+        self.config, self.ranks = config, ranks
+        self.rounds = Rounds()
+
+    def own(self, layout: Layout, rank: int) -> slice | None:
+        """Return the elements that a rank updates; None: all."""
+        return None
+
+    def state(self, model: Model, rank: int) -> OptimizerState:
+        """Return the optimizer with this rank's moments."""
+        return OptimizerState(self.optimizer(model, rank=rank, ranks=self.ranks))
+
+    def optimizer(self, model: Model, own: slice | None = None, rank: int = 0, ranks: int = 1) -> AdamW:
+        return OPTIMIZERS[self.config.optimizer](model, self.config, own, rank, ranks)
+
+    def saved_buffers(self, is_common: bool) -> int:
+        """Return how many buffers of the weights' size a checkpoint holds: weights and both moments.
+
+        `is_common`: after a step that ends a round.
+        """
+        return 3
+
+    def rehearse(self, model: Model) -> None:
+        """Compile the loops by which weights are placed, with a small model."""
+
+
+class MicroBatches:
+    """Even parts of the batch. The gradients of each are added to those of the ones before it.
+
+    micro.rows(rank, i)     # of the global batch, in micro-batch i of a rank
+    micro.adds(i)           # whether the backward pass adds to the gradients that are there
+    micro.done(i)           # after the backward pass
+    """
+
+    name = "even"
+    shares: list[int] | None = None  # sequences of each rank, if a checkpoint has to keep them
+    hosts = 0  # a checksum of the hosts that these shares are for
+
+    def __init__(self, config: TrainConfig, ranks: int) -> None:
+        """`config.grad_accum` is resolved: no longer automatic."""
+        self.count = config.grad_accum or 1
+        self.sequences = config.batch_size // (self.count * ranks)  # of this rank in one of them
+        # Gradients are the mean over this rank's rows. The exchange makes the mean over the ranks.
+        self.weight = self.sequences * ranks / config.batch_size
+        self._batch_size, self._ranks = config.batch_size, ranks
+
+    def rows(self, rank: int, i: int) -> slice:
+        """Return the rows of a rank's micro-batch."""
+        return rank_rows(self._batch_size, rank, self._ranks, i, self.count)
+
+    def adds(self, i: int) -> bool:
+        """Return whether gradients are added to those of the micro-batch before, or replace them."""
+        return i > 0
+
+    def done(self, i: int) -> None:
+        """Take the gradients of a micro-batch from the buffer, if they are to be added in another order."""
+
+
+class Scales(NamedTuple):
+    """Factors of what the ranks have summed: they make means over the tokens that count."""
+
+    loss: float
+    gradients: float
+    norm: float  # of the square root of `optimizer.norm`
+
+
+class Exchange:
+    """The protocol, and the exchange of a single rank. All calls but `ready` and `scales` are collective."""
+
+    name = "alone"  # the value of --grad-sync that asks for it
+    ready: Ready | None = None  # None: nothing is sent during the backward pass
+    is_settled = True  # whether it stays as it is: `auto` tries several first
+    waits_after_update = False  # whether `after_update` waits for other ranks
+    mean = 1.0  # the factor that makes the mean over ranks of their sum
+
+    def before_backward(self, step: int) -> None:
+        """Prepare for the last backward pass of a step."""
+
+    def sum_gradients(self, step: int) -> None:
+        """Replace the gradients that this rank needs, and the numbers appended to them, by their sums."""
+
+    def scales(self, learned: float) -> Scales:
+        """Return the scales of a step; `learned` is the part of the batch's tokens that counts.
+
+        The optimizer takes the mean in its only pass over the gradients.
+        """
+        mean = self.mean / learned
+        return Scales(mean, mean, mean)
+
+    def compute_norm(self, optimizer: AdamW) -> None:
+        """Compute optimizer.norm ← Σ g² of all summed gradients."""
+        optimizer.compute_norm()
+
+    def after_update(self, step: int, is_changed: bool) -> None:
+        """Send the weights that this rank has updated to those that need them."""
+
+    def end_round(self, step: int) -> None:
+        """Give all ranks the same weights after `step` steps, where their own steps have parted them."""
+
+    def waits(self, model: Model) -> list[tuple[str, Array]]:
+        """Return the methods that wait for other ranks, in the order of a step, with what each sends."""
+        return [("sum_gradients", model.grads.with_flags)]
+
+
+class Reduction(Protocol):
+    """Sums elements start … stop of the flat buffer."""
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        """Replace these elements by their sum over ranks. `step` seeds random rounding. Collective."""
+
+
+class Allreduce(Reduction):
+    """One Allreduce of MPI or NCCL over the whole stretch; or one for each piece that stays in a cache."""
+
+    def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
+        self._comm, self._flat, self._chunked = comm, flat, chunked
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        whole = start == 0 and stop == len(self._flat)  # then the same object at every step
+        part = self._flat if whole else self._flat[start:stop]
+        if self._chunked:
+            self._comm.sum_chunked(part)
+        else:
+            self._comm.sum(part)
+
+
+class AfterBackward(Exchange):
+    """One reduction of the whole flat buffer; every rank then updates all weights."""
+
+    def __init__(
+        self, name: str, reduction: Reduction, size: int, sum_flags: Callable[[], None], mean: float
+    ) -> None:
+        """`reduction` sums the first `size` elements of the flat buffer, `sum_flags` those after them."""
+        self.name, self._size, self._sum_flags = name, size, sum_flags
+        self._reduction, self.mean = reduction, mean
+
+    def sum_gradients(self, step: int) -> None:
+        self._reduction.sum(0, self._size, step)
+        self._sum_flags()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Answers that micro-batches may need of a run that starts. All calls are collective."""
+
+    comm: Comm
+    threads: int | None
+    known: Callable[[int], list[int] | None]  # (hosts): the shares of the checkpoint, if from these hosts
+    fits: Callable[[Sequence[int]], bool]  # (shares): whether each rank has memory for its share
+    say: Say
+
+
+class Strategy:
+    """Makes what a step needs to share its work with other ranks."""
+
+    def __init__(self, config: TrainConfig, ranks: int, placement: Placement | None = None) -> None:
+        self.config, self.ranks = config, ranks
+        self.counted_by = ""  # an option that decides how many micro-batches a step has, instead of memory
+        self.placement = placement or Placement(config, ranks)
+
+    def names(self) -> list[str]:
+        """Return the names of all that was chosen, on which ranks have to agree."""
+        return [self.placement.name, MicroBatches.name, self.config.grad_sync]
+
+    def fixed_count(self, t: TrainConfig) -> int:
+        """Return the micro-batches of a step, where memory does not decide how many; else 0."""
+        return t.grad_accum
+
+    def micro_batches(
+        self, t: TrainConfig, rank: int, model: Model, start: Start | None = None
+    ) -> MicroBatches:
+        """Return the micro-batches of a rank. Collective with `start`; without, even ones to count memory.
+
+        `t`: the settings with automatic values resolved.
+        """
+        return MicroBatches(t, self.ranks)
+
+    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+        """Return the exchange. Collective."""
+        if comm.size == 1:
+            return Exchange()
+        whole = state.optimizer.model.grads.with_flags  # as it lies in memory: the loss and flags with it
+        reduction = Allreduce(comm, whole, chunked=t.grad_sync == "chunked")
+        return AfterBackward(t.grad_sync, reduction, len(whole), lambda: None, 1.0 / comm.size)
+
+    def refuse_unmeasurable(self) -> None:
+        """Raise a UsageError where only a run that trains finds out how ranks share their work."""
+
+    def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
+        """Raise on all ranks a UsageError about what this job's MPI cannot do. Collective."""
+
+    def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
+        """Allocate what an exchange of this model allocates on a GPU, to be counted."""
+
+    def rehearse(self, model: Model) -> None:
+        """Compile every loop that placement, micro-batches and exchange may call, with a small model."""
+        self.placement.rehearse(model)
+
+
+Choose = Callable[[TrainConfig, int], Strategy]  # (settings, number of ranks)
+
+
+def agree_on_strategy(comm: Comm, strategy: Strategy) -> None:
+    """Refuse to start if ranks have chosen differently: they would wait for each other. Collective."""
+    mine = ", ".join(strategy.names())
+    owners = ranks_by_text(name.decode() for name in gather_bytes(comm, mine.encode()))
+    if len(owners) > 1:
+        found = "; ".join(f"{named_ranks(ranks)}: {names}" for names, ranks in owners.items())
+        raise shared(UsageError(f"ranks share a step in different ways: {found}; start all alike"))
