@@ -218,9 +218,10 @@ def _loops():
 
 def _load_compiled(loaded=set()):  # noqa: B006
     """Load the loops that somebody has compiled since the last time: each child would take 10 ms for each."""
+    from numba.core.compiler import CompileResult
     from numba.core.registry import cpu_target
 
-    from distgpt.core.cpu.compiling.disk_cache import _compile_result, folder, read
+    from distgpt.core.cpu.compiling.disk_cache import folder, read
 
     context, kept = cpu_target.target_context, folder()
     for name in os.listdir(kept) if kept else ():  # noqa: PTH208
@@ -228,7 +229,7 @@ def _load_compiled(loaded=set()):  # noqa: B006
             continue
         loaded.add(name)
         if (loop := _loops().get(name.rpartition("-")[0])) and (content := read(name)):
-            made = _compile_result._rebuild(context, *pickle.loads(content))
+            made = CompileResult._rebuild(context, *pickle.loads(content))
             if loop._cache._name(made.signature.args, context.codegen()) == name:
                 loop.add_overload(made)
 
