@@ -32,9 +32,11 @@ def test_signatures_are_identical(backend):
     wanted, found = public(Kernels), public(backend)
     assert wanted.keys() == found.keys()
     for name, function in wanted.items():
-        # The aliases that say an array's type and rank are one type.
-        mine, theirs = (inspect.signature(each, eval_str=True) for each in (function, found[name]))
-        assert mine == theirs, name
+        # Names, order and defaults; mypy holds the types of arguments against the protocol.
+        mine, theirs = (inspect.signature(each).parameters.values() for each in (function, found[name]))
+        assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], (
+            name
+        )
 
 
 @pytest.mark.peer
