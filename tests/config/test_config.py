@@ -34,7 +34,8 @@ DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfi
 
 # What a setting may need beside the core.
 COMPONENTS = (
-    *("balance", "bigrams", "chats", "gpu", "hellaswag", "hierarchical", "local steps", "lora", "overlapped"),
+    *("balance", "bigrams", "chats", "gpu", "hellaswag", "hierarchical", "in parts"),
+    *("local steps", "lora", "overlapped"),
     *("packing", "recheck", "reproducible", "rollback", "sharded", "trial", "within"),
 )
 

@@ -33,7 +33,7 @@ TOGETHER = {
     "reproducible on two": (["parallel"], "ranks", "--reproducible-parts 2"),
 }
 # Machine code comes to a plain run by these too, as loops are compiled or loaded, where ran.py does not look.
-COMPILING = ("core/cpu/compiling/", "core/cpu/matmul/")
+COMPILING = ("core/cpu/compiling/", "core/cpu/matmul/", "core/base/caches.py")
 TRAIN = [
     "train",
     *SAME,
@@ -55,6 +55,8 @@ PLAIN = {
     "infer": INFER,
     "ranks": [*TRAIN, "--stage", "mpi"],
 }
+# Of the core, too: what a component uses of it is not its own.
+RESUMED = [*TRAIN[:-1], "5", "--resume", "auto", "--out", "train"]
 CHATS = [{"prompt": "a", "completion": "b"}, {"prompt": "cd", "completion": "e"}]
 
 
@@ -64,6 +66,7 @@ def ran(folder, table, ranks=0):
     asked = {name: PLAIN[name] for name in PLAIN if name in others}
     asked |= {name: [*PLAIN[other], *more.split()] for name, (_, other, more) in table.items()}
     asked = {name: [*words, "--out", name] if words[0] == "train" else words for name, words in asked.items()}
+    asked |= {"resumed": RESUMED} if "train" in asked else {}
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
     (folder / "chats.toml").write_text("chats = true")  # as `distgpt tune` has it
     (folder / "ran").mkdir()
@@ -75,7 +78,11 @@ def ran(folder, table, ranks=0):
 def outside(table, files):
     """Give what runs with each component alone, and lies in no folder of it."""
     for name, (folders, other, _) in table.items():
-        more = {file for file in files[name] - files[other] if not file.startswith(COMPILING)}
+        more = {
+            file
+            for file in files[name] - files[other] - files.get("resumed", set())
+            if not file.startswith(COMPILING)
+        }
         own = {file for file in more if file.split("/")[0] in folders}
         assert own, f"{name}: nothing of {folders} ran"
         yield from (f"{name}: {file}" for file in sorted(more - own))

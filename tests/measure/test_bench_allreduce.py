@@ -24,7 +24,9 @@ QUICK = ["--sizes", "8,1K,300K", "--repeats", "4", "--seconds", "60"]
 
 
 def stage(comm, memory=1 << 40):
-    return SimpleNamespace(name="mpi", comm=comm, device=None, free_memory=lambda: (memory, "here"))
+    return SimpleNamespace(
+        name="mpi", comm=comm, device=None, on_gpu=False, free_memory=lambda: (memory, "here")
+    )
 
 
 def check_rows(found, algorithms, ranks):

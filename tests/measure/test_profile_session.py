@@ -36,7 +36,7 @@ def session(monkeypatch, interruptible):
     monkeypatch.setattr("distgpt.measure.profile.session.environment", dict)
     comm, (step, batches) = SerialComm(), job()
     comm.size = 2
-    stage = SimpleNamespace(comm=comm, device=None, name="mpi", threads=1)
+    stage = SimpleNamespace(comm=comm, on_gpu=False, name="mpi", threads=1)
     session = Session(stage, step, step.config)
     for number in range(5):
         session.profiler.launch(number, batches).read()
@@ -66,7 +66,7 @@ def test_one_rank_alone_saves_the_table_first_then_the_profile_and_the_trace(ses
 def test_without_steps_it_is_said_why_there_is_no_profile(tmp_path, capsys):
     for done, words in ((0, "no step was left"), (1, "3 steps to warm up come first")):
         step, batches = job()
-        stage = SimpleNamespace(comm=step.comm, device=None, name="serial", threads=1)
+        stage = SimpleNamespace(comm=step.comm, on_gpu=False, name="serial", threads=1)
         session = Session(stage, step, step.config, warm_up=3)
         for number in range(done):
             session.profiler.launch(number, batches).read()

@@ -1,7 +1,6 @@
 """Models by name: the weights and their adapters, as `infer` writes with each, alone and at once."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
@@ -18,6 +17,7 @@ from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate import engine_setup
 from distgpt.core.generate.engine_setup import ModelSpec
+from distgpt.gpu.stage import GpuStage
 from distgpt.serving import server as server_module
 
 TEXTS = {"one": "the lamp, the fox, ", "two": "the fox and the lamp and "}
@@ -108,7 +108,8 @@ def test_names_that_make_no_sense_are_refused(files):
 def test_adapters_are_refused_before_a_model_is_read_where_none_can_be_served(files, monkeypatch):
     monkeypatch.setattr(engine_setup, "open_model", None)
     stage = open_stage("serial", 1, GpuConfig())
-    for place, dtype in ((replace(stage, device=object()), "auto"), (stage, "float64")):
+    gpu = GpuStage("cuda", stage.comm, 1, device=object())
+    for place, dtype in ((gpu, "auto"), (stage, "float64")):
         with pytest.raises(UsageError, match="for CPUs, not in float64"):
             spec_of(files, "one", dtype=dtype).load(place)
 

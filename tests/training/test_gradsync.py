@@ -255,11 +255,11 @@ def test_stretches_of_a_part_are_those_of_the_whole():
         return spec.decay
 
     decayed = np.zeros(layout.size, int)
-    for start, stop, decay in layout.stretches(decays):
+    for start, stop, decay in layout.ranges(decays):
         decayed[start:stop] = 1 + decay
     for start, stop in product(range(0, 38, 3), range(0, 39, 4)):
         found = np.zeros(max(0, stop - start), int)
-        for a, b, decay in layout.stretches(decays, slice(start, stop)):
+        for a, b, decay in layout.ranges(decays, slice(start, stop)):
             found[a:b] = 1 + decay
         assert (found == decayed[start:stop]).all()
 

@@ -80,7 +80,7 @@ def by_hand(ranks, steps):
     m, v = np.zeros((2, ranks, len(weights[0])))
     common, velocity, seen, read = weights[0].copy(), np.zeros(len(weights[0])), [], []
     decayed = np.zeros(len(common))
-    for start, stop, decays in model.layout.stretches(lambda spec: spec.decay):
+    for start, stop, decays in model.layout.ranges(lambda spec: spec.decay):
         decayed[start:stop] = decays
     for step in range(steps):
         found = []

@@ -30,7 +30,7 @@ def silent(text):
 
 def alone(comm=None):
     """As much of a stage as a plan needs."""
-    return SimpleNamespace(comm=comm or SerialComm(), device=None)
+    return SimpleNamespace(comm=comm or SerialComm(), on_gpu=False)
 
 
 def sent(plan):
