@@ -41,11 +41,11 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
     from distgpt.generation.chat import Conversation
     from distgpt.generation.chat_terminal import Chat
-    from distgpt.texts.chats.format import ChatFormat
+    from distgpt.texts.chats.format import ChatFormat, was_tuned_on_chats
 
     loaded = ModelSpec(beside=beside(options.pop("adapter")), **options).load(ready)
     talk = ChatFormat(loaded.tokenizer)
-    if not (talk.is_taught or loaded.is_tuned):
+    if not (talk.is_taught or was_tuned_on_chats(loaded.files)):
         print_lines(UNTAUGHT, err=True)
     engine = loaded.engine(loaded.lanes(1, request.lookup))
     name, context = (options["weights"] or Path(SAMPLE)).name, loaded.model.config.seq_len

@@ -27,7 +27,7 @@ from distgpt.serving.completions import Served, weight_of
 from distgpt.serving.limits import ListenOn, crowded
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Runner
-from distgpt.texts.chats.format import ChatFormat
+from distgpt.texts.chats.format import ChatFormat, was_tuned_on_chats
 
 SILENT = 20.0  # seconds that a connection may take to its first request, and to the next
 CLOSING = 5  # seconds that connections have for what is still to be sent, when the server ends
@@ -238,7 +238,7 @@ def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
         return Served(name, tokenizer, *about, variant, weight=weights[tokenizer], **more)
 
     beside = tuple(one(*each, i) for i, each in enumerate(loaded.tokenizers.items(), 1))
-    is_tuned = loaded.spec.weights is not None and loaded.is_tuned
+    is_tuned = loaded.spec.weights is not None and was_tuned_on_chats(loaded.files)
     return one(name, loaded.tokenizer, 0, others=beside, is_tuned=is_tuned)
 
 

@@ -9,7 +9,7 @@
 wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
 not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
 belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a lane holds
-of its prompt with the same variant, as the next turn of a chat does. Lanes of requests that are done keep
+of its prompt with the same variant, as a next turn does. Lanes of requests that are done keep
 their tokens until another takes them, the least recently used first. Where lanes are not exact, rounding
 depends on that.
 """

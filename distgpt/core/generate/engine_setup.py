@@ -27,7 +27,7 @@ from distgpt.core.generate import compiled_lanes, uncompiled_lanes
 from distgpt.core.generate.engine import CHUNK, Engine
 from distgpt.core.generate.lanes import Draw, Feed, Lanes
 from distgpt.core.model.model import Architecture, Model, miniature
-from distgpt.core.saved.modelfile import Description, read_description
+from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.named import weights_of
 from distgpt.core.saved.opening import ALONE, Beside, open_model
 from distgpt.core.saved.tensors import fingerprint
@@ -154,9 +154,9 @@ class LoadedModel:
         return Engine(lanes, self.tokenizer, chunk_for(self.model))
 
     @property
-    def is_tuned(self) -> bool:
-        """Tell whether it, or what is merged into it, was tuned on chats. On the rank that reads files."""
-        return any(read_description(file).run.train.chats for file in self._named or [self.path])
+    def files(self) -> set[Path]:
+        """Return the weights file, and what is merged into it. On the rank that reads files."""
+        return self._named or {self.path}
 
     @property
     def _named(self) -> set[Path]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, nearest
 from distgpt.core.data.plain import Ids
 from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.saved.modelfile import read_description
 from distgpt.texts.chats.template import renderer
 from distgpt.texts.tokenizers.chat_template import chat_of
 
@@ -193,6 +195,11 @@ class ChatFormat:
                     parts += ["".join(texts), part]
                     texts = []
         return _Rendered([part for part in (*parts, "".join(texts)) if part != ""], answers)
+
+
+def was_tuned_on_chats(files: Collection[Path]) -> bool:
+    """Tell whether a model of these weights files, one of which may be an adapter, was trained on chats."""
+    return any(read_description(file).run.train.chats for file in files)
 
 
 def checked_messages(value: Any) -> list[Message]:
