@@ -125,7 +125,7 @@ class HostStaged:
         rows = coming.host.reshape(received.shape)
         self._comm.all_to_all(rows, going.host, starts, counts)
         for row in range(len(rows)):
-            begin = row * rows.shape[1]
+            begin = row * received.shape[1]
             coming.send(begin, begin + counts[self._comm.rank])
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:

@@ -22,7 +22,12 @@ from distgpt.core.saved.tensors import read_header
 PAGE = (ROOT / "docs" / "explanation" / "seams.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 FILES = {text.splitlines()[0].removeprefix("# "): text for text in BLOCKS if text.startswith("# ")}
-ROWS = [ast.literal_eval(f"{{{text}}}") for text in BLOCKS if not text.startswith("# ")]
+ROWS = [
+    {table: ast.literal_eval(f"{{{line}}}")}
+    for table, line in re.findall(
+        r"^In the table `(.*?)` of `components.py`:\n\n```python\n(.*?)\n```", PAGE, re.MULTILINE
+    )
+]
 SIZE = {"preset": "tiny-adamw", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "batch_size": 4}
 SIZE |= {"data": "story", "steps": 6, "threads": 1}
 # What a user has done who has written the files and the lines of the page.

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import losses
+from threadranks import on_all_ranks
 
 from distgpt.core.base.errors import NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals
@@ -23,7 +24,7 @@ from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.run import Seams
 from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Inspector, Votes
 from distgpt.core.train.setup import open_run
-from distgpt.core.train.sharing import Exchange, MicroBatches
+from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, Strategy
 from distgpt.core.train.step import Step
 from distgpt.guards.attach import guarded
 from distgpt.guards.bad_steps import BadSteps
@@ -138,6 +139,28 @@ def test_what_is_compared_is_what_this_rank_has_computed():
         events.clear()
     assert found[0] == ["collected 0", "sent", "collected 1", "summed"]
     assert found[1] == ["compared", "collected 0", "collected 1", "summed"]
+
+
+def test_a_vote_of_one_rank_counts_once_in_each_step():
+    """The sum of the last step lies in every rank's buffer. Kernels with a queue write no seconds over it."""
+    t = TrainConfig(batch_size=2, recompute="none")
+    config = ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16)
+
+    def heard(comm):
+        model = Model(Architecture(config), CpuKernels(threads=1))
+        model.kernels.capabilities = replace(model.kernels.capabilities, is_async=True)
+        model.train(ranks=2)
+        model.initialise(1)
+        optimizer = AdamW(model, t)
+        exchange = Strategy(t, 2).exchange(comm, OptimizerState(optimizer), t, print)
+        step = Step(optimizer, comm, t, exchange)
+        batches = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1)
+        mine = [0.0] * (FLAG_COUNT - 2) + [0.25 if comm.rank == 0 else 0.0]
+        results = [step.launch(number, batches, lambda: mine) for number in range(4)]
+        results[-1].read()
+        return results[-1].flags()[-1]
+
+    assert on_all_ranks(2, heard) == [0.25, 0.25]
 
 
 def test_by_default_a_step_that_is_not_finite_ends_the_run():

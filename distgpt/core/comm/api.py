@@ -1,11 +1,14 @@
-"""The protocol of a communicator. Every call but `abort` is collective: all ranks make it in one order."""
+"""The protocol of a communicator. All ranks make the same calls in one order, but for `abort` and `send`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-Array = Any  # a contiguous numpy array
+if TYPE_CHECKING:  # commands import this file, and are to begin without NumPy
+    import numpy as np
+
+Array: TypeAlias = "np.ndarray"  # contiguous
 
 CHUNK_BYTES = 4 << 20  # what `sum_chunked` sums at a time: it stays in cache meanwhile
 

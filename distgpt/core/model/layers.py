@@ -1,8 +1,9 @@
 """The parts of a GPT: what parameters each has, and its forward and backward pass in terms of kernels.
 
-A part computes three things: `forward`; `backward`, the gradient of its input, row by row or sequence by
-sequence, so that slices of a batch can run side by side; and `weights`, the gradients of its parameters, over
-all rows at once. The variant of each part is chosen here, once, when the model is built.
+Begin with `Block`, a layer: what it does before, in and after attention, and on the way back. Its parts have
+`forward`; `backward`, the gradient of the input, row by row or sequence by sequence, so that slices of a
+batch can run side by side; and `weights`, the gradients of the parameters, over all rows at once. The variant
+of each part is chosen here, once, when the model is built.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Spec:
 
     @property
     def decay(self) -> bool:
-        """Return whether AdamW's weight decay applies to it."""
+        """Return whether it is a matrix or an embedding: these are drawn at random, and may decay."""
         return self.group != VECTOR
 
     @property

@@ -60,7 +60,10 @@ class Architecture:
         self.layout = Layout([*specs, *self.positions.specs(), embedding])
 
     def parts(self) -> list[Part]:
-        """Return all parts that have parameters, in the order in which their gradients are finished."""
+        """Return the parts with parameters, but for embeddings, in the order in which gradients are finished.
+
+        Value embeddings come after the layers, though they are finished with theirs.
+        """
         ends = [self._head, self.final_norm]
         inner = [part for block in reversed(self.blocks) for part in block.parts]
         values = [block.values for block in reversed(self.blocks)]  # behind the matrices, which ranks share

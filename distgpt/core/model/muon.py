@@ -17,7 +17,7 @@ import numpy as np
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import ALIGNED, MATRIX, Layout, Spec
 from distgpt.core.model.model import Model
-from distgpt.core.model.optim import AdamW, clip_scale
+from distgpt.core.model.optim import AdamW, clip_norm
 from distgpt.core.ops.api import MuonMatrix, MuonScalars
 
 FIRST_MOMENTUM, MOMENTUM_WARMUP = 0.85, 300  # momentum rises from this within so many steps
@@ -124,7 +124,7 @@ def muon_scalars(
     first = min(FIRST_MOMENTUM, config.momentum)
     return MuonScalars(
         grad_scale,
-        clip=clip_scale(config, grad_scale, norm_scale),
+        clip=clip_norm(config, grad_scale, norm_scale),
         momentum=first + (config.momentum - first) * risen,
         learning_rate=lr,
         weight_decay=config.weight_decay * lr / config.lr,

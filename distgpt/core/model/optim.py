@@ -54,7 +54,7 @@ class AdamW:
         )
         rows = [(*each, begin) for each, begin in zip(found, begins, strict=True)]
         self._ranges = k.integers(np.reshape(rows, (-1, 4)), "int64")
-        self._record_norm = k.record(self._launch_norm)
+        self._norm_pass = k.record(self._launch_norm)
         self._update = k.record(self._launch)
 
     @staticmethod
@@ -88,7 +88,7 @@ class AdamW:
 
     def compute_norm(self) -> None:
         """norm ← Σ g²"""
-        self._record_norm()
+        self._norm_pass()
 
     def prepare(self, step: int, lr: float, grad_scale: float, norm_scale: float) -> None:
         """Begin an update with grad_scale · gradients, clipped as if their norm were norm_scale · √norm."""
@@ -119,7 +119,7 @@ def step_scalars(
     """
     scalars = StepScalars(
         grad_scale,
-        clip=clip_scale(config, grad_scale, norm_scale),
+        clip=clip_norm(config, grad_scale, norm_scale),
         inv_sqrt_bias_correction=(1 - config.beta2 ** (step + 1)) ** -0.5,
     )
     correction = 1 - config.beta1 ** (step + 1)
@@ -137,13 +137,13 @@ def step_scalars(
     return values
 
 
-def clip_scale(config: TrainConfig, grad_scale: float, norm_scale: float) -> float:
-    """Return the norm to clip to, as kernels scale the norm like the gradients."""
+def clip_norm(config: TrainConfig, grad_scale: float, norm_scale: float) -> float:
+    """Return the norm to clip to, in the unit that kernels compare with: the gradients'."""
     return config.clip * (grad_scale / norm_scale)
 
 
 def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) -> float:
-    """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule down to min_lr.
+    """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule.
 
     The schedule follows the steps, or the fraction of the run's time that has `elapsed`, from 0 to 1.
     """
@@ -151,12 +151,12 @@ def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) 
         return config.lr * (step + 1) / config.warmup
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, max(0.0, _fallen(config, step, elapsed)))
+    progress = min(1.0, max(0.0, _decay_progress(config, step, elapsed)))
     left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-def _fallen(config: TrainConfig, step: int, elapsed: float | None) -> float:
+def _decay_progress(config: TrainConfig, step: int, elapsed: float | None) -> float:
     """Return how far the schedule has come on its way down: not above 0 before it, at least 1 after it."""
     constant = 1 - config.decay_fraction if config.schedule == "wsd" else 0.0
     if elapsed is not None:

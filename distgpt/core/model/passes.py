@@ -1,9 +1,10 @@
 """Forward and backward passes over a batch of one shape, with all their memory made beforehand.
 
 A batch is cut into slices of whole sequences where the workers divide it evenly. Each worker then takes its
-slices through all layers, one after the other, without waiting for the other workers; all meet for the weight
-gradients, which are sums over the whole batch. Where a few sequences do not divide evenly there is one slice,
-and each kernel splits its rows or columns; so it is where reading the weights takes longest.
+slices through all layers, without waiting for the other workers. On the way back all meet after each layer
+for the gradients of its weights, which are sums over the whole batch. Where a few sequences do not divide
+evenly there is one slice, and each kernel splits its rows or columns; so it is where reading the weights
+takes longest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The vocabulary: every operation the model calls, with its shapes and its formula.
 
-Outputs come first and are overwritten, unless `accumulate` is true or the text says otherwise. Nothing
-allocates and nothing waits for results, so that a backend can record a sequence of operations and replay it.
+Outputs come first and are overwritten, unless `accumulate` is true or the text says otherwise. Operations
+allocate nothing and wait for nothing, so that a backend can record a sequence of them and replay it. What
+makes arrays, or copies them to the host, comes first in `Kernels`.
 
 B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
 None stands for a part that the architecture does not have.

@@ -24,11 +24,11 @@ def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
     with (
         run.directory.lock.claimed(run.comm),  # first: a second process in this directory must write nothing
-        summarised(run),  # whatever ends the run below
+        summarised(run),  # around all that may end the run
         deferred_signals(run.signals),  # from here on one is noted, and `take_steps` ends the run
-        entered(run.guards),  # before what may take long
+        entered(run.guards),  # they watch what follows, which may take long
         run.checkpoints.disk.reserved(run.comm, run.progress.step),
-        run.checkpoints.settled(),  # last: what is being written ends before its room and the guards go
+        run.checkpoints.settled(),  # left first: waits for what is being written
     ):
         while True:
             try:
@@ -36,7 +36,7 @@ def train(run: Run) -> None:
                 break
             except BadStep as bad:  # raised on all ranks at the same step
                 bad.recover(run)  # progress.step is an earlier one now
-        run.exchange.end_round(run.progress.step)  # of a run that resumed within a round
+        run.exchange.end_round(run.progress.step)  # nothing, unless ranks still have weights of their own
         run.checkpoints.on_root(lambda: _write_weights(run))
 
 

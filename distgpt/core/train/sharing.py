@@ -57,7 +57,7 @@ class Rounds:
         return median(recent)
 
     def mean(self, first: int, seconds: Sequence[float]) -> float:
-        """Return the mean seconds of a step, which no outlier moves. `first`: the steps before them."""
+        """Return the seconds of a typical step: here the median. `first`: the steps before them."""
         return median(seconds)
 
 
@@ -126,7 +126,7 @@ class Placement:
         return None
 
     def state(self, model: Model, rank: int) -> OptimizerState:
-        """Return the optimizer with this rank's moments."""
+        """Return the state of the optimizer that one rank keeps."""
         return OptimizerState(self.optimizer(model, rank=rank, ranks=self.ranks))
 
     def optimizer(self, model: Model, own: slice | None = None, rank: int = 0, ranks: int = 1) -> AdamW:
@@ -156,10 +156,10 @@ class MicroBatches:
     hosts = 0  # a checksum of the hosts that these shares are for
 
     def __init__(self, config: TrainConfig, ranks: int) -> None:
-        """`config.grad_accum` is resolved: no longer automatic."""
+        """`config.grad_accum` is known by now (memory.py)."""
         self.count = config.grad_accum or 1
         self.sequences = config.batch_size // (self.count * ranks)  # of this rank in one of them
-        # Gradients are the mean over this rank's rows. The exchange makes the mean over the ranks.
+        # Gradients are then the mean over this rank's rows. `Exchange.scales` makes that the mean over ranks.
         self.weight = self.sequences * ranks / config.batch_size
         self._batch_size, self._ranks = config.batch_size, ranks
 

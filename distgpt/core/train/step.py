@@ -1,6 +1,7 @@
 """One training step on one rank: the passes over its rows, the exchange, the update; steps in flight.
 
-Nothing here waits for a result, so that a backend with a queue can begin the next step meanwhile.
+On a GPU nothing here waits for a result, so that its queue has the next step meanwhile. On a CPU `_update`
+looks at loss and norm before the weights change.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class StepResult:
         return list(map(float, self._numbers()[1:FLAG_COUNT]))
 
     def rank_seconds(self) -> list[float]:
-        """Return each rank's seconds from one exchange to the next, none if unknown. Call `read` first."""
+        """Return each rank's seconds between two exchanges, none if unknown. Call `read` first."""
         return list(map(float, self._numbers()[FLAG_COUNT:]))
 
 
@@ -78,7 +79,7 @@ class Step:
     """Owns the memory of a step.
 
     `config.batch_size` counts sequences over all ranks and micro-batches. `config.grad_accum` and
-    `config.recompute` are resolved: no longer automatic.
+    `config.recompute` are numbers and words by now: memory.py has chosen what was automatic.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Step:
             self.model.kernels.agree(partial(gather_bytes, self.comm))
         self._launched += 1
         self._exchanged_at = self._exchanged_at or time.perf_counter()
-        # Before this rank's own gradients are there: those of another rank would overwrite them.
+        # First, as it may compute another rank's gradients, in the buffer that is then for this rank's.
         compute = partial(self._compute, number, batches, 0)
         compare = self._inspector.begin(number, compute) if self._inspector else None
         last = self._micro_batches.count - 1
@@ -152,7 +153,7 @@ class Step:
         self.activity.enter(EXCHANGING)
         self.exchange.sum_gradients(number)
         self._exchanged_at = time.perf_counter()
-        with self.at_rest:  # after the exchange: who waits there has the weights of the last finished step
+        with self.at_rest:  # only now: meanwhile another thread may save the weights of the last step
             learned = batches.learned_fraction(number)
             return self._update(number, learning_rate(self.config, number, elapsed), learned)
 
@@ -216,8 +217,8 @@ class Step:
         return result
 
     def _append(self, numbers: list[float]) -> None:
-        """Append them to the gradients; where all are 0, as mostly on one rank, they are there already."""
-        if any(numbers) or self._had_flags:
+        """Write them behind the gradients, where several ranks find the sums of the last step."""
+        if self.comm.size > 1 or any(numbers) or self._had_flags:
             k = self.model.kernels
             k.put(self.model.grads.flags[1 : 1 + len(numbers)], np.array(numbers, k.wide))
             self._had_flags = any(numbers)

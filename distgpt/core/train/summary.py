@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import atomic_file
@@ -66,11 +65,11 @@ def _reason(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else getattr(error, "stop", "failed")
 
 
-def _found(run: Run, stop: str) -> dict[str, Any]:
+def _found(run: Run, stop: str) -> dict[str, object]:
     return {**_about(run), **_losses(run), **_speed(run), "stop": stop}
 
 
-def _losses(run: Run) -> dict[str, Any]:
+def _losses(run: Run) -> dict[str, object]:
     """Return losses after the last step and of the best weights on the disk; None where there are none."""
     best = run.checkpoints.best
     loss = best.loss if best else None
@@ -90,7 +89,7 @@ def _known(loss: float | None) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
 
 
-def _about(run: Run) -> dict[str, Any]:
+def _about(run: Run) -> dict[str, object]:
     t = run.settings
     return {
         "stage": run.stage.name,
@@ -117,11 +116,15 @@ def _allreduce(run: Run) -> str | None:
     return ", ".join(filter(None, [run.stage.transport, run.exchange.name, *wire]))
 
 
-def _speed(run: Run) -> dict[str, Any]:
+def _speed(run: Run) -> dict[str, object]:
     """Return the speed of this process's steps; `train_s` is without evaluations, samples and checkpoints."""
     seconds = run.progress.seconds
     tokens = run.settings.batch_size * run.model.config.seq_len
-    found = {"steps": len(seconds), "tokens": tokens * len(seconds), "train_s": sum(seconds)}
+    found: dict[str, object] = {
+        "steps": len(seconds),
+        "tokens": tokens * len(seconds),
+        "train_s": sum(seconds),
+    }
     if seconds:
         left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
         first = run.progress.step - len(seconds) + left_out
@@ -130,7 +133,7 @@ def _speed(run: Run) -> dict[str, Any]:
     return found
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def _write(path: Path, found: dict[str, object]) -> None:
     with atomic_file(path) as file:
         file.write(json.dumps(found, indent=1).encode() + b"\n")
 

@@ -6,7 +6,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import llvmlite.binding as llvm
 import numba
@@ -14,16 +13,13 @@ import numba
 from distgpt.core.base.tables import Table
 from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16, Shape
 
-_config: Any = numba.config
-_binding: Any = llvm
-
 
 @cache
 def processor() -> tuple[str, str]:
     """Return name and features as LLVM gives them, or as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
-    name = _config.CPU_NAME or _binding.get_host_cpu_name()
-    if (features := _config.CPU_FEATURES) is None:
-        of_llvm = _binding.get_host_cpu_features().flatten()
+    name = numba.config.CPU_NAME or llvm.get_host_cpu_name()
+    if (features := numba.config.CPU_FEATURES) is None:
+        of_llvm = llvm.get_host_cpu_features().flatten()
         features = ",".join(filter(None, [of_llvm, *(f"+{name}" for name in unlisted_features())]))
     return name, features
 

@@ -323,12 +323,10 @@ def norm_row(kind, norm, x, y):
 
 SPINS = 2_000  # looks at the counter, some 30 µs, before a thread yields its core
 
-_ir: Any = ir
-_cgutils: Any = cgutils
-_I64 = _ir.IntType(64)
-_X86: Any = ("llvm.x86.sse2.pause", [])
-_ARM: Any = ("llvm.aarch64.hint", [_ir.IntType(32)(1)])
-PAUSES: Any = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
+_I64 = ir.IntType(64)
+_X86: tuple[str, list[ir.Constant]] = ("llvm.x86.sse2.pause", [])
+_ARM = ("llvm.aarch64.hint", [ir.IntType(32)(1)])
+PAUSES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -352,7 +350,7 @@ def barrier(counter, arrivals):
 
 def _first(context, builder, signature, values):
     array = context.make_array(signature.args[0])(context, builder, values[0])
-    return _cgutils.gep_inbounds(builder, array.data, 0)
+    return cgutils.gep_inbounds(builder, array.data, 0)
 
 
 @intrinsic
@@ -380,8 +378,8 @@ def _pause(context):
         name, arguments = PAUSES.get(platform.machine().lower(), ("", []))
         if name:
             kinds = [value.type for value in arguments]
-            function = _cgutils.get_or_insert_function(
-                builder.module, _ir.FunctionType(_ir.VoidType(), kinds), name
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), kinds), name
             )
             builder.call(function, arguments)
         return context.get_dummy_value()

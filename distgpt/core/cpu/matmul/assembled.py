@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -20,8 +19,7 @@ from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32, Shape
 from distgpt.core.cpu.matmul import microkernel
 from distgpt.core.cpu.matmul.vectors import moves
 
-_binding: Any = llvm
-_engines: list[Any] = []  # the code lives as long as these
+_engines: list[llvm.ExecutionEngine] = []  # the code lives as long as these
 
 
 def machine_code(name: str, text: Callable[[], str]) -> bytes:
@@ -31,29 +29,31 @@ def machine_code(name: str, text: Callable[[], str]) -> bytes:
     return disk_cache.read_or_make(file, lambda: bytes(_machine().emit_object(_verified(text()))))
 
 
-def _machine() -> Any:
-    _binding.initialize_native_target()
-    _binding.initialize_native_asmprinter()
+def _machine() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
     name, features = processor()
-    return _binding.Target.from_default_triple().create_target_machine(cpu=name, features=features, opt=3)
+    return llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features, opt=3)
 
 
-def _verified(text: str) -> Any:
-    parsed = _binding.parse_assembly(text)
+def _verified(text: str) -> llvm.ModuleRef:
+    parsed = llvm.parse_assembly(text)
     parsed.verify()
     return parsed
 
 
-def external(name: str, text: Callable[[], str], **functions: tuple[Any, ...]) -> dict[str, Any]:
+def external(
+    name: str, text: Callable[[], str], **functions: tuple[types.Type, ...]
+) -> dict[str, types.ExternalFunction]:
     """Return the functions of some IR, given the types of their arguments, as compiled loops call them."""
-    engine = _binding.create_mcjit_compiler(_binding.parse_assembly(""), _machine())
-    engine.add_object_file(_binding.ObjectFileRef.from_data(machine_code(name, text)))
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code(name, text)))
     engine.finalize_object()
     _engines.append(engine)
     found = {}
     for function, arguments in functions.items():
         symbol = f"distgpt_{name}_{function}"
-        _binding.add_symbol(symbol, engine.get_function_address(function))
+        llvm.add_symbol(symbol, engine.get_function_address(function))
         found[function] = types.ExternalFunction(symbol, types.void(*arguments))
     return found
 
@@ -75,7 +75,7 @@ def tile_text(shape: Shape, factor: str, out: str) -> str:
     return microkernel.module(shape, factor, out)
 
 
-def _tile_of(factor: str, out: str) -> Any:
+def _tile_of(factor: str, out: str) -> types.ExternalFunction:
     text = partial(tile_text, shape(), factor, out)
     return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
 
@@ -92,7 +92,7 @@ _MOVES = external(
     prefetch=(_P, _I, _I),
 )
 # A rearrangement of packed steps, where tiles of bfloat16 want one, and the flag that tells them.
-_STEPS: Any = None
+_STEPS: types.ExternalFunction | None = None
 _STEPS_FLAG = 0
 if (found := STEPS.get(shape().tiles(BFLOAT16))) is not None:
     _write_steps, _STEPS_FLAG = found
