@@ -32,12 +32,11 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, save_model
 from distgpt.core.saved.opening import ALONE, BESIDE, open_model, random_model
 from distgpt.core.train.loop import train as train_run
-from distgpt.core.train.plan import make_plan
+from distgpt.core.train.plan import make_plan, without_recipes
 from distgpt.core.train.resume import leave_finished
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.setup import open_run
 from distgpt.core.train.sharing import Strategy
-from distgpt.recipes.recipes import followed
 
 if TYPE_CHECKING:
     from distgpt.evaluation.trace import Trace
@@ -153,7 +152,9 @@ def train(
     """
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
-    asked = followed(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
+    asked = part("recipes", without_recipes)(
+        asked_for(settings, preset, toml, directory, resume), ready, told.noted
+    )
     plan = make_plan(ready, asked, told.noted)
     if plan.is_finished:
         leave_finished(ready.comm, plan.directory, plan.config.train, plan.state.seconds, told.noted)

@@ -123,6 +123,8 @@ def main() -> None:
 def _leave(error: BaseException) -> int:
     """Report the error, to the other ranks too where this one has not joined them. Return the exit code."""
     comm = connected[-1] if connected else None
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("distgpt."):
+        error = UsageError(f"this needs {error.name}, which is not installed here")
     if isinstance(error, click.ClickException):
         code, text = UsageError.exit_code, error.format_message()
         if launched_rank() == 0:

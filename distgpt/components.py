@@ -29,7 +29,11 @@ TABLES: dict[str, dict[str, str]] = {
         "within": "distgpt.guards.timed:timed_clock",
     },
     # Parts of a run that the core has plain ones of (core/base/tables.py).
-    "parts": {"seams": "distgpt.guards.attach:guarded", "strategy": "distgpt.parallel.choose:Chosen"},
+    "parts": {
+        "recipes": "distgpt.recipes.recipes:followed",
+        "seams": "distgpt.guards.attach:guarded",
+        "strategy": "distgpt.parallel.choose:Chosen",
+    },
     # By how the names of their environment variables begin (core/comm/batch.py).
     "batch systems": {
         "SLURM_": "distgpt.jobs.systems:SLURM",

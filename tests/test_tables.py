@@ -43,7 +43,7 @@ from distgpt.core.saved.opening import BESIDE, Beside
 from distgpt.core.saved.tensors import write_tensors
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.lines import LISTENERS, Lines
-from distgpt.core.train.plan import CHECKS, refuse_unsuited
+from distgpt.core.train.plan import CHECKS, refuse_unsuited, without_recipes
 from distgpt.core.train.restore import FIRST_WEIGHTS
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel
@@ -105,7 +105,11 @@ ROWS = {
 
 
 # Parts that the core has plain ones of.
-MORE = {"seams": plain_seams, "strategy": lambda config, ranks: Strategy(config, ranks)}
+MORE = {
+    "recipes": without_recipes,
+    "seams": plain_seams,
+    "strategy": lambda config, ranks: Strategy(config, ranks),
+}
 
 
 def test_every_row_that_is_handed_in_is_there():

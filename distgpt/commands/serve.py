@@ -92,6 +92,8 @@ def serve(
     try:
         from distgpt.serving.server import Server, bound, checked_key, checked_proxies
     except ImportError as error:
+        if (error.name or "").startswith("distgpt."):
+            raise
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
         ) from None

@@ -23,18 +23,21 @@ from distgpt.commands.options import (
     stage_options,
     without_graphs,
 )
-from distgpt.core.base.errors import command_line, escape, escape_model_text
+from distgpt.core.base.errors import Say, command_line, escape, escape_model_text
 from distgpt.core.base.formatting import loss_and_bits, parse_duration
 from distgpt.core.base.tables import COMPONENTS, imported, part
 from distgpt.core.comm.batch import job_end
 from distgpt.core.comm.launched import launched_as, shown_on_terminal
 from distgpt.core.config import GpuConfig
 from distgpt.core.config.asked import Asked, asked_for, resolve
-from distgpt.core.cpu.stages import open_stage
+from distgpt.core.config.presets import DEFAULT_PRESET
+from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.data.named import resolve_data
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
+
+CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
 
 
 @command(example="distgpt train --data my.txt --within 30m")
@@ -126,19 +129,18 @@ def train(
 
     from distgpt.core.train.lines import listeners
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.plan import make_plan
+    from distgpt.core.train.plan import make_plan, without_recipes
     from distgpt.core.train.resume import leave_finished
     from distgpt.core.train.run import plain_seams
     from distgpt.core.train.setup import open_run
     from distgpt.core.train.sharing import Strategy
     from distgpt.core.train.summary import how_to_resume
-    from distgpt.recipes.recipes import followed, note_small_model
 
     shown = listeners(ready.comm, progress, tensorboard, log_lines)
     plan = run = session = None
     try:
         note_small_model(ready, asked, shown.noted)
-        asked = followed(asked, ready, shown.noted)
+        asked = part("recipes", without_recipes)(asked, ready, shown.noted)
         plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
             t, seconds = plan.config.train, plan.state.seconds
@@ -217,3 +219,14 @@ def _report(run: Any) -> None:
     word = "" if talks else word_of_text(run.batches, run.tokenizer)
     words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))
     click.echo(f"next      {escape(command_line(*words))}")
+
+
+def note_small_model(stage: Stage, asked: Asked, say: Say) -> None:
+    """Suggest a larger model than the default one for a GPU. For all ranks."""
+    by_recipe = asked.depth or asked.within or asked.decay_from
+    is_chosen = by_recipe or asked.preset or asked.toml or asked.resume or asked.given.keys() & CHOOSES_MODEL
+    if not stage.on_gpu or stage.comm.rank or is_chosen:
+        return
+    # The bundled text is read too fast: five minutes of it would be learned by heart.
+    own = "" if "data" in asked.given else "with a text of your own (--data) "
+    say(f"{DEFAULT_PRESET} is small for a GPU: {own}--within 5m chooses what learns most in 5 minutes")

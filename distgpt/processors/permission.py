@@ -40,7 +40,7 @@ def _shape(features: set[str]) -> Shape | None:
 
 
 def _hint(features: set[str]) -> str:
-    return f"this processor has AMX for bfloat16: {HINT}" if has_amx(features) and not wanted() else ""
+    return f"this processor has AMX: {HINT}" if has_amx(features) and not wanted() else ""
 
 
 AMX = Processor(_shape, _hint)

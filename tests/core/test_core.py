@@ -12,7 +12,7 @@ from core.tree import CORE, KEPT, MODULES, PACKAGE, as_counts, found
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
 COMMANDS = "complete help infer model_options options sample train"
 # Recipes stand in their order in a file that commands and `api` share.
-SHARED = {"__main__", "cli", "api", "components", "recipes.recipes"}
+SHARED = {"__main__", "cli", "api", "components"}
 FACE = SHARED | {f"commands.{name}" for name in COMMANDS.split()}
 FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 NEEDED = Path(__file__).with_name("needed.txt")

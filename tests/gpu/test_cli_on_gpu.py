@@ -10,6 +10,7 @@ import pytest
 from conftest import distgpt, losses, metrics, needs_mpi, refused, train
 from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 
+from distgpt.commands.train import note_small_model
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.cpu import dtypes
@@ -18,7 +19,6 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.step import Step
 from distgpt.gpu.stage import SLOW_FLOAT32, GpuStage
 from distgpt.recipes import within
-from distgpt.recipes.recipes import note_small_model
 from distgpt.recipes.scaling import flops, text_to_learn_from
 
 STEPS = ("--steps", "4", "--save-every", "2", "--n-layer", "1", "--seq-len", "8")

@@ -19,6 +19,7 @@ from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.train import plan as planning
 from distgpt.core.train.plan import decode, encode, make_plan, new_run
+from distgpt.recipes import recipes as order
 from distgpt.recipes.derived import derived, everywhere
 
 RECIPES = ("decay", "within", "depth", "tuning", "deterministic", "derived")
@@ -132,7 +133,7 @@ finally:
 
 def test_the_clock_of_a_run_leaves_out_what_a_recipe_says(tmp_path, monkeypatch):
     """As what --within took to compile; here a recipe says that the time began an hour ago."""
-    monkeypatch.setattr(api, "followed", lambda asked, stage, say: replace(asked, uncounted=-3600.0))
+    monkeypatch.setattr(order, "followed", lambda asked, stage, say: replace(asked, uncounted=-3600.0))
     shape = {"n_layer": 1, "n_embd": 8, "seq_len": 8, "batch_size": 1, "vocab_size": 256}
     done = api.train(**shape, train_minutes=0.1, threads=1, out=tmp_path / "run")
     assert len([line for line in done.metrics if "loss" in line]) <= 2

@@ -37,9 +37,10 @@ def imported(path: str, what: str) -> Any:
     try:
         return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # the component is there, and lacks something
+        if not (error.name or "").startswith("distgpt."):  # the component is there, and lacks a library
             raise
-        raise MissingComponent(f"{what} needs {module}, which is not installed here") from None
+        missing = module if f"{module}.".startswith(f"{error.name}.") else error.name
+        raise MissingComponent(f"{what} needs {missing}, which is not installed here") from None
 
 
 class Table(Generic[Row]):

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from distgpt.core.base.errors import DataError, Say, UsageError, refuse_beside
 from distgpt.core.base.formatting import count
-from distgpt.core.base.tables import COMPONENTS, Table
+from distgpt.core.base.tables import COMPONENTS, MissingComponent, Table
 from distgpt.core.comm.agree import on_root
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
-from distgpt.core.config.asked import Asked, resolve, resumed
+from distgpt.core.config.asked import RECIPES, Asked, resolve, resumed
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.core.data.named import resolve_data
@@ -214,6 +214,14 @@ def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
     if stage.comm.rank == 0 and found.why:
         say(f"{found.name}: {found.why} (--dtype)")
     return replace(asked, given={**asked.given, DTYPE: found.name})
+
+
+def without_recipes(asked: Asked, stage: Stage, say: Say) -> Asked:
+    """Return what is asked for with a dtype, where recipes are not installed. Collective."""
+    for name in RECIPES:
+        if getattr(asked, name) not in (None, False):
+            raise MissingComponent(f"--{name.replace('_', '-')} needs recipes, which are not installed here")
+    return with_dtype(asked, stage, say)
 
 
 def is_open(asked: Asked) -> bool:

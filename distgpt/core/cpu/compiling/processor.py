@@ -10,7 +10,7 @@ from functools import cache
 import llvmlite.binding as llvm
 import numba
 
-from distgpt.core.base.tables import Table
+from distgpt.core.base.tables import MissingComponent, Table
 from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16, Shape
 
 
@@ -41,7 +41,10 @@ UNLISTED: Table[Callable[[], list[str]]] = Table("features", "machine", {})
 @cache
 def unlisted_features() -> list[str]:
     """List the features, by LLVM's names, that neither LLVM nor Numba finds: those of arm64."""
-    find = UNLISTED.get(platform.machine().lower())
+    try:
+        find = UNLISTED.get(platform.machine().lower())
+    except MissingComponent:  # its loops are plain then, as those of any processor
+        return []
     return find() if find else []
 
 
