@@ -17,6 +17,7 @@ from click.shell_completion import shell_complete
 from distgpt.commands.help import Group, NoCommand
 from distgpt.core.base import interrupts
 from distgpt.core.base.errors import UsageError, one_line
+from distgpt.core.base.tables import lacks_component
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.joining import complain
 from distgpt.core.comm.launched import described, ignore_further, launched_as, launched_rank, leave
@@ -123,7 +124,7 @@ def main() -> None:
 def _leave(error: BaseException) -> int:
     """Report the error, to the other ranks too where this one has not joined them. Return the exit code."""
     comm = connected[-1] if connected else None
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("distgpt."):
+    if isinstance(error, ModuleNotFoundError) and lacks_component(error):
         error = UsageError(f"this needs {error.name}, which is not installed here")
     if isinstance(error, click.ClickException):
         code, text = UsageError.exit_code, error.format_message()

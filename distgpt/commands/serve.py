@@ -13,6 +13,7 @@ from distgpt.commands.model_options import beside, model_options_but_adapter
 from distgpt.commands.options import LocaleText, parsed_size, setting_option, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import UsageError, first_line
+from distgpt.core.base.tables import lacks_component
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
 from distgpt.serving.limits import LIMITS, Limits, ListenOn
@@ -92,7 +93,7 @@ def serve(
     try:
         from distgpt.serving.server import Server, bound, checked_key, checked_proxies
     except ImportError as error:
-        if (error.name or "").startswith("distgpt."):
+        if lacks_component(error):
             raise
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"

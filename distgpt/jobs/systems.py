@@ -1,4 +1,4 @@
-"""What batch systems say of a job in environment variables: rows of the table of batch systems."""
+"""Batch systems, by what they say of a job in environment variables: rows of a table of the core."""
 
 from __future__ import annotations
 

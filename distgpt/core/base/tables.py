@@ -31,13 +31,18 @@ class MissingComponent(UsageError):
     """A row that is in a table, and whose component is not installed."""
 
 
+def lacks_component(error: ImportError) -> bool:
+    """Tell whether a part of distgpt could not be imported, and not a library."""
+    return (error.name or "").startswith("distgpt.")
+
+
 def imported(path: str, what: str) -> Any:
     """Import what a path names, as in "package.module:name"; `what` is what errors call it."""
     module, _, attribute = path.partition(":")
     try:
         return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("distgpt."):  # the component is there, and lacks a library
+        if not lacks_component(error):  # the component is there, and lacks a library
             raise
         missing = module if f"{module}.".startswith(f"{error.name}.") else error.name
         raise MissingComponent(f"{what} needs {missing}, which is not installed here") from None

@@ -29,7 +29,7 @@ SECONDS_TO_JOIN = 60  # for the others to come; then nobody else may have starte
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a rank was asked to do, or why it cannot. A version without this exchange says nothing of it."""
+    """Says what a rank is to do, or why it cannot. A version without this exchange says nothing of it."""
 
     complaint: str = ""
     code: int = 0  # to exit with

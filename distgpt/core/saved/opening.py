@@ -32,7 +32,7 @@ class NamedVariants(Protocol):
 
 
 class Beside(Protocol):
-    """What a model is opened with beside its weights file."""
+    """Things that a model is opened with beside its weights file."""
 
     @property
     def files(self) -> tuple[Path, ...]:
