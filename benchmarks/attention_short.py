@@ -13,8 +13,7 @@ import numpy as np
 from numba import types
 
 from distgpt.core.cpu.compiling.jit import inline, jit
-from distgpt.core.cpu.compiling.processor import shape
-from distgpt.core.cpu.compiling.registers import Shape
+from distgpt.core.cpu.compiling.processor import Shape, shape
 from distgpt.core.cpu.fused.softmax import UNSEEN, Exponentials, constant
 from distgpt.core.cpu.matmul.assembled import external, transpose
 from distgpt.core.cpu.matmul.packing import LANES, aligned

@@ -4,8 +4,8 @@
     python benchmarks/bits.py --against before.json      # in the other; exits with 1 where a run differs
 
 Of each run: losses and gradient norms, weights, best weights, and every file of the last checkpoint. Sums are
-compared on three and four ranks too: on two, a + b is the same in any order. What is chosen by time
-(--matmul auto, --grad-sync auto, --dtype auto) is never taken here.
+compared on three and four ranks too: on two, a + b is the same in any order. What is chosen by time or by
+processor (--grad-sync auto, --matmul auto, --dtype auto) is never taken here.
 """
 
 from __future__ import annotations

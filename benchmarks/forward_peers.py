@@ -13,11 +13,11 @@ from peer_process import ask_peer, for_torch
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.cores import peak_memory, usable_cores
+from distgpt.core.comm.resources import peak_memory, usable_cores
 from distgpt.core.config.presets import preset as preset_named
-from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.counts import operations
 
 MOST_NAMES = 512  # in a batch of PyTorch's, as in the study
 

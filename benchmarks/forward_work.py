@@ -13,7 +13,7 @@ from timing import timed
 from distgpt.core.base.errors import DisagreementError
 from distgpt.core.base.files import bundled
 from distgpt.core.comm.agree import gather_ints
-from distgpt.core.comm.cores import peak_memory
+from distgpt.core.comm.resources import peak_memory
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.model import layers
@@ -89,7 +89,7 @@ def rows_at_once(model: Model, stage: Stage) -> int:
     if not stage.on_gpu:
         return ROWS
     c, k = model.config, model.kernels
-    elements = sum(layers.Block.activations(c).values()) + 4 * c.n_embd  # one layer's, and what is around it
+    elements = sum(layers.activation_widths(c).values()) + 4 * c.n_embd  # one layer's, and what is around it
     wide = 8 * (c.n_head + 13)  # statistics and tokens, of 8 bytes at most
     free = (stage.free_memory()[0] - k.logits_bytes) // 2
     return max(1, min(MOST_ROWS_ON_GPU, free // (elements * int(k.dtype.itemsize) + wide)))

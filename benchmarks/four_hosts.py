@@ -1,7 +1,11 @@
 """Does the α–β model predict four hosts? Exchanges and whole steps, over a switch of a known rate and delay.
 
 The hosts are network namespaces of this machine with an sshd each (tests/helpers/hosts.py). An exchange is
-predicted from the rate, the delay and the frames alone; nothing is fitted. A step is the slowest of four
+predicted from two levels. Of the network the rate, the delay and the frames are known; what messages cost the
+hosts themselves is fitted to sums of two hosts on a cable as fast as the machine. What a byte takes in memory
+is fitted to sums of two ranks on one host, by way of exchange. Nothing is fitted to what is predicted. As all
+hosts are this machine, they share its memory and its cores: with four of them a byte takes twice as long
+there as with the two that were measured. Nothing is computed but the exchange. A step is the slowest of four
 unrelated runs' at the same time, for which the others wait, and the exchange.
 
 Ranks run with UCX_TCP_PUT_ENABLE=n. UCX, which is under MPICH, else lets a long message's hand-shake wait
@@ -18,31 +22,37 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import timed_exchanges
-from alphabeta import AlphaBeta, Network, OverNetwork, Regime
+from alphabeta import AlphaBeta, Network, OverNetwork, Regime, fit
 from predictions import steps_by_exchange
 from record import arguments, end_with_errors, metrics, save
 from shaped_link import unrelated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
-from hosts import Unavailable, switched_hosts
+from hosts import SHARING_CORES, Unavailable, switched_hosts
 
 from distgpt.core.base.formatting import duration
 from distgpt.core.config import RunConfig
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.jobs.processes import run as run_process
 from distgpt.measure import jobs
+from distgpt.parallel.reductions import PIECE
 
 MTU = 9000
 BAR = 0.10  # the largest difference from what was measured that will do
 FREE = AlphaBeta((Regime("scatter-gather", 0.0, 0.0),), 2)  # a host itself; MPICH's form above 8 bytes
+SENT = {"allreduce": 1.0, "bfloat16": 0.5, "sharded": 1.0, "sharded, bfloat16": 0.75}  # of an array's bytes
+OWN_WAY = "sharded"  # which sends to all at once; in one call messages wait for each other
+LEVEL_ROUNDS = 12  # of milliseconds each; the fastest counts, as other work only adds
+FITTED = [1 << 16, 1 << 18, 1 << 20, 1 << 22]  # parameters that the levels are fitted to
+FAST = 1e11  # bits per second of a cable that is none
 # By the words of predictions.py.
 FLAT: dict[str, dict[str, Any]] = {
     "allreduce": {},
@@ -50,12 +60,28 @@ FLAT: dict[str, dict[str, Any]] = {
     "sharded": {"grad_sync": "sharded"},
     "sharded, bfloat16": {"grad_sync": "sharded", "gradient_dtype": "bfloat16"},
 }
-BY_HOST = {way: {"grad_sync": "hierarchical", **FLAT[way]} for way in ("allreduce", "bfloat16")}
+BY_HOST = {
+    f"hierarchical, {way}": {"grad_sync": "hierarchical", **FLAT[way]} for way in ("allreduce", "bfloat16")
+}
 # A step computes for a small part of what its exchange takes.
 MODEL = {"n_layer": 2, "n_head": 4, "n_embd": 128, "seq_len": 32, "vocab_size": 256, "tokenizer": "byte"}
 ALONE = 100  # steps of the unrelated runs, which exchange nothing
 WARM_UP = 5  # of these
 NO_HAND_SHAKE = {"UCX_TCP_PUT_ENABLE": "n"}
+# More processes than cores wait in the predicted runs, so also where two hosts are measured for them.
+SLEEPING = dict(word.split("=") for word in SHARING_CORES.split())
+PARTS = ("exchanges", "as UCX comes", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """`memory`: by way, what ranks of one host do with a byte that they would send. `own`: of messages."""
+
+    memory: Mapping[str, AlphaBeta]
+    own: AlphaBeta
+
+
+NOTHING = Levels(dict.fromkeys(FLAT, FREE), FREE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +96,18 @@ class Rig:
         cable = (self.network.bits_per_s, self.network.latency * 1e6 / 2)
         return switched_hosts(folder, [cable] * self.hosts, self.network.mtu, ranks_of_a_host)
 
-    def predicted(self, size: int, passes: float, ranks_of_a_host: int = 1) -> dict[str, float]:
-        """The step by way; without passes, the exchange."""
-        model, ranks = OverNetwork(FREE, self.network, ranks_of_a_host), self.hosts * ranks_of_a_host
-        how = partial(model.seconds, ranks), partial(model.in_parts, ranks)
-        return steps_by_exchange(passes, 0.0, ranks, size, 4, *how)
+    def predicted(
+        self, size: int, passes: float, levels: Levels = NOTHING, ranks: int = 1
+    ) -> dict[str, float]:
+        """The step by way; without passes, the exchange. So many ranks of a host."""
+        every, found = self.hosts * ranks, {}
+        for way, memory in levels.memory.items():
+            model = OverNetwork(memory, self.network, ranks, levels.own, rehearsed=self.hosts)
+            steps = partial(steps_by_exchange, passes, 0.0, every, size, 4, partial(model.seconds, every))
+            found[way] = steps(partial(model.flat_in_parts, every))[way]
+            if (name := f"hierarchical, {way}") in BY_HOST:  # each rank of a host has a part of its own
+                found[name] = steps(partial(model.in_parts, every), PIECE * ranks)[way]
+        return found
 
 
 def main() -> None:
@@ -85,44 +118,86 @@ def main() -> None:
         "parameters": {"type": int, "nargs": "+", "default": [1 << 18, 1 << 20, 1 << 22]},
         "steps": {"type": int, "default": 12},
         "batch": {"type": int, "default": 2, "help": "sequences of each rank, in the steps"},
+        "parts": {"nargs": "+", "choices": PARTS, "default": PARTS},
     }
     args = arguments(__doc__, 3, **options)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the hosts go
+    about = {"hosts": args.hosts, "mtu": MTU, "model": MODEL, "bar": BAR}
     rows: list[dict[str, Any]] = []
     try:
+        levels = fitted_levels()
+        about["levels"] = asdict(levels)
         for mbit in args.mbit:
             rig = Rig(args.hosts, Network(mbit * 1e6, 2 * args.microseconds * 1e-6, MTU))
-            rows += exchanges(rig, 1, FLAT, NO_HAND_SHAKE, args)
-            rows += exchanges(rig, 2, BY_HOST, NO_HAND_SHAKE, args)
-            rows += exchanges(rig, 1, {"allreduce": {}}, {}, args)
-            rows += whole_steps(rig, args)
+            if "exchanges" in args.parts:
+                rows += exchanges(rig, 1, FLAT, NO_HAND_SHAKE, levels, args)
+                rows += exchanges(rig, 2, BY_HOST | FLAT, NO_HAND_SHAKE, levels, args)
+            if "as UCX comes" in args.parts:
+                rows += exchanges(rig, 1, {"allreduce": {}}, {}, levels, args)
+            if "steps" in args.parts:
+                rows += whole_steps(rig, levels, args)
     except Unavailable as reason:
         sys.exit(f"no hosts here: {reason}")
-    judged = [abs(row["difference"]) for row in rows if not row["as_ucx_comes"]]
-    missed = sum(difference > BAR for difference in judged)
-    print(f"{len(judged) - missed} of {len(judged)} predictions within {BAR:.0%}; {max(judged):.0%} at most")
-    save("four-hosts", {"hosts": args.hosts, "mtu": MTU, "model": MODEL, "bar": BAR, "rows": rows}, args.out)
+    finally:  # what was measured before it was ended
+        if judged := [abs(row["difference"]) for row in rows if not row["as_ucx_comes"]]:
+            within = sum(difference <= BAR for difference in judged)
+            print(f"{within} of {len(judged)} predictions within {BAR:.0%}; {max(judged):.0%} at most")
+            save("four-hosts", about | {"rows": rows}, args.out)
+
+
+def fitted_levels() -> Levels:
+    """Measure two ranks of this machine, and two hosts that no slow network joins, and fit both levels."""
+    within = timed(find_launcher(None, None), 2, FITTED, FLAT, {}, LEVEL_ROUNDS)
+    rig = Rig(2, Network(FAST, 0.0, MTU))
+    with tempfile.TemporaryDirectory() as scratch, rig.joined(Path(scratch)) as (mpirun, hosts):
+        launcher = find_launcher(str(mpirun), hosts)
+        apart = timed(launcher, 2, FITTED, {OWN_WAY: FLAT[OWN_WAY]}, NO_HAND_SHAKE | SLEEPING, LEVEL_ROUNDS)
+    memory = {way: fitted(within, way, f"memory, {way}") for way in FLAT}
+    return Levels(memory, fitted(apart, OWN_WAY, "own work"))
+
+
+def fitted(found: list[dict[str, Any]], way: str, what: str) -> AlphaBeta:
+    """The α and β of a way between two ranks, each of whom sends a part of an array's bytes and gets one."""
+    points = [(SENT[way] * row["bytes"], min(row["seconds"][way])) for row in found]
+    model = fit(points, 2, most_regimes=1)
+    (line,), off = model.regimes, model.worst_error(points)
+    numbers = f"α {duration(line.alpha)}, β {1e9 * line.beta:.3f} ns a byte"
+    print(f"{what}: {numbers}, off by {off:.0%} at most for what it is fitted to", flush=True)
+    return model
+
+
+def timed(
+    launcher: Launcher,
+    ranks: int,
+    sizes: Sequence[int],
+    ways: dict[str, Any],
+    how: dict[str, str],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Bytes of each size, and the seconds of its exchange by way and round."""
+    asked = {"parameters": sizes, "ways": ways, "rounds": rounds}
+    command = [sys.executable, timed_exchanges.__file__, json.dumps(asked)]
+    ended = run_process(launcher.command(ranks, command), env={**os.environ, **how})
+    found: list[dict[str, Any]] = jobs.answer(ended, "the exchanges")["sizes"]
+    return found
 
 
 def exchanges(
-    rig: Rig, ranks: int, ways: dict[str, Any], how: dict[str, str], args: Any
+    rig: Rig, ranks: int, ways: dict[str, Any], how: dict[str, str], levels: Levels, args: Any
 ) -> list[dict[str, Any]]:
     """A row for each size and way, on hosts of so many ranks each."""
-    asked = {"parameters": args.parameters, "ways": ways, "rounds": args.rounds}
-    command = [sys.executable, timed_exchanges.__file__, json.dumps(asked)]
     with tempfile.TemporaryDirectory() as scratch, rig.joined(Path(scratch), ranks) as (mpirun, hosts):
         launcher = find_launcher(str(mpirun), hosts)
-        ended = run_process(launcher.command(ranks * rig.hosts, command), env={**os.environ, **how})
-    found = jobs.answer(ended, "the exchanges")
+        found = timed(launcher, ranks * rig.hosts, args.parameters, ways, how, args.rounds)
     rows = []
-    for each in found["sizes"]:
-        predicted = rig.predicted(each["bytes"], 0.0, ranks)
+    for each in found:
+        predicted = rig.predicted(each["bytes"], 0.0, levels, ranks)
         what = {"what": "exchange", "ranks_of_a_host": ranks, "bytes": each["bytes"], "as_ucx_comes": not how}
         rows += [compared(rig, {**what, "way": way}, predicted[way], each["seconds"][way]) for way in ways]
     return rows
 
 
-def whole_steps(rig: Rig, args: Any) -> list[dict[str, Any]]:
+def whole_steps(rig: Rig, levels: Levels, args: Any) -> list[dict[str, Any]]:
     """A row for each way, of real training; the rounds take all ways in turn."""
     run = RunConfig().with_values({**MODEL, "steps": args.steps, "save_minutes": 0.0})
     before = dict(os.environ)
@@ -133,7 +208,7 @@ def whole_steps(rig: Rig, args: Any) -> list[dict[str, Any]]:
     os.environ.clear()
     os.environ.update(before)
     alone, size = statistics.median(row["slowest_s"] for row in rounds), rounds[0]["parameters"] * 4
-    predicted = rig.predicted(size, alone)
+    predicted = rig.predicted(size, alone, levels)
     what = {"what": "step", "ranks_of_a_host": 1, "bytes": size, "as_ucx_comes": False}
     what["slowest_of_unrelated_s"] = alone
     return [

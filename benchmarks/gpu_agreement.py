@@ -25,12 +25,11 @@ from distgpt.core.config import STAGES, GpuConfig, RunConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.generate.engine import complete
-from distgpt.core.generate.engine_setup import engine_for
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.train.setup import make_steps
-from distgpt.gpu.stage import on_gpu
-from distgpt.parallel.choose import Chosen
+from distgpt.gpu.stage import GpuStage
 
 SMALLER: dict[str, Any] = {"n_layer": 4, "vocab_size": 4096, "batch_size": 2, "seq_len": 512}
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -65,18 +64,18 @@ def trained(stage: Stage, run: RunConfig, steps: int) -> Found:
     """Train on tokens that have something to learn, and continue a prompt."""
     size = run.train.batch_size * run.model.seq_len * 4 + 1
     ids = np.random.default_rng(0).zipf(1.5, size) % run.model.vocab_size
-    step = make_steps(run, stage, Chosen, lambda text: None)
+    step = make_steps(run, stage, lambda text: None)
     batches = Batches.of_run(ArrayTokens(ids.astype(np.uint32)), run)
     losses = [float(step.launch(number, batches).read()[0]) for number in range(steps)]
     request = Request([1, 2, 3], min(NEW, run.model.seq_len - 4))
-    ((text,),) = complete(engine_for(step.model, None), [request])
+    ((text,),) = complete(Engine(slots_for(step.model, 1)), [request])
     return Found(losses, [int(token) for token in text.tokens])
 
 
 def ways(stage: Stage) -> dict[str, tuple[Stage, str]]:
     """The types to check: that of the stage's options, and of its own."""
     found = {"float32": (stage, "float32"), "bfloat16": (stage, "bfloat16")}
-    if gpu := on_gpu(stage):
+    if isinstance(gpu := stage, GpuStage):
         found["float8"] = replace(gpu, gpu=replace(gpu.gpu, float8=True)), "bfloat16"
     return found
 

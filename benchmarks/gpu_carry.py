@@ -38,7 +38,7 @@ SERVER = ("starlette", "uvicorn", "anyio", "h11", "idna", "sniffio", "typing-ext
 NANOCHAT = ("rustbpe", "tiktoken", "regex")
 WHEELS = {
     "A": (*PACKAGE, *LOOPS, *RANKS, *CUDNN, *SERVER, "pytest-timeout"),
-    "N": (*PACKAGE, *LOOPS, *RANKS, "pytest-timeout"),
+    "N": (*PACKAGE, *LOOPS, *RANKS, *SERVER, "pytest-timeout"),
     "B": (*PACKAGE, *LOOPS, *CUDNN),
     "C": (*PACKAGE, *LOOPS, *CUDNN, *NANOCHAT),
 }

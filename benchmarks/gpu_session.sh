@@ -22,7 +22,7 @@ SECONDS=0
 declare -A every
 # In the order of what matters most.
 every[A]="facts tests sanitize agreement commands nccl modes four collect speed"
-every[N]="facts amx amx_losses threads ranks torch text sums small"
+every[N]="facts amx amx_losses threads ranks both torch ddp sums text serving small python_cost"
 every[B]="facts ways torch decode autotune profile kernels large startup counters"
 every[C]="facts within nanochat depth float8"
 if [ -z "$out" ] || [ -z "${every[$block]:-}" ]; then
@@ -161,8 +161,12 @@ facts() {
     into facts 15 nvidia-smi
     into facts 15 nvidia-smi -q -d CLOCK,POWER,PERFORMANCE
     into facts 10 lscpu
+    into facts 10 echo "$(nproc) CPUs, $cores cores for one thread each"
     into facts 30 "$py" -c 'from importlib.metadata import distributions as all
 for each in sorted({f"{d.name} {d.version}" for d in all()}): print(each)'
+    # shellcheck disable=SC2046
+    into facts 10 grep . /dev/null $(find /sys/devices/system/node -maxdepth 2 -name 'cpulist' -o -maxdepth 2 -name distance)
+    if [ "$block" = N ]; then return 0; fi  # it has the doctor when matmul is compiled
     into facts 40 "${dist[@]}" doctor
 }
 
@@ -303,12 +307,49 @@ speed() {
 }
 
 # -- N. `gpt-mini` ran 3.8 times as fast by AMX on 8 cores of a Sapphire Rapids; nothing was seen on more than 8.
+# Of a device 590 s: about 10 for facts, 90 tests with everything compiled beside them, 40 losses, 80 threads, 80
+# ranks, 50 both, 140 PyTorch, 60 DDP. `benchmarks/node_table.py OUT` makes the page's tables and its chart.
 
-on_cores() { "$py" "$@"; }
+# As many as to rehearse each command, where a machine has fewer. A run takes no second thread of a core.
+seats=$("${PY:-python3}" -c 'import os
+from distgpt.layout.machine import read_machine
+from distgpt.layout.plan import cores
+print(*(core[0].number for core in cores(read_machine(allowed=os.sched_getaffinity(0)))), sep="\n")' ||
+    seq 0 $(($(nproc) - 1))) # a CPU of each core
+cores=${REHEARSAL:+4}
+cores=${cores:-$(wc -l <<<"$seats")}
+powers() { local n=1; while [ $n -le "$1" ]; do echo $n && n=$((n * 2)); done; }
+# Steps of 8,192 tokens: 9 s on one core by AMX.
+node() { # [of=CORES] node NAME RANKS THREADS … [-- OPTION …]: steps of the node's model by each number of threads
+    local name=$1 ranks=$2 launch=() stage=serial threads=()
+    shift 2
+    while [ $# -gt 0 ] && [ "$1" != -- ]; do threads+=("$1") && shift; done
+    shift
+    if [ "${of:-$cores}" -lt "$cores" ]; then launch=(taskset -c "$(head -n "$of" <<<"$seats" | paste -sd,)"); fi
+    if [ "$ranks" -gt 1 ]; then launch+=(mpirun -n "$ranks") stage=mpi; fi
+    DISTGPT_AMX=${amx:-1} into "${name%%-*}" "${seconds:-120}" "${launch[@]}" "$py" benchmarks/training_ways.py node \
+        --stage $stage --threads "${threads[@]}" --warm-up 1 --out "$out/$name.json" "$@" "${quick[@]}"
+}
+compile_for() {
+    quick=(--quick)
+    node compiled 1 2 -- --only "$1"
+}
+# On a new machine nothing is compiled. A process for each kind of loop, beside the tests, which are not timed.
 amx() {
-    local files=(tests/kernels/test_amx.py tests/kernels/test_matmul.py tests/kernels/test_cpu_attention.py)
+    local files=(tests/kernels/test_amx.py tests/kernels/test_matmul.py tests/kernels/test_cpu_attention.py) code way
     if [ -n "${REHEARSAL:-}" ]; then files=(tests/kernels/test_amx.py); fi
+    for way in "GPT-2 bfloat16" "fast bfloat16" "fast float32"; do
+        signal=TERM compile_for "$way" &
+    done
+    signal=TERM amx=0 compile_for "GPT-2 bfloat16" &
+    signal=TERM DISTGPT_AMX=1 into compiled 120 "$py" -m distgpt bench infer --dtype bfloat16 --dtype int8 --requests 2 \
+        --out "$work/compiled" --preset S --prompt 4 --new 4 &
     DISTGPT_AMX=1 tested amx 150 "${files[@]}" -n "${WORKERS:-8}" --dist loadgroup
+    code=$?
+    wait
+    rm -f "$out/compiled.json"
+    DISTGPT_AMX=1 into doctor 40 "$py" -m distgpt doctor  # draws the node
+    return $code
 }
 amx_losses() {
     DISTGPT_AMX=1 into amx_losses 90 "$py" benchmarks/gpu_agreement.py check "$carry/losses.json" --stage serial \
@@ -317,26 +358,43 @@ amx_losses() {
     grep '^{' "$out/amx_losses.txt"
     return $code
 }
-cores=$(nproc)
-powers() { local n=1; while [ $n -le "$1" ]; do echo $n && n=$((n * 2)); done; }
 threads() {
-    local amx code=0
-    for amx in 1 0; do
-        # shellcheck disable=SC2046
-        DISTGPT_AMX=$amx into threads 70 "$py" benchmarks/training_ways.py node --only "GPT-2 bfloat16" \
-            --threads $(powers "$cores" | sort -rn) --out "$out/threads-amx$amx.json" "${quick[@]}" || code=$?
-    done
+    local code=0
+    # All and one first: their ratio is asked for.
+    # shellcheck disable=SC2046
+    node threads 1 "$cores" 1 $(powers $((cores - 1)) | tail -n +2 | sort -rn) -- --peaks --only "GPT-2 bfloat16" || code=$?
+    amx=0 seconds=40 node threads-without-amx 1 "$cores" -- --peaks --only "GPT-2 bfloat16" || code=$?
     grep '^{' "$out/threads.txt"
     return $code
 }
 ranks() {
     local n code=0
     has mpirun mpi4py || return $NOT_DONE
-    for n in $(powers "$cores" | tail -n +2); do
-        DISTGPT_AMX=1 into ranks 40 mpirun -n "$n" "$py" benchmarks/training_ways.py node --stage mpi \
-            --threads $((cores / n)) --only "GPT-2 bfloat16" --out "$out/ranks-$n.json" "${quick[@]}" || code=$?
+    for n in $(powers "$cores" | tail -n +2 | sort -rn); do
+        seconds=50 node "ranks-$n" "$n" 1 -- --only "GPT-2 bfloat16" || code=$?
     done
     grep '^{' "$out/ranks.txt"
+    return $code
+}
+# All cores by ranks of several threads, and half of them.
+both() {
+    local n all code=0
+    has mpirun mpi4py || return $NOT_DONE
+    for all in "$cores" $((cores / 2)); do
+        for n in $(powers $((all / 2)) | tail -n +2); do
+            of=$all seconds=40 node "both-$n-$all" "$n" $((all / n)) -- --only "GPT-2 bfloat16" || code=$?
+        done
+    done
+    grep '^{' "$out/both.txt"
+    return $code
+}
+# Modes one by one, so that what was found stays when there is no more time.
+ddp() {
+    has torch || return $NOT_DONE
+    into ddp 100 "$py" benchmarks/torch_ways.py --ways keep-freed+autocast:4 keep-freed:4 compile+keep-freed+autocast:4 \
+        --threads "$cores" --out "$out/ddp.json" "${quick[@]}"
+    local code=$?
+    grep '^{' "$out/ddp.txt"
     return $code
 }
 text() {
@@ -344,25 +402,48 @@ text() {
     if [ -n "${REHEARSAL:-}" ]; then size=(--preset S --prompt 4 --new 4); fi
     for dtype in bfloat16 int8; do
         DISTGPT_AMX=1 into text 50 "$py" -m distgpt bench infer --dtype $dtype --requests 1 --requests 32 \
-            --out "$out/text" "${size[@]}" || code=$?
+            --out "$out/text-$dtype" "${size[@]}" || code=$?
     done
     return $code
 }
+# GPT-2's shape with random weights, served: 1 and 32 clients.
+serving() {
+    local run=$work/served code server
+    has starlette uvicorn || return $NOT_DONE
+    DISTGPT_AMX=1 into serving 60 "$py" -m distgpt train --preset gpt2 --dtype bfloat16 "${corpus[@]}" --batch-size 4 \
+        --steps 1 --out "$run" "${narrow[@]}" || return
+    DISTGPT_AMX=1 "$py" -m distgpt serve --weights "$run/weights.safetensors" --dtype bfloat16 --port 8766 --log quiet \
+        >"$out/server.txt" 2>&1 </dev/null &
+    server=$!
+    into serving 70 "$py" benchmarks/serving.py 8766 ${REHEARSAL:+4}
+    code=$?
+    kill -TERM $server && wait $server
+    grep -aE '^first token|clients,' "$out/serving.txt"
+    return $code
+}
 sums() {
-    local n code=0 most=512M
-    if [ -n "${REHEARSAL:-}" ]; then most=64K; fi
+    local n code=0 sizes=43M,496M
+    if [ -n "${REHEARSAL:-}" ]; then sizes=64K,256K; fi
     has mpirun mpi4py || return $NOT_DONE
     for n in $(powers "$cores" | tail -n +2); do
-        into sums 20 "$py" -m distgpt bench allreduce --ranks "$n" --seconds 8 --max-bytes $most --out "$out/sums" || code=$?
+        into sums 20 "$py" -m distgpt bench allreduce --ranks "$n" --seconds 10 --sizes $sizes --out "$out/sums" || code=$?
     done
     return $code
 }
 small() {
     # shellcheck disable=SC2046
-    DISTGPT_AMX=1 into small 60 "$py" benchmarks/training_ways.py node --only "fast bfloat16" "fast float32" \
-        "tiny bfloat16" "tiny float32" --threads $(powers "$cores") --out "$out/small.json" "${quick[@]}"
+    node small 1 $(powers "$cores" | sort -rn) -- --only "fast bfloat16" "tiny bfloat16" "fast float32" "tiny float32"
     local code=$?
     grep '^{' "$out/small.txt"
+    return $code
+}
+# What Python costs in a step needs no cores to be true, and is told beside the steps above.
+python_cost() {
+    local few=()
+    if [ -n "${REHEARSAL:-}" ]; then few=(--presets tiny --threads 1 2 --steps 2); fi
+    DISTGPT_AMX=1 into python_cost 100 "$py" benchmarks/python_cost.py --out "$out/python_cost.json" "${few[@]}"
+    local code=$?
+    tail -12 "$out/python_cost.txt"
     return $code
 }
 
@@ -378,10 +459,10 @@ ways() {
 torch() {
     has torch || return $NOT_DONE
     if [ "$block" = N ]; then
-        local size=(--preset gpt2 --seq-len 512 --batch-size "$cores" --steps 4)
-        if [ -n "${REHEARSAL:-}" ]; then size=(--preset S --steps 2); fi
-        DISTGPT_AMX=1 into torch 160 "$py" benchmarks/train_beside_torch.py --tokenizer byte --dtype bfloat16 --rounds 1 \
-            --peer-mode best --out "$out/torch" "${size[@]}"
+        into torch 170 "$py" benchmarks/torch_ways.py --threads "$cores" --out "$out/torch.json" "${quick[@]}"
+        local code=$?
+        grep '^{' "$out/torch.txt"
+        return $code
     else
         measured torch 130 'GPT-2 bfloat16'
     fi
@@ -419,11 +500,11 @@ large() {
 }
 # From the command to the end of three steps: with cubins and choices from before, and with nothing.
 startup() {
-    local how
-    for how in warm warm cold; do
-        if [ $how = cold ]; then local -x XDG_CACHE_HOME=$work/empty; fi  # of this part alone
+    local start
+    for start in warm-1 warm-2 cold; do
+        if [ $start = cold ]; then local -x XDG_CACHE_HOME=$work/empty; fi  # of this part alone
         into startup 45 bash -c 'time "$@"' - "${dist[@]}" train --stage cuda --preset gpt-mini --dtype bfloat16 --steps 3 \
-            --out "$work/start-$how-$SECONDS" "${small[@]}"
+            --out "$work/start-$start" "${small[@]}"
     done
     grep -E '^(real|\[exit)' "$out/startup.txt"
 }

@@ -24,7 +24,7 @@ from typing import Any
 
 from record import distgpt, held_out, metrics, save
 
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import DTYPES
 from distgpt.core.config.presets import PRESETS
 

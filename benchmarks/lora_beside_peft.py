@@ -17,7 +17,7 @@ import click
 from peer_process import PEERS
 
 import distgpt
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config.presets import preset
 from distgpt.jobs.processes import run
 from distgpt.measure.jobs import answer, unsteered

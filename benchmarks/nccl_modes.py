@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distgpt.cli import main as distgpt
-from distgpt.core.comm.launched import launched_rank
 from distgpt.gpu.transport import SHARED_GPU
+from distgpt.launch.launched import launched_rank
 
 TRAIN = shlex.split(
     "train --stage mpi-cuda --preset gpt-mini --data corpus --tokenizer byte --n-layer 3 --dtype bfloat16"

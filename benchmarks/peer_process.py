@@ -43,10 +43,11 @@ EAGER, BEST = "eager", "best"
 
 
 def ask_peer(
-    python: str, command: str, request: Mapping[str, Any], program: str = "peer_torch"
+    python: str, command: str, request: Mapping[str, Any], program: str = "peer_torch", ranks: int = 1
 ) -> dict[str, Any]:
-    """Return the JSON object that a command of a peer's program prints."""
-    words = [python, PEERS / f"{program}.py", command, json.dumps(request)]
+    """Return the JSON object that a command of a peer's program prints. Several ranks are torchrun's."""
+    several = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    words = [python, *several, PEERS / f"{program}.py", command, json.dumps(request)]
     return answer(run(words, env=unsteered()), f"{program}'s {command}")
 
 

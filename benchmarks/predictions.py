@@ -27,6 +27,7 @@ from alphabeta import AlphaBeta, Network, OverNetwork, fit
 
 from distgpt.core.comm.api import CHUNK_BYTES
 from distgpt.core.model.model import flag_count
+from distgpt.measure.bench.allreduce import SHARED
 from distgpt.measure.bench.results import Row
 from distgpt.parallel.choose import ONE_CALL
 from distgpt.parallel.overlapped import BUCKET
@@ -40,8 +41,10 @@ Exchange = Callable[[int, float], float]  # seconds of an Allreduce among this m
 Sum = Callable[[float], float]  # seconds of an Allreduce of this many bytes
 
 
-def summed_by(grad_sync: str) -> str:
-    """Return the algorithm that comes nearest to what a run does."""
+def summed_by(grad_sync: str, summed: str | None = None) -> str:
+    """Return the algorithm nearest to what a run does. `summed`: what its summary tells of that."""
+    if summed == SHARED:
+        return SHARED
     return grad_sync if grad_sync in ONE_CALL else "allreduce"
 
 
@@ -108,8 +111,14 @@ def by_exchange(
     """The step by each way to exchange gradients."""
     rows = job.batch / ranks if mode == "strong" else job.batch
     itemsize = 8 if dtype == "float64" else 4
-    how = partial(model.seconds, ranks), partial(model.in_parts, ranks)
-    return steps_by_exchange(job.per_row * rows, job.fixed, ranks, job.gradient_bytes, itemsize, *how)
+    is_by_host = isinstance(model, OverNetwork) and ranks > 1 < model.ranks_per_node
+    steps = partial(steps_by_exchange, job.per_row * rows, job.fixed, ranks, job.gradient_bytes, itemsize)
+    summed, by_host = partial(model.seconds, ranks), partial(model.in_parts, ranks)
+    flat = partial(model.flat_in_parts, ranks) if isinstance(model, OverNetwork) else by_host
+    found = steps(summed, flat)
+    if is_by_host:
+        found["hierarchical, bfloat16"] = steps(summed, by_host)["bfloat16"]
+    return found
 
 
 def steps_by_exchange(
@@ -166,9 +175,11 @@ def takes_over(mode: str, job: Job, exchange: Exchange) -> int | None:
 
 def fitted(summed: dict[str, Any], grad_sync: str) -> AlphaBeta:
     """The α–β model of the algorithm that the runs sum gradients with."""
-    grad_sync = summed_by(grad_sync)
+    measured = {row["algorithm"] for row in summed["rows"]}
+    grad_sync = summed_by(grad_sync, SHARED if measured == {SHARED} else None)
     table = [(row["bytes"], row["seconds"]) for row in summed["rows"] if row["algorithm"] == grad_sync]
     form = "ring" if "Open MPI" in summed["library"] else "scatter-gather"
+    form = "memory" if grad_sync == SHARED else form
     return fit(table, summed["ranks"], form, CHUNK_BYTES if grad_sync == "chunked" else None)
 
 

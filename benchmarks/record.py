@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.errors import DistgptError, print_lines
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.cpu.dtypes import VARIABLE
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.saved.rundir import RunDirectory

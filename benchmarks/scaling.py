@@ -27,7 +27,7 @@ from distgpt.commands.bench import result_options, to_options
 from distgpt.commands.options import FiniteRange, settings
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import asked_for, resolve
 from distgpt.jobs.launchers import find_launcher
@@ -159,14 +159,15 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
         gradient = alone["parameters"] * (8 if run.train.dtype == "float64" else 4)
         job = Job(batch, run.model.seq_len, gradient, *affine(points))
         shared = {n: crowded(n, threads, fullest, cores) for n in ranks}
-        measured = []
+        measured, sums_by = [], {}
         for mode in options.modes:
             for n in ranks:
-                step = summary(n, batch if mode == "strong" else batch * n)["step_s_median"]
+                ended = summary(n, batch if mode == "strong" else batch * n)
+                step, sums_by[n] = ended["step_s_median"], ended["allreduce"]
                 measured.append(compared(mode, n, step, job, alone["step_s_median"], shared[n]))
         among = max((n for n in ranks if n > 1 and not shared[n]), default=2)
         say(f"sums over {count(among, 'rank')} by size")
-        summed = sums(options, among, gradient, run.train.grad_sync)
+        summed = sums(options, among, gradient, summed_by(run.train.grad_sync, sums_by.get(among)))
     found = {
         "stage": "mpi",
         "threads": threads,
@@ -197,11 +198,11 @@ def crowded(ranks: int, threads: int, fullest: int, cores: int) -> bool:
     return min(ranks, fullest) * threads > cores
 
 
-def sums(options: ScalingOptions, ranks: int, gradient: int, grad_sync: str) -> Row:
+def sums(options: ScalingOptions, ranks: int, gradient: int, algorithm: str) -> Row:
     """Sums by size, most densely around the gradient's: it comes first, so it is always measured."""
     near = [gradient // parts // 4 * 4 for parts in (1, 2, 4, 8)]
     sizes = [gradient, *(n for n in SIZES if n < min(near)), *reversed(near[1:])]
-    return _allreduce(options, ranks, sizes, summed_by(grad_sync))
+    return _allreduce(options, ranks, sizes, algorithm)
 
 
 def _allreduce(

@@ -47,8 +47,8 @@ PREDICTED: tuple[Column, ...] = (
 
 
 BY_EXCHANGE = (
-    "By --grad-sync, --gradient-dtype and --outer-every, at best: what overlaps costs nothing, and ranks of a"
-    " host have links of their own. Local steps learn otherwise than steps together."
+    "By --grad-sync, --gradient-dtype and --outer-every, at best: what overlaps costs nothing. Ranks of a"
+    " host share its memory and its port. Local steps learn otherwise than steps together."
 )
 
 

@@ -1,13 +1,15 @@
 """How long clients of a running `distgpt serve` wait: python benchmarks/serving.py PORT [PROMPT_TOKENS].
 
-First the time to the first token of a prompt, alone and while eight other streams run; then requests a
-second of clients that each keep one connection busy. Start the server with --log quiet.
+Waits for a server that has just been started. First the time to the first token of a prompt, alone and
+while eight other streams run; then requests a second of clients that each keep one connection busy. Start
+the server with --log quiet.
 """
 
 import contextlib
 import http.client
 import json
 import random
+import socket
 import statistics
 import sys
 import threading
@@ -35,6 +37,17 @@ class Clients:
         response = connection.getresponse()
         assert response.status == 200, response.read()
         return response
+
+    def wait(self):
+        """Return once the server answers; OSError after a minute."""
+        until = time.monotonic() + 60
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
 
     def connect(self):
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
@@ -96,6 +109,7 @@ def _drink(response):
 
 def main():
     clients, size = Clients(int(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else 64
+    clients.wait()
     clients.first_tokens(size)  # warm
     for who, found in (("alone", clients.first_tokens(size)), ("beside 8", clients.beside_streams(size))):
         print(f"first token, {size} tokens, {who}: {statistics.median(found):.3f} s, best {min(found):.3f}")

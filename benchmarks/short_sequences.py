@@ -19,9 +19,6 @@ from numpy.typing import ArrayLike
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.jit import inline, jit
-from distgpt.core.cpu.decoding.decode import kind_of, norm_row
-from distgpt.core.cpu.decoding.operands import UNIT
-from distgpt.core.cpu.decoding.weights import packed_weights
 from distgpt.core.cpu.fused.activations import gelu_row, relu_row, swiglu_row
 from distgpt.core.cpu.fused.attention import rotate
 from distgpt.core.cpu.fused.softmax import softmax
@@ -30,8 +27,10 @@ from distgpt.core.cpu.matmul.assembled import tile
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS, LANES, ROWS, aligned
 from distgpt.core.model.model import Model
-from distgpt.core.model.packing import angles_of
 from distgpt.core.ops.api import Array
+from distgpt.decoding.loops.decode import kind_of, norm_row
+from distgpt.decoding.loops.operands import UNIT
+from distgpt.decoding.loops.weights import packed_weights
 
 BLOCK = 2 * LANES  # sequences; attention computes all of them, also where there are fewer
 STRIP = 2 * ROWS  # rows that go through a norm and the layers behind it
@@ -72,7 +71,7 @@ class ShortSequences:
     def begin(self, tokens: Array, lengths: Array) -> None:
         """Prepare for `sum` over these sequences, with the weights as they are now."""
         model = self._model
-        packed = packed_weights(model.config, model.params, angles_of(model.positions))
+        packed = packed_weights(model.config, model.params, model.positions.angles)
         self._weights = packed._replace(embedding=model.params["wte"])  # row by row
         self._tokens, self._lengths, self._starts = tokens, lengths, np.cumsum(lengths) - lengths
 

@@ -21,7 +21,6 @@ from distgpt.core.config import RunConfig
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
-from distgpt.parallel.choose import Chosen
 
 AHEAD = 0.02  # seconds, in which all ranks hear when they begin
 WIDTH = 64  # of models of one layer, whose vocabulary makes up the parameters
@@ -40,9 +39,7 @@ def measured(stage: Stage, parameters: int, ways: dict[str, Any], rounds: int) -
     """All ways in turn, round by round, after one of each that warms up. Collective."""
     model = {**MODEL, "vocab_size": parameters // WIDTH}
     base = RunConfig().with_values({**model, "batch_size": stage.comm.size})
-    steps = {
-        way: make_steps(base.with_values(how), stage, Chosen, lambda line: None) for way, how in ways.items()
-    }
+    steps = {way: make_steps(base.with_values(how), stage, lambda line: None) for way, how in ways.items()}
     seconds = [
         {way: slowest(stage.comm, exchanged(step, number)) for way, step in steps.items()}
         for number in range(rounds + 1)

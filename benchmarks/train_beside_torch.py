@@ -20,7 +20,7 @@ from record import end_with_errors
 
 from distgpt.commands import bench
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.measure.bench import train as own
 from distgpt.measure.bench.results import Row, say

@@ -20,8 +20,12 @@ from typing import Any, NamedTuple
 
 from distgpt.core.config import ON_GPU, STAGES, GpuConfig, RunConfig
 from distgpt.core.config.presets import preset
+from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.stages import Stage, open_stage
-from distgpt.gpu.stage import on_gpu
+from distgpt.core.model.model import Architecture
+from distgpt.counts import operations
+from distgpt.doctor.speed import measure_peaks
+from distgpt.gpu.stage import GpuStage
 from distgpt.recipes.within import measured_speed
 
 
@@ -32,7 +36,8 @@ class Way(NamedTuple):
 
 
 GPT2 = {"vocab_size": 50257, "batch_size": 64, "grad_accum": 1, "recompute": "none", "dtype": "bfloat16"}
-ON_NODE = {"vocab_size": 50257, "grad_accum": 1, "seq_len": 512}
+# The same batch on every number of cores: what one of them takes longer for is not the update alone.
+ON_NODE = {"vocab_size": 50257, "grad_accum": 1, "seq_len": 512, "batch_size": 16}
 BYTES = {"vocab_size": 256, "grad_accum": 1}
 GPU = {
     "bfloat16": Way("gpt2", GPT2),
@@ -57,25 +62,38 @@ NODE = {
     "tiny float32": Way("tiny", BYTES | {"dtype": "float32"}),
 }
 WAYS = {"gpu": GPU, "node": NODE}
-# Wide enough that nothing is refused, and the same for all: heads of k and v of 0 mean those of q.
-TOY = {"n_layer": 1, "n_head": 2, "n_kv_head": 0, "head_dim": 0, "n_embd": 32, "mlp_width": 0}
-TOY |= {"seq_len": 16, "batch_size": 2, "vocab_size": 64}
-
-
-def run_of(way: Way, args: Any, cores: int) -> RunConfig:
-    """On a node a sequence for each core: one step takes about as long on 1 as on 16."""
-    changes = dict(way.changes)
-    if way.preset == "gpt2" and "batch_size" not in changes:
-        changes["batch_size"] = max(cores, 2)
-    return preset(way.preset, changes | (TOY if args.quick else {}))
+# Wide enough that nothing is refused and that whole tiles are compiled, as for the real sizes; the same for
+# all: heads of k and v of 0 mean those of q.
+TOY = {"n_layer": 1, "n_head": 2, "n_kv_head": 0, "head_dim": 0, "n_embd": 128, "mlp_width": 0}
+TOY |= {"seq_len": 16, "batch_size": 4, "vocab_size": 64}
 
 
 def measured(stage: Stage, way: Way, args: Any) -> dict[str, Any]:
-    gpu = on_gpu(stage)
+    gpu = stage if isinstance(stage, GpuStage) else None
     on = replace(gpu, gpu=replace(gpu.gpu, float8=way.float8)) if gpu else stage
-    cores = stage.threads * stage.comm.size
-    tokens_per_s, _ = measured_speed(on, run_of(way, args, cores))
-    return {"tokens_per_s": round(tokens_per_s, 1)}
+    run = preset(way.preset, way.changes | (TOY if args.quick else {}))
+    tokens_per_s, _ = measured_speed(on, run, args.warm_up)
+    return with_flops({"tokens_per_s": round(tokens_per_s, 1)}, run)
+
+
+def with_flops(row: dict[str, Any], run: RunConfig) -> dict[str, Any]:
+    counted = operations(Architecture(run.model))
+    row["gflops"] = round(row["tokens_per_s"] * (counted.forward + counted.backward) / 1e9, 1)
+    return row
+
+
+def peaks(stage: Stage) -> dict[str, Any]:
+    """GFLOP/s in square matmuls of these threads, and GB/s of their memory."""
+    kernels = [CpuKernels("float32", stage.threads), Bfloat16Kernels(stage.threads)]
+    float32, bfloat16 = (measure_peaks(each, 1.0) for each in kernels)
+    rates = {"float32": round(float32.gflops, 1), "bfloat16": round(bfloat16.gflops, 1)}
+    return {
+        "row": "peaks",
+        "threads": stage.threads,
+        "ranks": 1,
+        **rates,
+        "gb_per_s": round(float32.gbytes_per_s, 1),
+    }
 
 
 def main() -> int:
@@ -86,6 +104,8 @@ def main() -> int:
     parser.add_argument("--threads", nargs="+", type=int, default=[0], help="of a rank; each in turn")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON of all rows")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed")
+    parser.add_argument("--peaks", action="store_true", help="of matmuls and memory of these threads, too")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     every, rows = WAYS[args.what], []
@@ -94,6 +114,9 @@ def main() -> int:
     for threads in args.threads:
         name = args.stage or {"gpu": "cuda", "node": "serial"}[args.what]
         stage = open_stage(name, threads or None, GpuConfig() if name in ON_GPU else None)
+        if args.peaks:
+            rows.append(peaks(stage))
+            print(json.dumps(rows[-1]), flush=True)
         for turn in range(args.turns):
             for way in args.only or every:
                 began = time.monotonic()

@@ -20,7 +20,7 @@ import numpy as np
 from peer_process import PEERS
 from record import arguments, end_with_errors, save
 
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import Bfloat16Kernels

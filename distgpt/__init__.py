@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ if sys.platform == "win32":
     raise ImportError(_REFUSED)
 
 hand_in(TABLES)  # the core names no component: here it is told where they lie
+if os.environ.get("DISTGPT_CACHE"):  # before any of the libraries is imported
+    from distgpt.moved_caches import move
+
+    move()
 
 if TYPE_CHECKING:
     from distgpt.api import init, load, train

@@ -19,8 +19,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.base.tables import part
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.launched import leave
-from distgpt.core.comm.leaving import watch_exit
+from distgpt.core.comm.job import this_job
 from distgpt.core.config import AUTO_DTYPE, DEFAULT_TEMPERATURE, ModelConfig, RunConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.config.presets import preset
@@ -32,11 +31,10 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, save_model
 from distgpt.core.saved.opening import ALONE, BESIDE, open_model, random_model
 from distgpt.core.train.loop import train as train_run
-from distgpt.core.train.plan import make_plan, without_recipes
+from distgpt.core.train.plan import follow_recipes, make_plan
 from distgpt.core.train.resume import leave_finished
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.setup import open_run
-from distgpt.core.train.sharing import Strategy
 
 if TYPE_CHECKING:
     from distgpt.evaluation.trace import Trace
@@ -59,7 +57,7 @@ def _end_job(error: BaseException) -> None:
     """Report the error and end the job, unless all ranks raise it. Then this does not return."""
     comm = connected[-1] if connected else None
     if comm is not None and comm.size > 1 and not getattr(error, "shared", False):
-        leave(error, comm)
+        this_job().leave(error, comm)
 
 
 def _open(stage: str, threads: int | None = None) -> Stage:
@@ -72,7 +70,7 @@ def _open(stage: str, threads: int | None = None) -> Stage:
 
     if opened.comm.size > 1:
         sys.excepthook = uncaught
-        watch_exit(opened.comm)
+        this_job().watch_exit(opened.comm)
     return opened
 
 
@@ -152,9 +150,7 @@ def train(
     """
     ready, told = _open(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
-    asked = part("recipes", without_recipes)(
-        asked_for(settings, preset, toml, directory, resume), ready, told.noted
-    )
+    asked = follow_recipes(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
     plan = make_plan(ready, asked, told.noted)
     if plan.is_finished:
         leave_finished(ready.comm, plan.directory, plan.config.train, plan.state.seconds, told.noted)
@@ -163,7 +159,7 @@ def train(
         return Trained(GPT(model, description, ready.comm), [], plan.directory.path)
     try:
         seams = part("seams", plain_seams)(plan.config.train)
-        run = open_run(plan, ready, part("strategy", Strategy), told, seams)
+        run = open_run(plan, ready, told, seams)
         train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
@@ -236,7 +232,7 @@ class GPT:
         ids, shape = self._checked(tokens)
         work, k = self._pass(ids, training=False), self._model.kernels
         out = k.zeros(ids.size, self.config.padded_vocab)
-        k.precisely(lambda: work.scores(out, work.hidden(self._flat(ids))))
+        k.precisely(lambda: work.logits(out, work.hidden(self._flat(ids))))
         return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
 
     def trace(self, tokens: ArrayLike) -> Trace:
@@ -300,7 +296,7 @@ class GPT:
         on_root(self._comm, lambda: save_model(Path(path), self._model, self._description))
 
     def _refuse_a_part(self) -> None:
-        if self._model.part is not None:
+        if self._model.master_part is not None:
             raise UsageError(
                 "each rank has its part of the weights in full precision (grad_sync sharded, dtype bfloat16):"
                 " load the weights file of the run"

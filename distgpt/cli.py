@@ -19,18 +19,21 @@ from distgpt.core.base import interrupts
 from distgpt.core.base.errors import UsageError, one_line
 from distgpt.core.base.tables import lacks_component
 from distgpt.core.base.version import __version__
-from distgpt.core.comm.joining import complain
-from distgpt.core.comm.launched import described, ignore_further, launched_as, launched_rank, leave
+from distgpt.core.comm.job import described, this_job
 from distgpt.core.config import nearest
 from distgpt.core.cpu.stages import connected
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
-    *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate", "slurm"),
-    *("runs", "plot", "sweep", "compare-stages", "profile", "bench", "doctor", "compile", "help"),
+    *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate"),
+    *("submit", "slurm", "supervise", "runs", "plot", "compare", "replay", "sweep", "compare-stages"),
+    *("profile", "bench", "doctor", "compile", "bundle", "help"),
 )
 # Those that a launcher may start as several processes.
-TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor")
+TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor", "replay")
+
+# Which a slim installation may lack (bundling/); those that every run needs are not among them.
+LIBRARIES = ("jinja2", "matplotlib", "packaging", "rich", "tokenizers")
 
 COMPLETE = "_DISTGPT_COMPLETE"  # set by the shell's completion
 _SPELLED = "distgpt.spelled"
@@ -79,8 +82,8 @@ def cli(context: click.Context) -> None:
       distgpt infer --prompt "The harbour"            generate text
     """
     name = context.invoked_subcommand
-    if name not in TOGETHER and launched_as() > 1:
-        raise UsageError(f"distgpt {name} is for one process, and was launched as {launched_as()}")
+    if name not in TOGETHER and (size := this_job().size) > 1:
+        raise UsageError(f"distgpt {name} is for one process, and was launched as {size}")
 
 
 def _show(error: click.ClickException) -> None:
@@ -113,7 +116,7 @@ def main() -> None:
         print(end="", flush=True)
         code = 0
         if connected and connected[-1].rank:
-            ignore_further()  # rank 0 alone has more to do, and ends all if it is interrupted
+            interrupts.ignore_further()  # rank 0 alone has more to do, and ends all if it is interrupted
     except click.exceptions.Exit as done:  # --help, --version, completion
         code = done.exit_code
     except BaseException as error:
@@ -124,16 +127,20 @@ def main() -> None:
 def _leave(error: BaseException) -> int:
     """Report the error, to the other ranks too where this one has not joined them. Return the exit code."""
     comm = connected[-1] if connected else None
-    if isinstance(error, ModuleNotFoundError) and lacks_component(error):
-        error = UsageError(f"this needs {error.name}, which is not installed here")
+    job = this_job()
+    if isinstance(error, ModuleNotFoundError):
+        if lacks_component(error):
+            error = UsageError(f"this needs {error.name}, which is not installed here")
+        elif (library := (error.name or "").partition(".")[0]) in LIBRARIES:
+            error = UsageError(f"this needs {library}, which is not installed here: pip install {library}")
     if isinstance(error, click.ClickException):
         code, text = UsageError.exit_code, error.format_message()
-        if launched_rank() == 0:
+        if job.rank == 0:
             _show(error)
     else:
-        code, text = leave(error, comm), described(error)
+        code, text = job.leave(error, comm), described(error)
     # Of another command nobody is to be met: a shell that srun started may type it alone.
-    expected = launched_as() > 1 and sys.argv[1:2] != [] and sys.argv[1] in TOGETHER
-    if comm is None and expected and not isinstance(error, KeyboardInterrupt):
-        return complain(text, code)
+    is_met = sys.argv[1:2] != [] and sys.argv[1] in TOGETHER
+    if comm is None and is_met and not isinstance(error, KeyboardInterrupt):
+        return job.complain(text, code)
     return code

@@ -5,6 +5,12 @@ Nothing registers itself, and only what is asked for is imported.
 
 from __future__ import annotations
 
+# How the names of files end that are no texts; each of them is refused with advice.
+NO_TEXTS = (
+    ".tar .tgz .zip .7z .zst .xz .bz2 .docx .odt .epub .rtf .doc .pdf .json"
+    " .npy .npz .safetensors .bin .pt .pth .gguf .png .jpg .jpeg"
+)
+
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
 TABLES: dict[str, dict[str, str]] = {
@@ -13,6 +19,7 @@ TABLES: dict[str, dict[str, str]] = {
         "balance": "distgpt.parallel.balance:make",
         "bigrams": "distgpt.recipes.bigrams:PAIRS",
         "chats": "distgpt.texts.chats.examples:CHATS",
+        "exchange": "distgpt.parallel.choose:Chosen",
         "guards": "distgpt.guards.attach:guarded",
         "hellaswag": "distgpt.evaluation.benchmark:HellaSwag",
         "hierarchical": "distgpt.parallel.reductions:make",
@@ -21,26 +28,48 @@ TABLES: dict[str, dict[str, str]] = {
         "lora": "distgpt.adapters.adapter_kind:ADAPTERS",
         "overlapped": "distgpt.parallel.overlapped:make",
         "packing": "distgpt.texts.packing:PACKED",
+        "profile": "distgpt.measure.profile.session:Session",
         "recheck": "distgpt.guards.recheck:Recheck",
         "reproducible": "distgpt.parallel.reproducible:make",
+        "retention": "distgpt.guards.retention:Retention",
         "rollback": "distgpt.guards.bad_steps:BadSteps",
         "sharded": "distgpt.parallel.sharded:make",
+        "structured log": "distgpt.fleet.structured:as_json",
         "trial": "distgpt.parallel.trial:make",
         "within": "distgpt.guards.timed:timed_clock",
     },
+    # By the value of --system (jobs/batch/script.py).
+    "batch systems": {
+        "slurm": "distgpt.jobs.batch.slurm:SLURM",
+        "pbs": "distgpt.jobs.batch.pbs:PBS",
+        "sge": "distgpt.jobs.batch.gridengine:GRID_ENGINE",
+        "lsf": "distgpt.jobs.batch.lsf:LSF",
+        "flux": "distgpt.jobs.batch.flux:FLUX",
+    },
     # Parts of a run that the core has plain ones of (core/base/tables.py).
     "parts": {
-        "recipes": "distgpt.recipes.recipes:followed",
+        "grants": "distgpt.launch.batch:GRANTS",
+        "job": "distgpt.launch.job:LAUNCHED",
+        "kept": "distgpt.proofs.kept:note",
+        "record": "distgpt.recorded.record:record",
+        "layout": "distgpt.layout.bind:PLACED",
+        "one prompt": "distgpt.generation.averaged:averaged",
+        "remedy": "distgpt.texts.unreadable:remedy",
         "seams": "distgpt.guards.attach:guarded",
-        "strategy": "distgpt.parallel.choose:Chosen",
+        "slots": "distgpt.decoding.choose:fastest",
     },
-    # By how the names of their environment variables begin (core/comm/batch.py).
-    "batch systems": {
-        "SLURM_": "distgpt.jobs.systems:SLURM",
-        "PBS_": "distgpt.jobs.systems:PBS",
-        "LSB_": "distgpt.jobs.systems:LSF",
-        "SGE_": "distgpt.jobs.systems:GRID_ENGINE",
-    },
+    # By their words (core/train/plan.py). All have one row, which says in which order they follow.
+    "recipes": dict.fromkeys(
+        ("decay_from", "within", "depth", "deterministic", "chats"), "distgpt.recipes.recipes:followed"
+    ),
+    # By a component's name, which settings give: how ranks share a step (core/train/sharing.py).
+    "strategies": dict.fromkeys(
+        (
+            *("balance", "exchange", "hierarchical", "in parts", "local steps"),
+            *("overlapped", "reproducible", "several ranks", "sharded", "trial"),
+        ),
+        "distgpt.parallel.choose:Chosen",
+    ),
     # By name (core/cpu/stages.py).
     "stages": {"cuda": "distgpt.gpu.stage:GPU", "mpi-cuda": "distgpt.gpu.stage:GPU"},
     # By dtype: kernels of the stages on CPUs (core/cpu/stages.py).
@@ -68,14 +97,24 @@ TABLES: dict[str, dict[str, str]] = {
     "cuda": {"float8": "experimental/float8.cu"},
     "steps": {"bfmmla": "distgpt.experimental.arm64.mmla:STEPS"},
     # By what shows or records a run (core/train/lines.py).
-    "listeners": {"live": "distgpt.show.display:Live", "tensorboard": "distgpt.show.display:TensorBoard"},
+    "listeners": {
+        "group": "distgpt.fleet.group:Group",
+        "json": "distgpt.fleet.structured:JsonLines",
+        "live": "distgpt.show.display:Live",
+        "port": "distgpt.fleet.port:Port",
+        "tensorboard": "distgpt.show.display:TensorBoard",
+        "textfile": "distgpt.fleet.textfile:Textfile",
+    },
     # By their name in summary.json (core/train/summary.py).
-    "summary": {"environment": "distgpt.doctor.facts:environment"},
-    # By whose errors they are (core/comm/launched.py).
+    "summary": {
+        "environment": "distgpt.doctor.facts:of_run",
+        "energy": "distgpt.energy.guard:of_run",
+    },
+    # By whose errors they are (launch/leaving.py).
     "libraries": {"nccl": "distgpt.gpu.failures:NCCL"},
-    # By what a name of weights begins with, before a colon (core/saved/named.py).
+    # By what a name of weights begins with, before a colon (core/saved/weights.py).
     "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
-    # By the setting init_weights (core/train/restore.py).
+    # By the setting init_weights (core/train/setup.py).
     "first weights": {"bigrams": "distgpt.recipes.bigrams:PAIRS"},
     # By a component's name, which settings give (core/train/plan.py).
     "checks": {
@@ -94,26 +133,29 @@ TABLES: dict[str, dict[str, str]] = {
         "sharded": "distgpt.parallel.sharded:make",
     },
     # Guards of every run, by any name, beside those that settings ask for (guards/attach.py).
-    "guards": {},
+    "guards": {"energy": "distgpt.energy.guard:guard"},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
     "loops": {
         "adapters": "adapters/loops",
+        "decoding": "decoding/loops",
+        "parallel": "parallel/loops",
+        "recorded": "recorded/loops",
         "rounded": "rounded/loops",
         "processors": "processors",
         "arm64": "experimental/arm64",
     },
     # By the kind that settings give (core/train/seams.py).
     "models": {"lora": "distgpt.adapters.adapter_kind:ADAPTERS"},
-    # By the dtype that weights are rounded to (core/saved/kinds.py).
+    # By the dtype that weights are rounded to (core/saved/weights.py).
     "rounded": {"int8": "distgpt.rounded.rounded:INT8", "int4": "distgpt.rounded.rounded:INT4"},
-    # By the format of weights files that hold a part of a model (core/saved/kinds.py).
+    # By the format of weights files that hold a part of a model (core/saved/weights.py).
     "part files": {"distgpt-adapter": "distgpt.adapters.adapter:FILES"},
-    # By the kind that a model's kernels want (core/generate/engine_setup.py).
-    "lanes": {"batched": "distgpt.generation.batched_lanes:BATCHED"},
     # By the kind of what a model is opened with beside its weights (core/saved/opening.py).
     "beside": {"adapters": "distgpt.adapters.beside:AdaptersBeside"},
     # By the kind in its saved form, and by what --tokenizer begins with (core/data/tokenizers.py).
     "tokenizers": {
+        "char": "distgpt.texts.tokenizers.collected:CHARACTERS",
+        "word": "distgpt.texts.tokenizers.collected:WORDS",
         "bpe": "distgpt.texts.tokenizers.learn:BPE",
         "gpt2": "distgpt.texts.tokenizers.foreign:GPT2",
         "hub": "distgpt.texts.tokenizers.foreign:HUB",
@@ -123,11 +165,14 @@ TABLES: dict[str, dict[str, str]] = {
     "extras": {"chat": "distgpt.texts.tokenizers.chat_template:checked_chat"},
     # By the setting that names its file (core/train/assessment.py).
     "metrics": {"hellaswag": "distgpt.evaluation.benchmark:HellaSwag"},
-    # By what a setting calls it, or how a file's name ends; "/" is a folder (core/data/loading.py).
+    # By what a setting calls it, how a file's name ends, or "/" and a file that lies in such folders; "/"
+    # alone is any other folder (core/data/loading.py).
     "texts": {
         "chats": "distgpt.texts.chats.examples:CHATS",
         "packing": "distgpt.texts.packing:PACKED",
+        "/manifest.json": "distgpt.texts.shards:SHARDS",
         **dict.fromkeys((".jsonl", ".parquet", ".gz", "/"), "distgpt.texts.prepare.tokenized:DOCUMENTS"),
+        **dict.fromkeys(NO_TEXTS.split(), "distgpt.texts.unreadable:NO_TEXT"),
     },
 }
 

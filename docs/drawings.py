@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.compiling.registers import AVX512_BF16
+from distgpt.core.cpu.compiling.processor import AVX512_BF16
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.layout.machine import Cpu, Machine
+from distgpt.layout.plan import blocks, recommended
 from distgpt.measure.profile.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -227,8 +231,8 @@ def passes() -> tuple[list[Call], list[Call | None], list[Call | None]]:
     config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=3, n_embd=12)
     kernels = Recorded()
     model = Model(Architecture(config), kernels)
-    work = Pass(model, 2, config.seq_len, training=True, recompute="none")
     model.train()
+    work = Pass(model, 2, config.seq_len, training=True, recompute="none")
     tokens = kernels.integers([0] * work.n_rows)
     kernels.calls.clear()
     work.loss_and_gradients(tokens, tokens, 1.0, False)
@@ -338,7 +342,58 @@ def tile() -> Drawing:
     return drawing
 
 
-DRAWINGS: dict[str, Callable[[], Drawing]] = {"folders": house, "step": step, "buffer": buffer, "tile": tile}
+# -- a node
+
+
+def node() -> Drawing:
+    """Draw where ranks and threads sit: two sockets of four NUMA regions each, 16 cores in a region."""
+    machine = two_sockets(regions=4, cores=16, cache=4)
+    advice = recommended(machine)
+    title = f"A node of {len(machine.cpus)} cores: {advice.ranks} ranks of {advice.threads} threads"
+    rank_of = {
+        seat: rank
+        for rank, block in enumerate(blocks(machine, advice.ranks))
+        for seat in block.seats[: advice.threads]
+    }
+    drawing = Drawing(900, 340, title)
+    for socket, of_socket in groupby(machine.cpus, lambda cpu: cpu.socket):
+        top = 10.0 + 162 * socket
+        drawing.box(10, top, 880, 154, "#ffffff")
+        drawing.text(20, top + 20, f"socket {socket}", 14, anchor="start", font_weight="600")
+        for column, (region, cpus) in enumerate(groupby(of_socket, lambda cpu: cpu.region)):
+            draw_region(drawing, 20 + column * 217, top + 30, region, list(cpus), rank_of)
+    return drawing
+
+
+def draw_region(
+    drawing: Drawing, x: float, y: float, region: int, cpus: Sequence[Cpu], rank_of: dict[int, int]
+) -> None:
+    """Draw a NUMA region: a square for each core, side by side those that share a cache, and its ranks."""
+    drawing.box(x, y, 210, 114, (TEAL, SAND, BLUE, ROSE)[region % 4])
+    drawing.text(x + 8, y + 18, f"NUMA region {region}, its own memory", 12, anchor="start")
+    for number, (_, cores) in enumerate(groupby(cpus, lambda cpu: cpu.cache)):
+        left, top = x + 8 + number % 2 * 98, y + 28 + number // 2 * 28
+        drawing.box(left, top, 92, 24, "#ffffff")
+        for i, cpu in enumerate(cores):
+            drawing.box(left + 5 + i * 21, top + 4, 16, 16, INK if cpu.number in rank_of else PLAIN)
+    for rank, seats in Counter(rank_of[cpu.number] for cpu in cpus if cpu.number in rank_of).items():
+        drawing.text(x + 8, y + 104, f"rank {rank}: {seats} threads", 12, anchor="start", font_weight="600")
+
+
+def two_sockets(regions: int, cores: int, cache: int) -> Machine:
+    """Describe a node by its NUMA regions in a socket, cores in a region, and cores that share a cache."""
+    count = 2 * regions * cores
+    cpus = (Cpu(i, i, i // cache * cache, i // cores, i // (regions * cores)) for i in range(count))
+    return Machine(tuple(cpus), frozenset(range(count)), {})
+
+
+DRAWINGS: dict[str, Callable[[], Drawing]] = {
+    "folders": house,
+    "step": step,
+    "buffer": buffer,
+    "tile": tile,
+    "node": node,
+}
 
 
 def main(names: Iterable[str]) -> None:

@@ -3,18 +3,22 @@
 import atexit
 import contextlib
 import functools
+import gc
 import importlib.util
 import inspect
 import io
 import json
+import linecache
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import forkserver
@@ -24,6 +28,7 @@ from distgpt.cli import main
 from distgpt.core.base.interrupts import ENDING
 from distgpt.core.cpu.dtypes import VARIABLE as AUTO_DTYPE
 from distgpt.core.cpu.first_use import COMPILING
+from distgpt.layout.bind import VARIABLE as BIND
 
 # What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -32,10 +37,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # What a run computes in by default must not depend on the processor that the tests run on.
 os.environ.setdefault(AUTO_DTYPE, "float32")
+# Tests run beside each other on the same cores, and some inside this process.
+os.environ.setdefault(BIND, "off")
 
 BIN = Path(sys.executable).parent
 SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]
-MPIRUN = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
+# Another MPI's, with options, where MPI4PY_LIBMPI names its library: make tests-openmpi.
+OTHER_MPI = shlex.split(os.environ.get("DISTGPT_TEST_MPIRUN", ""))
+MPIRUN = OTHER_MPI[0] if OTHER_MPI else shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
 HELPERS = Path(__file__).parent / "helpers"
 RANK = [sys.executable, "-I", "-S", str(HELPERS / "forkedrank.py")]
 # Programs whose ranks need no fresh interpreter.
@@ -57,7 +66,7 @@ SMALL = f"{_MODEL} --batch-size 8 --lr 1e-2 --warmup 2".split()
 
 
 def command(*args, ranks=0, program=SCRIPT):
-    launcher = [MPIRUN, "-n", str(ranks)] if ranks else []
+    launcher = [MPIRUN, *OTHER_MPI[1:], "-n", str(ranks)] if ranks else []
     return [*launcher, *program, *map(os.fsdecode, args)]
 
 
@@ -85,6 +94,7 @@ def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
     env = clean_environment(**(env or {}))
     if cold is None:
         cold = not (program is SCRIPT or (ranks and program[1] in FORKED))
+    cold = cold or bool(OTHER_MPI)  # with Open MPI loaded, what the fork server starts does not answer
     if not cold and sys.platform == "linux" and _server().suits(env):
         if not ranks:
             return forkserver.Forked(_server(), command(*args, program=program), env=env, **how)
@@ -242,6 +252,10 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _turn(item.get_closest_marker("xdist_group").args[0]))
 
 
+def pytest_collection_finish():
+    gc.freeze()  # what was imported stays: no later collection need look through it
+
+
 def _turn(group):
     return ["ranks", *LONG].index(group) if group in ("ranks", *LONG) else 1 + len(LONG)
 
@@ -257,6 +271,11 @@ def _starts_ranks(item):
 
 @functools.cache
 def _source(function):
-    with contextlib.suppress(OSError, TypeError):
-        return inspect.getsource(function)
-    return ""
+    """Give a function's text as far as it has code; inspect.getsource reads it token by token."""
+    code = inspect.unwrap(function).__code__
+    return "".join(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)])
+
+
+def _last_line(code):
+    inner = [_last_line(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return max([line for *_, line in code.co_lines() if line] + inner)

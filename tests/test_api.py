@@ -59,7 +59,7 @@ def test_logits_are_those_of_the_reference(model, batch):
         logits, plain = model.logits(tokens), reference(model, (b, t), training=False)
         assert logits.shape == (b, t, 13)
         expected = np.empty((tokens.size, model.config.padded_vocab))
-        plain.scores(expected, plain.hidden(np.ascontiguousarray(tokens.reshape(-1), np.int32)))
+        plain.logits(expected, plain.hidden(np.ascontiguousarray(tokens.reshape(-1), np.int32)))
         np.testing.assert_allclose(logits.reshape(-1, 13), expected[:, :13], rtol=0, atol=1e-12)
 
 
@@ -186,7 +186,7 @@ def test_impossible_generation_is_refused():
 
 def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path):
     model = distgpt.init(CONFIG, seed=3)
-    model._model.part = object()
+    model._model.master_part = object()
     for act in (model.parameters, lambda: model.save(tmp_path / "w.safetensors")):
         with pytest.raises(UsageError, match="load the weights file of the run"):
             act()

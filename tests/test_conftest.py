@@ -21,3 +21,9 @@ def test_what_takes_long_begins_first():
     assert _turn("ranks") < _turn(LONG[0]) < _turn(LONG[-1]) < _turn("test_conftest") == _turn("test_files")
     found = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
     assert set(LONG) <= found
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """Folders of tests are no packages, so that pytest would collect the first one alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

@@ -1,7 +1,6 @@
 """--dtype auto: which number format it is, that a run keeps it, and that one that is named stays."""
 
 import json
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,8 +14,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu import dtypes
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16
-from distgpt.core.cpu.matmul import gain
+from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import expected_dtype, open_stage
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.ops.low_precision import BITS
@@ -54,91 +52,52 @@ def free(monkeypatch):
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch, free):
-    """A machine that has measured nothing; the function makes its registers and its speeds."""
-    monkeypatch.setattr(gain.disk_cache, "folder", lambda: tmp_path)
-    monkeypatch.setattr(gain.disk_cache.site(), "files", {})
-    gain._kept.cache_clear()
-
-    def made(shape, ratio=None):
-        monkeypatch.setattr(gain, "shape", lambda: shape)
-        monkeypatch.setattr(processor, "shape", lambda: shape)
-        if ratio is not None:
-            monkeypatch.setattr(gain, "_measured", lambda *sample: json.dumps(ratio).encode())
-
-    yield made
-    gain._kept.cache_clear()
+def machine(monkeypatch, free):
+    """Make this a machine with these registers."""
+    return lambda shape: monkeypatch.setattr(processor, "shape", lambda: shape)
 
 
 def saved(path):
     return RunDirectory(path).saved().train.dtype
 
 
-def chosen(width=128, stage="serial", **settings):
-    return expected_dtype(stage, RunConfig().with_values({"n_embd": width, "n_head": 1, **settings}))
+def chosen(stage="serial", **settings):
+    return expected_dtype(stage, RunConfig().with_values(settings))
 
 
 def test_gpus_take_bfloat16_from_capability_8_on_and_the_oldest_decides(free):
-    run = RunConfig()
-    assert on_gpus((8, 0)).dtype_for_training(lambda: run).name == "bfloat16"
-    assert on_gpus((9, 0), (8, 6)).dtype_for_training(lambda: run).name == "bfloat16"
+    assert on_gpus((8, 0)).auto_dtype().name == "bfloat16"
+    assert on_gpus((9, 0), (8, 6)).auto_dtype().name == "bfloat16"
     for stage in (on_gpus((7, 5)), on_gpus((9, 0), (7, 5)), on_gpus((9, 0), tf32=True)):
-        found = stage.dtype_for_training(lambda: run)
+        found = stage.auto_dtype()
         assert found.name == "float32" and found.why
-        assert stage.dtype_for_generation(64, 1 << 40).name == "float32"
-    assert on_gpus((9, 0)).dtype_for_generation(64, 1000).name == "bfloat16"
-
-
-def test_processors_that_gain_nothing_are_not_measured(machine, monkeypatch):
-    def never(*sample):
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(gain, "_measured", never)
-    for shape in (AVX2, AVX512):
-        machine(shape)
-        assert chosen().name == chosen(768).name == "float32"
+        assert stage.auto_dtype(weights=1 << 40).name == "float32"
+    assert on_gpus((9, 0)).auto_dtype(weights=1000).name == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    "shape, ratio, name",
-    [(AVX512_BF16, 1.34, "bfloat16"), (NEON_BF16, 1.3, "float32"), (AMX, 3.0, "bfloat16")],
+    "shape, name",
+    [(AVX2, "float32"), (AVX512, "float32"), (AVX512_BF16, "bfloat16"), (AMX, "bfloat16")],
 )
-def test_the_others_take_it_where_it_gains_a_third(shape, ratio, name, machine):
-    machine(shape, ratio)
-    found = chosen()
-    assert found.name == name and f"{ratio:.1f}" in found.why
+def test_processors_take_it_whose_instructions_multiply_it_fast(shape, name, machine):
+    machine(shape)
+    assert chosen().name == name and chosen().why
     assert chosen(matmul="blas").name == "float32"
 
 
-def test_what_was_measured_is_kept_for_each_class_of_width(machine, tmp_path):
-    machine(AVX512_BF16, 2.0)
-    assert gain.gain(64) == gain.gain(128) == 2.0 and len(list(tmp_path.glob("*.json"))) == 1
-    machine(AVX512_BF16, 1.0)
-    gain._kept.cache_clear()  # as of another process
-    assert gain.gain(128) == 2.0 and gain.gain(256) == 1.0
-    for path in tmp_path.glob("*.json"):
-        path.write_bytes(b"damaged")
-    gain._kept.cache_clear()
-    assert gain.gain(128) == 1.0
-
-
-@pytest.mark.timing
-def test_it_is_measured_in_well_below_a_second_once_loops_are_compiled():
-    gain._measured(*gain.SAMPLES[255])
-    begun = time.perf_counter()
-    ratios = [float(gain._measured(*sample)) for sample in gain.SAMPLES.values()]
-    assert time.perf_counter() - begun < 2  # of a busy machine
-    assert all(0.05 < ratio < 20 for ratio in ratios)
+def test_no_processor_takes_it_on_which_it_was_never_timed(machine):
+    machine(NEON_BF16)
+    assert chosen().name == "float32" and "never timed" in chosen().why
 
 
 def test_long_reads_of_weights_decide_for_generation_on_cpus(machine):
     stage = open_stage("serial", 1)
     for shape, small, large in ((AVX2, "float32", "bfloat16"), (AVX512_BF16, "bfloat16", "bfloat16")):
-        machine(shape, 2.0)
-        assert stage.dtype_for_generation(768, 1 << 20).name == small
-        assert stage.dtype_for_generation(768, dtypes.READ_FROM_MEMORY // 4).name == large
+        machine(shape)
+        assert stage.auto_dtype(weights=1 << 20).name == small
+        assert stage.auto_dtype(weights=dtypes.READ_FROM_MEMORY // 4).name == large
     machine(replace(NEON_BF16, dot=False))
-    assert stage.dtype_for_generation(768, dtypes.READ_FROM_MEMORY).name == "float32"
+    assert stage.auto_dtype(weights=dtypes.READ_FROM_MEMORY).name == "float32"
 
 
 def test_the_variable_names_it_and_must_name_one(monkeypatch):
@@ -155,7 +114,7 @@ def test_a_run_says_what_it_takes_and_why_and_writes_it(tmp_path):
     dtype = saved(tmp_path / "run")
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv(dtypes.VARIABLE)
-        expected = chosen(16)
+        expected = chosen()
     assert dtype == expected.name and f"{dtype}: {expected.why}" in result.stdout
     assert "auto" not in {line.partition("dtype = ")[2].strip('"') for line in toml_lines(tmp_path / "run")}
 

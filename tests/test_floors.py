@@ -17,33 +17,41 @@ ORDER = (
     *(f"core.{name}" for name in TREE),
     *(
         "components",
+        "counts",
+        "moved_caches",
+        "launch",
+        "recorded",
+        "layout",
         "processors",
         "gpu",
+        "decoding",
         "rounded",
         "experimental",
         "adapters",
         "texts",
         "formats",
         "jobs",
+        "bundling",
         "doctor",
+        "fleet",
     ),
-    *("generation", "guards", "parallel", "recipes", "evaluation", "serving", "api", "show"),
-    *("measure", "sweep", "commands", "cli", "__main__"),
+    *("generation", "guards", "energy", "parallel", "recipes", "evaluation", "serving", "api", "show"),
+    *("measure", "proofs", "sweep", "supervise", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )
 # Folders and files inside a folder from the ground up; "" are those that are not named.
 INSIDE = {
     "core.cpu": (
-        *("first_use", "pool", "compiling", "matmul", "fused", "decoding"),
+        *("first_use", "pool", "compiling", "matmul", "teams", "fused"),
         *("kernels", "dtypes", "stages"),
     ),
-    "texts": ("tokenizers", "prepare", "packing", "chats"),
+    "texts": ("unreadable", "tokenizers", "shards", "prepare", "packing", "chats"),
     "formats": ("", "gguf"),
 }
 LONGEST = 50  # lines of a function
 LONGER = {
     "commands.bench:add",
-    "commands.slurm:slurm",
+    "commands.submit:_described",
     "commands.train:train",
     "core.train.setup:open_run",
     "texts.tokenizers.bpe_fast:fill_ids",
@@ -178,6 +186,15 @@ def test_what_must_not_know_each_other():
 def test_only_gpu_loads_cupy():
     for module, path in MODULES.items():
         assert room(module) == "gpu" or "cupy" not in {name.split(".")[0] for name in imports(path)}, module
+
+
+def test_only_what_is_for_gpus_imports_gpu_at_its_top():
+    """A command on CPUs runs where that component is not installed."""
+    for module, path in MODULES.items():
+        tops = (node.module or "" for node in parsed(path).body if isinstance(node, ast.ImportFrom))
+        assert room(module) in ("gpu", "experimental") or not any(
+            f"{top}.".startswith("distgpt.gpu.") for top in tops
+        ), module
 
 
 def test_only_serving_loads_a_web_server():

@@ -17,7 +17,7 @@ from distgpt.commands.help import HELP_ALL, similar, topics
 from distgpt.commands.options import OPTIONS
 from distgpt.core.base.files import bundled
 from distgpt.core.config import BATCH_IN_TOKENS, GROUPS, SETTINGS
-from distgpt.core.data.named import BUNDLED_TEXTS
+from distgpt.core.data.textfile import BUNDLED_TEXTS
 
 PACKAGE = Path(__file__).parents[1] / "distgpt"
 NEEDED = (
@@ -90,13 +90,16 @@ def test_the_most_used_commands_come_first():
     assert all(f"\n  {name} " in rest for name in COMMANDS[5:])
 
 
-def test_help_prints_how_to_pages_and_tutorials_offline():
+def test_help_prints_pages_for_use_and_reference_offline():
     def pages(*folder):
         return dict(re.findall(r"^  ([\w-]+) +(.*)$", shown("help", *folder), re.MULTILINE))
 
-    listed, tutorials = pages(), pages("tutorials")
-    assert listed == pages("how-to") | tutorials and {"your-texts", "first-model"} <= tutorials.keys()
-    assert "distgpt help out-of-memory" in shown("help").splitlines()[-1]
+    listed, tutorials, reference = pages(), pages("tutorials"), pages("reference")
+    assert (
+        listed == pages("how-to") | tutorials | reference and {"exit-codes", "settings"} <= reference.keys()
+    )
+    assert {"your-texts", "first-model"} <= tutorials.keys()
+    assert "distgpt help out-of-memory" in shown("help")
     assert listed["out-of-memory"] == "Out of memory" and len(listed) > 10
     for topic, title in listed.items():
         text = shown("help", topic)
@@ -222,7 +225,7 @@ def test_files_and_names_are_completed(tmp_path, monkeypatch):
 
 # Options and arguments that name files, in whichever command.
 NAMING = "data val init hellaswag tokenizer resume decay-from config weights adapter out prompts prompt-file"
-NAMING += " calibrate hostfile inputs source grid runs folder path name_or_path directory"
+NAMING += " calibrate hostfile inputs source grid run runs folder path name_or_path directory a b"
 
 
 def test_whatever_names_files_is_completed_by_files_in_every_command():

@@ -11,9 +11,19 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, clean_environment, distgpt, inside, needs_mpi, refused
 
-from distgpt.core.comm import limits
-from distgpt.core.comm.cores import available_memory, status_bytes, usable_cores
-from distgpt.core.comm.limits import Groups, granted_cores, granted_memory
+from distgpt.core.comm.resources import (
+    Cores,
+    Grants,
+    Groups,
+    available_memory,
+    granted_cores,
+    granted_memory,
+    status_bytes,
+    usable_cores,
+)
+from distgpt.core.comm.serial import SerialComm
+from distgpt.launch import notes
+from distgpt.launch.batch import BatchGrants
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB
@@ -43,14 +53,14 @@ def test_a_group_of_version_2_and_all_above_it_limit_memory_by_what_they_have_fr
         "cgroup/job/step/memory.high": "max",
         "cgroup/job/step/memory.current": 400 * MIB,
     }
-    found = granted_memory(1, written(tmp_path, files), {})
+    found = granted_memory(1, written(tmp_path, files), Grants())
     assert (found.free, found.total) == (450 * MIB, 800 * MIB)  # caches of files give way
     assert found.where == "this machine, limited to 800 MiB by memory.max of the control group /job"
-    both = granted_memory(2, written(tmp_path, files), {})
+    both = granted_memory(2, written(tmp_path, files), Grants())
     assert both.free == 225 * MIB and "for each of 2 ranks" in both.where
-    slow = granted_memory(1, written(tmp_path, {"cgroup/job/step/memory.high": 600 * MIB}), {})
+    slow = granted_memory(1, written(tmp_path, {"cgroup/job/step/memory.high": 600 * MIB}), Grants())
     assert slow.free == 200 * MIB and slow.limit == "memory.high of the control group /job/step"
-    full = granted_memory(1, written(tmp_path, {"cgroup/job/memory.max": 100 * MIB}), {})
+    full = granted_memory(1, written(tmp_path, {"cgroup/job/memory.max": 100 * MIB}), Grants())
     assert full.free == 0
 
 
@@ -67,20 +77,20 @@ def test_a_group_of_version_1_counts_with_all_its_groups_below(tmp_path):
         "cgroup/memory/slurm/job_1/memory.usage_in_bytes": 50 * MIB,
     }
     groups = written(tmp_path, files)
-    found = granted_memory(1, groups, {})
+    found = granted_memory(1, groups, Grants())
     assert (found.free, found.limit) == (500 * MIB, "memory.limit_in_bytes of the control group /slurm")
     # In a container the path is that of the host, and its own group is the root.
     inside = {"own": "4:memory:/docker/1", "cgroup/memory/memory.limit_in_bytes": 4 * GIB}
-    found = granted_memory(1, written(tmp_path, inside), {})
+    found = granted_memory(1, written(tmp_path, inside), Grants())
     assert (found.free, found.limit) == (1 * GIB, "memory.limit_in_bytes of the control group /")
 
 
 def test_without_a_limit_there_is_what_the_machine_has():
-    found = granted_memory(2, NOWHERE, {})
+    found = granted_memory(2, NOWHERE, Grants())
     assert found.limit == "" and found.where == "this machine for each of 2 ranks"
     assert found.free == pytest.approx(available_memory() / 2, rel=0.1)
-    assert granted_cores(3.5, 2, NOWHERE, {}) == limits.Cores(3.5)
-    assert granted_cores(0.0, 1, NOWHERE, {}).number == len(usable_cores())
+    assert granted_cores(3.5, 2, NOWHERE, Grants()) == Cores(3.5)
+    assert granted_cores(0.0, 1, NOWHERE, Grants()).number == len(usable_cores())
 
 
 def test_quotas_of_cores_are_shared_by_the_ranks_of_a_host(tmp_path):
@@ -89,20 +99,48 @@ def test_quotas_of_cores_are_shared_by_the_ranks_of_a_host(tmp_path):
         ({"cgroup/a/cpu.max": "150000 100000"}, 1.5, 1, "cpu.max of the control group /a"),
         ({"cgroup/a/b/cpu.max": "50000 100000"}, 0.5, 1, "cpu.max of the control group /a/b"),
     ):
-        found = granted_cores(16, 1, written(tmp_path, files), {})
+        found = granted_cores(16, 1, written(tmp_path, files), Grants())
         assert (found.number, found.whole, found.limit) == (number, whole, limit)
     old = {"own": "2:cpu,cpuacct:/x/y", "cgroup/cpu/x/y/cpu.cfs_quota_us": -1}
     old |= {"cgroup/cpu/x/y/cpu.cfs_period_us": 100000, "cgroup/cpu/x/cpu.cfs_period_us": 50000}
     groups = written(tmp_path, {**old, "cgroup/cpu/x/cpu.cfs_quota_us": 400000})
-    assert granted_cores(16, 1, groups, {}).limit == "cpu.cfs_quota_us of the control group /x"
-    assert [granted_cores(16, ranks, groups, {}).number for ranks in (1, 2, 3)] == [8, 4, 8 / 3]
+    assert granted_cores(16, 1, groups, Grants()).limit == "cpu.cfs_quota_us of the control group /x"
+    assert [granted_cores(16, ranks, groups, Grants()).number for ranks in (1, 2, 3)] == [8, 4, 8 / 3]
     task = {"SLURM_STEP_NUM_TASKS": "1"}
-    asked = granted_cores(16, 1, groups, {"SLURM_CPUS_PER_TASK": "6", **task})
-    assert asked == limits.Cores(6.0, "SLURM_CPUS_PER_TASK=6")
-    batch = granted_cores(16, 1, NOWHERE, {"SLURM_CPUS_PER_TASK": "1"})  # a script's own commands are no task
+    asked = granted_cores(16, 1, groups, BatchGrants({"SLURM_CPUS_PER_TASK": "6", **task}))
+    assert asked == Cores(6.0, "SLURM_CPUS_PER_TASK=6")
+    batch = granted_cores(16, 1, NOWHERE, BatchGrants({"SLURM_CPUS_PER_TASK": "1"}))  # no task but a script
     assert batch.number == 16
     for nonsense in ("", "0", "many", "-1"):
-        assert granted_cores(16, 1, NOWHERE, {"SLURM_CPUS_PER_TASK": nonsense, **task}).number == 16
+        grants = BatchGrants({"SLURM_CPUS_PER_TASK": nonsense, **task})
+        assert granted_cores(16, 1, NOWHERE, grants).number == 16
+
+
+def test_batch_systems_that_bind_no_process_still_grant_cores():
+    """PBS tells of one process or of a chunk, LSF and Grid Engine of all that run on a host."""
+    pbs = {"PBS_JOBID": "7.server", "NCPUS": "4"}
+    lsf = {"LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "6", "LSB_MCPU_HOSTS": "n1 6"}
+    grid_engine = {"SGE_TASK_ID": "undefined", "JOB_ID": "7", "NSLOTS": "6", "NHOSTS": "1"}
+    for environ, ranks, number, limit in (
+        (pbs, 1, 4, "NCPUS=4"),
+        (pbs, 2, 2, "NCPUS=4"),
+        ({**pbs, "OMP_NUM_THREADS": "4"}, 2, 4, "NCPUS=4"),  # ompthreads: of each
+        ({**pbs, "OMP_NUM_THREADS": "2"}, 1, 4, "NCPUS=4"),  # exported by the job's script
+        (lsf, 1, 6, "LSB_DJOB_NUMPROC=6"),
+        (lsf, 2, 3, "LSB_DJOB_NUMPROC=6"),
+        (grid_engine, 1, 6, "NSLOTS=6"),
+        (grid_engine, 4, 1.5, "NSLOTS=6"),
+        # Where a number may mean something else, or is none of a job's.
+        ({"NCPUS": "4"}, 1, 16, ""),
+        ({**pbs, "PBS_JOBID": ""}, 1, 16, ""),
+        ({**pbs, "NCPUS": "0"}, 1, 16, ""),
+        ({**lsf, "LSB_MCPU_HOSTS": "n1 3 n2 3"}, 1, 16, ""),
+        ({**lsf, "LSB_AFFINITY_HOSTFILE": "/job/hosts"}, 1, 16, ""),
+        ({"NSLOTS": "6", "NHOSTS": "1"}, 1, 16, ""),
+        ({**grid_engine, "NHOSTS": "2"}, 1, 16, ""),
+    ):
+        assert granted_cores(16, ranks, NOWHERE, BatchGrants(environ)) == Cores(number, limit), environ
+    assert granted_cores(2, 1, NOWHERE, BatchGrants(pbs)) == Cores(2)  # its affinity is smaller
 
 
 def test_what_slurm_was_asked_for_is_a_limit_for_all_ranks_of_a_node():
@@ -115,12 +153,12 @@ def test_what_slurm_was_asked_for_is_a_limit_for_all_ranks_of_a_node():
         ),
     ):
         for ranks in (1, 2):
-            found = granted_memory(ranks, NOWHERE, environ)
+            found = granted_memory(ranks, NOWHERE, BatchGrants(environ))
             assert (found.total, found.limit) == (total * MIB, limit)
             mine = status_bytes("VmRSS")
             assert found.free == pytest.approx(max(0, total * MIB // ranks - mine), abs=64 * MIB)
     for nothing in ({"SLURM_MEM_PER_NODE": "0"}, {"SLURM_MEM_PER_CPU": "500", "SLURM_CPUS_ON_NODE": "x"}):
-        assert granted_memory(1, NOWHERE, nothing).limit == ""
+        assert granted_memory(1, NOWHERE, BatchGrants(nothing)).limit == ""
 
 
 # Runs under real limits: each says before its first step that it does not fit
@@ -195,7 +233,9 @@ def test_a_run_that_slurm_has_no_memory_for_says_so(tmp_path):
 
 def noted(result):
     assert result.returncode == 0, result.stderr
-    return [line for line in (result.stdout + result.stderr).splitlines() if re.search(r"\bcores?\b", line)]
+    return [
+        line for line in (result.stdout + result.stderr).splitlines() if re.search(r"\b(core|CPU)s?\b", line)
+    ]
 
 
 def test_more_threads_than_cores_are_noted_before_the_first_step(tmp_path):
@@ -203,11 +243,24 @@ def test_more_threads_than_cores_are_noted_before_the_first_step(tmp_path):
     many = len(usable_cores()) + 1
     assert noted(inside(*words, tmp_path / "a")) == []
     (line,) = noted(inside(*words, tmp_path / "b", "--threads", str(many)))
-    assert line.startswith(f"--threads {many}, but {len(usable_cores())} core")
+    assert line.startswith(f"--threads {many}, but {len(usable_cores())} CPU")
     slurm = {"SLURM_CPUS_PER_TASK": "1", "SLURM_STEP_NUM_TASKS": "1"}
     if len(usable_cores()) > 1:
         (line,) = noted(inside(*words, tmp_path / "c", "--threads", "2", env=slurm))
         assert line.startswith("--threads 2, but 1 of") and "SLURM_CPUS_PER_TASK=1" in line
+
+
+def test_cpus_are_not_called_cores_and_a_quota_that_decides_nothing_is_not_named(monkeypatch):
+    """On 128 cores of two CPUs each a rank takes 128 threads, with a quota of 200 CPUs' time, too."""
+    comm = SerialComm()
+    monkeypatch.setattr(notes, "usable_cores", lambda: range(256))
+    for number, threads, said in (
+        (200.0, 128, ""),
+        (64.0, 64, "quota grants 64 of 256 CPUs: 64 threads"),
+        (0.5, 1, "quota grants 0.5 of 256 CPUs: 1 thread"),
+    ):
+        monkeypatch.setattr(notes, "granted_cores", lambda share, ranks, n=number: Cores(n, "quota"))
+        assert notes.launch_notes(comm, "serial", threads, threads_given=False) == [said] * bool(said)
 
 
 def test_a_quota_decides_the_threads_of_a_run_and_is_named(tmp_path):

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "slurm"))
+sys.path.insert(0, str(ROOT / "examples"))
 
 NEEDED = ("py.typed", "gpu/cu/attention.cu", "gpu/cu/common.cuh", "serving/page.html", "show/page.html.j2")
+NEEDED += ("jobs/batch/options/pbs.txt",)
 NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
-NEEDED += ("bundled/docs/tutorials/your-texts.md",)
+NEEDED += ("bundled/docs/reference/exit-codes.md",)
+NEEDED += ("bundled/docs/tutorials/your-texts.md", "bundling/install.sh", "bundling/README.md")
 
 
 @pytest.mark.slow
@@ -24,10 +26,26 @@ def test_the_wheel_holds_the_package_and_no_tests(tmp_path):
     assert code == {name for name in names if name.endswith(".py")}
 
 
-@pytest.mark.slow
 def test_example_scripts_are_what_the_command_prints():
-    from remake import HERE, remade
+    from remake import remade, scripts
 
-    for script in sorted(HERE.glob("*.sbatch")):
-        assert script.read_text() == remade(script), script.name
-        assert "python" not in script.read_text() and "\n#SBATCH --requeue\n" in script.read_text()
+    from distgpt.jobs.batch.script import SYSTEMS
+
+    asked = (
+        "--requeue",
+        "-r y",
+        "-r",
+        "--time-limit=43200s",
+    )  # of systems that queue jobs again, and of Flux
+    systems = {row.sentinel: row for _, row in SYSTEMS.rows()}
+    for script in scripts():
+        text = script.read_text()
+        assert text == remade(script) and "python" not in text, script.name
+        options = [
+            line.partition(f"{sign} ")[2]
+            for sign in systems
+            for line in text.splitlines()
+            if line.startswith(f"{sign} ")
+        ]
+        [row] = [row for sign, row in systems.items() if f"\n{sign} " in text]
+        assert {*asked} & {*options} and row.unknown(options) == [], script.name

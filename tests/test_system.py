@@ -10,10 +10,11 @@ import pytest
 from fake_macos import pretend_macos
 
 from distgpt.core.base.system import sysctl, sysctl_number, sysctl_text
-from distgpt.core.comm import cores, limits
+from distgpt.core.comm import resources
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor import facts
+from distgpt.launch.notes import boot_id
 
 MAC = {
     "hw.memsize": 16 << 30,
@@ -38,10 +39,10 @@ def no_proc(monkeypatch):
 
 def test_a_mac_reports_its_fast_cores_its_memory_and_its_name(no_proc, monkeypatch):
     pretend_macos(monkeypatch, MAC)
-    assert cores.usable_cores() == {0, 1, 2, 3}
-    assert cores.available_memory() == 16 << 30
-    assert cores.boot_id() == "2F5C-1" and processor_name() == "Apple M1"
-    assert limits.granted_cores().number == 4 and cores.peak_memory() > 1 << 10
+    assert resources.usable_cores() == {0, 1, 2, 3}
+    assert resources.available_memory() == 16 << 30
+    assert boot_id() == "2F5C-1" and processor_name() == "Apple M1"
+    assert resources.granted_cores().number == 4 and resources.peak_memory() > 1 << 10
     assert facts.memory()["available"] == min(16 << 30, facts.memory()["total"])
 
 
@@ -50,8 +51,8 @@ def test_what_a_system_does_not_report_has_a_fallback(no_proc, monkeypatch):
     for known in (None, {}):
         if known is not None:
             pretend_macos(monkeypatch, known)
-        assert cores.usable_cores() == set(range(os.cpu_count()))
-        assert cores.available_memory() == 1 << 62 and cores.boot_id() == ""
+        assert resources.usable_cores() == set(range(os.cpu_count()))
+        assert resources.available_memory() == 1 << 62 and boot_id() == ""
 
 
 def test_arm64_on_linux_is_named_as_llvm_names_it(no_proc, monkeypatch):

@@ -9,21 +9,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from distgpt.adapters.adapter import ADAPTER
 from distgpt.adapters.lora import adapter_layout
+from distgpt.commands.train import note_unguarded, train
 from distgpt.components import TABLES
 from distgpt.core.base import tables
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.tables import COMPONENTS, MissingComponent, Table, part
-from distgpt.core.comm.batch import SYSTEMS
-from distgpt.core.comm.launched import LIBRARIES
+from distgpt.core.comm.job import Job
+from distgpt.core.comm.layout import Layout
+from distgpt.core.comm.resources import Grants
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig, settings_of
 from distgpt.core.cpu.compiling.processor import PROCESSORS, UNLISTED
+from distgpt.core.cpu.kernels import as_it_is
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS
 from distgpt.core.data.loading import TEXTS, Corpus, DataRequest, load_corpus
+from distgpt.core.data.textfile import no_remedy
 from distgpt.core.data.tokenizers import (
     EXTRAS,
     TOKENIZERS,
@@ -32,26 +37,27 @@ from distgpt.core.data.tokenizers import (
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.core.generate.engine_setup import LANES
+from distgpt.core.generate.engine_setup import on_first, plain_kind
 from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.reference import ReferenceKernels
-from distgpt.core.saved.kinds import PARTS, ROUNDED, PartKind, RoundedKind
 from distgpt.core.saved.modelfile import Base, Description, read_description, save_model
-from distgpt.core.saved.named import SOURCES
 from distgpt.core.saved.opening import BESIDE, Beside
 from distgpt.core.saved.tensors import write_tensors
+from distgpt.core.saved.weights import PARTS, ROUNDED, SOURCES, PartKind, RoundedKind
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.lines import LISTENERS, Lines
-from distgpt.core.train.plan import CHECKS, refuse_unsuited, without_recipes
-from distgpt.core.train.restore import FIRST_WEIGHTS
+from distgpt.core.train.plan import CHECKS, RECIPES, refuse_unsuited
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel
-from distgpt.core.train.sharing import Strategy
+from distgpt.core.train.setup import FIRST_WEIGHTS
+from distgpt.core.train.sharing import STRATEGIES, USUAL, Strategy, strategy_for
 from distgpt.core.train.summary import FACTS
 from distgpt.gpu.kernels import LINEARS
 from distgpt.gpu.linear import Linears
-from distgpt.guards.attach import GUARDS
+from distgpt.guards.attach import GUARDS, keep_nothing
+from distgpt.jobs.batch.script import SYSTEMS, System
+from distgpt.launch.leaving import LIBRARIES
 from distgpt.rounded.loops.int8 import TILES, Int8Tile
 from distgpt.rounded.rounded import quantize
 
@@ -77,6 +83,7 @@ ROWS = {
     "weights": (SOURCES, callable),
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
+    "batch systems": (SYSTEMS, lambda row: isinstance(row, System) and row.documented),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "exchanges": (EXCHANGES, callable),
     "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),
@@ -85,36 +92,42 @@ ROWS = {
     "summary": (FACTS, callable),
     "components": (COMPONENTS, lambda row: row is not None),
     "listeners": (LISTENERS, lambda row: {*public(Lines)} - {"say"} <= {*dir(row)}),
-    "batch systems": (SYSTEMS, lambda row: callable(row.end) and row.name and row.sign),
     "libraries": (LIBRARIES, lambda row: row.raised(ValueError()) is None and row.name),
-    "stages": (KINDS, lambda row: callable(row.open) and callable(row.auto_dtype)),
+    "stages": (KINDS, lambda row: callable(row.open) and callable(row.dtype_choice)),
     "kernels": (KERNELS, lambda row: list(inspect.signature(row).parameters) == ["stage", "dtype", "matmul"]),
     "processors": (PROCESSORS, lambda row: row.shape({"avx2"}) is None or row.shape({"neon"}).neon),
     "features": (UNLISTED, callable),
     "tiles": (
         assembled.TILES,
-        lambda row: [*inspect.signature(row).parameters][:3] == ["shape", "factor", "out"],
+        lambda row: [*inspect.signature(row).parameters][:3] == ["shape", "operand", "out"],
     ),
     "steps": (assembled.STEPS, lambda row: "@fours" in row[0]() and row[1]),
     "rounded": (ROUNDED, lambda row: has(row, RoundedKind) and row.stored),
     "part files": (PARTS, lambda row: has(row, PartKind)),
-    "lanes": (LANES, lambda row: callable(row.make) and callable(row.lane_bytes)),
     "beside": (BESIDE, lambda row: has(row(None), Beside)),
+    "recipes": (RECIPES, lambda row: [*inspect.signature(row).parameters] == ["asked", "stage", "say"]),
+    "strategies": (STRATEGIES, lambda row: issubclass(row, Strategy)),
     "first weights": (FIRST_WEIGHTS, lambda row: callable(row.learn) and row.note and row.tokens),
 }
 
 
 # Parts that the core has plain ones of.
 MORE = {
-    "recipes": without_recipes,
+    "kept": keep_nothing,
+    "one prompt": on_first,
+    "record": as_it_is,
+    "remedy": no_remedy,
     "seams": plain_seams,
-    "strategy": lambda config, ranks: Strategy(config, ranks),
+    "slots": plain_kind,
 }
+OBJECTS = {"job": Job, "grants": Grants, "layout": Layout}
 
 
 def test_every_row_that_is_handed_in_is_there():
     assert TABLES.keys() - {"loops", "cuda", "parts"} == ROWS.keys()  # folders, files, and plain ones
-    assert {*MORE} == {*TABLES["parts"]}
+    assert {*MORE, *OBJECTS} == {*TABLES["parts"]}
+    for name, plain in OBJECTS.items():
+        assert isinstance(row := part(name, None), plain) and type(row) is not plain
     for name, plain in MORE.items():
         assert (
             inspect.signature(part(name, plain)).parameters.keys()
@@ -141,18 +154,44 @@ def test_a_setting_whose_component_is_missing_is_refused_in_one_line(handed_in):
     refuse_unsuited(TrainConfig(), 1, on_gpu=False)
 
 
+def test_a_profile_that_cannot_be_taken_is_refused_before_anything_begins(handed_in, tmp_path):
+    handed_in("components", profile="distgpt.measure.removed:Session")
+    result = CliRunner().invoke(train, ["--profile", "--data", str(tmp_path / "none"), "--stage", "cuda"])
+    assert isinstance(result.exception, MissingComponent) and "distgpt.measure.removed" in str(
+        result.exception
+    )
+
+
 def test_a_part_that_is_missing_is_the_cores_plain_one(handed_in):
-    assert part("strategy", Strategy) is not Strategy
-    handed_in("parts", strategy="distgpt.parallel.removed:Chosen")
-    assert part("strategy", Strategy) is Strategy
+    assert part("seams", plain_seams) is not plain_seams
+    handed_in("parts", seams="distgpt.guards.removed:guarded")
+    assert part("seams", plain_seams) is plain_seams
+
+
+def test_settings_that_ask_for_no_other_way_to_share_a_step_get_the_usual_one(handed_in):
+    plain = (TrainConfig(), TrainConfig(grad_sync="chunked"), TrainConfig(recheck_every=2))
+    assert {type(strategy_for(t, 4)) for t in plain} == {STRATEGIES[USUAL]}
+    assert {type(strategy_for(t, 1)) for t in plain} == {Strategy}
+    handed_in("strategies", **{USUAL: "distgpt.parallel.removed:Chosen"})
+    assert {type(strategy_for(t, 4)) for t in plain} == {Strategy}
+    named = {"balance": "auto", "grad_sync": "sharded", "outer_every": 4, "reproducible_parts": 8}
+    for setting, value in named.items():
+        assert type(strategy_for(TrainConfig(**{setting: value}), 4)) is not Strategy
+
+
+def test_a_batch_job_whose_end_nothing_keeps_hears_it_in_a_line(handed_in):
+    said = []
+    note_unguarded(said.append)
+    assert not said
+    handed_in("components", guards="distgpt.guards.removed:guarded")
+    note_unguarded(said.append)
+    assert len(said) == 1 and "will not save before its batch job ends" in said[0] and "guards" in said[0]
 
 
 def test_a_plain_text_is_read_without_any_component():
     modules = {path.partition(":")[0] for rows in TABLES.values() for path in rows.values() if ":" in path}
     script = """import sys
 import distgpt.core.train.assessment
-from distgpt.core.comm.batch import SYSTEMS
-from distgpt.core.comm.launched import LIBRARIES
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, TrainConfig, settings_of
 from distgpt.core.cpu.compiling.processor import PROCESSORS, UNLISTED
@@ -217,7 +256,7 @@ class Repeated:
     def load(self, comm, request, say):
         from distgpt.core.data.batches import ArrayTokens
 
-        return Corpus(load_tokenizer("byte"), {"train": ArrayTokens(np.zeros(9, np.uint16))})
+        return Corpus(load_tokenizer("byte"), ArrayTokens(np.zeros(9, np.uint16)))
 
 
 REPEATED = Repeated()

@@ -15,7 +15,7 @@ from distgpt.core.base.files import bundled
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.data.loading import read_text
+from distgpt.core.data.textfile import read_text
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.reference import ReferenceKernels
@@ -66,6 +66,7 @@ def test_adamw_against_numbers_written_down(make):
     )
     model.train()
     model.weights.flat[:] = 2.0
+    model.make_gradients()
     model.grads.flat[:] = 0.0
     model.grads["blocks.0.mlp.fc.w"][0, 0], model.grads["blocks.0.norm1.w"][0] = 3.0, 4.0
     optimizer = AdamW(model, TrainConfig(schedule="constant", warmup=2, **settings))
@@ -100,13 +101,16 @@ def test_a_run_is_adamw_on_its_batches(settings, begun, tmp_path):
     logged = metrics(out)
     model = distgpt.load(begun, dtype="float64")
     text = model.tokenizer.encode(read_text(bundled("data", "story.txt")))
-    batches, seen = Batches(ArrayTokens(text), CONTEXT, BATCH, seed=5), np.arange(CONTEXT)
+    # Of a text whose tokens are their own positions: batches say where in the text the sequences lie.
+    batches = Batches(ArrayTokens(np.arange(len(text), dtype=np.uint32)), CONTEXT, BATCH, seed=5)
+    seen, ignored = np.zeros((2, BATCH, CONTEXT), np.int32)
     c = {"lr": 1e-2, "min_lr": 0.0, "warmup": 2, "weight_decay": 0.1, "clip": 1.0, "eps": 1e-8}
     c |= {"beta1": 0.9, "beta2": 0.95, "schedule": "cosine", **settings}
     p = model.parameters()
     m, v = ({name: np.zeros_like(values) for name, values in p.items()} for _ in range(2))
     for step in range(3):
-        x, y = (text[(batches.windows(step)[:, None] + places) % len(text)] for places in (seen, seen + 1))
+        batches.fill(step, slice(0, BATCH), seen, ignored)
+        x, y = (text[places % len(text)] for places in (seen, seen + 1))
         grads = model.gradients(x, y)
         norm = math.sqrt(sum((g**2).sum() for g in grads.values()))
         lr = rate(c, step, 3)

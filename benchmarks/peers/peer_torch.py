@@ -31,9 +31,12 @@ from peer_training import Training
 from timing import timed
 from torch import Tensor, nn
 
-from distgpt.core.comm.cores import peak_memory
+from distgpt.core.comm.resources import peak_memory
+from distgpt.layout.machine import read_machine
+from distgpt.layout.plan import cores
 
 SEED = 1337
+RANKS, RANK = (int(os.environ.get(name, alone)) for name, alone in (("WORLD_SIZE", 1), ("RANK", 0)))
 WARM_UP = 2  # steps, trained like the others and not measured
 
 
@@ -50,7 +53,13 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     shape = Shape(**job.shape)
     if job.keep_freed:
         keep_freed_memory()
+    job.ranks = RANKS
+    if RANKS > 1:  # begun by torchrun: each has a block of the cores and a part of the batch
+        torch.distributed.init_process_group("gloo")
+        job.batch_size //= RANKS
     training = Training(shape, job)
+    if RANKS > 1:  # all begin with the same weights, and train on tokens of their own
+        torch.manual_seed(SEED + RANK)
     total = WARM_UP + job.steps
     seconds, losses = [], []
     for step, (tokens, targets) in enumerate(batches(job, shape, total)):
@@ -61,7 +70,7 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     measured = seconds[WARM_UP:]
     median = statistics.median(measured)
     return {
-        "tokens_per_s": job.batch_size * shape.seq_len / median,
+        "tokens_per_s": RANKS * job.batch_size * shape.seq_len / median,
         "step_s_median": median,
         "step_s_min": min(measured),
         "step_s_mean": statistics.mean(measured),
@@ -157,7 +166,17 @@ def keep_freed_memory() -> None:
     mallopt(m_trim_threshold, -1)  # never: the largest size
 
 
+def take_own_cores() -> None:
+    """Keep to one of even blocks of the cores, a CPU of each, so that no two ranks' threads meet on one."""
+    seats = [core[0].number for core in cores(read_machine(allowed=os.sched_getaffinity(0)))]
+    if len(seats) >= RANKS:
+        each = len(seats) // RANKS
+        os.sched_setaffinity(0, seats[RANK * each : (RANK + 1) * each])
+
+
 def main(command: str, request: dict[str, Any]) -> None:
+    if RANKS > 1:
+        take_own_cores()
     torch.set_num_threads(request["threads"])
     torch.manual_seed(SEED)
     result = {"train": train, "decode": decode, "names": names}[command](request)
@@ -167,7 +186,8 @@ def main(command: str, request: dict[str, Any]) -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    print(json.dumps(result))
+    if RANK == 0:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

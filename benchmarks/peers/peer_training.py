@@ -30,6 +30,8 @@ class Training:
         if narrow and not job.autocast:
             self.parameters = [p.detach().clone().requires_grad_() for p in self.parameters]
             self._copies = list(model.to(torch.bfloat16).parameters())
+        if job.ranks > 1:
+            model = nn.parallel.DistributedDataParallel(model)
         self._clip = job.clip
         self._optimizer = adamw(self.parameters, job)
         self._loss: Any = model

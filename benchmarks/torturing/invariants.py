@@ -21,7 +21,7 @@ from torturing.faults import KEEP, KILL, STEPS, Mode
 # What the README says of signals, and of a disk that fails.
 SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 75}
 USAGE, DATA, STORAGE = 2, 65, 74
-DOCUMENTED = (0, 1, 2, 65, 70, 74, 75, 76, 130, 143)
+DOCUMENTED = (0, 1, 2, 65, 70, 71, 74, 75, 76, 130, 143)
 # MPICH's mpirun when a rank was killed: its signal, or 143 if MPI then aborts another rank (the bits of both
 # are put together); 137 of other launchers.
 RANK_KILLED = (9, 137, 143)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from distgpt.adapters.lora import AdaptedModel, adapter_layout, adapters_by_matrix
+from distgpt.adapters.lora import adapter_layout, adapters_by_matrix
 from distgpt.core.base.errors import DataError, UsageError, command_line
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, differences
-from distgpt.core.model.memory import Layout
+from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Architecture
-from distgpt.core.ops.api import Array
-from distgpt.core.saved.kinds import SOURCE_SUM, read_float, verified
+from distgpt.core.ops.api import Array, Kernels
 from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
-from distgpt.core.saved.named import find_weights, weights_of
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     Header,
@@ -28,6 +26,7 @@ from distgpt.core.saved.tensors import (
     read_into,
     write_tensors,
 )
+from distgpt.core.saved.weights import SOURCE_SUM, find_weights, read_float, verified, weights_of
 
 ADAPTER = "distgpt-adapter"  # the format of a file of adapters alone
 
@@ -72,6 +71,11 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
         about = read_description(chosen)
         if about.base is None:
             raise UsageError(f"{chosen} is no adapter but a whole model: give it as --weights")
+        if about.part != ADAPTER:
+            raise UsageError(
+                f"{chosen} holds a part of kind {about.part!r}, and no adapter: only adapters are merged, or"
+                " stand beside a model; where its kind can, it is opened as --weights alone"
+            )
         if own and not whole.is_file():
             raise DataError(
                 f"{chosen} is an adapter, and its model is not at {whole}: give the model as --weights, and"
@@ -131,7 +135,14 @@ class Folding:
         return array
 
 
-def load_frozen(comm: Comm, model: AdaptedModel, path: Path) -> None:
+class ReadsFrozen(Protocol):
+    """A model with weights that it reads and does not train."""
+
+    frozen: FlatBuffer
+    kernels: Kernels
+
+
+def load_frozen(comm: Comm, model: ReadsFrozen, path: Path) -> None:
     """Fill what an adapter stands beside, tensor by tensor, so that nothing is there twice. Collective."""
     headers: list[Header] = []
     on_root(comm, lambda: headers.append(verified(path)))
@@ -175,6 +186,9 @@ class AdapterFile:
     def refuse_damaged(self, run: RunConfig, path: Path) -> None:
         if not run.train.lora_rank:
             raise DataError(f"{path} is damaged: it is an adapter, and its configuration names no rank")
+
+    def describe(self, run: RunConfig) -> str:
+        return f"an adapter of rank {run.train.lora_rank} beside {run.train.lora_matrices} of"
 
     def refuse_alone(self, path: Path | str) -> None:
         merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")

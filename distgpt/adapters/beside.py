@@ -13,7 +13,6 @@ from distgpt.adapters.loops.decoding import Adapters, packed_factors
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.decoding.variants import NO_VARIANTS, Variants
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.ops.api import Array
@@ -54,8 +53,8 @@ class NamedAdapters:
     def tokenizers(self) -> Mapping[str, Tokenizer | None]:
         return {name: each.tokenizer for name, each in self.foldings.items()}
 
-    def packed(self, config: ModelConfig) -> Variants:
-        return adapters_of(config, list(self.foldings.values())) if self.foldings else NO_VARIANTS
+    def packed(self, config: ModelConfig) -> Adapters | None:
+        return adapters_of(config, list(self.foldings.values())) if self.foldings else None
 
 
 def adapters_of(config: ModelConfig, foldings: Sequence[Folding]) -> Adapters:

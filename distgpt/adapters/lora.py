@@ -17,9 +17,9 @@ from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.model.layers import (
     Block,
     LayerActivations,
-    LearnedPositions,
     Linear,
     Part,
+    Positions,
     Scratch,
     Tensors,
     gradient_of_pre,
@@ -54,14 +54,15 @@ class Adapter(Part):
 
     def __init__(self, linear: Linear, piece: Piece, rank: int, scale: float) -> None:
         block = linear.name.rsplit(".", 1)[0]
-        super().__init__(f"{block}.{piece.name}")
-        self.linear, self.piece, self.rows, self.inputs = linear, piece.name, piece.rows, linear.shape[1]
-        self.rank, self.scale = rank, scale
-
-    def specs(self) -> list[Spec]:
-        height = self.rows.stop - self.rows.start
-        shapes = {"b": (height, self.rank), "a": (self.rank, self.inputs)} if self.rank else {}
-        return [Spec(f"{self.name}.lora_{kind}", shape, MATRIX) for kind, shape in shapes.items()]
+        name = f"{block}.{piece.name}"
+        height, inputs = piece.rows.stop - piece.rows.start, linear.shape[1]
+        shapes = {"b": (height, rank), "a": (rank, inputs)} if rank else {}
+        super().__init__(name, [Spec(f"{name}.lora_{kind}", shape, MATRIX) for kind, shape in shapes.items()])
+        self.linear = linear
+        self.piece = piece.name
+        self.rows = piece.rows
+        self.rank = rank
+        self.scale = scale
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.k = kernels
@@ -77,12 +78,14 @@ class Adapter(Part):
         self.k.add_low_rank(self._whole, self._frozen, self.b, self.a, self.scale)
 
     def backward(self, inner: Floats2d, dinner: Floats2d, dy: Floats2d, x: Floats2d) -> None:
-        """inner ← x Aᵀ, and the gradient of that: what `weights` reads. Both (N, rank)."""
+        """inner ← x Aᵀ, and the gradient of that: what `weight_gradients` reads. Both (N, rank)."""
         assert self.a is not None and self.b is not None  # it has a rank
         self.k.linear(inner, x, Affine(self.a, None))
         self.k.linear_backward(dinner, dy[:, self.rows], self.b)
 
-    def weights(self, inner: Floats2d, dinner: Floats2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
+    def weight_gradients(
+        self, inner: Floats2d, dinner: Floats2d, dy: Floats2d, x: Floats2d, accumulate: bool
+    ) -> None:
         """Compute the gradients, but for the factor `scale`, which dy has (`Model.gradient_scale`)."""
         assert self.da is not None and self.db is not None  # it has a rank
         self.k.linear_backward_weights(Affine(self.db, None), dy[:, self.rows], inner, accumulate)
@@ -108,7 +111,7 @@ class AdaptedScratch(Scratch):
 class AdaptedBlock(Block):
     """A layer whose adapters alone are trained."""
 
-    def __init__(self, t: TrainConfig, config: ModelConfig, index: int, positions: LearnedPositions) -> None:
+    def __init__(self, t: TrainConfig, config: ModelConfig, index: int, positions: Positions) -> None:
         super().__init__(config, index, positions)
         self.adapters = adapters_of(self, t)
         self.parts = [*self.parts, *self.adapters]
@@ -139,7 +142,7 @@ class AdaptedBlock(Block):
         for adapter, inner, dy, x in self._trained(acts, tmp):
             adapter.backward(*inner, dy, x)
 
-    def weights(
+    def weight_gradients(
         self,
         acts: LayerActivations,
         tmp: Scratch,
@@ -147,9 +150,9 @@ class AdaptedBlock(Block):
         tokens: SortedTokens,
         accumulate: bool,
     ) -> None:
-        super().weights(acts, tmp, out_sums, tokens, accumulate)
+        super().weight_gradients(acts, tmp, out_sums, tokens, accumulate)
         for adapter, inner, dy, x in self._trained(acts, tmp):
-            adapter.weights(*inner, dy, x, accumulate)
+            adapter.weight_gradients(*inner, dy, x, accumulate)
 
     def _trained(
         self, acts: LayerActivations, tmp: Scratch
@@ -226,9 +229,9 @@ class AdaptedModel(Model):
 
     def initial(self, seed: int) -> Iterable[tuple[str, Array]]:
         """Draw A as usual, so that its rows are about 1/√3 long; B is 0, and the model what it was."""
-        for spec, stream in self.streams(seed):
+        for spec, random in self.generators(seed):
             bound = spec.shape[1] ** -0.5
-            values = stream.uniform(-bound, bound, spec.shape).astype(np.float32)
+            values = random.uniform(-bound, bound, spec.shape).astype(np.float32)
             yield spec.name, values * spec.name.endswith("lora_a")
 
 
@@ -247,4 +250,4 @@ def _placed(adapters: Iterable[Adapter], frozen: FlatBuffer, kernels: Kernels) -
 
 
 def _layout(architecture: Architecture) -> Layout:
-    return Layout(spec for adapter in adapters_in(architecture) for spec in adapter.specs())
+    return Layout(spec for adapter in adapters_in(architecture) for spec in adapter.specs)

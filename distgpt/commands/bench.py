@@ -1,4 +1,4 @@
-"""distgpt bench: train, infer, allreduce"""
+"""distgpt bench: train, infer, allreduce, node"""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
 from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.launched import launched_as
 from distgpt.core.config import ROUNDED_DTYPES, nearest
+from distgpt.launch.launched import launched_as
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-ORDER = ("train", "infer", "allreduce")
+ORDER = ("train", "infer", "allreduce", "node")
 # Programs of the repository, in benchmarks/.
 MOVED = {"forward": "forward_study", "scaling": "scaling", "report": "report"}
 # A launcher may start several processes of it; of the others only what they start themselves to measure.
 TOGETHER = ("allreduce",)
 MEASURING = "--measure-peak"
+MEASURES = (MEASURING, "--measure")  # say that this is a process which was started to measure
 
 
 class _Bench(Group):
@@ -43,7 +44,7 @@ class _Bench(Group):
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, rest = super().resolve_command(context, args)
-        if name not in TOGETHER and MEASURING not in rest and launched_as() > 1:
+        if name not in TOGETHER and not {*MEASURES} & {*rest} and launched_as() > 1:
             raise UsageError(
                 f"distgpt bench {name} is for one process, and was launched as {launched_as()}: "
                 "run it without a launcher"
@@ -179,7 +180,7 @@ def infer(measure: str | None, **given: Any) -> None:
 @click.option(
     "--algorithms",
     metavar="NAME,…",
-    help="allreduce, chunked; of mpi-cuda: nccl, host, host-chunked, cuda-aware.",
+    help="allreduce, chunked, shared memory; of mpi-cuda: nccl, host, host-chunked, cuda-aware.",
 )
 @click.option(
     "--repeats", type=click.IntRange(1), default=30, show_default=True, help="Most repetitions of a size."
@@ -197,3 +198,31 @@ def allreduce(**given: Any) -> None:
     from distgpt.measure.bench import allreduce
 
     allreduce.bench(to_options(allreduce.AllreduceOptions, given))
+
+
+@bench.command("node", example="distgpt bench node --out report")
+@click.option(
+    *("--minutes", "minutes"),
+    type=FiniteRange(0.5, 1440),
+    default=10.0,
+    show_default=True,
+    help="About how long; what there is no time for is named.",
+)
+@click.option("--hostfile", type=click.Path(path_type=Path), help="Measure 1, 2, 4 … of these hosts, too.")
+@click.option("--launcher", help='What starts ranks: mpirun, or as in "srun --mpi=pmix".')
+@result_options(name="")
+@click.option("--measure", hidden=True)  # for the processes that this starts
+def node(measure: str | None, **given: Any) -> None:
+    """Measure a whole node for a report: JSON, and a page to hand in.
+
+    Training by preset and type, cores, ranks, hosts, sums, disk, text, joules per token, and whether its bits
+    are right.
+    """
+    if measure is not None:
+        from distgpt.measure.bench import node_jobs
+
+        node_jobs.measure(measure)
+    else:
+        from distgpt.measure.bench import node as whole
+
+        whole.bench(to_options(whole.NodeOptions, given))

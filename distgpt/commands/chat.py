@@ -47,7 +47,7 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     talk = ChatFormat(loaded.tokenizer)
     if not (talk.is_taught or was_tuned_on_chats(loaded.files)):
         print_lines(UNTAUGHT, err=True)
-    engine = loaded.engine(loaded.lanes(1, request.lookup))
+    engine = loaded.engine(loaded.slots(1, request.lookup))
     name, context = (options["weights"] or Path(SAMPLE)).name, loaded.model.config.seq_len
     greeting = f"{name}, context {context:,}, {talk.describe()}; /help lists commands"
     Chat(Conversation(engine, talk, request, context, system), speed, greeting).run()

@@ -65,7 +65,8 @@ def compare_stages(
 
     Trains and then lets the model write, each in a process of its own. Without a workload of yours it is that
     of the course project, next to the figures that it published. Leaves compare.json and report.html in
-    --out. Exit code 1: losses differ by more than the tolerance, or a stage died.
+    --out. Exit code 1: losses differ by more than the tolerance, or a stage died. (`compare` is for two runs
+    that are there.)
     """
     from distgpt.measure.compare.run import compare
     from distgpt.measure.compare.stages import CompareOptions

@@ -22,10 +22,11 @@ def compile() -> None:
 
     from distgpt.core.cpu.compiling import disk_cache
     from distgpt.core.cpu.compiling.processor import processor
+    from distgpt.measure import site_cache
 
-    disk_cache.site().require_writable()
+    site_cache.require_writable()
     if disk_cache.folder() is None:  # where they are made before they are shared
-        raise StorageError("compiled loops cannot be kept: set XDG_CACHE_HOME to a folder of your own")
+        raise StorageError("compiled loops cannot be kept: set DISTGPT_CACHE to a folder of your own")
     from distgpt.measure.precompile import parts
 
     print_lines(f"compiling for {processor()[0]}, which takes some minutes")
@@ -37,7 +38,7 @@ def compile() -> None:
                 act()
             new = count(len(disk_cache.used) - before, "kernel")
             print_lines(f"{clock(time.monotonic() - started):>5}  {new:>11}  {name}")
-    path = disk_cache.share()
+    path = site_cache.share()
     print_lines(
         f"{count(len(disk_cache.used), 'kernel')} in {clock(time.monotonic() - begun)}: {path}, "
         f"{size(path.stat().st_size)}, for all users on such processors"

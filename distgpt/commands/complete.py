@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem, ShellComplete
 
 from distgpt.core.config.presets import PRESETS
-from distgpt.core.data.named import BUNDLED_TEXTS
+from distgpt.core.data.textfile import BUNDLED_TEXTS
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 

@@ -80,8 +80,8 @@ def prepare(
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
     if no_shuffle and seed is not None:
         raise click.UsageError("--seed and --no-shuffle exclude each other")
-    from distgpt.core.comm.limits import granted_cores
-    from distgpt.core.data.named import resolve_data
+    from distgpt.core.comm.resources import granted_cores
+    from distgpt.core.data.textfile import resolve_data
     from distgpt.show.datapages import prepare_and_report
     from distgpt.texts.prepare.documents import piped
     from distgpt.texts.prepare.preparing import Request

@@ -19,8 +19,25 @@ from distgpt.core.config import STAGES
     "--hostfile", type=PATH, help="Check the hosts of a job before its launch; exit with 2 on errors."
 )
 @click.option("--ssh", is_flag=True, help="With --hostfile: ask each host over ssh what it has.")
-def doctor(stage: str | None, as_json: bool, hostfile: Path | None, ssh: bool) -> None:
+@click.option("--caches", is_flag=True, help="Show what distgpt keeps on disk between starts, and where.")
+@click.option(
+    "--empty",
+    type=click.Choice(("compiled", "all")),
+    help="With --caches: remove what is compiled, or downloads too, also while other processes run.",
+)
+def doctor(
+    stage: str | None, as_json: bool, hostfile: Path | None, ssh: bool, caches: bool, empty: str | None
+) -> None:
     """Report what this machine, a job under mpirun or the hosts of a hostfile can run, and what they lack."""
+    if empty and not caches:
+        raise UsageError("--empty needs --caches")
+    if caches:
+        if stage or hostfile or ssh:
+            raise UsageError("--caches is a report of its own: leave --stage, --hostfile and --ssh out")
+        from distgpt.doctor.caches import report_caches
+
+        report_caches(empty or "", as_json)
+        return
     if hostfile is None:
         if ssh:
             raise UsageError("--ssh needs --hostfile FILE")

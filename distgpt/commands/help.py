@@ -17,7 +17,7 @@ from distgpt.core.base.errors import UsageError, nearest, print_lines
 from distgpt.core.base.files import bundled
 from distgpt.core.config import GROUPS, RunConfig
 from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.data.named import BUNDLED_TEXTS
+from distgpt.core.data.textfile import BUNDLED_TEXTS
 
 COMMON = 5  # commands that a list of commands shows first
 # What other programs call an option, and what it is called here.
@@ -65,6 +65,8 @@ option = partial(click.option, cls=Option)
 def _default(name: str, run: RunConfig) -> Any:
     if name == "save_every":
         return run.train.save_every or (f"{run.train.save_minutes:g}m" if run.train.save_minutes else "end")
+    if name == "keep_every" and not run.train.keep_every:
+        return f"{run.train.keep_every_minutes:g}m" if run.train.keep_every_minutes else "never"
     half = run.model if hasattr(run.model, name) else run.train
     value = getattr(half, name, None)
     return f"{value:g}" if isinstance(value, float) else value
@@ -223,16 +225,21 @@ class Group(click.Group):
 
 # Pages of the documentation, by `distgpt help TOPIC`
 
-FOLDERS = {"how-to": "How-to pages", "tutorials": "Tutorials"}
+FOLDERS = {"how-to": "How-to pages", "tutorials": "Tutorials", "reference": "Reference pages"}
+MADE = ("commands", "python-api")  # by `make docs` alone; --help lists what they would
+SETTINGS = "<!-- generated: settings -->"
 NOT_SHOWN = re.compile(r"<!-- .*? -->\n?", re.DOTALL)
-TO_PAGE = re.compile(rf"\[([^]]+)\]\((?:\.\./(?:{'|'.join(FOLDERS)})/)?([\w-]+)\.md[^)]*\)")
+# A link to a page that is printed; to one that is not, it is a link to elsewhere.
+TO_PAGE = re.compile(
+    rf"\[([^]]+)\]\((?:\.\./(?:{'|'.join(FOLDERS)})/)?(?!(?:{'|'.join(MADE)})\.)([\w-]+)\.md[^)]*\)"
+)
 ELSEWHERE_LINK = re.compile(r"!?\[([^]]+)\]\([^)]+\)")
 
 
 def topics(*folders: str) -> dict[str, Path]:
     """Return the pages in these folders, or in all, by the names of their files."""
     paths = (path for folder in folders or FOLDERS for path in sorted(bundled("docs", folder).glob("*.md")))
-    return {path.stem: path for path in paths}
+    return {path.stem: path for path in paths if path.stem not in MADE}
 
 
 def contents(folder: str) -> str:
@@ -244,7 +251,8 @@ def contents(folder: str) -> str:
 
 def page(path: Path) -> str:
     """Return a page for a terminal: a link to another topic names it, other links are their words."""
-    text = NOT_SHOWN.sub("", path.read_text("utf-8"))
+    text = path.read_text("utf-8").replace(SETTINGS, "`distgpt train --help-all` lists them by groups.")
+    text = NOT_SHOWN.sub("", text)
     return ELSEWHERE_LINK.sub(r"\1", TO_PAGE.sub(r"\1 (`distgpt help \2`)", text))
 
 
@@ -262,6 +270,7 @@ def help(context: click.Context, topic: str | None) -> None:
         for folder in [topic] if topic else FOLDERS:
             print_lines(contents(folder))
         print_lines("distgpt help TOPIC prints a page, as distgpt help out-of-memory.")
+        print_lines("A batch script is what distgpt submit prints; a hostfile: distgpt help two-machines.")
     elif topic in known:
         print_lines(page(known[topic]))
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):

@@ -19,9 +19,9 @@ import click
 
 from distgpt.commands import complete
 from distgpt.commands.help import option
-from distgpt.core.base.errors import UsageError
+from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.base.formatting import parse_duration, parse_size
-from distgpt.core.comm.launched import launched_rank
+from distgpt.core.comm.job import this_job
 from distgpt.core.config import (
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
@@ -42,44 +42,25 @@ PATH = click.Path(path_type=Path)
 
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
 OPTIONS = (
-    *("data", "tokenizer", "verify_data", "init", "lora_rank", "lora_alpha", "lora_matrices", "adapter_kind"),
-    *("steps", "train_minutes", "batch_size", BATCH_TOKENS),
-    *(
-        "seq_len",
-        "grad_accum",
-        "shift_windows",
-        "pack",
-        "optimizer",
-        "lr",
-        "embedding_lr",
-        "value_lr",
-        "head_lr",
-    ),
-    *("vector_lr", "min_lr", "schedule", "decay_fraction", "warmup", "weight_decay", "momentum", "clip"),
-    *(
-        "seed",
-        "dtype",
-        "matmul",
-        "vocab_size",
-        "n_layer",
-        "n_head",
-        "n_kv_head",
-        "n_embd",
-        "head_dim",
-        "norm",
-    ),
-    *("mlp", "positions", "rope_base", "rope_scaling", "rope_factor", "qk_norm", "qk_norm_gain"),
+    *("data", "tokenizer", "verify_data"),
+    *("init", "lora_rank", "lora_alpha", "lora_matrices", "adapter_kind"),
+    *("steps", "train_minutes", "batch_size", BATCH_TOKENS, "seq_len", "grad_accum", "shift_windows", "pack"),
+    *("optimizer", "lr", "embedding_lr", "value_lr", "head_lr", "vector_lr", "min_lr"),
+    *("schedule", "decay_fraction", "warmup", "weight_decay", "momentum", "clip"),
+    *("seed", "dtype", "matmul"),
+    *("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "norm", "mlp"),
+    *("positions", "rope_base", "rope_scaling", "rope_factor", "qk_norm", "qk_norm_gain"),
     *("value_embeddings", "window", "full_every", "bias", "qkv_bias", "tied", "init_weights"),
-    *("grad_sync", "gradient_dtype"),
-    *("outer_every", "outer_lr", "outer_momentum", "reproducible_parts", "balance"),
-    *("recompute", "save_every", "save", "on_disk_error"),
-    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every", "sample_every", "eval_every"),
-    *("val", "val_fraction", "val_tokens", "hellaswag", "log_every"),
+    *("grad_sync", "gradient_dtype", "outer_every", "outer_lr", "outer_momentum"),
+    *("reproducible_parts", "balance", "recompute"),
+    *("save_every", "save", "keep", "keep_every", "keep_minutes", "on_disk_error"),
+    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
+    *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag", "log_every"),
 )
 
-
 _HELP = {
-    "save_every": "Save a checkpoint every N steps (as 500), at times (as 10m), or only at the end (end)."
+    "save_every": "Save a checkpoint every N steps (as 500), at times (as 10m), or only at the end (end).",
+    "keep_every": "Also keep a checkpoint for good every N steps (as 5000), at times (as 12h), or never.",
 }
 
 
@@ -94,21 +75,25 @@ class FiniteRange(click.FloatRange):
 
 
 class StepsOrTime(click.types.StringParamType):
-    """Parse --save-every into two settings: steps between checkpoints, or minutes."""
+    """Parse an option into two settings: steps between checkpoints, or minutes; both 0 for a word."""
 
-    name = "steps|time|end"
+    def __init__(self, steps: str, minutes: str, word: str) -> None:
+        self._steps, self._minutes, self._word = steps, minutes, word
+        self.name = f"steps|time|{word}"
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Any:
         text = str(value)
-        if text == "end":
-            return {"save_every": 0, "save_minutes": 0.0}
+        if text == self._word:
+            return {self._steps: 0, self._minutes: 0.0}
         if text.isdecimal() and int(text):
-            return {"save_every": int(text)}
+            return {self._steps: int(text)}
         try:
-            return {"save_every": 0, "save_minutes": parse_duration(text) / 60}
+            return {self._steps: 0, self._minutes: parse_duration(text) / 60}
         except UsageError:
             self.fail(
-                f"{value!r:.80} is neither a number of steps, nor a time as 10m, nor end", param, context
+                f"{value!r:.80} is neither a number of steps, nor a time as 10m, nor {self._word}",
+                param,
+                context,
             )
 
 
@@ -140,7 +125,11 @@ class LocaleText(click.types.StringParamType):
         return text
 
 
-_KINDS: dict[str, Any] = {"save_every": StepsOrTime(), "stop": LocaleText()}
+_KINDS: dict[str, Any] = {
+    "save_every": StepsOrTime("save_every", "save_minutes", "end"),
+    "keep_every": StepsOrTime("keep_every", "keep_every_minutes", "never"),
+    "stop": LocaleText(),
+}
 
 
 def parsed_duration(context: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -283,10 +272,15 @@ def spelled(name: str, about: Setting) -> str:
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
     """Add the option of a setting; `more` are arguments of click.option, which override those from it."""
-    how = {"type": _kind(name, about), "help": _HELP.get(name, about.help)}
-    how |= {"group": about.group, "first": about.first, "undecided": about.undecided}
-    how["shell_complete"] = complete.OF_SETTINGS.get(name)
-    return option(spelled(name, about), name, **{**how, **more})
+    from_setting = {
+        "type": _kind(name, about),
+        "help": _HELP.get(name, about.help),
+        "group": about.group,
+        "first": about.first,
+        "undecided": about.undecided,
+        "shell_complete": complete.OF_SETTINGS.get(name),
+    }
+    return option(spelled(name, about), name, **{**from_setting, **more})
 
 
 def _kind(name: str, about: Setting) -> Any:
@@ -307,8 +301,8 @@ def _former_option(name: str, about: Setting) -> Callable[[F], F]:
 
 
 def _say_renamed(before: str, now: str) -> None:
-    if not launched_rank():
-        click.echo(f"distgpt: {before} is now called {now}", err=True)
+    if this_job().rank == 0:
+        print_lines(f"{before} is now called {now}", err=True)
 
 
 def _gpu_options(command: F) -> F:

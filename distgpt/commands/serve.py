@@ -99,7 +99,6 @@ def serve(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
         ) from None
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
-    from distgpt.generation.batched_lanes import rehearse_together
 
     lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
@@ -112,8 +111,11 @@ def serve(
     announce_sample(weights, ready.comm.rank, "serve")
     listener = bound(listen_on.host, listen_on.port)
     loaded = spec.load(ready)
-    side_by_side = loaded.lanes(lanes, lookup=0)
-    rehearse_together(side_by_side)
+    side_by_side = loaded.slots(lanes, lookup=0)
+    if ready.on_gpu:
+        from distgpt.decoding.batched import rehearse_together
+
+        rehearse_together(side_by_side)
     Server(loaded, side_by_side, shown, listen_on, listener).run()
 
 

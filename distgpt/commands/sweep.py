@@ -21,7 +21,7 @@ from distgpt.core.config import GpuConfig
     "--time-limit",
     metavar="TIME",
     callback=parsed_duration,
-    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the limit of a Slurm job]",
+    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
 )
 @click.option("--dry-run", is_flag=True, help="List the runs and about how long they take; train nothing.")
 def sweep(
@@ -53,7 +53,7 @@ def sweep(
     mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
     """
     from distgpt.core.comm.agree import on_root
-    from distgpt.core.comm.batch import job_end
+    from distgpt.launch.batch import job_end
     from distgpt.sweep.opening import begin_sweep, preview
     from distgpt.sweep.report import finish
     from distgpt.sweep.stages import open_stages

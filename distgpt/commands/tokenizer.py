@@ -42,7 +42,7 @@ def train(inputs: tuple[str, ...], **options: Any) -> None:
     INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
     such files, or the name of a bundled text.
     """
-    from distgpt.core.data.named import resolve_data
+    from distgpt.core.data.textfile import resolve_data
     from distgpt.texts.prepare.learn import learn_file
 
     print_lines(learn_file([*map(resolve_data, inputs)], **options))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,20 +25,21 @@ from distgpt.commands.options import (
     stage_options,
     without_graphs,
 )
-from distgpt.core.base.errors import Say, command_line, escape, escape_model_text
+from distgpt.commands.watch_options import watch_options
+from distgpt.core.base.errors import Say, command_line, escape, escape_model_text, refuse_beside
 from distgpt.core.base.formatting import loss_and_bits, parse_duration
-from distgpt.core.base.tables import COMPONENTS, imported, part
-from distgpt.core.comm.batch import job_end
-from distgpt.core.comm.launched import launched_as, shown_on_terminal
+from distgpt.core.base.tables import COMPONENTS, MissingComponent, part
+from distgpt.core.comm.job import shown_on_terminal, this_job
 from distgpt.core.config import GpuConfig
 from distgpt.core.config.asked import Asked, asked_for, resolve
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.cpu.stages import Stage, open_stage
-from distgpt.core.data.named import resolve_data
+from distgpt.core.data.textfile import resolve_data
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
 _trouble, _display = partial(option, group="trouble"), partial(option, group="display")
 
+LOOKED_AT = 2000  # tokens of the text, of which a word is shown
 CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
 
 
@@ -64,7 +67,7 @@ CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
     "--time-limit",
     metavar="TIME",
     callback=parsed_duration,
-    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the limit of a Slurm job]",
+    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the batch job's, if known]",
 )
 @_trouble(
     "--stall-timeout",
@@ -92,7 +95,7 @@ CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
     help="Write a plain line about the progress this often (as 5m). [default: 2s, after half a minute 10s;"
     " in a batch job 30s]",
 )
-@_display("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
+@watch_options
 @_display(
     "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
 )
@@ -109,7 +112,8 @@ def train(
     stall_abort: float | None,
     progress: str,
     log_lines: float | None,
-    tensorboard: bool,
+    log_format: str,
+    recorders: list[Callable[[], Any]],
     profile: bool,
     **flags: Any,
 ) -> None:
@@ -121,35 +125,45 @@ def train(
     asked = asked_for(set_by_user(flags), preset, config, out, resume)
     if (time_limit, stall_timeout, stall_abort) != (None, None, None):
         COMPONENTS.get("guards")  # raises an error where they are missing
-    if launched_as() == 1:
+    if log_format == "json":
+        refuse_beside("--log-format json", {"progress live": progress == "live"}, "a log has no display")
+    if profile:
+        COMPONENTS.get("profile")
+    job = this_job()
+    if job.size == 1:
         _refuse_early(asked)
-    end = job_end(time_limit)
+    end = job.end(time_limit)
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.core.train.lines import listeners
     from distgpt.core.train.loop import train as train_run
-    from distgpt.core.train.plan import make_plan, without_recipes
+    from distgpt.core.train.plan import follow_recipes, make_plan
     from distgpt.core.train.resume import leave_finished
     from distgpt.core.train.run import plain_seams
     from distgpt.core.train.setup import open_run
-    from distgpt.core.train.sharing import Strategy
     from distgpt.core.train.summary import how_to_resume
 
-    shown = listeners(ready.comm, progress, tensorboard, log_lines)
+    display = "json" if log_format == "json" else progress
+    shown = listeners(ready.comm, display, log_lines, recorders)
     plan = run = session = None
     try:
-        note_small_model(ready, asked, shown.noted)
-        asked = part("recipes", without_recipes)(asked, ready, shown.noted)
+        if ready.comm.rank == 0:
+            note_small_model(ready, asked, shown.noted)
+            if end is not None:
+                note_unguarded(shown.noted)
+        asked = follow_recipes(asked, ready, shown.noted)
         plan = make_plan(ready, asked, shown.noted)
         if plan.is_finished:
             t, seconds = plan.config.train, plan.state.seconds
             leave_finished(ready.comm, plan.directory, t, seconds, shown.noted)
             return
         seams = part("seams", plain_seams)(plan.config.train, end, stall_timeout, stall_abort)
-        run = open_run(plan, ready, part("strategy", Strategy), shown, seams)
+        run = open_run(plan, ready, shown, seams)
         if profile:
-            run, session = _profiled(run)
+            begin_session: Any = COMPONENTS["profile"]
+            session = begin_session(run.stage, run.step, run.settings)
+            run = replace(run, launch=session.profiler.launch)  # it measures steps after the first ones
         train_run(run)
         if session:
             shown.close()
@@ -183,13 +197,6 @@ def _refuse_early(asked: Asked) -> None:
             resolve_data(str(text))
 
 
-def _profiled(run: Any) -> Any:
-    """Return the run with a session that launches its steps and measures them, after the first ones."""
-    make = imported("distgpt.measure.profile.session:Session", "--profile")
-    session = make(run.stage, run.step, run.settings)
-    return replace(run, launch=session.profiler.launch), session
-
-
 def _losses(run: Any) -> str:
     """Return the losses of the last step and of the last evaluation, as far as there are any."""
     bits = {"training": run.report.reading.bits_per_byte, "validation": run.assessment.bits_per_byte}
@@ -201,7 +208,7 @@ def _losses(run: Any) -> str:
 
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.core.train.report import sample, word_of_text
+    from distgpt.core.train.report import sample
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
@@ -216,16 +223,33 @@ def _report(run: Any) -> None:
         click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights
-    word = "" if talks else word_of_text(run.batches, run.tokenizer)
+    word = "" if talks else _word_of_text(run)
     words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))
     click.echo(f"next      {escape(command_line(*words))}")
 
 
+def note_unguarded(say: Say) -> None:
+    """Say that nothing saves before the end of a batch job, where guards are not installed."""
+    try:
+        COMPONENTS.get("guards")
+    except MissingComponent as error:
+        say(f"this run will not save before its batch job ends: {error}")
+
+
+def _word_of_text(run: Any) -> str:
+    """Return a word of the training text, for a prompt; "" if none is found at once."""
+    from distgpt.core.data.batches import SAMPLE_PIECE
+
+    ids = run.batches.sample(SAMPLE_PIECE)[:LOOKED_AT]
+    found = re.search(r"(?<=\s)[^\W\d_]{3,20}(?=\s)", run.tokenizer.decode(ids.tolist()))
+    return found[0] if found else ""
+
+
 def note_small_model(stage: Stage, asked: Asked, say: Say) -> None:
-    """Suggest a larger model than the default one for a GPU. For all ranks."""
+    """Suggest a larger model than the default one for a GPU."""
     by_recipe = asked.depth or asked.within or asked.decay_from
     is_chosen = by_recipe or asked.preset or asked.toml or asked.resume or asked.given.keys() & CHOOSES_MODEL
-    if not stage.on_gpu or stage.comm.rank or is_chosen:
+    if not stage.on_gpu or is_chosen:
         return
     # The bundled text is read too fast: five minutes of it would be learned by heart.
     own = "" if "data" in asked.given else "with a text of your own (--data) "

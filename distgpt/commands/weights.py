@@ -74,7 +74,7 @@ def export(weights: Path, out: Path, kind: str | None, dtype: str) -> None:
         print_lines(export_gguf(weights, out, dtype, _note))
         return
     from distgpt.core.saved.modelfile import read_description
-    from distgpt.core.saved.named import find_weights
+    from distgpt.core.saved.weights import find_weights
     from distgpt.formats.huggingface import export_model
     from distgpt.formats.peft import export_adapter
 

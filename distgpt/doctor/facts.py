@@ -18,14 +18,14 @@ from typing import Any
 from distgpt.core.base.errors import DistgptError, UsageError, escape, first_line
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.cores import usable_cores
-from distgpt.core.comm.limits import granted_cores, granted_memory
+from distgpt.core.comm.layout import layout
+from distgpt.core.comm.resources import granted_cores, granted_memory, usable_cores
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig
-from distgpt.core.cpu.stages import Stage, expected_dtype, threads_of
+from distgpt.core.cpu.stages import Stage, expected_dtype
 from distgpt.core.train.whereabouts import processor_name
-from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
-from distgpt.gpu.stage import device_of
+from distgpt.doctor.gpus import gpu_driver, gpu_facts
+from distgpt.layout.machine import listed
 
 Facts = dict[str, Any]
 
@@ -55,12 +55,13 @@ def of_rank(comm: Comm) -> Facts:
         "cores": len(usable_cores()),
         "core_share": comm.cores,
         "cores_of_host": os.cpu_count() or 1,
+        "cpus": listed(usable_cores()),
         "granted_cores": asdict(granted_cores(comm.cores, comm.local_size)),
         "memory": memory(),
         "system": system(),
         "versions": versions(),
         "compute": compute(),
-        "gpu": _gpu(comm),
+        "gpu": gpu_facts(comm),
         "environment": {key: os.environ[key] for key in REPORTED if key in os.environ},
     }
 
@@ -102,13 +103,28 @@ def compute() -> Facts:
         blas = config["Build Dependencies"]["blas"]
     except (ImportError, OSError, DistgptError) as error:
         reason = f"NumPy or Numba does not work ({first_line(error)})"
-        broken = Missing(reason, "pip install --force-reinstall numpy numba")
-        return {"blas": "", "core": "", "loops": None, "unused": [], "missing": _plain([broken])}
-    site = disk_cache.site()
-    loops = site.path if site.files else disk_cache.folder()
+        broken = {"what": reason, "remedy": "pip install --force-reinstall numpy numba"}
+        return {"blas": "", "core": "", "loops": None, "unused": [], "missing": [broken]}
+    loops = disk_cache.site_path() if disk_cache.site() else disk_cache.folder()
     name = f"{blas['name']} {blas['version']}"
-    kept = {"loops": loops and str(loops), "unused": [str(path) for path in site.unused()]}
+    kept = {"loops": loops and str(loops), "unused": [str(path) for path in unused_site_files()]}
     return {"blas": name, "core": blas_core_name(), **kept, "missing": []}
+
+
+def site_files() -> list[Path]:
+    """List the site's files of compiled loops for this kind of processor, of any version."""
+    from distgpt.core.cpu.compiling import disk_cache
+
+    kind = re.escape(disk_cache.site_path().name.rpartition("-")[0])
+    name = re.compile(rf"{kind}-[0-9a-f]{{16}}\.loops")
+    return [path for path in disk_cache.SITE.glob("*.loops") if name.fullmatch(path.name)]
+
+
+def unused_site_files() -> list[Path]:
+    """List them if none is used: they are old, damaged, or not to be trusted."""
+    from distgpt.core.cpu.compiling import disk_cache
+
+    return [] if disk_cache.site() else site_files()
 
 
 def features() -> Facts:
@@ -127,7 +143,7 @@ def matmuls(comm: Comm, computes: Facts) -> Facts:
 
 
 def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
-    threads = threads_of(comm)
+    threads = layout().threads(comm)
     found: Facts = {"how": "", "threads": threads, "gflops": None, "problem": ""}
 
     def attempt(act: Callable[[], Any]) -> Any:
@@ -166,31 +182,12 @@ def auto_dtype() -> str:
     return f"{found.name}: {found.why}" if found.why else found.name
 
 
-def _gpu(comm: Comm) -> Facts:
-    """Collect the GPUs and libraries, what the GPU stages lack, and the GPU that this rank would take."""
-    found = probe()
-    gpus = found.driver.gpus if found.driver else ()
-    return {
-        **asdict(found),
-        "takes": device_of(comm.local_rank, len(gpus)) if gpus else None,
-        "missing": {dtype: _plain(missing_for_gpu(found, dtype)) for dtype in ("float32", "bfloat16")},
-        "useful": {
-            "cuda": _plain(useful_for_gpu(found, False)),
-            "mpi-cuda": _plain(useful_for_gpu(found, True)),
-        },
-    }
-
-
-def _plain(missing: list[Missing]) -> list[dict[str, str]]:
-    return [asdict(each) for each in missing]
-
-
 def environment() -> dict[str, Any]:
     """Date, command, machine and software, without names of the host, its user or their folders.
 
     An installed package knows its version alone, and no commit.
     """
-    gpus, computes = driver(), compute()
+    gpus, computes = gpu_driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
@@ -204,6 +201,11 @@ def environment() -> dict[str, Any]:
         "blas": " ".join(filter(None, (computes["blas"], computes["core"]))),
         "gpus": [gpu.name for gpu in gpus.gpus] if gpus else [],
     }
+
+
+def of_run(run: object) -> dict[str, Any]:
+    """Return what a run's summary says of its environment, which is the same for all runs of a process."""
+    return environment()
 
 
 def _mpi() -> dict[str, str]:

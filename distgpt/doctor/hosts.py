@@ -6,10 +6,8 @@ What a host answers over ssh is not trusted: only `HostFacts` is read from it.
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,24 +22,25 @@ from distgpt.core.base.checked import Count, checked, parse_json
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.launched import launched_as
-from distgpt.core.comm.limits import granted_cores
-from distgpt.core.cpu.stages import identity
+from distgpt.core.comm.resources import granted_cores
 from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor.facts import Facts, versions
+from distgpt.doctor.gpus import gpu_driver
+from distgpt.doctor.launches import AS_ROOT, foreign_mpirun, is_refused_as_root
 from distgpt.doctor.report import MOST_ROWS, cells, headed, indented, pairs, print_page
-from distgpt.doctor.verdicts import foreign_mpirun, grouped
-from distgpt.gpu.probe import driver
+from distgpt.doctor.verdicts import grouped
 from distgpt.jobs import hostfile
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.jobs.processes import own_program
+from distgpt.jobs.reach import AT_ONCE, SSH, addresses, is_here
+from distgpt.launch.launched import launched_as
+from distgpt.launch.notes import host_id
 
-AT_ONCE = 32  # hosts
 SECONDS = 40.0  # for their answers: Python may load from a slow network disk
 MOST_PROBLEMS = 12  # on the page
 ROUNDING = "compiled code may round in its own way there, and a run whose ranks drift apart ends by itself"
 _ASK = "from distgpt.doctor.hosts import tell; tell()"
-_SSH = ("ssh", "-xT", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
+_SSH = (*SSH, "-o", "ConnectTimeout=8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +100,12 @@ def examine(path: Path, ssh: bool) -> Facts:
     ranks = sum(host.ranks for host in hosts)
     # Open MPI looks for a program in the PATH that ssh gives there, MPICH in the one that is here.
     program = own_program() if vendor == "Open MPI" else ["distgpt"]
-    command = ["mpirun", "-n", ranks, HOSTS_OPTION[vendor], path, *program, "train", "--stage", "mpi"]
+    as_root = [AS_ROOT.strip()] * (vendor == "Open MPI" and is_refused_as_root())
+    start = ["mpirun", *as_root, "-n", ranks, HOSTS_OPTION[vendor], path]
     return {
         "hostfile": str(path),
         "launcher": vendor,
-        "command": "" if problems else shlex.join(map(str, command)),
+        "command": "" if problems else shlex.join(map(str, [*start, *program, "train", "--stage", "mpi"])),
         "hosts": [asdict(host) for host in hosts],
         "problems": problems,
         "warnings": [*_differences(hosts, own), *_named_twice(hosts), *_crowded(hosts)],
@@ -119,31 +119,11 @@ def _hosts(lines: list[hostfile.Line], own: HostFacts) -> list[Host]:
         if not line.problem:
             ranks[line.host] = ranks.get(line.host, 0) + (line.slots or 1)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        hosts = [Host(*each) for each in zip(ranks, ranks.values(), pool.map(_addresses, ranks), strict=True)]
+        hosts = [Host(*each) for each in zip(ranks, ranks.values(), pool.map(addresses, ranks), strict=True)]
     for host in hosts:
-        name = host.name.rpartition("@")[2]
-        if name in ("localhost", platform.node()) or any(map(_is_here, host.addresses[:4])):
+        if is_here(host.name):
             host.is_here, host.facts = True, own
     return hosts
-
-
-def _addresses(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name.rpartition("@")[2], None)
-    except (OSError, UnicodeError):
-        return []
-    return sorted({str(each[4][0]) for each in found})
-
-
-def _is_here(address: str) -> bool:
-    """Return whether this machine has the address: only its own can be bound."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.bind(place)
-        return True
-    except OSError:
-        return False
 
 
 # What they answer over ssh.
@@ -153,12 +133,10 @@ def own_facts(mpi: Facts) -> HostFacts:
     from distgpt.core.cpu.compiling.processor import processor
 
     name, features = processor()
-    gpus = found.gpus if (found := driver()) else ()
+    gpus = found.gpus if (found := gpu_driver()) else ()
     works = mpi["problem"] or f"{mpi['vendor']} {mpi['version']}"
     cores = granted_cores().whole
-    return HostFacts(
-        identity(), f"{processor_name()}, {name} {features}", works, versions(), cores, len(gpus)
-    )
+    return HostFacts(host_id(), f"{processor_name()}, {name} {features}", works, versions(), cores, len(gpus))
 
 
 def tell() -> None:

@@ -17,15 +17,18 @@ from rich.text import Text
 
 from distgpt.core.base.errors import UsageError, escape, escape_lines
 from distgpt.core.base.formatting import count, size, three_digits
-from distgpt.core.comm.agree import gather_bytes, named_ranks, shared
+from distgpt.core.comm.agree import gather_bytes, named_ranks, on_every_rank, shared
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.launched import launched_rank
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.stages import open_stage
 from distgpt.doctor.facts import Facts, auto_dtype, matmuls, of_rank
+from distgpt.doctor.gpus import lacking_libraries
+from distgpt.doctor.launches import around, lines
+from distgpt.doctor.node import advice, legend, nodes, of_host, rows, summary
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
-from distgpt.gpu.probe import LIBRARIES
-from distgpt.jobs.launchers import distant_mpi, launch, mpirun, running_mpi
+from distgpt.jobs.launchers import distant_mpi, launch, running_mpi
+from distgpt.launch.launched import launched_rank
+from distgpt.layout.bind import wanted
 
 WIDTH = 100
 MOST_ROWS = 64
@@ -52,8 +55,8 @@ def examine(measured: bool = False) -> tuple[Facts, Comm]:
     launched = launch()
     comm: Comm = SerialComm()
     if not launched["launcher"]:
-        launched["mpirun"] = mpirun()
         mpi = distant_mpi()
+        launched |= around(mpi)
     else:
         try:
             comm = open_stage("mpi", None).comm
@@ -61,13 +64,21 @@ def examine(measured: bool = False) -> tuple[Facts, Comm]:
         except UsageError as error:
             mpi = {"problem": str(error)}
     mine = of_rank(comm)
+    mine["node"] = None if comm.local_rank else of_host()
+    mine["bind"] = on_every_rank(comm, wanted)
     if measured:
         mine["matmul"] = matmuls(comm, mine["compute"])
         mine["auto_dtype"] = auto_dtype()
     ranks = [json.loads(facts) for facts in gather_bytes(comm, json.dumps(mine).encode())]
-    stages = verdicts(launched, mpi, ranks)
-    traps = warnings(launched, mpi, ranks)
-    return {"launch": launched, "mpi": mpi, "ranks": ranks, "stages": stages, "warnings": traps}, comm
+    found = {
+        "launch": launched,
+        "mpi": mpi,
+        "nodes": nodes(ranks, bool(launched["launcher"])),
+        "ranks": ranks,
+        "stages": verdicts(launched, mpi, ranks),
+        "warnings": warnings(launched, mpi, ranks),
+    }
+    return found, comm
 
 
 def show(found: Facts) -> None:
@@ -83,6 +94,8 @@ def _parts(found: Facts) -> Iterable[RenderableType]:
     where = escape(f" with Python {versions['python']} on {first['system']}")
     yield Text.assemble((f"distgpt {versions['distgpt']}", "bold"), where, "\n")
     yield indented(pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
+    for node in found["nodes"]:
+        yield indented(_node(node, len(found["nodes"]) > 1))
     if len(ranks) > 1:
         yield indented(_rank_table(ranks))
     yield indented(_stages(found["stages"]))
@@ -151,6 +164,8 @@ def _software(found: Facts) -> Iterable[tuple[str, str]]:
     else:
         aware = {True: ", CUDA-aware", False: ", not CUDA-aware", None: ""}[mpi["cuda_aware"]]
         yield "MPI", f"{mpi['vendor']} {mpi['version']} through mpi4py {versions['mpi4py']}{aware}"
+        if mpi.get("library"):
+            yield "", f"from {mpi['library']}"
     if launched["launcher"]:
         yield "launch", f"{count(launched['processes'], 'process')} by {launched['launcher']}"
     elif where := launched["mpirun"]["path"]:
@@ -158,6 +173,8 @@ def _software(found: Facts) -> Iterable[tuple[str, str]]:
         yield "launch", f"a single process; mpirun is {where}" + (f" ({vendor})" if vendor else "")
     else:
         yield "launch", "a single process; there is no mpirun"
+    for i, line in enumerate(lines(launched, mpi)):
+        yield ("" if i else "start ranks"), line
 
 
 def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
@@ -168,9 +185,26 @@ def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
         yield "driver", "no NVIDIA driver"
     packages = [f"{name} {version}" for name, version in gpu["packages"].items()]
     yield "for GPUs", ", ".join(packages) or "no packages"
-    lacking = ", ".join(name for name in LIBRARIES if name not in gpu["libraries"])
+    lacking = ", ".join(lacking_libraries(gpu))
     found = ", ".join(gpu["libraries"]) or "no libraries"
     yield "", found + (f"; not found: {lacking}" if lacking else "")
+
+
+def _node(node: Facts, named: bool) -> Table:
+    """Draw a node; `named` where there are others."""
+    names = f"{', '.join(node['hosts'])}: " if named else ""
+    table = grid(2)
+    table.add_row(Text("node", "dim"), Text(escape(names + summary(node))))
+    if not node["doubts"]:
+        drawing = headed("socket", "region", left=("cores", "ranks"))
+        for row in rows(node):
+            drawing.add_row(*cells(*row))
+        table.add_row("", drawing)
+        table.add_row("", Text(legend(node)))
+    for note in node["notes"]:
+        table.add_row("", Text(escape(note)))
+    table.add_row(Text("best", "dim"), Text(advice(node)))
+    return table
 
 
 def _rank_table(ranks: list[Facts]) -> Table:

@@ -10,6 +10,8 @@ from distgpt.core.comm.agree import named_ranks
 from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
 from distgpt.core.cpu.stages import NOT_KEPT
 from distgpt.doctor.facts import IGNORED, Facts
+from distgpt.doctor.launches import traps
+from distgpt.layout.machine import cpu_list
 
 FEW = 0.5  # of a host's cores
 
@@ -65,7 +67,7 @@ def sentence(trouble: Facts, arrow: str = ": ") -> str:
 def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
     """List what would slow a run down or spoil it without an error."""
     return [
-        *foreign_mpirun(launched, mpi),
+        *traps(launched, mpi),
         *_differences(ranks),
         *(warning for host in hosts(ranks) for warning in _cores(launched, host)),
         *_shared_gpus(ranks),
@@ -73,17 +75,6 @@ def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
         *_unused_loops(ranks),
         *_settings(ranks),
     ]
-
-
-def foreign_mpirun(launched: Facts, mpi: Facts) -> Iterable[str]:
-    command = launched.get("mpirun", {})
-    if not command.get("vendor") or "vendor" not in mpi:
-        return
-    if (command["vendor"] == "Open MPI") != (mpi["vendor"] == "Open MPI"):
-        yield (
-            f"{command['path']} belongs to {command['vendor']}, but mpi4py to {mpi['vendor']}: "
-            f"jobs need the mpirun of {mpi['vendor']}"
-        )
 
 
 def _differences(ranks: list[Facts]) -> Iterable[str]:
@@ -97,12 +88,13 @@ def _differences(ranks: list[Facts]) -> Iterable[str]:
 def _cores(launched: Facts, ranks: list[Facts]) -> Iterable[str]:
     first = ranks[0]
     used = sum(rank["core_share"] for rank in ranks)
+    may, of_host = _reach(ranks)
     who = f"{named_ranks([rank['rank'] for rank in ranks])} on {first['host']}"
     if any(rank["core_share"] < 1 - 1e-6 for rank in ranks):
         yield f"{who} share {used:.3g} cores: more ranks than cores only slow each other down"
-    elif launched["launcher"] and used <= FEW * first["cores_of_host"]:
+    elif launched["launcher"] and may <= FEW * of_host:
         yield (
-            f"{who} may use {used:.3g} of {first['cores_of_host']} cores: to use more of them, ask "
+            f"{who} may use {may:.3g} of {of_host} cores: to use more of them, ask "
             "the launcher (Open MPI: --bind-to none, srun: --cpus-per-task)"
         )
     if limit := first["granted_cores"]["limit"]:
@@ -110,6 +102,16 @@ def _cores(launched: Facts, ranks: list[Facts]) -> Iterable[str]:
         threads = f"{count(max(1, int(min(numbers))), 'thread')}" + " each" * (len(ranks) > 1)
         time = f"the time of {sum(numbers):.3g}"
         yield f"{who}: {used:.3g} cores, but {limit} grants {time}: a run takes {threads}"
+
+
+def _reach(ranks: list[Facts]) -> tuple[float, int]:
+    """Return how many cores of a host its ranks may use, of how many: not CPUs, of which SMT makes more."""
+    first, node = ranks[0], ranks[0].get("node")
+    if not node or node["doubts"]:
+        return sum(rank["core_share"] for rank in ranks), first["cores_of_host"]
+    cores = [core for region in node["regions"] for cache in region["caches"] for core in cache.split()]
+    usable = frozenset(cpu for rank in ranks for cpu in cpu_list(rank["cpus"]))
+    return sum(bool(cpu_list(core) & usable) for core in cores), len(cores)
 
 
 def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:

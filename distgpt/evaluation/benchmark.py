@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from distgpt.core.base.errors import DataError
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.train.scoring import Progress, Scorer, Span, with_progress
+from distgpt.core.train.assessment import Progress, Scorer, Span, with_progress
+from distgpt.evaluation.likelihoods import likelihoods
 from distgpt.evaluation.questions import Question, read_questions
 
 NORMALISED = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # whose choices differ in length
@@ -58,7 +60,7 @@ class Benchmark:
 
     def measure(self, scorer: Scorer, progress: Progress | None = None) -> Result:
         """Return the result. Collective."""
-        found = with_progress(scorer.likelihoods, self.spans, scorer.comm, progress)
+        found = with_progress(partial(likelihoods, scorer), self.spans, scorer.comm, progress)
         end, right, topics = 0, [], dict[str, list[int]]()
         for place, (choices, answer, topic) in enumerate(self.questions):
             losses, greedy = found[end : end + len(choices)].T

@@ -14,13 +14,12 @@ from distgpt.core.comm.agree import on_every_rank, on_root, shared
 from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.loading import DataRequest, load_corpus
-from distgpt.core.data.named import resolve_data
-from distgpt.core.data.shards import is_shards, read_manifest
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.saved.opening import ALONE, Beside, open_model
-from distgpt.core.train.assessment import Validation
-from distgpt.core.train.scoring import Progress, Scorer
+from distgpt.core.train.assessment import Progress, Scorer, Validation
 from distgpt.evaluation.benchmark import SHOWN, load_benchmark
+from distgpt.texts.shards import is_shards, read_manifest
 
 
 def evaluate(
@@ -113,7 +112,7 @@ def _of_training(val: str, held_out: float) -> str:
 def _refuse_nonfinite(loss: float) -> None:
     """Raise a NonFiniteError; all ranks have the same loss."""
     if not math.isfinite(loss):
-        raise shared(NonFiniteError("the model's scores are not finite: its weights are damaged or diverged"))
+        raise shared(NonFiniteError("the model's logits are not finite: its weights are damaged or diverged"))
 
 
 def page(found: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DataError, escape
-from distgpt.core.data.loading import read_text
+from distgpt.core.data.textfile import read_text
 
 SHOTS = 5  # examples before a question of MMLU
 LETTERS = ("A", "B", "C", "D")  # its answers

@@ -44,7 +44,7 @@ def trace(model: Model, tokens: Array, n_seq: int, seq_len: int) -> Trace:
     work = Pass(model, n_seq, seq_len, training=True, recompute="none")
     last = work.hidden(tokens)
     scores = k.zeros(n_seq * seq_len, config.padded_vocab)
-    work.scores(scores, last)
+    work.logits(scores, last)
 
     def host(array: Array, *inner: int) -> NDArray[Any]:
         return np.array(k.to_host(array)).reshape(n_seq, seq_len, *inner)

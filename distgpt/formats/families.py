@@ -88,7 +88,7 @@ FAMILIES: tuple[Family, ...] = (Gpt2(), Llama(), Mistral(), Qwen2(), Qwen3())
 
 
 def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
-    """The family and our configuration of a model with this config.json, or a DataError that says why not."""
+    """Return family and our configuration of a model with this config.json; a DataError says why not."""
     name = settings.values.get("model_type")
     family = next((family for family in FAMILIES if family.model_type == name), None)
     if family is None:
@@ -107,7 +107,7 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
 
 
 def family_for(config: ModelConfig, source: object, where: str = "transformers") -> Family:
-    """The family that a model of ours can be exported as."""
+    """Return the family that a model of ours can be exported as."""
     lacking = {family: family.lacks(config) for family in FAMILIES}
     for family, features in lacking.items():
         if not features:

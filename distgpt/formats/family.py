@@ -69,7 +69,7 @@ class Settings:
         self.values, self.source = values, source
 
     def get(self, key: str, default: T) -> T:
-        """A value of the default's type, or the default if there is none."""
+        """Return a value of the default's type, or the default if there is none."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -114,7 +114,7 @@ class Family(ABC):
 
     @abstractmethod
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
-        """All tensors but the output layer."""
+        """Return all tensors but the output layer."""
 
     def lacks(self, config: ModelConfig) -> list[str]:
         """Name what our model has and this family does not."""
@@ -144,7 +144,7 @@ class Family(ABC):
         return {theirs: getattr(config, ours) for ours, (theirs, _) in self.keys.items()}
 
     def in_its_words(self, text: str) -> str:
-        """A message with the family's names in place of our settings'."""
+        """Return a message with the family's names in place of our settings'."""
         return re.sub(r"\w+", lambda word: self.keys[word[0]][0] if word[0] in self.keys else word[0], text)
 
     def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:

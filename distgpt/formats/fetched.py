@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from distgpt.core.base.caches import cache_folder
+from distgpt.core.base.caches import CACHE, cache_folder
 from distgpt.core.base.errors import UsageError, command_line, print_lines
 from distgpt.core.saved.tensors import read_header
 from distgpt.formats.huggingface import import_model
@@ -19,7 +19,7 @@ def fetched_weights(repository: str, fetches: bool) -> Path:
     """
     name, folder = PREFIX + repository, cache_folder("models")
     if folder is None:
-        raise UsageError(f"{name} has no place: set XDG_CACHE_HOME to a folder that only you can write to")
+        raise UsageError(f"{name} has no place: set {CACHE} to a folder that only you can write to")
     found = folder / f"{repository.replace('/', '--')}.safetensors"
     if not found.exists():
         if not fetches:

@@ -31,7 +31,6 @@ from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import Tokenizer, load_tokenizer
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
-from distgpt.core.saved.named import find_weights
 from distgpt.core.saved.tensors import (
     Header,
     LazyTensors,
@@ -41,6 +40,7 @@ from distgpt.core.saved.tensors import (
     verify_data,
     write_tensors,
 )
+from distgpt.core.saved.weights import find_weights
 from distgpt.formats.families import family_for, recognised
 from distgpt.formats.family import HEAD, Family, Settings, TensorMapping
 from distgpt.texts.tokenizers.bpe import BpeTokenizer, symbols
@@ -80,7 +80,7 @@ class Foreign:
 
     @property
     def dtype(self) -> str:
-        """The narrowest type of ours that rounds no element."""
+        """Return the narrowest type of ours that rounds no element."""
         stored = {s.header.tensors[s.name].dtype for s in self._tensors.values()}
         return "<f8" if "F64" in stored else "<f4"
 
@@ -134,7 +134,7 @@ def transpose(out: NDArray[Any], source: NDArray[Any]) -> None:
 
 
 def tokenizer_in(directory: Path) -> Tokenizer | None:
-    """The tokenizer of an exported or foreign model, None if there is none."""
+    """Return the tokenizer of an exported or foreign model, None if there is none."""
     if (directory / OWN_TOKENIZER).exists():
         return load_tokenizer(str(directory / OWN_TOKENIZER))
     for together in (TOKENIZER_FILES[:1], TOKENIZER_FILES[1:]):
@@ -144,19 +144,19 @@ def tokenizer_in(directory: Path) -> Tokenizer | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a small file."""
+    """Return the JSON object in a small file."""
     return parse_object(read_small(path), path)
 
 
 def open_files(path: Path) -> tuple[Path, Settings, dict[Path, Header]]:
-    """The directory, its configuration, and the files with the tensors: intact, of whatever model."""
+    """Return the directory, its configuration, and the files with the tensors: intact, of whatever model."""
     directory, files = _files(path)
     settings = Settings(read_object(directory / CONFIG), str(directory / CONFIG))
     return directory, settings, {file: read_header(file) for file in files}
 
 
 def _files(path: Path) -> tuple[Path, list[Path]]:
-    """The directory with the configuration, and the files with the tensors."""
+    """Return the directory with the configuration, and the files with the tensors."""
     if path.suffix in PICKLES:
         raise _pickled(path)
     with storage_errors("read", path):
@@ -187,7 +187,7 @@ def _pickled(path: Path) -> DataError:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files of an index, each with exactly the tensors that the index says."""
+    """Return the files of an index, each with exactly the tensors that the index says."""
     mapped = read_object(index).get("weight_map")
     if not isinstance(mapped, dict) or not mapped:
         raise DataError(f"{index} is damaged: it has no weight_map")
@@ -322,7 +322,7 @@ def _write_weights(out: Path, foreign: Source, metadata: dict[str, str]) -> None
 
 
 def _tokenizer(name: str | None, foreign: Source, note: Note) -> Tokenizer | None:
-    """The tokenizer asked for, else the directory's, unless that is of a kind we do not have."""
+    """Return the tokenizer asked for, else the directory's, unless that is of a kind we do not have."""
     if name is not None:
         tokenizer: Tokenizer | None = load_tokenizer(name)
     else:
@@ -386,7 +386,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
 
 def exportable(path: Path) -> tuple[Path, Description]:
-    """The weights file behind a path, and what it holds."""
+    """Return the weights file behind a path, and what it holds."""
     path = find_weights(path)
     description = read_description(path)
     description.refuse_incomplete(path)
@@ -413,7 +413,7 @@ def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[
 
 
 def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dtype: str) -> dict[str, str]:
-    """The small files by name; the configuration comes last, since a directory without it is no model."""
+    """Return the small files by name: the configuration last, since a directory without it is no model."""
     separator = tokenizer.separator if tokenizer else None
     ends = list(dict.fromkeys(chat.ends)) if tokenizer and (chat := chat_of(tokenizer)) else []
     first = tokenizer.first[0] if tokenizer and tokenizer.first else separator
@@ -443,7 +443,7 @@ def refuse_nonfinite(array: NDArray[Any], name: str, source: object) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """A directory that gets its name once everything in it is on the disk. What killed exports left goes."""
+    """Yield a directory that gets its name once all of it is on the disk; remove those of killed exports."""
     partial = unfinished(final)
     with storage_errors("write", final):
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -460,7 +460,7 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
-    """The files that transformers looks for beside a model: their texts by name."""
+    """Return the files that transformers looks for beside a model: their texts by name."""
     foreign = isinstance(tokenizer, BpeTokenizer | LibraryTokenizer)
     own = {} if foreign else {OWN_TOKENIZER: tokenizer.to_json()}
     settings: dict[str, Any] = {

@@ -23,8 +23,8 @@ from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.config import LORA_MATRICES, RunConfig
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.modelfile import ORIGIN, Description, read_description
-from distgpt.core.saved.named import find_weights
 from distgpt.core.saved.tensors import DTYPES, Header, read_header, read_rows, write_tensors
+from distgpt.core.saved.weights import find_weights
 from distgpt.formats.families import family_for
 from distgpt.formats.family import HEAD, Family, TensorMapping
 from distgpt.formats.huggingface import (

@@ -1,4 +1,4 @@
-"""Text beyond one prompt: files of prompts, many sequences side by side on GPUs, chats in a terminal.
+"""Text beyond one prompt: files of prompts, chats in a terminal.
 
 Not here: the engine (core/generate/), HTTP (serving/).
 """

@@ -25,11 +25,11 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.engine import Engine
-from distgpt.core.generate.engine_setup import MOST_LANES, ModelSpec
+from distgpt.core.generate.engine_setup import MOST_SLOTS, ModelSpec
 from distgpt.core.generate.request import REQUEST_SETTINGS, Completion, Request
 from distgpt.generation.distribute import distribute
 
-ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle
+ROOM = 2 * MOST_SLOTS  # prompts that a rank has at once, so that none of its slots is idle
 BEGINNING = b'{"line": '  # of every answer
 
 
@@ -51,15 +51,15 @@ def infer_file(
     Wrong prompts are refused before anything is computed.
     """
     comm, loaded = stage.comm, spec.load(stage)
-    lanes = loaded.lanes(MOST_LANES, defaults.lookup)
-    engine, begun, made = loaded.engine(lanes), time.perf_counter(), 0
+    slots = loaded.slots(MOST_SLOTS, defaults.lookup)
+    engine, begun, made = loaded.engine(slots), time.perf_counter(), 0
     answers = Answers(out)
     with ExitStack() as stack:
 
         def begin() -> None:
             prompts = read_prompts(path, loaded.tokenizer, defaults, engine)
             stack.enter_context(reserved(out))
-            drops = defaults.overflow == "shift" and lanes.can_drop
+            drops = defaults.overflow == "shift" and slots.can_drop
             answers.begin(prompts, loaded.fingerprint(drops))
             progress.began(len(prompts), len(answers.done))
             stack.callback(progress.close)

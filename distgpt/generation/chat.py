@@ -36,7 +36,7 @@ class Answer:
 class Conversation:
     """The turns of a user and a model. One thread calls it, and no other uses its engine.
 
-    The engine has to have a single lane, which keeps what was computed of earlier turns.
+    The engine has to have a single slot, which keeps what was computed of earlier turns.
     """
 
     def __init__(

@@ -7,9 +7,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from distgpt.core.comm.agree import gather_bytes
+from distgpt.core.comm.agree import broadcast, gather_bytes
 from distgpt.core.comm.api import Comm
-from distgpt.core.generate.averaged import broadcast
 from distgpt.core.generate.engine import Collector, Engine
 from distgpt.core.generate.request import Completion, Request
 

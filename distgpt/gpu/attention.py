@@ -130,10 +130,10 @@ class OwnAttention:
         qkv: Array,
         start: Array,
         window: int = 0,
-        lanes: Array | None = None,
+        slots: Array | None = None,
     ) -> None:
-        _, n_lanes, _, t_max, head = cache.shape
-        n_seq = n_lanes if lanes is None else len(lanes)
+        _, n_slots, _, t_max, head = cache.shape
+        n_seq = n_slots if slots is None else len(slots)
         n_head, group = y.shape[1] // head, _group(y, qkv)
         grid = n_seq * n_head, len(qkv) // n_seq
         defines = (f"HEAD={head}", f"GROUP={group}", *_seen(None, window))
@@ -147,7 +147,7 @@ class OwnAttention:
             "attention_cached",
             (*grid, n_parts),
             CACHED_BLOCK,
-            *(y, cache, parts, qkv, start, int(start.size), lanes, n_lanes, n_head, t_max),
+            *(y, cache, parts, qkv, start, int(start.size), slots, n_slots, n_head, t_max),
             defines=defines,
         )
         if parts is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from distgpt.core.comm.launched import Library
+from distgpt.launch.leaving import Library
 
 STATUS = {6: "remote error", 7: "in progress"}  # newer than those that CuPy knows
 

@@ -18,6 +18,7 @@ from distgpt.core.ops.api import (
     Angles,
     Array,
     Bias,
+    BiasGradient,
     Capabilities,
     Gain,
     Head,
@@ -42,7 +43,7 @@ BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its regist
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
 COMMON = 7  # values that all threads of adamw read, before two for each group, as in optimizer.cu
-MOVED = 32  # positions that a thread of move_cached copies from another lane
+MOVED = 32  # positions that a thread of move_cached copies from another slot
 ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 the backward norm spills
 
@@ -320,6 +321,9 @@ class CudaKernels:
 
     def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
         """Add up every so many rows first, so that there is work for many blocks."""
+        if x.dtype != self.wide:
+            self.linears.bias(BiasGradient(total, accumulate), x)
+            return
         n, c = x.shape
         apart = gcd(n, ROWS_APART)
         if apart > 1:
@@ -375,32 +379,32 @@ class CudaKernels:
         qkv: Array,
         start: Array,
         window: int = 0,
-        lanes: Array | None = None,
+        slots: Array | None = None,
     ) -> None:
-        self._own_attention.cached(y, cache, qkv, start, window, lanes)
+        self._own_attention.cached(y, cache, qkv, start, window, slots)
 
     # -- decoding beside the passes
 
     def move_cached(
         self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
     ) -> None:
-        layers, both, n_lanes, kv_heads, t_max, head = caches.shape
+        layers, both, n_slots, kv_heads, t_max, head = caches.shape
         units = layers * both * kv_heads * -(-head // 2)
         part = MOVED if source != target else max(1, kept)
         cos, sin = angles or (None, None)
-        sizes = layers * both, n_lanes, kv_heads, t_max, head, target, source, count, kept, part
+        sizes = layers * both, n_slots, kv_heads, t_max, head, target, source, count, kept, part
         grid = -(-units // BLOCK), max(1, -(-kept // part))
         self._launcher.start("decoding", "move_cached", grid, BLOCK, caches, cos, sin, *sizes)
 
-    def likeliest(self, tokens: Array, found: Array, scores: Array, vocab: int) -> None:
-        (n, k), width = tokens.shape, scores.shape[1]
+    def likeliest(self, tokens: Array, found: Array, logits: Array, vocab: int) -> None:
+        (n, k), width = tokens.shape, logits.shape[1]
         block = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP)
-        self._launcher.start("decoding", "likeliest", n, block, tokens, found, scores, vocab, width, k)
+        self._launcher.start("decoding", "likeliest", n, block, tokens, found, logits, vocab, width, k)
 
-    def drawn(self, tokens: Array, found: Array, scores: Array, vocab: int, how: Array) -> None:
-        block, width = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP), scores.shape[1]
+    def drawn(self, tokens: Array, found: Array, logits: Array, vocab: int, draws: Array) -> None:
+        block, width = min(LARGEST_BLOCK, -(-vocab // WARP) * WARP), logits.shape[1]
         self._launcher.start(
-            "decoding", "drawn", len(tokens), block, tokens, found, scores, how, vocab, width
+            "decoding", "drawn", len(tokens), block, tokens, found, logits, draws, vocab, width
         )
 
     # -- head and loss

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.ops.api import Array, Kernels, Work
 from distgpt.gpu.compiling import Kind
 from distgpt.gpu.device import CupyDevice

@@ -75,7 +75,7 @@ class GpuStage(Stage):
     def taken_memory(self) -> int:
         return int(self.device.taken())
 
-    def auto_dtype(self) -> Choose:
+    def dtype_choice(self) -> Choose:
         """Return what chooses --dtype auto by the oldest GPU of all ranks. Collective."""
         major, minor = self.device.capability
         oldest = divmod(-self.comm.allreduce_max(-(10 * major + minor)), 10)
@@ -86,17 +86,12 @@ class GpuStage(Stage):
         return SLOW_FLOAT32 if is_slow else ""
 
 
-def on_gpu(stage: Stage) -> GpuStage | None:
-    """Return a stage on a GPU as such; None for one on a CPU."""
-    return stage if isinstance(stage, GpuStage) else None
-
-
 def device_of(local_rank: int, count: int) -> int:
     """Return the GPU that a rank with this local number binds to; ranks share where there are too few."""
     return local_rank % count
 
 
-def _chosen(oldest: Version, tf32: bool, width: int, matmul: str, elements: int) -> Dtype:
+def _chosen(oldest: Version, tf32: bool, matmul: str, weights: int) -> Dtype:
     if tf32:
         return Dtype("float32", "--tf32 chooses how to multiply float32")
     if oldest >= OLDEST_BFLOAT16:

@@ -59,7 +59,7 @@ class DeviceComm:
         self.allreduce_max, self.broadcast_bytes = host.allreduce_max, host.broadcast_bytes
         self.barrier, self.abort = host.barrier, host.abort
         # On the host only:
-        self.send, self.threads, self.dup_sleeping = host.send, host.threads, host.dup_sleeping
+        self.send, self.is_threadsafe, self.dup_sleeping = host.send, host.is_threadsafe, host.dup_sleeping
         self.split_by_node = host.split_by_node
 
     def sum(self, array: Array) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from distgpt.core.base.tables import Table
+from distgpt.core.base.tables import Table, part
 from distgpt.core.config import TrainConfig
 from distgpt.core.train.progress import Pace
 from distgpt.core.train.run import Run, Seams
 from distgpt.core.train.seams import Guard
 from distgpt.guards.full_disk import room_for
+from distgpt.guards.retention import Retention
 from distgpt.guards.stuck import save_and_exit
 from distgpt.guards.watchdog import Stall, Watchdog
 
@@ -28,7 +29,9 @@ def guarded(
     `end` is a moment of time.monotonic() by which the run has to be gone. A run without progress is reported
     after `timeout` seconds (None: by its pace), and ended after `abort` (None: never).
     """
-    seams = Seams(disk=room_for, guards=partial(_guards, end=end, stall=Stall(timeout, abort)))
+    added = [GUARDS[name] for name in GUARDS]  # now: nothing of the run is on the disk yet
+    guards = partial(_guards, added=added, end=end, stall=Stall(timeout, abort))
+    seams = Seams(disk=room_for, outdated=Retention, guards=guards)
     if t.on_bad_step != "stop" or t.spike_zscore:
         from distgpt.guards.bad_steps import BadSteps
 
@@ -44,8 +47,9 @@ def guarded(
     return seams
 
 
-def _guards(run: Run, end: float | None, stall: Stall) -> Sequence[Guard]:
-    """Return the guards of a run. Collective."""
+def _guards(run: Run, added: Sequence[MakeGuard], end: float | None, stall: Stall) -> Sequence[Guard]:
+    """Return the guards of a run, once its history says what its bits depend on. Collective."""
+    part("kept", keep_nothing)(run)
     pace, found = Pace(run.progress, run.placement.rounds), list[Guard]()
     slowest: Callable[[], str] = str  # "" where there is no other rank
     if run.comm.size > 1:
@@ -56,7 +60,7 @@ def _guards(run: Run, end: float | None, stall: Stall) -> Sequence[Guard]:
         found.append(stragglers)
     end_job = partial(save_and_exit, run)
     found.append(Watchdog(run.comm, run.activity, stall, pace.usual, slowest, run.report.note, end_job))
-    found += (guard for _, make in GUARDS.rows() if (guard := make(run)) is not None)
+    found += (guard for make in added if (guard := make(run)) is not None)
     if end is not None and run.comm.rank == 0:  # the others hear of it by a step's votes
         from distgpt.guards.deadline import Deadline, TimeLimit
 
@@ -65,3 +69,7 @@ def _guards(run: Run, end: float | None, stall: Stall) -> Sequence[Guard]:
         saves = 2 if run.settings.save == "async" else 1
         found.append(Deadline(limit, run.signals, pace, run.checkpoints, saves))
     return found
+
+
+def keep_nothing(run: Run) -> None:
+    """Leave the history as it is, where no proofs are installed."""

@@ -47,7 +47,7 @@ class Deadline:
         recent, seconds = self.pace.recent(), self.checkpoints.seconds
         self.signals.deadline = self.limit.latest(recent, seconds, self.saves)
 
-    def settled(self, done: Finished) -> dict[str, float]:
+    def after_step(self, done: Finished) -> dict[str, float]:
         self.look_ahead()
         return {}
 

@@ -26,6 +26,7 @@ from distgpt.core.saved.checkpoint import DAMAGED, drop, newest_intact, saved_ch
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.seams import Disk
+from distgpt.guards.retention import is_kept
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a quota that is used up counts as a full disk
 SLACK = 1 / 32  # of what is written, which shall stay free for lines of metrics
@@ -48,18 +49,19 @@ class Room(Disk):
     @contextmanager
     def reserved(self, comm: Comm, step: int) -> Iterator[None]:
         """Hold room for the final weights meanwhile. Collective."""
-        on_root(comm, lambda: self._begin(step))
+
+        def reserve() -> None:
+            try:
+                self.write(step, self._weights, self._take)
+            finally:
+                self.report()
+
+        on_root(comm, reserve)
         try:
             yield
         finally:
             with suppress(StorageError):  # what ended the run counts more; the next start removes the file
                 self._release()
-            self.report()
-
-    def _begin(self, step: int) -> None:
-        try:
-            self.write(step, self._weights, self._take)
-        finally:
             self.report()
 
     def _take(self) -> None:
@@ -140,7 +142,8 @@ class Room(Disk):
     def _outdated(self, step: int) -> Iterator[Path]:
         """Yield what a run at this step can do without: damaged checkpoints, then others from the oldest.
 
-        Neither the newest intact one, nor those of later steps, nor one that another run begins with.
+        Neither the newest intact one, nor those of later steps, nor one that another run begins with, nor
+        one that is to stay for good.
         """
         checkpoints = self._directory.checkpoints
         try:
@@ -151,7 +154,7 @@ class Room(Disk):
         if newest is None:
             return
         yield from sorted(checkpoints.glob(f"{DAMAGED}*"))
-        needed = _begun_with(self._directory.path)
+        needed = _begun_with(self._directory.path) | {path.resolve() for path in filter(is_kept, saved)}
         for path in reversed(saved[saved.index(newest[0]) + 1 :]):
             if path.resolve() not in needed:
                 yield path

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from distgpt.core.base.errors import DistgptError
+from distgpt.core.base.errors import MismatchError
 from distgpt.core.comm.agree import gather_bytes, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
@@ -90,7 +90,7 @@ class Recheck:
                 who = f"rank {pair[0]} on {host}, asked twice,"
             what = f"{who} found different gradients for the same data at step {step + 1}"
             hint = "memory or a processor has failed there: test both; earlier checkpoints are kept"
-            raise shared(DistgptError(f"{what}; {hint}"))
+            raise shared(MismatchError(f"{what}; {hint}"))
 
     def _are_same(self, first: Digest, second: Digest, to_the_bit: bool) -> bool:
         if to_the_bit:

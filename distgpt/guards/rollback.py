@@ -9,8 +9,8 @@ from pathlib import Path
 
 from distgpt.core.comm.agree import on_root
 from distgpt.core.saved.checkpoint import State, load_document, newest_intact
-from distgpt.core.train.restore import begin_anew, restore
 from distgpt.core.train.run import BadStep, Run
+from distgpt.core.train.setup import begin_anew, restore
 
 
 class RollBack(BadStep):

@@ -21,7 +21,7 @@ class Stragglers(AbstractContextManager["Stragglers"]):
 
     def __exit__(self, *ended: object) -> None: ...
 
-    def settled(self, done: Finished) -> dict[str, float]:
+    def after_step(self, done: Finished) -> dict[str, float]:
         return self.add(done.rank_seconds)
 
     def add(self, seconds: Sequence[float]) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.interrupts import Interrupted
-from distgpt.core.comm.launched import leave_at_once
+from distgpt.core.comm.job import ending, say
 from distgpt.core.train.progress import EVALUATING, EXCHANGING
 from distgpt.core.train.run import Run
 from distgpt.core.train.summary import how_to_resume, write_stopped
@@ -16,8 +18,8 @@ def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
     In an exchange the weights are those of the last finished step. From here on nobody changes them.
     """
     try:
-        at_rest = not run.model.kernels.capabilities.is_async and run.step.at_rest.acquire(timeout=1)
-        if at_rest and run.checkpoints.has_all and run.activity.doing in (EXCHANGING, EVALUATING):
+        is_locked = not run.model.kernels.capabilities.is_async and run.step.weights_lock.acquire(timeout=1)
+        if is_locked and run.checkpoints.has_all and run.activity.doing in (EXCHANGING, EVALUATING):
             run.progress.evaluation_pending |= run.activity.doing == EVALUATING
             run.checkpoints.write_now(run.state())
             run.directory.write_metrics()
@@ -26,4 +28,6 @@ def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
         run.directory.lock.release()
     except Exception as error:
         ended.add_note(f"nothing more was saved: {error}")
-    leave_at_once(ended, run.comm)
+    say(ending(ended))
+    run.comm.abort(ended.exit_code)
+    os._exit(ended.exit_code)  # where MPI is not what ends it

@@ -34,14 +34,14 @@ from distgpt.core.base.interrupts import (
     signal_of,
 )
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.launched import has_failed
-from distgpt.core.comm.reports import Address, Reports
 from distgpt.core.train.progress import Activity, Finished
+from distgpt.guards.reports import Address, Reports
+from distgpt.launch.leaving import has_failed
 
 SECONDS_BETWEEN = 1.0  # between reports
 QUIET = 3  # reports that are missing, after which a rank counts as silent
-LEAST = 120.0  # seconds without progress, after which it is reported
-STEPS = 10  # but at least so many usual steps
+LEAST_STALL = 120.0  # seconds without progress, after which it is reported
+STEPS_OF_STALL = 10  # but at least so many usual steps
 SECONDS_FOR_STACKS = 2.0
 SECONDS_FOR_SIGNAL = 10.0  # for a signal to wait for a step that does not end, and this many usual steps
 STEPS_FOR_SIGNAL = 3
@@ -60,7 +60,7 @@ class Stall:
 
     def timeout_for(self, usual: float) -> float:
         """Return the seconds without progress after which it is reported. `usual`: of a step."""
-        return max(LEAST, STEPS * usual) if self.timeout is None else self.timeout
+        return max(LEAST_STALL, STEPS_OF_STALL * usual) if self.timeout is None else self.timeout
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Watchdog:
         for end in (self._woken, self._wakes):
             end.close()
 
-    def settled(self, done: Finished) -> dict[str, float]:
+    def after_step(self, done: Finished) -> dict[str, float]:
         """Add nothing to a step's metrics: the activity says how far the run is."""
         return {}
 

@@ -1,4 +1,4 @@
-"""Jobs: child processes, launchers and their hostfiles, the batch script for Slurm.
+"""Jobs: child processes, launchers and their hostfiles, batch scripts.
 
-Not here: what a process knows of its own launch (core/comm/launched.py).
+Not here: what a process knows of its own launch (launch/).
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,14 +17,16 @@ from typing import Any
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
-from distgpt.core.comm.launched import launched_as, launcher_name
 from distgpt.core.cpu.stages import open_stage
 from distgpt.jobs import hostfile as hostfiles
+from distgpt.launch.launched import launched_as, launcher_name
+from distgpt.launch.mpis import MPIS
 
 Facts = dict[str, Any]
 
 SECONDS_FOR_MPI = 20
-HOSTS_OPTION = {"MPICH": "-f", "Open MPI": "--hostfile"}  # of an mpirun; others have MPICH's
+SECONDS_FOR_SRUN = 5  # one that finds no Slurm may look for long
+HOSTS_OPTION = {vendor: MPIS[vendor].hosts for vendor in ("MPICH", "Open MPI")}  # others have MPICH's
 _ASK_MPI = "from distgpt.jobs.launchers import report_mpi; report_mpi()"
 
 
@@ -99,8 +103,31 @@ def running_mpi() -> Facts:
         "problem": "",
         "vendor": vendor,
         "version": ".".join(map(str, version)),
+        "library": _library_file(MPI.__file__),
         "cuda_aware": is_cuda_aware(),
     }
+
+
+class _Found(ctypes.Structure):
+    """Dl_info of dladdr(3): what a pointer points into."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _library_file(extension: str) -> str:
+    """Return the file, without links, from which an extension module has its MPI; "" if unknown."""
+    found = _Found()
+    try:
+        init = ctypes.CDLL(extension).MPI_Init
+        ctypes.CDLL(None).dladdr(init, ctypes.byref(found))
+    except (OSError, AttributeError):
+        return ""
+    return os.path.realpath(os.fsdecode(found.file or b""))
 
 
 def report_mpi() -> None:
@@ -140,6 +167,37 @@ def mpirun(where: str | None = None) -> Facts:
         says = ""
     vendors = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH", "Intel": "Intel MPI"}
     return {"path": where, "vendor": next((vendors[sign] for sign in vendors if sign in says), "")}
+
+
+def mpirun_beside(library: str, vendor: str) -> str:
+    """Return the mpirun that is installed with a library; "" if none of its vendor is found there."""
+    ending = "openmpi" if vendor == "Open MPI" else "mpich"  # Debian's, where both are installed
+    for folder in [parent / "bin" for parent in Path(library).parents[1:4]] if library else []:
+        for name in ("mpirun", "mpiexec", f"mpirun.{ending}"):
+            found = shutil.which(name, path=str(folder))
+            if found and is_of_family(mpirun(found)["vendor"], vendor):
+                return found
+    return ""
+
+
+def is_of_family(launcher: str, vendor: str) -> bool:
+    """Return whether an mpirun of one vendor starts ranks of another's library: Hydra, but not Open MPI."""
+    return bool(launcher) and (launcher == "Open MPI") == (vendor == "Open MPI")
+
+
+def srun_ways() -> list[str]:
+    """Return what srun's --mpi can be here, as in pmi2; nothing without a Slurm that answers."""
+    if shutil.which("srun") is None:
+        return []
+    try:
+        done = subprocess.run(
+            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=SECONDS_FOR_SRUN
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    # One on a line, on standard error in front of which older ones write their name.
+    found = re.findall(r"^(?:srun: )?\s*(\w+)$", f"{done.stdout}\n{done.stderr}", re.MULTILINE)
+    return [] if done.returncode else found
 
 
 def own_mpirun() -> str | None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from distgpt.core.base.errors import DataError
 from distgpt.core.config import RunConfig
 from distgpt.core.data.loading import refuse_missing
-from distgpt.core.data.named import resolve_data
-from distgpt.core.data.shards import is_shards
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.texts.shards import is_shards
 from distgpt.texts.tokenizers import hub
+from distgpt.texts.tokenizers.foreign import repository_of
 
 OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each machine has for itself
 
@@ -28,9 +29,11 @@ def refuse_unready(run: RunConfig) -> str:
     if is_known or not (t.tokenizer == "gpt2" or t.tokenizer.startswith(hub.PREFIX)):
         return ""
     _fetch(t.tokenizer)
+    if hub.installed(repository_of(t.tokenizer)).is_dir():  # nodes see it as they see this program
+        return ""
     return (
         f"--tokenizer {t.tokenizer} lies in {hub.cache()}, which nodes without internet have to see, too:"
-        " HF_HOME says where it is"
+        " DISTGPT_CACHE or HF_HOME says where it is"
     )
 
 

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.formatting import count, duration, long_duration, size, size_in_column, three_digits
-from distgpt.core.comm.limits import granted_cores
+from distgpt.core.comm.layout import layout
+from distgpt.core.comm.resources import Grants, usable_cores
 from distgpt.core.config import ON_GPU, RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu.stages import Stage, expected_dtype, open_stage
-from distgpt.core.data.named import BUNDLED_TEXTS, resolve_data
-from distgpt.core.data.shards import Manifest, is_shards, read_manifest
-from distgpt.core.model.counts import operations, parameters
+from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
 from distgpt.core.model.model import Architecture, Model, flag_count
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Kernels
 from distgpt.core.train.memory import SPARE, DryKernels, copy_bytes, divisors, fitting, needed
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.seams import kind_of
-from distgpt.core.train.sharing import Strategy
+from distgpt.core.train.sharing import Strategy, strategy_for
+from distgpt.counts import operations, parameters
 from distgpt.measure.step_timing import Progress, cuts, enough_sequences, layers_of_cuts, measure
-from distgpt.parallel.choose import Chosen
 from distgpt.texts.prepare.vocabulary import vocabulary_size
+from distgpt.texts.shards import Manifest, is_shards, read_manifest
 
 Facts = dict[str, Any]
 
@@ -72,7 +73,7 @@ def estimate(
     shards = manifest_of(question.run.train.data)
     site = _site(question, shards, ready)
     run, ranks = with_vocabulary(question.run, shards), question.ranks
-    strategy = Chosen(run.train, ranks)
+    strategy = strategy_for(run.train, ranks)
     settled, trouble = _settled(run, site, strategy)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
@@ -151,8 +152,11 @@ def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> S
     t, name = question.run.train, question.stage
     assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
-        cores = granted_cores(environ={}).whole  # a job may give each of the ranks as much as this process
-        threads = max(1, cores // question.ranks) if question.threads is None else question.threads
+        # Without what a batch system grants: a job may give each of the ranks as much as this process.
+        share = partial(layout().share, grants=Grants())
+        cpus = float(len(usable_cores()))
+        cores, asked = share(cpus, 1), question.threads
+        threads = share(cpus / question.ranks, question.ranks) if asked is None else asked
         stage = ready or open_stage("serial", threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free, where = stage.free_memory(0 if ready else neighbours)

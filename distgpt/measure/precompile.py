@@ -11,10 +11,8 @@ from typing import Any
 from distgpt import api
 from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
-from distgpt.core.cpu.matmul.gain import SAMPLES, gain
 from distgpt.core.cpu.stages import open_stage
-from distgpt.core.data.loading import read_text
-from distgpt.core.data.named import resolve_data
+from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.generate.engine_setup import rehearse
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.opening import BESIDE, open_model
@@ -61,7 +59,6 @@ def parts(folder: Path) -> Iterator[Part]:
             yield f"training {preset} in {dtype}", partial(_train, folder, preset, dtype)
         yield from _tuning(folder, folder / f"tiny-{dtype}", chats, dtype)
         yield f"exchange in {dtype}", partial(_exchange, dtype)
-    yield "comparing bfloat16 with float32", lambda: [gain(width) for width in SAMPLES]
     how = {**SMALL, "data": str(text), "tokenizer": "bpe:300"}
     yield "tokenizing", partial(api.train, "tiny", out=folder / "bpe", **how)
     for dtype in (*WAYS, *ROUNDED_DTYPES):

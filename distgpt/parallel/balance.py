@@ -5,18 +5,22 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from zlib import crc32
 
 import numpy as np
 
 from distgpt.core.base.errors import refuse_beside
 from distgpt.core.base.formatting import count
-from distgpt.core.comm.agree import gather_bytes, gather_ints, on_root
+from distgpt.core.comm.agree import gather_bytes, gather_ints, on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.train.sharing import MicroBatches, Start
+from distgpt.core.ops.api import Kernels
+from distgpt.core.saved.checkpoint import State
+from distgpt.core.train.memory import SPARE, copy_bytes, needed
+from distgpt.core.train.sharing import MicroBatches, Start, strategy_for
 
 TRIES = 3  # passes of each rank, of which the fastest counts, after one to warm up
 LEAST_GAIN = 0.03  # of a step, that an uneven split has to bring
@@ -32,11 +36,11 @@ class Balanced(MicroBatches):
         super().__init__(config, ranks)
         self.shares: list[int] = shares
         self.hosts = hosts
-        self.sequences = shares[rank]
-        self.weight = self.sequences * ranks / config.batch_size
+        self.n_sequences = shares[rank]
+        self.weight = self.n_sequences * ranks / config.batch_size
 
-    def rows_of(self, rank: int, i: int) -> slice:
-        """Return the rows of a rank, which follow those of the ranks before it."""
+    def sequences_of(self, rank: int, i: int) -> slice:
+        """Return the sequences of a rank, which follow those of the ranks before it."""
         start = i * sum(self.shares) + sum(self.shares[:rank])
         return slice(start, start + self.shares[rank])
 
@@ -46,11 +50,10 @@ def make(t: TrainConfig, ranks: int, rank: int, model: Model, start: Start | Non
     if start is None:  # memory is counted with even ones
         return MicroBatches(t, ranks)
     hosts = hosts_checksum(start.comm, start.threads)
-    known, how = start.known(hosts), "as before"
-    shares = known or measured_shares(model, t, start.comm)
-    if known is None:
-        how = "measured now"
-    if not start.fits(shares):
+    shares, how = shares_so_far(start.state, t, ranks, hosts), "as before"
+    if shares is None:
+        shares, how = measured_shares(model, t, start.comm), "measured now"
+    if not have_memory(start, model.kernels, shares):
         shares, how = even_shares(t, ranks), "as memory does not allow others"
     start.say(f"--balance auto: {described_shares(shares)}, {how}")
     return Balanced(t, ranks, rank, shares, hosts)
@@ -69,7 +72,30 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
 
 def even_shares(t: TrainConfig, ranks: int) -> list[int]:
     """Return the same number of sequences for each rank."""
-    return [MicroBatches(t, ranks).sequences] * ranks
+    return [MicroBatches(t, ranks).n_sequences] * ranks
+
+
+def shares_so_far(state: State, settings: TrainConfig, ranks: int, hosts: int) -> list[int] | None:
+    """Return the sequences of each rank in a micro-batch so far; None if that cannot be so again."""
+    known = state.shares or []
+    is_same = state.ranks == len(known) == ranks and state.hosts == hosts
+    return known if is_same and sum(known) * settings.grad_accum == settings.batch_size else None
+
+
+def have_memory(start: Start, kernels: Kernels, shares: Sequence[int]) -> bool:
+    """Return whether every rank has memory for its share of a micro-batch and for the rest. Collective."""
+    comm, t = start.comm, start.config.train
+    strategy = strategy_for(t, comm.size)
+
+    def fits() -> bool:
+        rows = shares[comm.rank] * comm.size * t.grad_accum
+        own = replace(start.config, train=replace(t, batch_size=rows))
+        need = needed(own, kernels, strategy, start.is_evaluated)
+        copied = copy_bytes(own, kernels, strategy.placement) if comm.rank == 0 and t.save == "async" else 0
+        free, _ = start.free_memory()
+        return need.total - need.weights - need.optimizer + copied <= SPARE * free
+
+    return not comm.allreduce_max(not on_every_rank(comm, fits))
 
 
 def measured_shares(model: Model, t: TrainConfig, comm: Comm) -> list[int]:

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from distgpt.core.base.errors import DataError
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array
-from distgpt.core.saved.tensors import Kind, LazyTensors
+from distgpt.core.saved.checkpoint import check_file, read_manifest
+from distgpt.core.saved.tensors import Kind, LazyTensors, Tensors, read_header, read_rows
 from distgpt.core.train.sharing import Gathering
 
 DONE = -1
+
+
+def stems(checkpoint: Path) -> set[str]:
+    """Return the files with tensors in a checkpoint, as its manifest lists them."""
+    return {Path(name).stem for name in read_manifest(checkpoint) if name.endswith(".safetensors")}
+
+
+def load_some(checkpoint: Path, stem: str, destination: Tensors) -> None:
+    """Fill `destination` from one file of a checkpoint, whose other tensors are verified alone."""
+    file = checkpoint / f"{stem}.safetensors"
+    check_file(checkpoint, file.name, read_manifest(checkpoint))
+    header = read_header(file)
+    for name, array in destination.items():
+        if name not in header.tensors or header.tensors[name].shape != array.shape:
+            raise DataError(f"{file} holds no {name} of shape {array.shape}")
+        read_rows(file, header, name, array)
 
 
 class TensorByTensor(Gathering):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from distgpt.components import MICRO_BATCHES, PLACEMENTS, UNNAMED_EXCHANGES
 from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.base.tables import imported, paths_in
-from distgpt.core.comm.agree import refuse_anywhere
+from distgpt.core.comm.agree import on_every_rank, refuse_anywhere
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
+from distgpt.core.ops.api import Kernels
 from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, Placement, Start, Strategy
+from distgpt.parallel.node_memory import SharedGradients, gradients_in_node
 
 WITHOUT_THREADS = (
     "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
@@ -39,14 +42,12 @@ class Chosen(Strategy):
             place = imported(PLACEMENTS[name], f"the placement {name!r}")
         super().__init__(config, ranks, place(config, ranks))
         self._micro_batches, self._exchange = micro_batches_name(config, ranks), exchange_name(config, ranks)
-        self.counted_by = "--reproducible-parts" if config.reproducible_parts else ""
+        if config.reproducible_parts:
+            self.count, self.counted_by = config.reproducible_parts // ranks, "--reproducible-parts"
 
     def names(self) -> list[str]:
         placement, micro_batches, exchange = super().names()
         return [placement, self._micro_batches or micro_batches, self._exchange or exchange]
-
-    def fixed_count(self, t: TrainConfig) -> int:
-        return t.reproducible_parts // self.ranks or super().fixed_count(t)
 
     def micro_batches(
         self, t: TrainConfig, rank: int, model: Model, start: Start | None = None
@@ -55,6 +56,20 @@ class Chosen(Strategy):
             return super().micro_batches(t, rank, model, start)
         make: MakeMicroBatches = imported(MICRO_BATCHES[self._micro_batches], self._micro_batches)
         return make(t, self.ranks, rank, model, start)
+
+    def make_gradients(self, comm: Comm, model: Model, say: Say) -> None:
+        if self._shares_memory(comm.size == comm.local_size, model.kernels):
+            model.make_gradients(partial(gradients_in_node, comm, model.kernels, say))
+        else:
+            super().make_gradients(comm, model, say)
+
+    def _shares_memory(self, on_one_node: bool, kernels: Kernels) -> bool:
+        """Return whether ranks of a node, if there are several, sum in memory that they share."""
+        t = self.config
+        if self.ranks == 1 or kernels.capabilities.is_async:
+            return False
+        by_node = t.grad_sync in ("auto", "hierarchical")
+        return by_node or (t.grad_sync == "allreduce" and t.gradient_dtype == "float32" and on_one_node)
 
     def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
         return exchange_for(comm, state, t, say)
@@ -69,6 +84,8 @@ class Chosen(Strategy):
 
     def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
         refuse_anywhere(comm, _lacking(self.config, comm, on_gpu) if comm.size > 1 else "")
+        if self._exchange:
+            on_every_rank(comm, lambda: _maker(self._exchange))
 
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
         count, wire = parts_made(t, self.ranks), model.kernels.wire
@@ -86,6 +103,10 @@ class Chosen(Strategy):
             from distgpt.parallel.reductions import rehearse_reductions
 
             rehearse_reductions(model.kernels, self.config.gradient_dtype)
+        if self._shares_memory(True, model.kernels):
+            from distgpt.parallel.reductions import rehearse_shared_sum
+
+            rehearse_shared_sum(model.kernels)
         if self.config.reproducible_parts:
             from distgpt.parallel.reproducible import rehearse_tree
 
@@ -95,17 +116,26 @@ class Chosen(Strategy):
 def exchange_for(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
     """Return the exchange that `t` asks for. `say` gets what --grad-sync auto has chosen. Collective."""
     name = exchange_name(t, comm.size)
+    if t.grad_sync == "allreduce" and isinstance(state.optimizer.model.grads, SharedGradients):
+        name = name or "in parts"
     if not name:
         return Strategy(t, comm.size).exchange(comm, state, t, say)
+    return _maker(name)(comm, state, t, say)
+
+
+def _maker(name: str) -> MakeExchange:
+    """Import what makes an exchange."""
     make: MakeExchange = imported(exchanges()[name], f"--grad-sync {name}")
-    return make(comm, state, t, say)
+    return make
 
 
 def placement_name(t: TrainConfig, ranks: int) -> str:
     """Return a name of PLACEMENTS, "" for replicas."""
     if ranks == 1:
         return ""
-    return "local steps" if t.outer_every else "sharded" if t.grad_sync == "sharded" else ""
+    if t.outer_every:
+        return "local steps"
+    return "sharded" if t.grad_sync == "sharded" else ""
 
 
 def micro_batches_name(t: TrainConfig, ranks: int) -> str:
@@ -152,6 +182,6 @@ def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
     if t.grad_sync == "overlapped" and on_gpu:
         return "" if comm.queued else WITHOUT_NCCL
     if t.grad_sync == "overlapped":
-        return "" if comm.threads else WITHOUT_THREADS
+        return "" if comm.is_threadsafe else WITHOUT_THREADS
     in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"
     return LACKS_ALLTOALL if on_gpu and comm.lacks_alltoall and in_parts else ""

@@ -43,18 +43,18 @@ class LocalSteps(Exchange):
     def sum_gradients(self, step: int) -> None:
         """Sum the squared norms alone: all ranks clip alike, and skip a step that one of them cannot use."""
         self.optimizer.compute_norm()
-        self.sum_flags()
+        self.sum_votes()
 
     def compute_norm(self, optimizer: AdamW) -> None:
         """Do nothing: `sum_gradients` has done it, since nobody may wait here while weights are locked."""
 
-    def scales(self, learned: float) -> Scales:
+    def scales(self, counted: float) -> Scales:
         """Return the scales of a step: gradients are this rank's own, norm² is the mean over the ranks."""
         ranks = self.comm.size
-        return Scales(1.0 / ranks / learned, 1.0 / learned, math.sqrt(1.0 / ranks) / learned)
+        return Scales(1.0 / ranks / counted, 1.0 / counted, math.sqrt(1.0 / ranks) / counted)
 
-    def sum_flags(self) -> None:
-        """Sum the loss, the flags and the squared norm: in one message where they lie on the host."""
+    def sum_votes(self) -> None:
+        """Sum the loss, the votes and the squared norm: in one message where they lie on the host."""
         extra, norm = self.optimizer.model.grads.flags, self.optimizer.norm
         if not isinstance(norm, np.ndarray):
             self.comm.sum(extra)
@@ -77,7 +77,7 @@ class LocalSteps(Exchange):
         self.outer.step(self.comm.size)
 
     def waits(self, model: Model) -> list[tuple[str, Array]]:
-        return [("sum_flags", model.grads.flags), ("sum_changes", model.grads.flat)]
+        return [("sum_votes", model.grads.flags), ("sum_changes", model.grads.flat)]
 
 
 class Outer:
@@ -85,6 +85,7 @@ class Outer:
 
     def __init__(self, model: Model, config: TrainConfig) -> None:
         self._model, self._config = model, config
+        model.make_gradients()
         wide = model.kernels.wide_zeros
         self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
         self.in_sync = True  # no rank has changed its weights since
@@ -133,7 +134,7 @@ class LocalRounds(Rounds):
         """Return the seconds of a round's slowest step."""
         return max(recent)
 
-    def mean(self, first: int, seconds: Sequence[float]) -> float:
+    def typical(self, first: int, seconds: Sequence[float]) -> float:
         """Return a step's mean, from the median of steps that end a round and that of the others."""
         ends: list[float] = []
         others: list[float] = []

@@ -21,9 +21,9 @@ from distgpt.parallel.reductions import (
     HostWire,
     ReduceScatterGather,
     fastest_between_nodes,
-    flags_sum,
     flat_reduction,
     one_by_one,
+    votes_sum,
 )
 
 BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
@@ -33,10 +33,19 @@ LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the s
 class Overlapped(AfterBackward):
     """A thread sums the buckets through a communicator of its own."""
 
-    def __init__(self, size: int, reduction: Reduction, sum_flags: Callable[[], None], mean: float) -> None:
-        super().__init__("overlapped", reduction, size, sum_flags, mean)
+    def __init__(
+        self,
+        size: int,
+        reduction: Reduction,
+        between: Callable[[Work], None],
+        sum_votes: Callable[[], None],
+        mean: float,
+    ) -> None:
+        """`between`: `Kernels.between`. A pass that is written down calls `ready` before it has computed."""
+        super().__init__("overlapped", reduction, size, sum_votes, mean)
+        self._between = between
         self._thread: threading.Thread | None = None
-        self._handed = 0  # elements that the thread has been given
+        self._cut = self._handed = 0  # elements before the last cut, and those that the thread has been given
         self._buckets: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # None: the last one of a step
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
         self._step = 0
@@ -49,8 +58,12 @@ class Overlapped(AfterBackward):
         self._step = step
 
     def _ready(self, final: int) -> None:
-        if final - self._handed >= BUCKET:
-            self._hand(final)
+        """Called while the pass is recorded, not when it is repeated; `_hand` is called both times."""
+        if final <= self._cut:  # the pass is recorded once more
+            self._cut = 0
+        if final - self._cut >= BUCKET:
+            self._cut = final
+            self._between(partial(self._hand, final))
 
     def _hand(self, final: int) -> None:
         self._buckets.put((self._handed, final))
@@ -64,7 +77,7 @@ class Overlapped(AfterBackward):
         failure = self._ended.get()
         if failure is not None:
             raise failure
-        self._sum_flags()
+        self._sum_votes()
 
     def _sum_buckets(self) -> None:
         failure: BaseException | None = None
@@ -88,11 +101,11 @@ class OverlappedNccl(AfterBackward):
         queued: QueuedComm,
         reduction: Reduction,
         between: Callable[[Work], None],
-        sum_flags: Callable[[], None],
+        sum_votes: Callable[[], None],
         mean: float,
     ) -> None:
         """`between`: `Kernels.between`, which cuts a recording."""
-        super().__init__("overlapped", reduction, size, sum_flags, mean)
+        super().__init__("overlapped", reduction, size, sum_votes, mean)
         self._queued, self._between = queued, between
         self._cut = self._sent = 0  # elements before the last cut, and those that have been sent
         self._step = 0
@@ -103,7 +116,7 @@ class OverlappedNccl(AfterBackward):
         self._step = step
 
     def _ready(self, final: int) -> None:
-        """Called while the pass is recorded, not when it is repeated; `_send` is called both times."""
+        """See `Overlapped._ready`."""
         if final - self._cut >= LARGE_BUCKET and final < self._size:
             self._cut = final
             self._between(partial(self._send, final))
@@ -115,20 +128,24 @@ class OverlappedNccl(AfterBackward):
     def sum_gradients(self, step: int) -> None:
         self._send(self._size)
         self._queued.join()
-        self._sum_flags()
+        self._sum_votes()
 
 
 def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
     """Return the exchange of --grad-sync overlapped. Collective."""
     model, mean = state.optimizer.model, 1.0 / comm.size
-    sum_flags, size = flags_sum(comm, model, t), model.layout.size
+    sum_votes, size = votes_sum(comm, model, t), model.layout.size
+
+    def between(act: Work) -> None:
+        model.kernels.between(act)  # looked up at each call: a recording stands in its place
+
     if model.kernels.capabilities.is_async:
         assert comm.queued
-        flat, between = flat_reduction(comm, model, t), model.kernels.between
-        return OverlappedNccl(size, comm.queued, flat, between, sum_flags, mean)
+        flat = flat_reduction(comm, model, t)
+        return OverlappedNccl(size, comm.queued, flat, between, sum_votes, mean)
     parts = partial(_in_a_thread, model, t)
     reduction = fastest_between_nodes(comm.dup_sleeping(), model.grads.flat, t.gradient_dtype, parts)
-    return Overlapped(size, reduction, sum_flags, mean)
+    return Overlapped(size, reduction, between, sum_votes, mean)
 
 
 def _in_a_thread(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -18,6 +19,7 @@ from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Array, Kernels, Wire
 from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, OptimizerState, Reduction
+from distgpt.parallel.node_memory import SharedGradients
 
 LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
 PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
@@ -57,25 +59,35 @@ class HostWire:
         return np.zeros(shape, dtype)
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
-        from distgpt.core.cpu.fused import flat
+        from distgpt.parallel.loops import sums
 
-        self._over(len(out), flat.dither, out, x, index, key)
+        self._over(len(out), sums.dither, out, x, index, key)
 
     def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
-        from distgpt.core.cpu.fused import flat
+        from distgpt.parallel.loops import sums
 
-        self._over(len(total), flat.add_tree if by_twos else flat.add_parts, total, parts)
+        self._over(len(total), sums.add_tree if by_twos else sums.add_parts, total, parts)
 
     def widen(self, out: Array, x: Array) -> None:
-        from distgpt.core.cpu.fused import flat
+        from distgpt.parallel.loops import sums
 
-        self._over(len(out), flat.widen, out, x)
+        self._over(len(out), sums.widen, out, x)
 
     def _over(self, count: int, loop: Callable[..., object], *args: object) -> None:
         spread(count, self._each, self._workers, loop, *args)
 
 
-class ReduceScatterGather(Reduction):
+class InParts(Reduction, Protocol):
+    """Sums in two halves, between which other ranks may add theirs."""
+
+    def reduce(self, bounds: Sequence[int], step: int) -> None:
+        """Replace this rank's part, between two of the bounds, by its sum over ranks. Collective."""
+
+    def gather(self, bounds: Sequence[int]) -> None:
+        """Send every rank's part to all. Collective."""
+
+
+class ReduceScatterGather(InParts):
     """Every rank sums one part of the stretch, in the order of the ranks or by twos, and sends it to all.
 
     `kind` is the type in which elements are sent: the buffer's own, or bfloat16. Rounding to bfloat16 is
@@ -106,12 +118,14 @@ class ReduceScatterGather(Reduction):
             if self._is_narrow:
                 self._send(pieces, step)
         if not self._is_narrow:
-            self._comm.all_gather(self._flat, bounds)
+            self.gather(bounds)
 
     def reduce(self, bounds: Sequence[int], step: int) -> None:
-        """Replace this rank's part, between two of the bounds, by its sum. Other parts stay as they are."""
         for pieces in self._pieces(bounds):
             self._reduce(pieces, step)
+
+    def gather(self, bounds: Sequence[int]) -> None:
+        self._comm.all_gather(self._flat, bounds)
 
     def _pieces(self, bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
         """Cut all parts into pieces. Return (start, stop) by rank for the first pieces, the second, …"""
@@ -146,18 +160,61 @@ class ReduceScatterGather(Reduction):
         self._wire.dither(out, self._flat[start : start + len(out)], start, key)
 
 
+class SharedSum(InParts):
+    """Sums stretches of gradients in memory that the ranks of a node share, without sending them.
+
+    Each rank sums a part of all rows, piece by piece, and writes the sums into all rows: of an element every
+    rank has the same bits, ((g₀ + g₁) + g₂) + …, or by twos (g₀ + g₁) + (g₂ + g₃) + …. An Allreduce of MPI
+    moves several times as many bytes, and adds in an order of its own.
+    """
+
+    def __init__(self, node: Comm, rows: Array, each: Each, workers: int, by_twos: bool = False) -> None:
+        """`rows`: the flat buffers of the node's ranks. `each` runs loops, on this many workers."""
+        self._node, self._rows, self._by_twos = node, rows, by_twos
+        self._each, self._workers = each, workers
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        self._add(bounds_of(start, stop, self._node.size), 1, self._node.size)
+        self._node.barrier()  # all sums are there, and none is read where the next pass writes
+
+    def reduce(self, bounds: Sequence[int], step: int) -> None:
+        rank = self._node.rank
+        self._add(bounds, rank, rank + 1 if rank else 0)
+
+    def gather(self, bounds: Sequence[int]) -> None:
+        from distgpt.parallel.loops import sums
+
+        self._over(bounds, sums.copy_rows, self._rows, self._node.rank)
+        self._node.barrier()
+
+    def _add(self, bounds: Sequence[int], low: int, high: int) -> None:
+        """Sum this rank's part into row 0, and copy the sums to rows low … high - 1."""
+        from distgpt.parallel.loops import sums
+
+        self._node.barrier()  # all gradients are there
+        self._over(bounds, sums.add_rows, self._rows, self._by_twos, low, high)
+
+    def _over(self, bounds: Sequence[int], loop: Callable[..., object], *args: object) -> None:
+        start, stop = bounds[self._node.rank], bounds[self._node.rank + 1]
+
+        def stretch(first: int, last: int) -> None:
+            loop(start + first, start + last, *args)
+
+        spread(stop - start, self._each, self._workers, stretch)
+
+
 class Hierarchical(Reduction):
     """Sums each part within the node, then across nodes, and sends it back: less crosses the network."""
 
-    def __init__(self, comm: Comm, flat: Array, node: ReduceScatterGather, across: Reduction) -> None:
+    def __init__(self, comm: Comm, node: InParts, across: Reduction) -> None:
         """`comm`: the ranks of the node."""
-        self._comm, self._flat, self._node, self._across = comm, flat, node, across
+        self._comm, self._node, self._across = comm, node, across
 
     def sum(self, start: int, stop: int, step: int) -> None:
         bounds, rank = bounds_of(start, stop, self._comm.size), self._comm.rank
         self._node.reduce(bounds, step)
         self._across.sum(bounds[rank], bounds[rank + 1], step)
-        self._comm.all_gather(self._flat, bounds)
+        self._node.gather(bounds)
 
 
 # From the settings to reductions
@@ -165,16 +222,31 @@ class Hierarchical(Reduction):
 
 def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
     """Return one sum after the backward pass, by any reduction. Collective."""
-    model = state.optimizer.model
-    reduction, size = reduction_for(comm, model, t), model.layout.size
-    return AfterBackward(t.grad_sync, reduction, size, flags_sum(comm, model, t), mean_factor(comm, t))
+    model, mean = state.optimizer.model, mean_factor(comm, t)
+    reduction = reduction_for(comm, model, t)
+    if isinstance(reduction, SharedSum):  # exact, so that loss and votes are summed with the gradients
+        return AfterBackward("shared memory", reduction, len(model.grads.with_flags), lambda: None, mean)
+    return AfterBackward(t.grad_sync, reduction, model.layout.size, votes_sum(comm, model, t), mean)
 
 
 def reduction_for(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
     """Return what sums the gradients, without the numbers appended to them. Collective."""
+    flat, wire, in_memory = model.grads.flat, t.gradient_dtype, shared_sum(model, t)
     if t.grad_sync == "hierarchical":
-        return fastest_between_nodes(comm, model.grads.flat, t.gradient_dtype, partial(in_parts, model, t))
+        return fastest_between_nodes(comm, flat, wire, partial(in_parts, model, t), in_memory)
+    if t.grad_sync == "allreduce" and wire == "float32" and in_memory and comm.size == comm.local_size:
+        return in_memory(comm)
     return flat_reduction(comm, model, t)
+
+
+def shared_sum(model: Model, t: TrainConfig) -> Callable[[Comm], SharedSum] | None:
+    """Return what makes a sum over the ranks of a node; None where they share no memory."""
+    grads, k = model.grads, model.kernels
+    if not isinstance(grads, SharedGradients):
+        return None
+    return partial(
+        SharedSum, rows=grads.rows, each=k.each, workers=k.threads, by_twos=bool(t.reproducible_parts)
+    )
 
 
 def flat_reduction(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
@@ -185,19 +257,25 @@ def flat_reduction(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
 
 
 def fastest_between_nodes(
-    comm: Comm, flat: Array, wire: str, parts: Callable[[Comm, str], ReduceScatterGather]
+    comm: Comm,
+    flat: Array,
+    wire: str,
+    parts: Callable[[Comm, str], InParts],
+    in_memory: Callable[[Comm], SharedSum] | None = None,
 ) -> Reduction:
-    """Return a reduction that sends little between nodes. Collective."""
+    """Return a reduction that sends little between nodes, and within them nothing `in_memory`. Collective."""
 
     def across(comm: Comm) -> Reduction:
         return parts(comm, wire) if wire != "float32" else Allreduce(comm, flat)
 
     levels = comm.split_by_node()
-    if levels is None:  # chunked: what stays in a cache is summed faster within a node
-        is_one_node = comm.size == comm.local_size
-        return Allreduce(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)
+    if levels is None:
+        if comm.size != comm.local_size or wire != "float32":
+            return across(comm)
+        # Chunked: what stays in a cache is summed faster within a node.
+        return in_memory(comm) if in_memory else Allreduce(comm, flat, chunked=True)
     node, peers = levels
-    return Hierarchical(node, flat, parts(node, "float32"), across(peers))
+    return Hierarchical(node, in_memory(node) if in_memory else parts(node, "float32"), across(peers))
 
 
 def in_parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
@@ -209,16 +287,16 @@ def in_parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatt
     )
 
 
-def flags_sum(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
+def votes_sum(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
     """Return what sums the numbers appended to the gradients in a call of their own."""
     extra = model.grads.flags
 
-    def sum_flags() -> None:
+    def sum_votes() -> None:
         if t.reproducible_parts:
             tree_sum(comm, extra[:1])
         comm.sum(extra[1:] if t.reproducible_parts else extra)
 
-    return sum_flags
+    return sum_votes
 
 
 def tree_sum(comm: Comm, value: Array) -> None:
@@ -248,3 +326,10 @@ def rehearse_reductions(kernels: Kernels, wire: str) -> None:
     for by_twos in (False, True):
         loops = HostWire(one_by_one, 1)
         ReduceScatterGather(SerialComm(), grads.flat, wire, 0, loops, by_twos).sum(0, LINE, 0)
+
+
+def rehearse_shared_sum(kernels: Kernels) -> None:
+    """Compile every loop that a sum in shared memory may call."""
+    in_memory = SharedSum(SerialComm(), kernels.wide_zeros(1, LINE), one_by_one, 1)
+    in_memory.sum(0, LINE, 0)
+    in_memory.gather([0, LINE])

@@ -16,7 +16,6 @@ from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import Array
-from distgpt.core.saved.checkpoint import load_some, stems
 from distgpt.core.saved.modelfile import on_host
 from distgpt.core.train.sharing import (
     OPTIMIZER,
@@ -28,9 +27,10 @@ from distgpt.core.train.sharing import (
     Placement,
     Rounds,
 )
-from distgpt.parallel.checkpointing import TensorByTensor, host_buffer
+from distgpt.parallel.checkpointing import TensorByTensor, host_buffer, load_some, stems
 from distgpt.parallel.local_steps import LocalRounds, LocalSteps, Outer
-from distgpt.parallel.reductions import reduction_for
+from distgpt.parallel.node_memory import SharedGradients
+from distgpt.parallel.reductions import SharedSum, reduction_for
 
 OUTER = "outer"
 MEAN = "mean/"
@@ -87,18 +87,22 @@ def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchang
     model = state.optimizer.model
     name = t.grad_sync
     if name == "auto":
-        name = _best_of_a_round(comm, model.kernels.capabilities.is_async)
+        name = _best_of_a_round(comm, model)
     changes = reduction_for(comm, model, replace(t, grad_sync=name))
+    if isinstance(changes, SharedSum):
+        name = "shared memory"
     sum_changes = partial(changes.sum, 0, model.layout.size)
     return LocalSteps(name, comm, state.optimizer, state.outer, state.rounds, sum_changes)
 
 
-def _best_of_a_round(comm: Comm, on_gpu: bool) -> str:
+def _best_of_a_round(comm: Comm, model: Model) -> str:
     """Return a choice for local steps, whose exchanges are too rare to time. Collective."""
-    if on_gpu:
+    if model.kernels.capabilities.is_async:
         return "allreduce"
     most = comm.allreduce_max(comm.local_size)
-    return "chunked" if most == comm.size else "hierarchical" if most > 1 else "allreduce"
+    if most == comm.size:
+        return "allreduce" if isinstance(model.grads, SharedGradients) else "chunked"
+    return "hierarchical" if most > 1 else "allreduce"
 
 
 class Replicas(TensorByTensor):

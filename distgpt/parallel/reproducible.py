@@ -9,7 +9,7 @@ from __future__ import annotations
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
 from distgpt.core.config import TrainConfig
-from distgpt.core.data.batches import rank_rows
+from distgpt.core.data.batches import rank_sequences
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.ops.api import Kernels
@@ -27,12 +27,12 @@ class Tree:
 
     def add(self, part: int) -> None:
         """Add the gradients of a part, counted from 0. After the last one the buffer holds the sum of all."""
-        from distgpt.core.cpu.fused import flat
+        from distgpt.parallel.loops import sums
 
         level = ((part + 1) & -(part + 1)).bit_length() - 1  # branches that end with this part
         out = self._sums if part == self._parts - 1 else self._branches[level]
         k = self._kernels
-        spread(len(out), k.each, k.threads, flat.join, out, self._sums, self._branches[:level])
+        spread(len(out), k.each, k.threads, sums.join, out, self._sums, self._branches[:level])
 
 
 class ReproducibleParts(MicroBatches):
@@ -47,9 +47,9 @@ class ReproducibleParts(MicroBatches):
         is_single = self._parts <= ranks  # part of a rank, which has nothing to add
         self._tree = None if is_single else Tree(model.grads, model.kernels, self.count)
 
-    def rows_of(self, rank: int, i: int) -> slice:
+    def sequences_of(self, rank: int, i: int) -> slice:
         # A rank has neighbouring parts, which are a whole branch of the tree.
-        return rank_rows(self._batch_size, rank * self.count + i, self._parts, 0, 1)
+        return rank_sequences(self._batch_size, rank * self.count + i, self._parts, 0, 1)
 
     def accumulates(self, i: int) -> bool:
         return False

@@ -18,7 +18,6 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.muon import borders
 from distgpt.core.model.optim import AdamW, position_in
 from distgpt.core.ops.api import PIECE, Array
-from distgpt.core.saved.checkpoint import load_some
 from distgpt.core.saved.tensors import Tensors
 from distgpt.core.train.sharing import (
     OPTIMIZER,
@@ -29,8 +28,8 @@ from distgpt.core.train.sharing import (
     OptimizerState,
     Placement,
 )
-from distgpt.parallel.checkpointing import TensorByTensor, host_buffer
-from distgpt.parallel.reductions import bounds_of, flags_sum, in_parts, mean_factor
+from distgpt.parallel.checkpointing import TensorByTensor, host_buffer, load_some
+from distgpt.parallel.reductions import bounds_of, in_parts, mean_factor, votes_sum
 
 MASTER = "w/"  # of weights in full precision, which have no prefix in their file
 PREFIXES = ("m/", "v/")
@@ -51,18 +50,18 @@ class Sharded(Exchange):
         model: Model,
         bounds: Sequence[int],
         reduce: Callable[[Sequence[int], int], None],
-        sum_flags: Callable[[], None],
+        sum_votes: Callable[[], None],
         mean: float,
     ) -> None:
         """`bounds`: of the ranks' parts. `reduce(bounds, step)` gives this rank the sum of its part."""
-        self.mean = mean
-        self.comm, self.model, self._reduce, self._sum_flags = comm, model, reduce, sum_flags
+        self.mean_factor = mean
+        self.comm, self.model, self._reduce, self._sum_votes = comm, model, reduce, sum_votes
         self._bounds = bounds
         self._pieces = model.kernels.scalars(-(-model.layout.size // PIECE))
 
     def sum_gradients(self, step: int) -> None:
         self._reduce(self._bounds, step)
-        self._sum_flags()
+        self._sum_votes()
 
     def compute_norm(self, optimizer: AdamW) -> None:
         """Add up the same pieces as a rank that has all gradients, so that the norm is the same number.
@@ -94,7 +93,7 @@ def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchang
         else lambda bounds, step: nccl.reduce(model.grads.flat, bounds)
     )
     bounds = shards(t, model.layout, comm.size)
-    return Sharded(comm, model, bounds, reduce, flags_sum(comm, model, t), mean_factor(comm, t))
+    return Sharded(comm, model, bounds, reduce, votes_sum(comm, model, t), mean_factor(comm, t))
 
 
 def shards(t: TrainConfig, layout: Layout, ranks: int) -> list[int]:
@@ -129,7 +128,7 @@ class ShardedState(OptimizerState):
 
     def load_weights(self, comm: Comm, read: Callable[[Tensors], None]) -> None:
         model = self.optimizer.model
-        if model.part is None:
+        if model.master_part is None:
             super().load_weights(comm, read)
             return
         host = host_buffer(model, model.layout)
@@ -166,7 +165,7 @@ class Shards(TensorByTensor):
             "v/": Part(
                 second, optimizer.v_own, optimizer.v.flat, [position_in(second, layout, at) for at in bounds]
             ),
-            MASTER: Part(layout, optimizer.own, model.precise(optimizer.own), bounds),
+            MASTER: Part(layout, optimizer.own, model.masters(optimizer.own), bounds),
         }
         self._specs = {
             prefix + spec.name: (prefix, spec)

@@ -36,10 +36,10 @@ class Trial(Exchange):
         self._seconds: dict[str, list[float]] = {name: [] for name in names}
         self._name, self._begun, self._steps = names[0], 0.0, 0
         self.name = "auto"
-        self.is_settled = False
+        self.is_final = False
 
     def before_backward(self, step: int) -> None:
-        if not self.is_settled:
+        if not self.is_final:
             self._next()
         self._current.before_backward(step)
         self.ready = self._current.ready
@@ -47,8 +47,8 @@ class Trial(Exchange):
     def sum_gradients(self, step: int) -> None:
         self._current.sum_gradients(step)
 
-    def scales(self, learned: float) -> Scales:
-        return self._current.scales(learned)
+    def scales(self, counted: float) -> Scales:
+        return self._current.scales(counted)
 
     @property
     def _current(self) -> Exchange:
@@ -66,9 +66,9 @@ class Trial(Exchange):
             return
         best = {name: min(seconds) for name, seconds in self._seconds.items()}
         self._name, line = on_root(self._comm, lambda: self._pick_fastest(best))
-        self.name = self._name
+        self.name = self._current.name
         self._exchanges = {self._name: self._exchanges[self._name]}
-        self.is_settled = True
+        self.is_final = True
         self._say(line)
 
     def _pick_fastest(self, best: dict[str, float]) -> tuple[str, str]:
@@ -80,7 +80,7 @@ class Trial(Exchange):
 
 def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> list[str]:
     """Return what may be the fastest, by how the ranks lie on nodes. Collective."""
-    most, has_threads = comm.allreduce_max(comm.local_size), not comm.allreduce_max(not comm.threads)
+    most, has_threads = comm.allreduce_max(comm.local_size), not comm.allreduce_max(not comm.is_threadsafe)
     if t.reproducible_parts or (on_gpu and comm.lacks_alltoall):
         return ["allreduce"]
     if on_gpu and comm.queued:

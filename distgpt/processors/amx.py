@@ -11,7 +11,7 @@ performance.md.
 
 from __future__ import annotations
 
-from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32, Shape
+from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, ARGUMENTS, BIAS, Tile, declarations
 from distgpt.core.cpu.matmul.vectors import Writer, transpose
 
@@ -32,7 +32,7 @@ INTRINSICS = {
 _HALVES, _MASK = f"<{DEPTH} x i16>", f"<{DEPTH} x i1>"
 
 
-def module(shape: Shape, factor: str, out: str, prefix: str = "llvm.x86.") -> str:
+def module(shape: Shape, operand: str, out: str, prefix: str = "llvm.x86.") -> str:
     """Return the IR of `tile` for bfloat16. Another prefix names functions in the place of intrinsics."""
     declared = [f"declare void @{prefix}{name}({types})" for name, types in INTRINSICS.items()]
     declared.append(f"declare {_HALVES} @llvm.masked.load.v{DEPTH}i16.p0(ptr, i32, {_MASK}, {_HALVES})")

@@ -8,8 +8,7 @@ import platform
 import sys
 from functools import cache
 
-from distgpt.core.cpu.compiling.processor import Processor
-from distgpt.core.cpu.compiling.registers import Shape
+from distgpt.core.cpu.compiling.processor import Processor, Shape
 
 SHAPE = Shape(lanes=16, vectors=2, rows=32, dot=True, amx=True)
 VARIABLE = "DISTGPT_AMX"

@@ -8,7 +8,7 @@ element into all lanes. Widened in each lane, as B is, it would take arithmetic 
 
 from __future__ import annotations
 
-from distgpt.core.cpu.compiling.registers import BFLOAT16, Shape
+from distgpt.core.cpu.compiling.processor import BFLOAT16, Shape
 from distgpt.core.cpu.matmul import microkernel
 from distgpt.core.cpu.matmul.microkernel import ARGUMENTS, Sums, Tile
 
@@ -23,9 +23,9 @@ AHEAD = 3  # buffers: A is fetched this early
 LEAST = 4  # rows from which on a tile was faster with the buffer
 
 
-def module(shape: Shape, factor: str, out: str) -> str:
+def module(shape: Shape, operand: str, out: str) -> str:
     """Return the IR of `tile`, for a C of this type."""
-    return f"{DECLARATIONS}\n{microkernel.module(shape, factor, out, WideningTile)}"
+    return f"{DECLARATIONS}\n{microkernel.module(shape, operand, out, WideningTile)}"
 
 
 class WideningTile(Tile):

@@ -28,7 +28,7 @@ HEAD_LR = 5.0  # divided by the width, over which a score sums
 
 
 class PairWeights:
-    """A row of the table of first weights (core/train/restore.py)."""
+    """A row of the table of first weights (core/train/setup.py)."""
 
     note = "first weights: from how often each token of the text follows each other one"
     tokens = MOST_TOKENS

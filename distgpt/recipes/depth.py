@@ -10,10 +10,9 @@ from distgpt.core.base.errors import UsageError, refuse_beside
 from distgpt.core.base.formatting import clock, count, three_digits
 from distgpt.core.config import BATCH_IN_TOKENS, BATCH_TOKENS, DEEPEST, SETTINGS, RunConfig
 from distgpt.core.config.asked import Asked
-from distgpt.core.data.loading import AUTO
-from distgpt.core.data.named import resolve_data
-from distgpt.core.data.shards import is_shards, read_manifest
-from distgpt.core.train.resume import begins_anew
+from distgpt.core.data.textfile import resolve_data
+from distgpt.core.data.tokenizers import AUTO
+from distgpt.core.train.plan import begins_anew
 from distgpt.recipes.scaling import (
     EPOCHS,
     TOKENS_PER_PARAMETER,
@@ -26,6 +25,7 @@ from distgpt.recipes.scaling import (
 )
 from distgpt.texts.prepare.documents import find_inputs
 from distgpt.texts.prepare.vocabulary import vocabulary_size
+from distgpt.texts.shards import is_shards, read_manifest
 
 DIALLED = "fast"  # the preset that the laws are for
 BYTES_PER_WORD = 6

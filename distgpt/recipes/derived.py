@@ -12,8 +12,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.config import SETTINGS, RunConfig
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.setting import brief
-from distgpt.core.train.plan import new_run
-from distgpt.core.train.resume import begins_anew
+from distgpt.core.train.plan import begins_anew, new_run
 
 
 def derived(asked: Asked, ranks: int) -> Asked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from distgpt.core.base.errors import Say
 from distgpt.core.config.asked import Asked
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.train.plan import with_dtype
 
 
 def followed(asked: Asked, stage: Stage, say: Say) -> Asked:
@@ -23,4 +22,4 @@ def followed(asked: Asked, stage: Stage, say: Say) -> Asked:
 
         before = asked
         asked = everywhere(stage.comm, lambda: reported(before, stage.comm.size, say))
-    return with_dtype(asked, stage, say)  # last: the gain depends on the model
+    return asked

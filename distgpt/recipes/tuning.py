@@ -11,8 +11,8 @@ from distgpt.core.config import SETTINGS
 from distgpt.core.config.asked import Asked
 from distgpt.core.config.run_config import BATCH_KEYS
 from distgpt.core.saved.modelfile import read_description
-from distgpt.core.saved.named import weights_of
-from distgpt.core.train.resume import begins_anew
+from distgpt.core.saved.weights import weights_of
+from distgpt.core.train.plan import begins_anew
 
 NAME = "tune"  # of the run
 TOKENS = 4096  # tokens of a step, about

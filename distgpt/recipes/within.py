@@ -19,13 +19,13 @@ from distgpt.core.config.asked import Asked
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.data.named import resolve_data
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import build_tokenizer
-from distgpt.core.train.plan import DTYPE, is_open
-from distgpt.core.train.resume import begins_anew, saved_run
+from distgpt.core.train.plan import DTYPE, begins_anew, is_open
+from distgpt.core.train.resume import saved_run
 from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
-from distgpt.parallel.choose import Chosen
+from distgpt.core.train.sharing import strategy_for
 from distgpt.recipes.depth import holds_out, text_of, titled
 from distgpt.recipes.derived import configured, everywhere
 from distgpt.recipes.difficulty import difficulty
@@ -141,10 +141,10 @@ def _compiled(
     stage.notes.report_to(say)
     report_compiling(stage.comm, say)
     begun = time.monotonic()
-    run = configured()  # which may compile matmuls to choose a dtype
+    run = configured()
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
     t = replace(run.train, grad_sync=grad_sync or run.train.grad_sync)
-    compile_once_per_node(stage, kernels, run, Chosen(t, stage.comm.size))
+    compile_once_per_node(stage, kernels, run, strategy_for(t, stage.comm.size))
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
         build_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
     stage.comm.barrier()
@@ -203,13 +203,13 @@ def measured_choice(
     return choice, needed if needed < SHORTER * seconds else seconds
 
 
-def measured_speed(stage: Stage, run: RunConfig) -> tuple[float, float]:
+def measured_speed(stage: Stage, run: RunConfig, warm_up: int = 2) -> tuple[float, float]:
     """Return the tokens/s of a run's steps on random tokens, and the seconds before. Collective."""
     opened = time.monotonic()
     per_step = run.train.batch_size * run.model.seq_len
     ids = np.random.default_rng(0).integers(0, run.model.vocab_size, per_step + 1, np.uint32)
     batches = Batches.of_run(ArrayTokens(ids), run)
-    step = make_steps(run, replace(stage, notes=Notes()), Chosen, lambda text: None)
+    step = make_steps(run, replace(stage, notes=Notes()), lambda text: None)
 
     def seconds(first: int, steps: int) -> float:
         """Return the mean seconds of these steps, on the slowest rank."""
@@ -220,10 +220,10 @@ def measured_speed(stage: Stage, run: RunConfig) -> tuple[float, float]:
         step.model.kernels.to_host(step.model.weights.flat[:1])  # the last update, too
         return stage.comm.allreduce_max(int(1e6 * (time.perf_counter() - begun))) / 1e6 / steps
 
-    seconds(0, 2)  # compiles, tunes
+    seconds(0, warm_up)  # compiles, tunes
     cold = time.monotonic() - opened
-    once = max(1e-4, seconds(2, 1))
-    return per_step / min(once, seconds(3, min(50, max(1, int(STEP_SECONDS / once))))), cold
+    once = max(1e-4, seconds(warm_up, 1))
+    return per_step / min(once, seconds(warm_up + 1, min(50, max(1, int(STEP_SECONDS / once))))), cold
 
 
 def _run(asked: Asked, stage: Stage, depth: int, tokens: float, text: Text) -> RunConfig:
@@ -231,7 +231,7 @@ def _run(asked: Asked, stage: Stage, depth: int, tokens: float, text: Text) -> R
     asked = replace(asked, depth=depth, tokens=tokens)
     run = configured(stage.comm, asked)
     if on_root(stage.comm, lambda: is_open(asked)):
-        run = run.with_values({DTYPE: stage.dtype_for_training(lambda: run).name})
+        run = run.with_values({DTYPE: stage.auto_dtype(lambda: run.train.matmul).name})
     t = replace(run.train, grad_sync="allreduce" if run.train.grad_sync == "auto" else run.train.grad_sync)
     t = replace(t, balance="even")
     return RunConfig(replace(run.model, vocab_size=text.vocab_size), t)

@@ -7,7 +7,7 @@ from distgpt.core.model.memory import LEARNED, MATRIX, Spec
 
 def is_quantised(spec: Spec) -> bool:
     """Return whether int8 models have it in int8: matrices, but not learned positions."""
-    return spec.decay and spec.name != LEARNED
+    return spec.is_matrix and spec.name != LEARNED
 
 
 def bits_of(spec: Spec, dtype: str) -> int:

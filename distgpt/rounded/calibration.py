@@ -16,8 +16,8 @@ import numpy as np
 from distgpt.core.base.errors import DataError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.data.loading import read_text
-from distgpt.core.model.layers import Block
+from distgpt.core.data.textfile import read_text
+from distgpt.core.model.layers import activation_widths
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Affine, Array, Floats2d
 from distgpt.core.ops.low_precision import from_bfloat16
@@ -38,7 +38,7 @@ def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
     length = min(LENGTH, model.config.seq_len)
     if about.tokenizer is None:
         raise DataError(f"{path} has no tokenizer, so it cannot read text")
-    row = 4 * sum(Block.activations(model.config).values())
+    row = 4 * sum(activation_widths(model.config).values())
     most = min(TOKENS, max(length, ROOM // (2 * row)))
     tokens = about.tokenizer.encode(read_text(text))[:most]
     if len(tokens) < length:

@@ -10,15 +10,15 @@ import numpy as np
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.decoding.weights import FLOATS, Forms, Layer, Weights, packed_weights
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.model.packing import angles_of
 from distgpt.core.ops.api import Array
+from distgpt.decoding.loops.weights import FLOATS, Forms, Layer, Weights, packed_weights
+from distgpt.decoding.packed import Packing
 from distgpt.rounded.bits import bits_of
 from distgpt.rounded.loops.integers import Quantised
 from distgpt.rounded.loops.kernels import Int8Kernels, Packed
-from distgpt.rounded.loops.operands import Integers
+from distgpt.rounded.loops.operands import Integers, operand_rows
 from distgpt.rounded.loops.rounding import rounded
 
 FORMS: Forms = {**FLOATS, Quantised: Integers}
@@ -32,13 +32,13 @@ class Int8Model(Model):
 
     def __init__(self, config: ModelConfig, kernels: Int8Kernels, params: Mapping[str, Any]) -> None:
         architecture = Architecture(config)
-        architecture.positions.bind(kernels, {}, {})  # their angles are packed, too
-        packing = packed_weights(config, params, angles_of(architecture.positions), FORMS)
-        of_packed: Any = _by_name(config, packing)
+        architecture.positions.bind(kernels, params, {})  # their angles are packed, too
+        packed = packed_weights(config, params, architecture.positions.angles, FORMS)
+        of_packed: Any = _by_name(config, packed)
         tensors = of_packed | {k: params[k] for k in params if k not in of_packed}
         super().__init__(architecture, kernels, Layout(()), tensors)
         self.params = self.weights = tensors
-        self.packing = packing
+        self.packing = Packing(packed, operand_rows)
 
     def train(self, ranks: int = 1, own: slice | None = None) -> None:
         raise UsageError(REFUSED.format(self.kernels.rounded))

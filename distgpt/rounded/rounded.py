@@ -19,21 +19,12 @@ from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.limits import granted_cores
+from distgpt.core.comm.resources import granted_cores
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.model.memory import Spec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array, Kernels
-from distgpt.core.saved.kinds import (
-    QUANTISED,
-    SOURCE_SUM,
-    Merge,
-    read_float,
-    rounded_dtype,
-    verified,
-)
 from distgpt.core.saved.modelfile import ROUNDED_VERSION, read_description
-from distgpt.core.saved.named import find_weights
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     Header,
@@ -42,6 +33,15 @@ from distgpt.core.saved.tensors import (
     read_rows,
     refuse_misfits,
     write_tensors,
+)
+from distgpt.core.saved.weights import (
+    QUANTISED,
+    SOURCE_SUM,
+    Merge,
+    find_weights,
+    read_float,
+    rounded_dtype,
+    verified,
 )
 from distgpt.rounded.bits import bits_of
 from distgpt.rounded.loops.integers import BLOCKS, MOST, Quantised, from_nibbles, restored, to_nibbles

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
+from distgpt.fleet.prometheus import CONTENT_TYPE
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, json_of, model_of, parse_body
 from distgpt.serving.limits import (
@@ -141,8 +142,7 @@ class App:
 
     async def _metrics_page(self, request: Request) -> Response:
         self._admit(request)
-        kind = "text/plain; version=0.0.4"
-        return PlainTextResponse(self._metrics.text(**self.runner.gauges), media_type=kind)
+        return PlainTextResponse(self._metrics.text(**self.runner.gauges), media_type=CONTENT_TYPE)
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)

@@ -7,7 +7,7 @@ from typing import Any
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.config import Setting
-from distgpt.core.data.plain import BytesDecoder
+from distgpt.core.data.tokenizers import BytesDecoder
 from distgpt.core.generate.request import Event, Likelihood
 from distgpt.serving.completions import (
     MOST_LOGPROBS,

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from distgpt.core.base.checked import parse_json
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.config import Setting, nearest
-from distgpt.core.data.plain import BytesDecoder, Streamer
-from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.data.tokenizers import BytesDecoder, Streamer, Tokenizer
 from distgpt.core.generate.request import REQUEST_SETTINGS, Event, Likelihood, Request
 from distgpt.core.generate.sample import default_prompt
 from distgpt.serving.limits import Limits, Refusal, invalid

@@ -1,11 +1,12 @@
-"""Counters, gauges and histograms for Prometheus, in its text format."""
+"""Counters, gauges and histograms of a server, for Prometheus."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
-from typing import Any
+
+from distgpt.fleet.prometheus import Family, Sample, page
 
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 
@@ -25,11 +26,10 @@ class Histogram:
     def mean(self) -> float:
         return self._sum / max(1, sum(self._counts))
 
-    def values(self) -> list[tuple[str, Any]]:
-        """Return what stands behind the name in each line, and its value."""
+    def samples(self) -> list[Sample]:
         sums = zip((*map(str, BOUNDS), "+Inf"), accumulate(self._counts), strict=True)
-        buckets = [(f'_bucket{{le="{bound}"}}', count) for bound, count in sums]
-        return [*buckets, ("_sum", f"{self._sum:.6f}"), ("_count", sum(self._counts))]
+        buckets: list[Sample] = [("_bucket", {"le": bound}, count) for bound, count in sums]
+        return [*buckets, ("_sum", {}, round(self._sum, 6)), ("_count", {}, sum(self._counts))]
 
 
 class Metrics:
@@ -45,20 +45,16 @@ class Metrics:
 
     def text(self, **gauges: float) -> str:
         """Return the page; `gauges`: what is known elsewhere, by name."""
-        answered = [(f'{{status="{status}"}}', count) for status, count in sorted(self.answered.items())]
+        answered: list[Sample] = [("", {"status": status}, n) for status, n in sorted(self.answered.items())]
         counters = ("prompt_tokens", "generated_tokens", "cancelled", "engine_failures")
         histograms = {"first_token_seconds": self.first_token, "request_seconds": self.whole}
-        families: dict[str, tuple[str, list[tuple[str, Any]]]] = {
+        families: dict[str, tuple[str, list[Sample]]] = {
             "requests_total": ("counter", answered),
-            **{f"{name}_total": ("counter", [("", getattr(self, name))]) for name in counters},
-            **{name: ("gauge", [("", f"{value:g}")]) for name, value in gauges.items()},
-            **{name: ("histogram", found.values()) for name, found in histograms.items()},
+            **{f"{name}_total": ("counter", [("", {}, getattr(self, name))]) for name in counters},
+            **{name: ("gauge", [("", {}, value)]) for name, value in gauges.items()},
+            **{name: ("histogram", found.samples()) for name, found in histograms.items()},
         }
-        lines = []
-        for name, (kind, values) in families.items():
-            lines += [f"# HELP distgpt_{name} {_HELP[name]}", f"# TYPE distgpt_{name} {kind}"]
-            lines += [f"distgpt_{name}{suffix} {value}" for suffix, value in values]
-        return "\n".join([*lines, ""])
+        return page(Family(name, kind, _HELP[name], found) for name, (kind, found) in families.items())
 
 
 _HELP = {

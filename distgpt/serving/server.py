@@ -21,7 +21,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.generate.engine_setup import LoadedModel
-from distgpt.core.generate.lanes import Lanes
+from distgpt.core.generate.slots import Slots
 from distgpt.serving.app import ABORT, App, refusing
 from distgpt.serving.completions import Served, weight_of
 from distgpt.serving.limits import ListenOn, crowded
@@ -122,7 +122,7 @@ class Server:
     """
 
     def __init__(
-        self, loaded: LoadedModel, lanes: Lanes, name: str, where: ListenOn, listener: socket.socket
+        self, loaded: LoadedModel, slots: Slots, name: str, where: ListenOn, listener: socket.socket
     ) -> None:
         config, self.metrics, self._where = loaded.model.config, Metrics(), where
         self.listener = listener
@@ -130,9 +130,9 @@ class Server:
         self._server: _UvicornServer | None = None
         self._interrupt: Interrupted | None = None
         self._finishing: asyncio.Task[None] | None = None
-        self._about = f"{name} ({count(lanes.count, 'lane')} of {config.seq_len} tokens)"
-        self.runner = Runner(lambda: loaded.engine(lanes), lanes.count, where.limits, self.metrics, self.fail)
-        self._app = App(_served(loaded, name, lanes), self.runner, self.metrics, where)
+        self._about = f"{name} ({count(slots.count, 'lane')} of {config.seq_len} tokens)"
+        self.runner = Runner(lambda: loaded.engine(slots), slots.count, where.limits, self.metrics, self.fail)
+        self._app = App(_served(loaded, name, slots), self.runner, self.metrics, where)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve to the end; `ready` is called once it listens. Raises why it could not go on."""
@@ -226,7 +226,7 @@ def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
     return tuple(addresses)
 
 
-def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
+def _served(loaded: LoadedModel, name: str, slots: Slots) -> Served:
     """Return the model, and the same with each of its adapters."""
     config, created = loaded.model.config, int(time.time())
     tokenizers = {loaded.tokenizer, *loaded.tokenizers.values()}
@@ -234,7 +234,7 @@ def _served(loaded: LoadedModel, name: str, lanes: Lanes) -> Served:
     weights = {each: weight_of(each) for each in tokenizers}
 
     def one(name: str, tokenizer: Tokenizer, variant: int, **more: Any) -> Served:
-        about = config.vocab_size, config.seq_len, created, chats[tokenizer], lanes.is_exact
+        about = config.vocab_size, config.seq_len, created, chats[tokenizer], slots.is_exact
         return Served(name, tokenizer, *about, variant, weight=weights[tokenizer], **more)
 
     beside = tuple(one(*each, i) for i, each in enumerate(loaded.tokenizers.items(), 1))

@@ -11,7 +11,12 @@ from pathlib import Path
 from distgpt.core.base.errors import DataError, command_line, escape, print_lines
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count, size
-from distgpt.core.data.shards import (
+from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.show.page import terminal_table
+from distgpt.show.progress import ByteProgress
+from distgpt.texts.prepare.preparing import Request, Watcher, prepare
+from distgpt.texts.prepare.progress import refuse_unfinished
+from distgpt.texts.shards import (
     MANIFEST,
     SPLITS,
     Manifest,
@@ -21,11 +26,6 @@ from distgpt.core.data.shards import (
     shards_tokenizer,
     verify_shards,
 )
-from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.show.page import terminal_table
-from distgpt.show.progress import ByteProgress
-from distgpt.texts.prepare.preparing import Request, Watcher, prepare
-from distgpt.texts.prepare.progress import refuse_unfinished
 
 SAMPLE_TOKENS = 64
 MOST_SOURCES = 12  # rows; more files than that are shown by folder

@@ -43,8 +43,8 @@ class _Console(Console):
 class Live(Lines):
     """A training run: a bar with loss, speed and time left."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seconds: float | None = None) -> None:
+        super().__init__(seconds)
         self._step = 0
         # Forced: behind mpirun the output is a pipe that ends in a terminal.
         self._console = _Console(file=self.stream, force_terminal=True, highlight=False)
@@ -63,9 +63,9 @@ class Live(Lines):
 
     def stepped(self, metrics: Metrics) -> None:
         self.stream.flush()
-        self._pace.add(metrics)
+        self._speed.add(metrics)
         self._step = int(metrics["step"])
-        shown: Any = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._pace.rate:,.0f}"}
+        shown: Any = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._speed.rate:,.0f}"}
         self._progress.update(self._progress.task_ids[0], completed=self._end.done(self._step), **shown)
 
     def _columns(self) -> Iterator[ProgressColumn]:
@@ -83,7 +83,7 @@ class Live(Lines):
         if room >= RATE_FROM:
             yield TextColumn("[green]{task.fields[rate]:>9} tokens/s", table_column=whole)
         if room >= LEFT_FROM:
-            yield Now(lambda: end.left(self._step, self._pace.seconds))
+            yield Now(lambda: end.left(self._step, self._speed.seconds))
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))

@@ -10,13 +10,12 @@ from distgpt.core.base.files import storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.config import ModelConfig, RunConfig
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.model.counts import parameters
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved import checkpoint
-from distgpt.core.saved.kinds import PARTS
-from distgpt.core.saved.modelfile import FORMAT, ORIGIN, read_description
-from distgpt.core.saved.named import find_weights, import_command
+from distgpt.core.saved.modelfile import BASE, FORMAT, ORIGIN, read_description
 from distgpt.core.saved.tensors import Header, read_header, verify_data
+from distgpt.core.saved.weights import PARTS, find_weights, import_command
+from distgpt.counts import parameters
 from distgpt.formats.family import part_name
 from distgpt.formats.gguf.container import is_gguf
 from distgpt.formats.gguf.transfer import GgufModel, describe
@@ -45,7 +44,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if is_gguf(path):
         return _gguf(path)
     header = read_header(path)
-    if header.metadata.get("format") in (FORMAT, *PARTS):
+    if header.metadata.get("format") == FORMAT or {BASE, "format_version"} <= header.metadata.keys():
         return _own(path, header)
     if (path.parent / CONFIG).is_file():
         return _foreign(path)
@@ -57,9 +56,8 @@ def _own(path: Path, header: Header) -> dict[str, Any]:
     description = read_description(path)
     found = {"kind": "weights", "what": "a model of distgpt"}
     if description.base:
-        t = description.run.train
-        what = f"an adapter of rank {t.lora_rank} beside {t.lora_matrices} of {description.base.file}"
-        found = {"kind": "adapter", "what": what}
+        what = PARTS[description.part].describe(description.run)
+        found = {"kind": "adapter", "what": f"{what} {description.base.file}"}
     found |= _model(description.run.model, description.tokenizer)
     if ORIGIN in header.metadata:
         found["origin"] = header.metadata[ORIGIN]

@@ -13,17 +13,17 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.data.loading import PLAIN, SHARDS, DataRequest, kind_of, load_corpus, refuse_missing
-from distgpt.core.model.counts import operations
+from distgpt.core.data.loading import PLAIN, DataRequest, kind_of, load_corpus, refuse_missing
 from distgpt.core.model.model import Architecture
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.train.plan import DTYPE, is_open, refuse_unsuited
-from distgpt.gpu.stage import on_gpu
+from distgpt.counts import operations
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
 from distgpt.recipes.depth import holds_out
 from distgpt.sweep.grid import BITS, Grid, Run, read_grid
 from distgpt.sweep.ledger import Ledger, begin, has_begun, read_back
 from distgpt.sweep.work import asked_of, configured
+from distgpt.texts.shards import SHARDS_ROW
 
 
 def begin_sweep(comm: Comm, ready: Stage, path: Path, out: Path, say: Say) -> Ledger:
@@ -57,7 +57,7 @@ def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
     if out and has_begun(out):
         known = {name: value for name, value in read_back(out).fixed.items() if name == DTYPE}
     else:
-        known = {DTYPE: ready.dtype_for_training(lambda: configured(first)).name}
+        known = {DTYPE: ready.auto_dtype(lambda: configured(first).train.matmul).name}
     return replace(grid, fixed={**fixed, **known})
 
 
@@ -99,7 +99,7 @@ def tokenize(runs: dict[str, RunConfig], out: Path, say: Say) -> None:
         t = run.train
         key = (t.data, t.val, t.tokenizer, t.val_fraction)
         kinds = {kind_of(text) for text in (t.data, t.val) if text}
-        if key not in seen and not kinds <= {PLAIN, SHARDS}:
+        if key not in seen and not kinds <= {PLAIN, SHARDS_ROW}:
             kept = out / "tokenized"
             load_corpus(
                 SerialComm(), DataRequest(t.data, t.tokenizer, 1, t.val_fraction, val=t.val, kept=kept), say
@@ -129,8 +129,12 @@ def rungs_of(grid: Grid, runs: dict[str, RunConfig]) -> list[str]:
 
 def expected(grid: Grid, runs: dict[str, RunConfig], ready: Stage, ranks: int, say: Say) -> str:
     """Return about how long the sweep takes: the first run's steps are measured, the others' counted."""
-    first, gpu = next(iter(runs.values())), on_gpu(ready)
-    options = gpu.gpu if gpu else GpuConfig()
+    first, options = next(iter(runs.values())), GpuConfig()
+    if ready.on_gpu:
+        from distgpt.gpu.stage import GpuStage
+
+        assert isinstance(ready, GpuStage)
+        options = ready.gpu
     try:
         facts = estimate(Question(first, ready.name, gpu=options), say, ready=ready)["time"]
     except DistgptError as error:

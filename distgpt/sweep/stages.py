@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.launched import launched_as
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ON_GPU, SEVERAL, WITH_MPI, GpuConfig
 from distgpt.core.cpu.stages import Notes, Stage, open_stage
-from distgpt.gpu.stage import on_gpu
+from distgpt.launch.launched import launched_as
 
 
 def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:
@@ -23,7 +22,10 @@ def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, S
     # GPUs need no way between them that takes memory.
     job = open_stage(SEVERAL[name], threads, replace(gpu, allreduce="host") if name in ON_GPU else gpu)
     alone = SerialComm(job.comm)
-    if (device := on_gpu(job)) is None:
+    if not job.on_gpu:
         return job.comm, replace(job, name=name, comm=alone)
+    from distgpt.gpu.stage import GpuStage
+
+    assert isinstance(job, GpuStage)
     # New notes: the job's tell how gradients are summed.
-    return job.comm, replace(device, name=name, comm=alone, gpu=gpu, notes=Notes(), transport="")
+    return job.comm, replace(job, name=name, comm=alone, gpu=gpu, notes=Notes(), transport="")

@@ -23,7 +23,6 @@ from distgpt.core.train.plan import make_plan, new_run
 from distgpt.core.train.setup import open_run
 from distgpt.guards.attach import guarded
 from distgpt.guards.deadline import LEAVING
-from distgpt.parallel.choose import Chosen
 from distgpt.recipes.derived import derived
 from distgpt.show.metrics import read_metrics
 from distgpt.sweep.grid import PRESET, Run
@@ -134,7 +133,7 @@ class Worker:
             return plan.state.step
         try:
             seams = guarded(plan.config.train, self.end)
-            opened = open_run(replace(plan, until=until), stage, Chosen, self.listener, seams)
+            opened = open_run(replace(plan, until=until), stage, self.listener, seams)
             train(opened)
         finally:
             plan.directory.lock.release()

@@ -1,4 +1,4 @@
-"""Texts beyond plain files: chats/, tokenizers/ that are learned or come from elsewhere, prepare/ for shards.
+"""Texts beyond plain files: chats/, tokenizers/ that are learned or come from elsewhere, shards and prepare/.
 
-Not here: plain texts, shards and batches (core/data/).
+Not here: a text in a file, bytes, and batches (core/data/).
 """

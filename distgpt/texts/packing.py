@@ -52,7 +52,7 @@ class Plan:
 
 
 class PackedBatches(Batches):
-    """The global batches of a run whose rows are packed; `windows` gives numbers of rows."""
+    """The global batches of a run whose rows are packed: the windows are these rows."""
 
     def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, separator: int) -> None:
         super().__init__(tokens, seq_len, batch_size, seed, shift=False)
@@ -63,11 +63,11 @@ class PackedBatches(Batches):
 
     def notes(self, steps: int) -> Iterator[str]:
         yield from super().notes(steps)
-        rows, cut_off = count(len(self.plan), "sequence"), self.plan.cut_off / self.tokens
+        rows, cut_off = count(len(self.plan), "sequence"), self.plan.cut_off / self.n_tokens
         yield f"--pack: {rows}; {cut_off:.1%} of the tokens, ends of documents that do not fit, are left out"
 
-    def _starts(self, step: int, rows: slice) -> Array:
-        return self._order(step, rows)[0].astype(np.int64)
+    def _starts(self, step: int, which: slice) -> Array:
+        return self._order(step, which)[0].astype(np.int64)
 
     def _window(self, start: int) -> Array:
         pieces = [self._tokens.read(begin, begin + length) for begin, length in self.plan.row(start)]
@@ -94,7 +94,7 @@ class _Packed:
 
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
         found = load_one(comm, replace(request, kind=""), say)
-        return PackedCorpus(found.tokenizer, found.splits, found.separator)
+        return PackedCorpus(found.tokenizer, found.train, found.val, found.separator, found.notes)
 
 
 PACKED = _Packed()

@@ -31,6 +31,7 @@ def test_what_the_forms_cost():
         (4, 4),
         (6, 3.5),
     ]
+    assert [(messages("memory", n), volume("memory", n)) for n in (2, 8)] == [(2, 2), (6, 2)]
     regime = Regime("scatter-gather", 1e-5, 1e-9)
     assert regime.seconds(4, 1e6) == pytest.approx(4e-5 + 1.5e-3)
 
@@ -67,8 +68,42 @@ def test_over_a_network_its_latency_and_frames_are_added():
     byte = 8e-9 * 1538 / 1448
     sums, parts = (getattr(OverNetwork(here, network, 2), name)(8, 1e6) for name in ("seconds", "in_parts"))
     inside = 2e-5 + 1e6 * 1e-9  # two ranks, then four hosts
-    assert sums == pytest.approx(inside + 4 * 1.1e-4 + 1.5e6 * (1e-9 + byte))
-    assert parts == pytest.approx(inside + 6e-5 + 2e-4 + 1.5e6 * (1e-9 + byte))
+    over = 1.5e6 * (1e-9 / 2 + byte)  # each of the two has half of the array then
+    assert sums == pytest.approx(inside + 4 * 1.1e-4 + over)
+    assert parts == pytest.approx(inside + 6e-5 + 2e-4 + over)
+
+
+def test_ranks_of_a_host_share_its_memory_and_its_port():
+    """Two hosts of four ranks; two were measured, of which each had half of the memory's bytes a second."""
+    here = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2)
+    own = AlphaBeta((Regime("scatter-gather", 1e-3, 5e-9),), 2)
+    network, size = parse_network("1gbit,100us"), 1e6
+    wire = network.seconds_per_byte
+    model = OverNetwork(here, network, 4, own)
+    inside = 4 * 1e-5 + 1.5 * size * 2e-9
+    assert model.seconds(8, size) == pytest.approx(inside + 2 * 1.1e-3 + size * (2e-9 / 4 + wire))
+    # 14 messages; 8 × 4 of the 64 parts leave by the port, there and back; of a rank 7 of 8 are in memory.
+    flat = 14 * 1e-3 + 2e-4 + size * (2 * 4 * 4 / 8 * wire + 2 * 7 / 8 * 2e-9)
+    assert model.flat_in_parts(8, size) == pytest.approx(flat)
+    one_host = 14 * 1e-5 + 2 * 7 / 8 * size * 4e-9
+    assert OverNetwork(here, network, 8, own).flat_in_parts(8, size) == pytest.approx(one_host)
+    alone = OverNetwork(here, network, 1, own)
+    assert alone.flat_in_parts(4, size) == pytest.approx(alone.in_parts(4, size))
+
+
+def test_ranks_sum_in_memory_within_a_host_and_by_mpi_between_hosts():
+    here, network = AlphaBeta((Regime("memory", 1e-6, 1e-9),), 2), parse_network("1gbit,100us")
+    inside, between = 4 * 1e-6 + 2e6 * 2e-9, 2 * 1.01e-4 + 1e6 * (2e-9 / 4 + network.seconds_per_byte)
+    assert OverNetwork(here, network, 4).seconds(8, 1e6) == pytest.approx(inside + between)
+
+
+def test_a_host_sends_no_faster_than_its_own_work_allows():
+    """On a machine that stands for four hosts, of which two were measured."""
+    here = AlphaBeta((Regime("ring", 0.0, 1e-9),), 2)
+    own = AlphaBeta((Regime("ring", 0.0, 3e-9),), 2)
+    for text, byte in (("1gbit,0us", 8e-9 * 1538 / 1448), ("100gbit,0us", 6e-9)):
+        model = OverNetwork(here, parse_network(text), 1, own, rehearsed=4)
+        assert model.seconds(4, 1e6) == pytest.approx(1.5e6 * (2e-9 + byte)), text
 
 
 def test_what_is_cut_into_pieces_pays_for_each():

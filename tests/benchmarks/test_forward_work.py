@@ -24,7 +24,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.model.layers import Block
+from distgpt.core.model.layers import activation_widths
 from distgpt.core.model.model import Architecture, Model
 from distgpt.gpu.stage import GpuStage
 
@@ -75,7 +75,7 @@ def test_speedups_are_over_serial_on_the_same_work():
 
 def test_a_batch_on_a_gpu_takes_half_of_what_is_free():
     model = Model(Architecture(preset("XL").model), CpuKernels("float32", 1))
-    widths = sum(Block.activations(model.config).values())
+    widths = sum(activation_widths(model.config).values())
 
     def rows_with(free):
         device = SimpleNamespace(memory=lambda: (free, free), index=0, name="")

@@ -8,14 +8,15 @@ import scaling
 from alphabeta import AlphaBeta, Network, Regime
 from click.testing import CliRunner
 from conftest import needs_mpi
-from four_hosts import Rig
-from predictions import Job, affine, compared, fitted, forecast, steps_by_exchange, takes_over
+from four_hosts import FLAT, Levels, Rig
+from predictions import Job, affine, compared, fitted, forecast, steps_by_exchange, summed_by, takes_over
 from report import assemble, load_all
 from scaling_page import blocks, tables
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.model.model import flag_count
 from distgpt.jobs.processes import run
+from distgpt.measure.bench.allreduce import SHARED
 from distgpt.measure.jobs import unsteered
 from distgpt.parallel.overlapped import BUCKET
 from distgpt.show.page import terminal
@@ -80,6 +81,13 @@ def test_the_model_is_fitted_to_the_algorithm_that_training_sums_with():
         assert model.regimes[0].form == form
         assert model.seconds(2, 1 << 22) == pytest.approx(truth.seconds(2, 1 << 22))
         assert fitted(summed, "chunked").piece == 4 << 20
+        in_memory = fitted(
+            {**summed, "rows": [{**row, "algorithm": SHARED} for row in rows[:3]]}, "allreduce"
+        )
+        assert in_memory.regimes[0].form == "memory"
+    assert (
+        summed_by("allreduce", SHARED) == SHARED and summed_by("hierarchical", "hierarchical") == "allreduce"
+    )
 
 
 def test_a_step_by_each_way_to_exchange():
@@ -124,15 +132,23 @@ def test_exchanges_over_a_switch_are_predicted_from_its_rate_and_delay():
         if way in wire:
             more = 0.02 if way == "bfloat16" else 0.01
             assert seconds == pytest.approx(found[way] + more + 7 * wire[way] * byte), way
-    by_host = rig.predicted(1_000_000, 0.0, ranks_of_a_host=2)
-    assert by_host["allreduce"] == pytest.approx(found["allreduce"] - 0.5)
+    two = rig.predicted(1_000_000, 0.0, ranks=2)
+    few = 2 * (few + 1.5 * 4 * flag_count(8) * byte)
+    assert two["hierarchical, allreduce"] == two["allreduce"] == pytest.approx(found["allreduce"] - 0.5)
+    # Of 8 parts 6 leave by the port, from both ranks; four fifths more than when the host is summed first.
+    assert two["sharded"] == pytest.approx(2 * 0.01 + 2 * 2 * 6 / 8 * 1e6 * byte + few)
+    # Four hosts share the memory in which ranks meet, and the cores of two measured ones.
+    line = Regime("scatter-gather", 1e-3, 1e-8)
+    levels = Levels(dict.fromkeys(FLAT, AlphaBeta((line,), 2)), AlphaBeta((line,), 2))
+    own = 2 * 1e-3 + 1e6 * 4e-8 + 4 * 1e-3 + flat * 2e-8
+    assert rig.predicted(1_000_000, 0.0, levels, 2)["allreduce"] == pytest.approx(two["allreduce"] + own)
 
 
 @needs_mpi
 @pytest.mark.slow
 def test_real_runs_are_measured_and_more_ranks_predicted(tmp_path):
     words = ["--ranks", "2", "--predict", "4,64,1024", "--network", "1gbit,100us", "--out", tmp_path]
-    command = [sys.executable, scaling.__file__, *SMALL.split(), "--threads", 1, "--seconds", 1, *words]
+    command = [sys.executable, scaling.__file__, *SMALL.split(), "--threads", 1, "--seconds", 6, *words]
     result = run(command, env=unsteered())
     assert result.code == 0, result.errors
     file = json.loads((tmp_path / "scaling-tiny.json").read_text())

@@ -33,12 +33,13 @@ def loud(config, kernels):
     """With weights so large that everything in front of the head counts."""
     model = build(config, kernels)
     for spec in model.layout.specs:
-        if spec.decay:
+        if spec.is_matrix:
             values = np.random.default_rng(spec.size).standard_normal(spec.shape)
             model.kernels.put(model.params[spec.name], values * 0.3)
     return model
 
 
+@pytest.mark.slow  # compiles a walk of its own, which no command uses
 def test_any_architecture_and_any_lengths():
     for threads, kind, changes in (
         (1, "gpt2", {}),

@@ -25,6 +25,7 @@ from distgpt.core.config import (
 )
 from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
 from distgpt.core.config.presets import PRESETS, preset
+from distgpt.core.config.schedules import SCHEDULES, Schedule
 from distgpt.core.config.setting import brief
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.rundir import RunDirectory
@@ -34,9 +35,9 @@ DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfi
 
 # What a setting may need beside the core.
 COMPONENTS = (
-    *("balance", "bigrams", "chats", "gpu", "hellaswag", "hierarchical", "in parts"),
+    *("balance", "bigrams", "chats", "exchange", "gpu", "hellaswag", "hierarchical", "in parts"),
     *("local steps", "lora", "overlapped"),
-    *("packing", "recheck", "reproducible", "rollback", "sharded", "trial", "within"),
+    *("packing", "recheck", "reproducible", "retention", "rollback", "sharded", "trial", "within"),
 )
 
 
@@ -109,7 +110,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
             "beta1",
             "beta2",
             "eps",
-            "keep",
+            "keep_every_minutes",
             "verify_every",
             "save_minutes",
         ),
@@ -119,7 +120,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("data", "steps", "epochs", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync"),
         *("recompute", "embedding_lr", "value_lr", "head_lr", "vector_lr", "decay_fraction", "train_minutes"),
-        "within_minutes",
+        *("within_minutes", "keep_every", "keep_every_minutes", "keep_minutes"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
         *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
@@ -130,14 +131,14 @@ def test_each_setting_names_components_that_there_are_and_no_default_needs_one()
     named = set()
     for config in (ModelConfig, TrainConfig, GpuConfig):
         for name, about in settings_of(config).items():
-            assert about.needs(DEFAULTS[name], DEFAULTS[name]) == "", name
+            assert about.needs(DEFAULTS[name], DEFAULTS[name]) == [], name
             assert {choice for choice, _ in about.components} <= set(about.choices), name
             named |= {about.component, *(component for _, component in about.components)}
     assert named - {""} == set(COMPONENTS)
     of_adapters = {name for name, about in SETTINGS.items() if about.component == "lora"}
     assert of_adapters == {"lora_rank", "lora_alpha", "lora_matrices"}
     needs = SETTINGS["grad_sync"].needs
-    assert (needs("sharded", "allreduce"), needs("chunked", "allreduce")) == ("sharded", "")
+    assert (needs("sharded", "allreduce"), needs("chunked", "allreduce")) == (["sharded"], [])
 
 
 # Where values come from
@@ -175,7 +176,7 @@ def test_former_names_of_settings_are_understood_and_flags_say_the_new_one(tmp_p
     result = CliRunner().invoke(command, words)
     *said, found = result.output.splitlines()
     assert json.loads(found) == now
-    assert "distgpt: --replay-every is now called --recheck-every" in said and len(said) == 4
+    assert "--replay-every is now called --recheck-every" in said and len(said) == 4
     assert "--wire" not in CliRunner().invoke(command, ["--help"]).output
 
 
@@ -276,6 +277,7 @@ LIMITS = (
     ("head_dim", "at most 4096", 4096, 4097),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
+    ("keep_every keep_every_minutes keep_minutes", "at least 0", 0, -1),
     ("spike_zscore bad_steps_allowed recheck_every reproducible_parts outer_every", "at least 0", 0, -1),
     ("reproducible_parts", "at most 1048576", 1 << 20, 1 << 21),
     ("lora_rank lora_alpha", "at least 0", 0, -1),
@@ -361,6 +363,15 @@ def test_schedules():
         assert found == pytest.approx(expected), schedule
 
 
+def test_a_schedule_is_a_function_in_the_table(monkeypatch):
+    """So no word is without one: the setting takes the table's names, the optimizer its functions."""
+    assert SETTINGS["schedule"].choices == tuple(SCHEDULES)
+    t = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
+    for name in SCHEDULES:
+        monkeypatch.setitem(SCHEDULES, name, Schedule(lambda peak, last, progress: 7 * last * progress))
+        assert learning_rate(replace(t, schedule=name), 110) == pytest.approx(0.7), name
+
+
 # A run with every option that differs from the default
 
 CHOSEN = {
@@ -378,6 +389,7 @@ CHOSEN = {
     "grad_sync": "chunked", "gradient_dtype": "bfloat16",
     "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5, "balance": "auto",
     "recompute": "block", "save_every": 3, "save": "sync",
+    "keep": 1, "keep_every": 3, "keep_minutes": 0.0001,
     "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
     "bad_steps_allowed": 3, "recheck_every": 2, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
     "val_tokens": 24,

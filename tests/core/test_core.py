@@ -10,7 +10,7 @@ from conftest import SMALL, distgpt, losses, needs_mpi
 from core.tree import CORE, KEPT, MODULES, PACKAGE, as_counts, found
 
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
-COMMANDS = "complete help infer model_options options sample train"
+COMMANDS = "complete help infer model_options options sample train watch_options"
 # Recipes stand in their order in a file that commands and `api` share.
 SHARED = {"__main__", "cli", "api", "components"}
 FACE = SHARED | {f"commands.{name}" for name in COMMANDS.split()}
@@ -37,7 +37,7 @@ def run(folder, names, commands, **how):
 def training(out, *words):
     """Train five steps, and resume."""
     plain = ["--threads", "1", "--progress", "plain", "--save-every", "3", "--out", out]
-    train = ["train", *SMALL, *words, *plain]
+    train = ["train", *SMALL, "--tokenizer", "byte", *words, *plain]
     return [[*train, "--steps", "5"], [*train, "--steps", "8", "--resume", "auto"]]
 
 

@@ -12,9 +12,9 @@ from tokenizing import STORY
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.files import bundled
-from distgpt.core.data.batches import ArrayTokens, Batches, rank_rows, shuffled
+from distgpt.core.data.batches import SAMPLE_PIECE, ArrayTokens, Batches, rank_sequences, shuffled
 from distgpt.core.data.loading import DataRequest, load_corpus, read_text
-from distgpt.core.data.named import BUNDLED_TEXTS, resolve_data
+from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
 from distgpt.core.data.tokenizers import build_tokenizer
 
 SEED = 1337
@@ -24,6 +24,12 @@ def filled(batches, step, rows, seq_len):
     x, y = np.full((2, rows.stop - rows.start, seq_len), -1, np.int32)
     batches.fill(step, rows, x, y)
     return x, y
+
+
+def starts(batches, step, batch_size):
+    """Where the sequences of a step begin, in a text whose tokens are their own positions."""
+    x, _ = filled(batches, step, slice(0, batch_size), batches.seq_len)
+    return x[:, 0]
 
 
 # The order of the windows
@@ -67,9 +73,9 @@ def test_an_epoch_covers_the_ring_and_repeats_no_window():
         per_epoch = batches.windows_per_epoch
         assert per_epoch == -(-length // seq_len)
         steps = range(-(-epochs * per_epoch // batch_size))
-        starts = np.concatenate([batches.windows(step) for step in steps])[: epochs * per_epoch]
+        found = np.concatenate([starts(batches, step, batch_size) for step in steps])[: epochs * per_epoch]
         shifts = set()
-        for epoch in starts.reshape(epochs, per_epoch):
+        for epoch in found.reshape(epochs, per_epoch):
             covered = (epoch[:, None] + np.arange(seq_len)) % length
             assert np.unique(epoch).size == per_epoch, length
             assert np.unique(covered).size == length and covered.size - length < seq_len
@@ -79,21 +85,22 @@ def test_an_epoch_covers_the_ring_and_repeats_no_window():
 
 def test_fixed_windows_begin_at_the_same_places_in_every_epoch():
     batches = Batches(ArrayTokens(np.arange(100, dtype=np.uint16)), 16, 7, SEED, shift=False)
-    epochs = [batches.windows(step).tolist() for step in range(4)]
+    epochs = [starts(batches, step, 7).tolist() for step in range(4)]
     assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(range(0, 100, 16))} and epochs[0] != epochs[1]
 
 
 def test_the_seed_and_the_step_decide_and_nothing_else():
     tokens = np.arange(5000, dtype=np.uint16)
     batches = Batches(ArrayTokens(tokens), 16, 8, SEED)
-    forward = [batches.windows(step).tolist() for step in range(20)]
-    backward = [batches.windows(step).tolist() for step in reversed(range(20))]
+    forward = [starts(batches, step, 8).tolist() for step in range(20)]
+    backward = [starts(batches, step, 8).tolist() for step in reversed(range(20))]
     assert forward == backward[::-1]
-    assert Batches(ArrayTokens(tokens), 16, 8, SEED + 1).windows(0).tolist() != forward[0]
-    assert Batches(ArrayTokens(tokens), 16, 8, 2**64 + 5).windows(2**40).shape == (8,)
+    assert starts(Batches(ArrayTokens(tokens), 16, 8, SEED + 1), 0, 8).tolist() != forward[0]
+    late = starts(Batches(ArrayTokens(tokens), 16, 8, 2**64 + 5), 2**40, 8)
+    assert late.min() >= 0 and late.max() < 5000
     golden = Batches(ArrayTokens(np.arange(1308, dtype=np.uint16)), 16, 4, 1337)
     written_down = [[901, 1221, 21, 101], [133, 261, 837, 453], [642, 1186, 1138, 834]]
-    assert [golden.windows(step).tolist() for step in (0, 1, 1000)] == written_down
+    assert [starts(golden, step, 4).tolist() for step in (0, 1, 1000)] == written_down
 
 
 # What a batch holds
@@ -104,9 +111,10 @@ def test_targets_are_the_next_tokens_around_the_ring():
         dtype, most = (np.uint32, 10**6) if length > seq_len + 1 else (np.uint16, 60_000)
         tokens = np.random.default_rng(0).integers(0, most, length).astype(dtype)
         batches = Batches(ArrayTokens(tokens), seq_len, 5, SEED)
+        positions = Batches(ArrayTokens(np.arange(length, dtype=np.uint16)), seq_len, 5, SEED)
         for step in range(8):
             x, y = filled(batches, step, slice(0, 5), seq_len)
-            expected = tokens[(batches.windows(step)[:, None] + np.arange(seq_len + 1)) % length]
+            expected = tokens[(starts(positions, step, 5)[:, None] + np.arange(seq_len + 1)) % length]
             assert np.array_equal(x, expected[:, :-1]) and np.array_equal(y, expected[:, 1:])
 
 
@@ -118,11 +126,21 @@ def test_any_number_of_ranks_sees_the_same_global_batch():
     for size, grad_accum in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)):
         taken = []
         for micro_batch, rank in itertools.product(range(grad_accum), range(size)):
-            rows = rank_rows(batch_size, rank, size, micro_batch, grad_accum)
+            rows = rank_sequences(batch_size, rank, size, micro_batch, grad_accum)
             own_x, own_y = filled(batches, step, rows, seq_len)
             assert np.array_equal(own_x, x[rows]) and np.array_equal(own_y, y[rows]), (size, rows)
             taken += range(batch_size)[rows]
         assert taken == list(range(batch_size)), (size, grad_accum)
+
+
+def test_a_sample_is_the_text_or_pieces_of_it_at_even_distances():
+    tokens = np.arange(3 * SAMPLE_PIECE, dtype=np.uint32)
+    batches = Batches(ArrayTokens(tokens), 16, 4, SEED)
+    assert np.array_equal(batches.sample(len(tokens)), tokens)
+    for most, begins in ((2 * SAMPLE_PIECE, [0, 2 * SAMPLE_PIECE]), (1000, [0]), (SAMPLE_PIECE, [0])):
+        found = batches.sample(most).reshape(len(begins), -1)
+        assert found.size == most and found[:, 0].tolist() == begins
+        assert np.array_equal(found - found[:, :1], np.arange(found.shape[1])[None].repeat(len(begins), 0))
 
 
 def test_an_uneven_batch_is_refused_with_the_nearest_that_work():
@@ -132,7 +150,7 @@ def test_an_uneven_batch_is_refused_with_the_nearest_that_work():
         (20, 4, 2, "16 or 24"),
     ):
         with pytest.raises(UsageError, match=advice):
-            rank_rows(batch_size, 0, size, 0, grad_accum)
+            rank_sequences(batch_size, 0, size, 0, grad_accum)
 
 
 # Reading

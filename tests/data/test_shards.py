@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 from distgpt.core.base.errors import DataError, StorageError
-from distgpt.core.data import shards
 from distgpt.core.data.batches import Batches, windows_of
-from distgpt.core.data.shards import (
+from distgpt.core.data.tokenizers import build_tokenizer, fingerprint
+from distgpt.show.datapages import unlisted
+from distgpt.texts import shards
+from distgpt.texts.packing import PackedBatches
+from distgpt.texts.prepare.shard_writer import ShardWriter
+from distgpt.texts.shards import (
     Manifest,
     Shard,
     ShardTokens,
@@ -23,10 +27,6 @@ from distgpt.core.data.shards import (
     shards_tokenizer,
     verify_shards,
 )
-from distgpt.core.data.tokenizers import build_tokenizer, fingerprint
-from distgpt.show.datapages import unlisted
-from distgpt.texts.packing import PackedBatches
-from distgpt.texts.prepare.shard_writer import ShardWriter
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)

@@ -13,10 +13,10 @@ from conftest import inside, refused
 from preparing import Quiet, contents, everything, interrupt
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.data.shards import ShardTokens, read_manifest, verify_shards
 from distgpt.texts.prepare import documents as cutting
 from distgpt.texts.prepare import preparing, spool
 from distgpt.texts.prepare.preparing import Request, prepare
+from distgpt.texts.shards import ShardTokens, read_manifest, verify_shards
 
 
 def request(inputs, out, /, **more):

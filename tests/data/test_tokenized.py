@@ -15,9 +15,9 @@ from tokenizing import small
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.data import loading
 from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.texts import shards
 from distgpt.texts.prepare import tokenized
 from distgpt.texts.prepare.preparing import prepare
 from distgpt.texts.prepare.progress import reserved
@@ -78,6 +78,15 @@ def test_a_folder_is_tokenized_as_data_prepare_does_and_once(asked, inputs, tmp_
     again, said = loaded(asked)
     assert again[0].train.fingerprint == corpora[0].train.fingerprint and len(said) == 1
     assert "verifying" in said[0]
+
+
+def test_ranks_on_other_hosts_are_told_where_shards_lie_and_not_by_a_link(asked, tmp_path, monkeypatch):
+    """The link of a replay is in a temporary folder of rank 0's host."""
+    asked.kept.mkdir()
+    (tmp_path / "link").symlink_to(asked.kept)
+    monkeypatch.setattr(tokenized, "load_shards", lambda comm, folder, *more: folder)
+    folder = load_corpus(SerialComm(), replace(asked, kept=tmp_path / "link"))
+    assert folder.parent == asked.kept.resolve() and folder.is_dir()
 
 
 def test_other_contents_settings_and_tokenizers_have_shards_of_their_own(asked, inputs):
@@ -154,11 +163,11 @@ def test_what_cannot_be_read_is_named(tmp_path):
 def test_shards_that_another_node_does_not_see_are_named(asked, monkeypatch):
     loaded(asked)
     (folder,) = asked.kept.iterdir()
-    manifest, tokenizer = loading.read_manifest(folder), build_tokenizer("byte", "")
+    manifest, tokenizer = shards.read_manifest(folder), build_tokenizer("byte", "")
     gone = folder.rename(asked.kept / "gone")
-    monkeypatch.setattr(loading, "read_manifest", lambda path: manifest)
-    monkeypatch.setattr(loading, "shards_tokenizer", lambda path, manifest: tokenizer)
-    errors = on_all_ranks(2, lambda comm: loading.load_shards(comm, folder, asked, lambda text: None))
+    monkeypatch.setattr(shards, "read_manifest", lambda path: manifest)
+    monkeypatch.setattr(shards, "shards_tokenizer", lambda path, manifest: tokenizer)
+    errors = on_all_ranks(2, lambda comm: shards.load_shards(comm, folder, asked, lambda text: None))
     assert gone.is_dir() and all("all nodes must share the disk" in str(error) for error in errors)
 
 

@@ -10,7 +10,6 @@ import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.data.collected import WORD
 from distgpt.core.data.tokenizers import (
     build_tokenizer,
     fingerprint,
@@ -19,6 +18,7 @@ from distgpt.core.data.tokenizers import (
     tokenizer_from_json,
 )
 from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT, symbols
+from distgpt.texts.tokenizers.collected import WORD
 from distgpt.texts.tokenizers.learn import learn_bpe
 
 ALPHABET = (

@@ -220,13 +220,6 @@ def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
     assert stages["mpi"]["runs"] and not stages["cuda"]["runs"]
 
 
-def test_an_mpirun_of_another_mpi_is_pointed_out(ranks):
-    for names in (("Open MPI", "MPICH"), ("MPICH", "Open MPI"), ("MPICH", "Intel MPI")):
-        launched = {"launcher": "", "processes": 1, "mpirun": {"path": "/bin/mpirun", "vendor": names[0]}}
-        found = verdicts.warnings(launched, {"problem": "", "vendor": names[1]}, ranks[:1])
-        assert any("/bin/mpirun belongs to" in text for text in found) == ("Open MPI" in names), names
-
-
 # What it stands on
 
 

@@ -5,7 +5,7 @@ from test_doctor import changed, ranks  # noqa: F401
 
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.registers import AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.processor import AVX512, AVX512_BF16
 from distgpt.core.cpu.kernels import Bfloat16Kernels
 from distgpt.doctor import facts, speed
 from distgpt.doctor import report as doctor

@@ -3,8 +3,6 @@
 import json
 import re
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from run import ROOT
@@ -27,12 +25,14 @@ def run(notebook):
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt  # at the top each worker would import it to collect tests
+
     monkeypatch.chdir(tmp_path)
-    before = matplotlib.get_backend()
-    matplotlib.use("agg")
+    before = plt.get_backend()
+    plt.switch_backend("agg")
     yield tmp_path
     plt.close("all")
-    matplotlib.use(before)
+    plt.switch_backend(before)
 
 
 def test_the_first_model_learns_and_goes_on(scratch, capsys):

@@ -18,8 +18,9 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.tokenizers import build_tokenizer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import load_model
-from distgpt.core.train.scoring import Scorer, Span
+from distgpt.core.train.assessment import Scorer, Span
 from distgpt.evaluation.benchmark import Benchmark
+from distgpt.evaluation.likelihoods import likelihoods
 from distgpt.evaluation.questions import LINES, Question, read_questions
 
 CONFIG = ModelConfig(vocab_size=256, seq_len=700, n_layer=2, n_head=2, n_embd=16)
@@ -188,13 +189,15 @@ def test_likelihoods_are_those_of_all_logits_on_any_number_of_ranks(monkeypatch)
     spans = random_spans(gpt)
     expected = np.array([plain(gpt, span) for span in spans], float)
     assert 10 < expected[:, 1].sum() < len(spans)
-    monkeypatch.setattr("distgpt.core.train.scoring.AT_A_TIME", 300)
-    monkeypatch.setattr("distgpt.core.train.scoring.SCORED", 5)
+    monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 300)
+    monkeypatch.setattr("distgpt.evaluation.likelihoods.AT_ONCE", 5)
     seen = []
-    found = Scorer(model(), SerialComm()).likelihoods(spans, lambda done, tokens: seen.append((done, tokens)))
+    found = likelihoods(
+        Scorer(model(), SerialComm()), spans, lambda done, tokens: seen.append((done, tokens))
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-10)
     assert seen[-1][0] == len(spans) and sum(tokens for _, tokens in seen) == sum(s.count for s in spans)
-    for other in on_all_ranks(3, lambda comm: Scorer(model(), comm).likelihoods(spans)):
+    for other in on_all_ranks(3, lambda comm: likelihoods(Scorer(model(), comm), spans)):
         np.testing.assert_array_equal(other, found)
 
 
@@ -271,7 +274,7 @@ def test_every_answer_is_as_likely_as_transformers_says(tmp_path):
     for name, write in PUBLISHED.items():
         (tmp_path / name).mkdir()
         benchmark = Benchmark(read_questions(name, write(tmp_path / name)[0]), BYTES, 700)
-        found = Scorer(ours, SerialComm()).likelihoods(benchmark.spans)
+        found = likelihoods(Scorer(ours, SerialComm()), benchmark.spans)
         for (loss, greedy), span in zip(found, benchmark.spans, strict=True):
             ids = torch.tensor(span.ids[None].astype(np.int64))
             with torch.no_grad():

@@ -16,14 +16,12 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.batches import ArrayTokens, windows_of
-from distgpt.core.data.loading import read_text
-from distgpt.core.data.named import resolve_data
+from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import build_tokenizer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import read_description
-from distgpt.core.train import scoring
-from distgpt.core.train.assessment import Validation
-from distgpt.core.train.scoring import Scorer, Span
+from distgpt.core.train import assessment
+from distgpt.core.train.assessment import Scorer, Span, Validation
 from distgpt.evaluation.evaluate import evaluate
 
 CONFIG = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
@@ -50,14 +48,14 @@ def plain_sum(span):
 
 def test_a_span_costs_what_its_predictions_cost_however_many_go_together(monkeypatch):
     expected = [plain_sum(span) for span in SPANS]
-    for together in (scoring.AT_A_TIME, 1):
-        monkeypatch.setattr(scoring, "AT_A_TIME", together)
+    for together in (assessment.AT_A_TIME, 1):
+        monkeypatch.setattr(assessment, "AT_A_TIME", together)
         sums = Scorer(model(), SerialComm()).sums(SPANS)
         np.testing.assert_allclose(sums, expected, rtol=1e-10, err_msg=f"{together} tokens at a time")
 
 
 def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
-    monkeypatch.setattr("distgpt.core.train.scoring.AT_A_TIME", 100)  # several batches
+    monkeypatch.setattr("distgpt.core.train.assessment.AT_A_TIME", 100)  # several batches
     many = [Span(IDS[i : i + 2 + i % 47]) for i in range(0, 1900, 7)]
     for dtype in ("float32", "float64"):
         expected = Scorer(model(dtype), SerialComm()).sums(many)

@@ -10,12 +10,12 @@ from models import VARIANTS
 from test_cuda_model import alike
 
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.engine_setup import lanes_for, lanes_that_fit
-from distgpt.core.generate.lanes import Draw, Feed
+from distgpt.core.generate.engine_setup import slots_for, slots_that_fit
+from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request, Sampling
 from distgpt.core.generate.sampling import choose
-from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
-from distgpt.generation.batched_lanes import BatchedLanes
+from distgpt.core.generate.slots import Choice, Feed
+from distgpt.decoding.batched import BatchedSlots
 from distgpt.gpu.attention import cached_parts
 
 needs_counts = pytest.mark.skipif(ON_GPU, reason="the stand-in counts launches")
@@ -34,14 +34,14 @@ def launches(on, work):
 @pytest.mark.parametrize("kind", ["gpt2", "modern"])
 def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS[kind], cuda_kernels("float32"))
-    lanes, found = BatchedLanes(model, 16), {}
+    lanes, found = BatchedSlots(model, 16), {}
     matmuls = model.kernels.linears.matmuls
     run, calls = type(matmuls).run, []
     monkeypatch.setattr(
         type(matmuls), "run", lambda *args, **named: (calls.append(1), run(*args, **named))[1]
     )
     for count in (1, 2, 3, 5, 9):  # each the first of its size: 1, 2, 4, 8, 16
-        work = [Feed(15 - i, 0, [i % 13], 1, likeliest=1) for i in range(count)]
+        work = [Feed(15 - i, 0, [i % 13], 1, choice=Choice(Sampling(), 0.0, 0)) for i in range(count)]
         calls.clear()
         found[count] = sum(launches(device(), lambda work=work: lanes.feed(work)).values()) + len(calls)
         replayed = sum(launches(device(), lambda work=work: lanes.feed(work)).values())
@@ -53,7 +53,7 @@ def test_launches_of_a_token_do_not_grow_with_the_sequences(kind, cuda_kernels, 
 def test_prompts_of_many_lengths_share_their_plans(cuda_kernels):
     config = replace(VARIANTS["gpt2"], seq_len=96)
     model, _ = alike(config, cuda_kernels.__wrapped__("float32"))
-    lanes, plans, counts = BatchedLanes(model, 2), model.kernels.linears.matmuls._plans, []
+    lanes, plans, counts = BatchedSlots(model, 2), model.kernels.linears.matmuls._plans, []
     for length in range(33, 53):
         lanes.feed([Feed(0, 0, [1] * length, 1)])
         counts.append(len(plans))
@@ -77,11 +77,9 @@ def test_requests_are_answered_as_by_the_reference(kind, dtype, cuda_kernels):
         )
         for i, each in enumerate(how)
     ]
-    lanes = lanes_for(model, 5)
-    assert isinstance(lanes, BatchedLanes)
-    found, expected = (
-        complete(Engine(each, chunk=4), requests) for each in (lanes, UncompiledLanes(twin, 5))
-    )
+    lanes = slots_for(model, 5)
+    assert isinstance(lanes, BatchedSlots)
+    found, expected = (complete(Engine(each, chunk=4), requests) for each in (lanes, PlainSlots(twin, 5)))
     assert [[each.tokens for each in some] for some in found] == [
         [each.tokens for each in some] for some in expected
     ]
@@ -90,7 +88,7 @@ def test_requests_are_answered_as_by_the_reference(kind, dtype, cuda_kernels):
 @needs_counts
 def test_a_shared_prompt_never_leaves_the_device(cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS["modern"], cuda_kernels("float32"))
-    lanes = BatchedLanes(model, 3)
+    lanes = BatchedSlots(model, 3)
     lanes.feed([Feed(0, 0, [1, 2, 3, 4], 0)])
     for name in ("to_host", "put", "integers"):
         monkeypatch.setattr(type(model.kernels), name, None)
@@ -102,10 +100,10 @@ def test_a_shared_prompt_never_leaves_the_device(cuda_kernels, monkeypatch):
 @needs_counts
 def test_few_bytes_travel_where_the_likeliest_are_enough(cuda_kernels, monkeypatch):
     model, _ = alike(replace(VARIANTS["gpt2"], vocab_size=5000), cuda_kernels("float32"))
-    lanes, sizes, kernels = BatchedLanes(model, 4), [], type(model.kernels)
+    lanes, sizes, kernels = BatchedSlots(model, 4), [], type(model.kernels)
     download = kernels.to_host
     monkeypatch.setattr(kernels, "to_host", lambda self, x: (sizes.append(x.nbytes), download(self, x))[1])
-    lanes.feed([Feed(i, 0, [i], 1, likeliest=50) for i in range(4)])
+    lanes.feed([Feed(i, 0, [i], 1, choice=Choice(Sampling(), 0.0, 50)) for i in range(4)])
     assert sum(sizes) == 4 * 4 * (64 + 65)
 
 
@@ -114,7 +112,7 @@ def test_few_bytes_travel_where_the_likeliest_are_enough(cuda_kernels, monkeypat
 def test_few_bytes_travel_where_tokens_are_drawn_from_all(how, cuda_kernels, monkeypatch):
     """A step of 8 sequences; with top-p 64 tokens are enough, as it is cold."""
     model, _ = alike(replace(VARIANTS["gpt2"], vocab_size=5000), cuda_kernels("float32"))
-    engine, sizes, kernels = Engine(BatchedLanes(model, 8)), [], type(model.kernels)
+    engine, sizes, kernels = Engine(BatchedSlots(model, 8)), [], type(model.kernels)
     engine.submit(Request(prompt=[1, 2], max_new_tokens=5, n=8, **how))
     for _ in range(2):  # the prompt; what all have of it
         engine.step()
@@ -168,18 +166,19 @@ def test_what_is_not_a_number_stays_so_where_a_cache_is_read_in_parts(cuda_kerne
 
 def test_lanes_take_half_of_what_is_free(cuda_kernels, monkeypatch):
     model, _ = alike(VARIANTS["gpt2"], cuda_kernels("float32"))
-    one = lanes_that_fit(model, 1 << 40, memory=1 << 30)
+    one = slots_that_fit(model, 1 << 40, memory=1 << 30)
     monkeypatch.setattr(type(model.kernels), "free_memory", lambda self: 2 << 30)
-    assert lanes_that_fit(model, 1 << 40) == one
-    assert lanes_that_fit(model, 128) == 128
+    assert slots_that_fit(model, 1 << 40) == one
+    assert slots_that_fit(model, 128) == 128
 
 
 def test_scores_that_are_not_finite_are_known_on_the_device(cuda_kernels):
     model, _ = alike(VARIANTS["modern"], cuda_kernels("float32"))
-    lanes = BatchedLanes(model, 2)
+    lanes = BatchedSlots(model, 2)
     head = np.array(model.kernels.to_host(model.head))
     head[4] = np.nan
     model.kernels.put(model.head, head)
-    for draw in (None, Draw(0.8, 0.5)):
-        (row,) = lanes.feed([Feed(1, 0, [3], 1, likeliest=2, draw=draw)])
+    for temperature in (0, 0.8):
+        choice = Choice(Sampling(temperature=temperature), 0.5, 2)
+        (row,) = lanes.feed([Feed(1, 0, [3], 1, choice=choice)])
         assert np.isnan(row.log_sum)

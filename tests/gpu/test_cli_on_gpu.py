@@ -43,23 +43,14 @@ def test_tuning_on_texts_side_by_side_gives_the_losses_of_the_serial_stage(gpu, 
     rows = [{"text": text} for text in ("abc", "lighthouse", "rows", "in", "harbour")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = train(tmp_path / "base", *STEPS, "--tokenizer", "byte")
-    words = [
-        "tune",
-        "--weights",
-        base,
-        "--data",
-        tmp_path / "rows.jsonl",
-        "--epochs",
-        "3",
-        "--batch-size",
-        "2",
-    ]
-    common = ("--dtype", "float64", "--lr", "1e-2", "--progress", "plain")
+    words = ["tune", "--weights", base, "--data", tmp_path / "rows.jsonl", "--epochs", "3"]
+    words += ["--batch-size", "2"]
+    common = ("--dtype", "float32", "--lr", "1e-2", "--progress", "plain")
     for out, more in (("cpu", ("--threads", "1")), ("gpu", ("--stage", "cuda"))):
         result = gpu(*words, *common, *more, "--out", tmp_path / out)
         assert result.returncode == 0, result.stderr
     assert len(losses(tmp_path / "cpu")) > 3
-    np.testing.assert_allclose(losses(tmp_path / "gpu"), losses(tmp_path / "cpu"), rtol=1e-9)
+    np.testing.assert_allclose(losses(tmp_path / "gpu"), losses(tmp_path / "cpu"), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from distgpt.core.base import caches
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.tables import paths_in
 from distgpt.core.config.presets import preset
-from distgpt.core.generate.lanes import Feed
-from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.generate.plain_slots import PlainSlots
+from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.passes import Pass
@@ -269,7 +269,7 @@ def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
             work = Pass(model, 1, 8, training=True, recompute="none", positions=positions)
             work.loss_and_gradients(ids, ids, 1.0, accumulate=False)
         OPTIMIZERS[run.train.optimizer](model, run.train).step(0, 1.0)
-        UncompiledLanes(model, 1).feed([Feed(0, 0, [1, 2, 3], 1)])
+        PlainSlots(model, 1).feed([Feed(0, 0, [1, 2, 3], 1)])
     assert {"muon", "norm", "attention_cached"} < {source for source, _ in requests}
     assert requests <= kernel_resources.of_users(), requests - kernel_resources.of_users()
 

@@ -12,18 +12,17 @@ from mean_loss import MeanLoss
 from models import VARIANTS, batch, build, one_by_one, sequences_for
 from steps import build_step
 
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches
-from distgpt.core.data.collected import CharTokenizer
-from distgpt.core.generate.engine import complete
-from distgpt.core.generate.engine_setup import engine_for
-from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import slots_for
+from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
-from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import FLAG_COUNT, Architecture, Model
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.optim import AdamW
@@ -31,9 +30,11 @@ from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import IGNORED
 from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.core.saved.modelfile import Description, fill, load_model, on_host, save_model
-from distgpt.core.train import scoring
-from distgpt.core.train.scoring import Scorer, Span
-from distgpt.generation.batched_lanes import BatchedLanes
+from distgpt.core.train import assessment
+from distgpt.core.train.assessment import Scorer, Span
+from distgpt.decoding.batched import BatchedSlots
+from distgpt.evaluation.likelihoods import likelihoods
+from distgpt.texts.tokenizers.collected import CharTokenizer
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 EACH_ONCE = [("gpt2", "float64"), ("microgpt", "float32"), ("modern", "bfloat16")]
@@ -197,7 +198,7 @@ def test_a_model_moves_between_stages_as_a_file_and_its_moments_by_the_host(dtyp
     np.testing.assert_array_equal(moved.weights.flat, k.to_host(model.weights.flat))
     np.testing.assert_array_equal(k.to_host(back.params.flat), k.to_host(model.params.flat))
     requests = [Request([1, 2, 3], 5), Request([4], 12, overflow="shift", lookup=3)]
-    tokens = [complete(engine_for(each, None), requests) for each in (model, back, moved)]
+    tokens = [complete(Engine(slots_for(each, 32)), requests) for each in (model, back, moved)]
     assert tokens[0] == tokens[1]
     assert tokens[0] == tokens[2] or dtype == "bfloat16"
 
@@ -220,12 +221,12 @@ def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
     np.testing.assert_array_equal(k.to_host(model.weights.flat), before)
 
 
-@pytest.mark.parametrize("made", [UncompiledLanes, BatchedLanes])
+@pytest.mark.parametrize("made", [PlainSlots, BatchedSlots])
 @pytest.mark.parametrize("kind, dtype", [*EACH_ONCE, ("modern", "bfloat16")])
 def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, made, cuda_kernels):
     """Prompts and single tokens (recorded from the second on), a copy, a draft, windows new and moved."""
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
-    lanes, plain = made(model, 3), UncompiledLanes(twin, 3)
+    lanes, plain = made(model, 3), PlainSlots(twin, 3)
     t = np.random.default_rng(3).integers(0, 13, 14).tolist()
     feeds = [[Feed(1, 0, t[:3], 1)], [Feed(1, 3, t[3:4], 1), Feed(0, 0, t[:4], 0)]]
     feeds += [[Feed(0, n, t[n : n + 1], 1), Feed(1, n, t[n : n + 1], 1)] for n in (4, 5)]
@@ -235,7 +236,7 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, ma
         if work[0] == Feed(0, 5, t[7:9], 2):
             lanes.drop(0, 2, 5)
             plain.drop(0, 2, 5)
-        if work[0].lane == 2:
+        if work[0].slot == 2:
             lanes.copy(1, 2, 6)
             plain.copy(1, 2, 6)
         got, expected = lanes.feed(work), plain.feed(work)
@@ -248,7 +249,7 @@ def test_likelihoods_of_spans_are_the_reference_s(dtype, cuda_kernels):
     spans = [
         Span(np.array(ids), 1 + i % (len(ids) - 1)) for i, ids in enumerate(sequences_for(model.config, 20))
     ]
-    found, expected = (Scorer(each, SerialComm()).likelihoods(spans) for each in (model, twin))
+    found, expected = (likelihoods(Scorer(each, SerialComm()), spans) for each in (model, twin))
     np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=3 * TOLERANCE[dtype])
     assert dtype == "bfloat16" or np.array_equal(found[:, 1], expected[:, 1])
 
@@ -264,7 +265,7 @@ def test_the_mean_loss_of_sequences_of_many_lengths_is_the_reference_s(kind, dty
 @pytest.mark.parametrize("kind, dtype", EACH_ONCE)
 def test_spans_cost_what_the_reference_says(kind, dtype, cuda_kernels, monkeypatch):
     for name in ("AT_A_TIME", "AT_A_TIME_QUEUED"):
-        monkeypatch.setattr(scoring, name, 40)  # several batches, the last one not full
+        monkeypatch.setattr(assessment, name, 40)  # several batches, the last one not full
     config = VARIANTS[kind]
     model, twin = alike(config, cuda_kernels(dtype))
     random = np.random.default_rng(1)

@@ -374,7 +374,7 @@ def test_a_download_takes_two_small_pieces_of_page_locked_memory(device, monkeyp
 def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
     """Of the host: what `copy_bytes` counts, and some pieces."""
     monkeypatch.setattr(module, "MOST_BYTES_DOWN", 1 << 12)
-    monkeypatch.setattr(saving, "PIECE", 1 << 10)
+    monkeypatch.setattr(saving, "COPIED_AT_ONCE", 1 << 10)
     run = RunConfig(preset("microgpt").model, TrainConfig(save="async"))
     run = replace(run, model=replace(run.model, n_layer=8))
     on = HostDevice()
@@ -387,7 +387,7 @@ def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
     copy, counted = saving.Copy(model), copy_bytes(run, k, Placement(run.train, 1))
     assert counted > 40 * (1 << 12)
     tracemalloc.start()
-    groups = copy.taken(live)
+    groups = copy.update(live)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert counted <= peak < counted + 16 * (1 << 12) + 40_000  # and Python's own objects

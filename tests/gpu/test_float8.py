@@ -15,7 +15,8 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Affine
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
-from distgpt.core.train.scoring import Scorer, Span
+from distgpt.core.train.assessment import Scorer, Span
+from distgpt.evaluation.likelihoods import likelihoods
 from distgpt.gpu import accelerator
 from distgpt.gpu.api import Matmul
 from distgpt.gpu.cublaslt import LtError
@@ -220,10 +221,10 @@ def test_an_evaluation_stays_in_bfloat16(kernels):
         model = Model(Architecture(config), k)
         model.initialise(3)
         scorer = Scorer(model, SerialComm())
-        found[name] = [scorer.sums([Span(ids)]), scorer.likelihoods([Span(ids, 20)])]
+        found[name] = [scorer.sums([Span(ids)]), likelihoods(scorer, [Span(ids, 20)])]
         # The same pass without the scorer: what training would compute.
         work, end = Pass(model, 1, 32, training=False), k.zeros(32, 64)
-        work.scores(end, work.hidden(k.integers(ids)))
+        work.logits(end, work.hidden(k.integers(ids)))
         found[f"{name}, as training"] = [k.to_host(end)]
     assert not kernels.linears._is_precise
     for a, b in zip(found["plain"], found["float8"], strict=True):

@@ -6,12 +6,12 @@ from devices import needs_the_processor
 from hostgpu import HostDevice, host_lt
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.cpu.fused.flat import dither
 from distgpt.core.ops.api import AdamConstants, AdamState, NesterovState
 from distgpt.gpu import device
 from distgpt.gpu.device import BLOCK
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
+from distgpt.parallel.loops.sums import dither
 
 pytestmark = needs_the_processor
 

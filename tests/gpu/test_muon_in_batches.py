@@ -56,7 +56,7 @@ def launches(layers, **how):
 @needs_the_processor
 @pytest.mark.parametrize("how", [{}, {"norm_gain": True}], ids=["gpt2-fast", "gains between the matrices"])
 def test_launches_are_few_and_do_not_grow_with_the_layers(how):
-    assert launches(12, **how) == launches(3, **how) <= 60
+    assert launches(12, **how) == launches(3, **how) <= 63
 
 
 def test_what_has_no_room_is_done_in_further_batches_of_which_more_never_need_less(monkeypatch, cuda_kernels):

@@ -9,7 +9,7 @@ from conftest import needs_mpi
 from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
 
 from distgpt.core.config.presets import preset
-from distgpt.core.model.counts import BACKWARD, operations
+from distgpt.counts import BACKWARD, operations
 from distgpt.doctor.speed import Peaks, measure_peaks
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.recorder import Clock

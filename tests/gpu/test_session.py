@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import gpu_carry
+import node_table
 import pytest
 from conftest import clean_environment, needs_mpi
 from devices import needs_the_processor
@@ -69,7 +70,7 @@ def carry(*words):
 
 @needs_the_processor
 @needs_mpi
-@pytest.mark.slow
+@pytest.mark.rehearsal
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("block", "ANBC")
 def test_every_command_of_a_block_runs(block, carried, tmp_path):
@@ -86,6 +87,17 @@ def test_every_command_of_a_block_runs(block, carried, tmp_path):
             assert word not in text, (file.name, text[-2000:])
     skipped = [name for name, part in found["parts"].items() if "skipped" in part]
     assert not skipped or block in "BNC", done.stdout
+    if block == "N":  # what becomes of it on the page
+        page = "\n".join(node_table.page([tmp_path / "out"]))
+        for heading in (
+            "The node",
+            "tokens/s by cores",
+            "Small presets",
+            "Text",
+            "Sums over ranks",
+            "Served",
+        ):
+            assert heading in page, page
 
 
 @needs_the_processor

@@ -16,7 +16,7 @@ from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.restore import restore
+from distgpt.core.train.setup import restore
 
 pytestmark = needs_the_processor
 
@@ -94,8 +94,8 @@ def test_a_rank_keeps_its_part_alone_in_full_precision(dtype):
     def act(comm, device):
         work = work_of(comm, device, config)
         model, own = work.model, work.optimizer.own
-        kept = {id(flat): flat.nbytes for flat in (model.params.flat, model.weights.flat, model.precise(own))}
-        here = model.kernels.to_host(model.precise(own))
+        kept = {id(flat): flat.nbytes for flat in (model.params.flat, model.weights.flat, model.masters(own))}
+        here = model.kernels.to_host(model.masters(own))
         return own, sum(kept.values()), here, model.kernels.to_host(model.params.flat)
 
     found = on_gpus(2, act)

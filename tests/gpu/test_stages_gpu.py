@@ -13,12 +13,12 @@ from threadranks import on_all_ranks
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig
-from distgpt.core.cpu import stages
 from distgpt.core.cpu.stages import open_stage
 from distgpt.gpu import accelerator, probe, transport
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.stage import bound, device_of
 from distgpt.gpu.transport import DeviceComm, HostStaged, sharing
+from distgpt.launch.job import Launched
 
 
 def test_ranks_of_a_node_take_its_gpus_in_turn():
@@ -49,8 +49,8 @@ def node(monkeypatch):
     def be(gpus, local_rank=0, local_size=1):
         monkeypatch.setattr(accelerator, "gpu_count", lambda: gpus)
         if local_size > 1:
-            monkeypatch.setattr(stages, "_communicator", lambda name: Rank(local_rank, local_size))
-            monkeypatch.setattr(stages, "join", lambda comm: None)  # nobody else is there
+            monkeypatch.setattr(Launched, "connect", lambda job, stage: Rank(local_rank, local_size))
+            monkeypatch.setattr(Launched, "meet", lambda job, comm: None)  # nobody else is there
         bound = [device_of(rank, gpus) for rank in range(local_size)]
         monkeypatch.setattr(transport, "sharing", lambda comm, device: bound.count(device.index))
         return asked

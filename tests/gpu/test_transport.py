@@ -13,7 +13,7 @@ from fakecupy import FakeCupy
 from fakenccl import FakeNccl, NcclError
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.launched import leave
+from distgpt.core.comm.job import this_job
 from distgpt.core.comm.serial import SerialComm
 from distgpt.gpu import transport
 from distgpt.gpu.device import CupyDevice
@@ -102,7 +102,7 @@ def test_an_error_of_nccls_in_the_main_thread_is_one_line(size, capsys):
     """As where it has noticed that another rank is gone before the next call."""
     ended = []
     comm = SimpleNamespace(rank=1, size=size, abort=ended.append)
-    assert leave(NcclError("remote process exited"), comm) == 70 and ended == [70] * (size > 1)
+    assert this_job().leave(NcclError("remote process exited"), comm) == 70 and ended == [70] * (size > 1)
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "distgpt: rank 1: NCCL has failed, as it does when another rank or host dies: remote process exited"
@@ -115,7 +115,7 @@ def test_an_error_of_nccls_that_no_other_rank_caused_is_not_blamed_on_one(capsys
         ("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error", False),
         ("NCCL_ERROR_INVALID_USAGE: invalid usage", True),
     ):
-        assert leave(NcclError(text), comm) == 70
+        assert this_job().leave(NcclError(text), comm) == 70
         said = capsys.readouterr().err
         assert f"distgpt: rank 1: NCCL: {text}; with NCCL_DEBUG=INFO" in said
         assert "dies" not in said and ("NcclError" in said) == is_ours  # with its traceback
@@ -134,11 +134,11 @@ def test_a_status_that_cupys_error_does_not_know_is_one_line_too(capsys):
     ):
         with pytest.raises(KeyError) as raised:
             exec(STATUS, {"status": status})
-        assert leave(raised.value, comm) == 70
+        assert this_job().leave(raised.value, comm) == 70
         assert capsys.readouterr().err == f"distgpt: {says}\n"
     with pytest.raises(KeyError) as ours:
         {}[6]
-    leave(ours.value, comm)
+    this_job().leave(ours.value, comm)
     assert "internal error" in capsys.readouterr().err
 
 

@@ -34,7 +34,8 @@ def merged(model):
 
 def gradients(model, tokens, targets, recompute="mlp", n_seq=3):
     """Of two micro-batches."""
-    _, k = model.grads, model.kernels
+    model.make_gradients()
+    k = model.kernels
     work = Pass(model, n_seq, len(tokens) // n_seq, training=True, recompute=recompute)
     for accumulate in (False, True):
         work.loss_and_gradients(k.integers(tokens), k.integers(targets), 0.5, accumulate)

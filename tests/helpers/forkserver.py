@@ -30,7 +30,19 @@ _START += "end(serve({}, {}))"  # serve() returns in the forked children alone
 _NOT_IMPORTED = ("mpi4py", "cupy", "torch", "transformers", "matplotlib", "pyarrow", "tensorboardX", "cudnn")
 _SKIPPED = ("distgpt.__main__", "distgpt.core.comm.mpi")
 # Variables that are read when a command runs, not while importing. Any other that differs means a cold start.
-_READ_LATE = ("PMI", "OMPI_", "SLURM_", "MPI_", "PYTEST_", "HF_", "COLUMNS", "LINES", "TERM", "NO_COLOR")
+_READ_LATE = (
+    "PMI",
+    "OMPI_",
+    "SLURM_",
+    "MPI_",
+    "PYTEST_",
+    "HF_",
+    "COLUMNS",
+    "LINES",
+    "TERM",
+    "NO_COLOR",
+    "DISTGPT_AUTO_DTYPE",
+)
 _READ_LATE += ("WHOLE_", "BREAK")  # by the tests' own programs
 
 
@@ -231,6 +243,8 @@ def _load_compiled(loaded=set()):  # noqa: B006
         if (loop := _loops().get(name.rpartition("-")[0])) and (content := read(name)):
             made = CompileResult._rebuild(context, *pickle.loads(content))
             if loop._cache._name(made.signature.args, context.codegen()) == name:
+                # As Dispatcher.compile does: for loops that a child compiles and that call this one.
+                context.insert_user_function(made.entry_point, made.fndesc, [made.library])
                 loop.add_overload(made)
 
 

@@ -50,8 +50,11 @@ def wait_for(condition):
         time.sleep(0.1)
 
 
-def start_sshd(folder, space, name, **more):
-    """A daemon in this namespace, whose sessions call their host `name`; `more` of its options."""
+def start_sshd(folder, space, name, alone=False, **more):
+    """A daemon in this namespace, whose sessions call their host `name`; `more` of its options.
+
+    `alone`: it sees no processes but its own, and its end is not theirs.
+    """
     Path("/run/sshd").mkdir(exist_ok=True)
     options = {
         "AuthorizedKeysFile": folder / "user.pub",
@@ -62,14 +65,23 @@ def start_sshd(folder, space, name, **more):
         **more,
     }
     flags = " ".join(shlex.join(["-o", f"{key}={value}"]) for key, value in options.items())
-    start = f"hostname {name}; exec {SSHD} -D -f /dev/null -h {folder / 'host'} {flags}"
-    return subprocess.Popen(["ip", "netns", "exec", space, "unshare", "-u", "sh", "-c", start])
+    daemon = f"{SSHD} -D -f /dev/null -h {folder / 'host'} {flags}"
+    start = f"hostname {name}; exec {daemon}"
+    if alone:
+        start = f"hostname {name}; {daemon} & exec sleep infinity"
+    return subprocess.Popen([*inside(space, alone), "sh", "-c", start])
+
+
+def inside(space, alone=False):
+    """The words that start a program in a namespace; `alone`: where it is the first of all processes."""
+    processes = ["-p", "-f", "--mount-proc", "--kill-child"] if alone else []
+    return ["ip", "netns", "exec", space, "unshare", "-u", *processes]
 
 
 def ssh_program(folder):
     """An ssh that gets into those without asking."""
     known = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    return program(folder / "ssh", f'exec ssh -q -i {folder / "user"} {known} "$@"')
+    return program(folder / "ssh", f'exec {shutil.which("ssh")} -i {folder / "user"} {known} "$@"')
 
 
 def program(path, script):
@@ -143,10 +155,11 @@ def running(processes):
 
 
 @contextmanager
-def joined_hosts(folder, connect, count=2, mtu=1500, ranks=1):
+def joined_hosts(folder, connect, count=2, mtu=1500, ranks=1, alone=False):
     """An mpirun on the first of some hosts, a hostfile with so many ranks on each, and the hosts' namespaces.
 
-    `connect(stack, spaces)` makes what joins new network devices, named as the namespaces.
+    `connect(stack, spaces)` makes what joins new network devices, named as the namespaces. `alone`: each
+    sees its own processes only.
     """
     if reason := lacking():
         raise Unavailable(reason)
@@ -162,15 +175,15 @@ def joined_hosts(folder, connect, count=2, mtu=1500, ranks=1):
             call("ip", "-n", space, "addr", "add", f"{NET}.{i}/24", "dev", "eth0")
             call("ip", "-n", space, "link", "set", "lo", "up")
             call("ip", "-n", space, "link", "set", "eth0", "mtu", mtu, "up")
-            daemons.append(start_sshd(folder, space, f"node{i}"))
-        inside = ["ip", "netns", "exec", spaces[0]]
+            daemons.append(start_sshd(folder, space, f"node{i}", alone))
+        first = ["ip", "netns", "exec", spaces[0]]
         ssh = ssh_program(folder)
         addresses = [f"{NET}.{i}" for i in range(1, count + 1)]
         for address in addresses:
-            wait_for(lambda to=address: subprocess.run([*inside, ssh, to, "true"]).returncode == 0)
+            wait_for(lambda to=address: subprocess.run([*first, ssh, to, "true"]).returncode == 0)
         hosts = folder / "hostfile"
         hosts.write_text("".join(f"{address}:{ranks}\n" for address in addresses))
-        start = f'{" ".join(inside)} unshare -u sh -c \'hostname node1; exec "$0" "$@"\''
+        start = f'{" ".join(first)} unshare -u sh -c \'hostname node1; exec "$0" "$@"\''
         hydra = f"{MPIRUN} -launcher ssh -launcher-exec {ssh}"
         how = OVER_TCP if count * ranks <= os.cpu_count() else f"{OVER_TCP} {SHARING_CORES}"
         yield program(folder / "mpirun", f'{how} exec {start} {hydra} "$@"'), hosts, spaces
@@ -180,6 +193,16 @@ def plain_link(stack, spaces):
     """A cable as fast as the machine."""
     words = ["link", "add", spaces[0], "type", "veth", "peer", "name", spaces[1]]
     stack.enter_context(device(spaces[0], *words))
+
+
+def bridge(stack, spaces):
+    """A cable from each host to a bridge on this machine, where the cable is called as the host and a c."""
+    middle = f"{spaces[0].partition('-')[0]}b"
+    stack.enter_context(device(middle, "link", "add", middle, "type", "bridge"))
+    call("ip", "link", "set", middle, "up")
+    for space in spaces:
+        stack.enter_context(device(space, "link", "add", space, "type", "veth", "peer", "name", f"{space}c"))
+        call("ip", "link", "set", f"{space}c", "master", middle, "up")
 
 
 def shaped_link(folder, bits_per_s, microseconds, mtu=60000):

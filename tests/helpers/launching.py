@@ -1,7 +1,6 @@
 """The variables of all launchers that distgpt knows."""
 
-from distgpt.core.comm.launched import MPICH, OPEN_MPI, PMI, PMIX
-from distgpt.jobs.systems import SRUN
+from distgpt.launch.launched import MPICH, OPEN_MPI, PMI, PMIX, SRUN
 
 KNOWN = (OPEN_MPI, MPICH, SRUN, PMI, PMIX)
 SIZES = [launcher.size for launcher in KNOWN]

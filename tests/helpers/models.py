@@ -20,6 +20,7 @@ VARIANTS = {
     **{mlp: replace(BASE, mlp=mlp) for mlp in MLPS if mlp != BASE.mlp},
     **{kind: replace(BASE, positions=kind) for kind in POSITIONS if kind != BASE.positions},
     "tied": replace(BASE, tied=True),
+    "bias without gain": replace(BASE, norm_gain=False),
     "no gain": replace(BASE, norm="rmsnorm", norm_gain=False, bias=False),
     "embed norm": replace(BASE, embed_norm=True),
     "microgpt": replace(
@@ -77,7 +78,7 @@ def build(config, kernels):
     model.initialise(7)
     rng = np.random.default_rng(1)  # gains and biases away from their plain initial values
     for spec in model.layout.specs:
-        if not spec.decay:
+        if not spec.is_matrix:
             model.params[spec.name][...] += 0.3 * rng.standard_normal(spec.shape)
     return model
 

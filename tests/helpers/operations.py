@@ -308,6 +308,8 @@ def test_attention(both):
         k.attention_backward(dqkv, dy, y, lse, qkv, case.t, into(db, accumulate), positions, window)
 
     for case, _, wide, packed, window in grouped(both, BOTH, [0, 2]):
+        if case.t == 1 and (packed or window):
+            continue  # a GPU's source is compiled for each, and one position sees itself in all
         qkv, dy = case.random(case.n, wide), case.random(case.n, case.c)
         positions = side_by_side(case) if packed else None
         for db, accumulate in bias_gradients(case, wide):
@@ -336,7 +338,8 @@ def test_qk_norm_gain(both):
 def test_sum_rows(both):
     for case, accumulate in cases(both, BOTH):
         total = Wide(case.random(case.c) if accumulate else (case.c,))
-        case.check("sum_rows", [total], Wide(case.random(case.n, case.c)), accumulate, strict=4.0)
+        for x in (Wide(case.random(case.n, case.c)), case.random(case.n, case.c)):
+            case.check("sum_rows", [total], x, accumulate, strict=4.0)
 
 
 def starts(case, most):

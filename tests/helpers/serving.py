@@ -12,7 +12,7 @@ from distgpt.core.base.files import bundled
 from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec, lanes_for
+from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec, slots_for
 from distgpt.core.saved.modelfile import load_model
 from distgpt.serving.limits import Limits, ListenOn
 from distgpt.serving.server import Server as Serving
@@ -38,6 +38,7 @@ class Paced:
         self._lanes, self.seconds, self.spoil = lanes, seconds, 0
         self.count, self.length, self.copy = lanes.count, lanes.length, lanes.copy
         self.can_drop, self.drop, self.is_exact = lanes.can_drop, lanes.drop, lanes.is_exact
+        self.chunk = lanes.chunk
 
     def feed(self, work):
         time.sleep(self.seconds)
@@ -57,7 +58,7 @@ class Server:
             if template:
                 tokenizer = with_chat(tokenizer, ChatTemplate(template, {}, ()))
             loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
-        self.lanes = Paced(lanes_for(loaded.model, lanes, loaded.variants), seconds)
+        self.lanes = Paced(slots_for(loaded.model, lanes, loaded.variants), seconds)
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
         listener = bound(where.host, where.port)
         self.serving, self.ended = Serving(loaded, self.lanes, "sample", where, listener), None

@@ -96,8 +96,12 @@ class Cluster:
         return {log.name: log.read_text().splitlines()[-8:] for log in self.folder.glob("*.log")}
 
 
+# In place of more CPUs than there are, to which nothing can be bound: a node has two of this machine's.
+BINDING = {"task/none": "task/affinity", "CPUs=8": "Sockets=1 CoresPerSocket=2 ThreadsPerCore=1"}
+
+
 @contextmanager
-def slurm_cluster():
+def slurm_cluster(changed=()):
     """A cluster that is ready for jobs, and gone afterwards with all that runs on it."""
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: it holds sockets
@@ -111,6 +115,8 @@ def slurm_cluster():
         (folder / "state").mkdir()
         host = socket.gethostname().split(".")[0]
         text = CONFIGURATION.format(folder=folder, host=host, ports=_free_ports(3))
+        for words in changed:
+            text = text.replace(words, changed[words])
         (folder / "slurm.conf").write_text(text)
         files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munged.pid"}
         files |= {"log-file": folder / "munged.log", "seed-file": folder / "munge.seed"}

@@ -7,7 +7,9 @@ from distgpt.parallel.choose import Chosen
 
 def state_for(model, config, comm, begins=True):
     """The optimizer with a rank's moments, before the first step."""
-    state = Chosen(config, comm.size).placement.state(model, comm.rank)
+    strategy = Chosen(config, comm.size)
+    strategy.make_gradients(comm, model, print)
+    state = strategy.placement.state(model, comm.rank)
     if begins:
         state.begin()
     return state

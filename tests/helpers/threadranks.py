@@ -42,6 +42,9 @@ class ThreadComm(SerialComm):
         for rank, theirs in enumerate(self._all(array[bounds[self.rank] : bounds[self.rank + 1]].copy())):
             array[bounds[rank] : bounds[rank + 1]] = theirs
 
+    def barrier(self):
+        self._all(None)
+
     def send(self, array, source, target):
         """With all ranks, as they meet at one place."""
         theirs = self._all(array.copy() if self.rank == source else None)[source]

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distgpt.core.data.loading import read_text
-from distgpt.core.data.named import resolve_data
+from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import (
     load_tokenizer,
 )

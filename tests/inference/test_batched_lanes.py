@@ -9,11 +9,12 @@ from models import VARIANTS, build
 from distgpt.core.base.errors import NonFiniteError
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.lanes import Feed, Likeliest
-from distgpt.core.generate.request import Request
-from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.generate.plain_slots import PlainSlots
+from distgpt.core.generate.request import Request, Sampling
+from distgpt.core.generate.slots import Choice, Feed
 from distgpt.core.ops.reference import ReferenceKernels
-from distgpt.generation.batched_lanes import BatchedLanes, _rounded
+from distgpt.decoding.batched import BatchedSlots, _rounded
+from distgpt.decoding.likeliest import Likeliest
 
 KERNELS = [lambda: ReferenceKernels(), lambda: CpuKernels("float64", 2)]
 
@@ -21,7 +22,7 @@ KERNELS = [lambda: ReferenceKernels(), lambda: CpuKernels("float64", 2)]
 def same(config, kernels=None):
     """Both kinds of lanes of one model."""
     model = build(config, kernels or ReferenceKernels())
-    return BatchedLanes(model, 5), UncompiledLanes(model, 5)
+    return BatchedSlots(model, 5), PlainSlots(model, 5)
 
 
 def poison(lanes):
@@ -141,9 +142,10 @@ def test_requests_are_answered_as_by_a_pass_for_each(kind):
 def test_only_what_is_asked_for_leaves_the_device():
     """The likeliest where they are enough, beside all scores where they are not."""
     batched, plain = same(VARIANTS["modern"])
-    work = [Feed(0, 0, [1], 1, likeliest=3), Feed(1, 0, [2], 1), Feed(2, 0, [3], 1, likeliest=1)]
+    three, one = (Choice(Sampling(), 0.0, count) for count in (3, 1))
+    work = [Feed(0, 0, [1], 1, choice=three), Feed(1, 0, [2], 1), Feed(2, 0, [3], 1, choice=one)]
     first, whole, last = batched.feed(work)
-    expected = plain.feed([each._replace(likeliest=0) for each in work])
+    expected = plain.feed([each._replace(choice=None) for each in work])
     np.testing.assert_allclose(whole, expected[1], atol=1e-11)
     for row, scores in ((first, expected[0]), (last, expected[2])):
         assert isinstance(row, Likeliest) and len(row.tokens) == 8
@@ -163,8 +165,8 @@ def test_what_64_tokens_do_not_reach_is_chosen_by_all_scores(how, temperature, m
         for i in range(4)
     ]
     batched, plain = same(config)
-    fetched, whole = [], BatchedLanes._whole
-    monkeypatch.setattr(BatchedLanes, "_whole", lambda self, i: (fetched.append(i), whole(self, i))[1])
+    fetched, whole = [], BatchedSlots._whole
+    monkeypatch.setattr(BatchedSlots, "_whole", lambda self, i: (fetched.append(i), whole(self, i))[1])
     for found, expected in zip(
         complete(Engine(batched), requests), complete(Engine(plain), requests), strict=True
     ):
@@ -181,7 +183,7 @@ def test_what_64_tokens_do_not_reach_is_chosen_by_all_scores(how, temperature, m
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
 def test_a_broken_model_is_found_where_only_the_likeliest_are_looked_at(how):
     model = build(VARIANTS["modern"], ReferenceKernels())
-    lanes = BatchedLanes(model, 2)
+    lanes = BatchedSlots(model, 2)
     engine = Engine(lanes)
     engine.submit(Request(prompt=[1, 2], max_new_tokens=5, **how))
     engine.step()

@@ -33,7 +33,7 @@ def loaded():
 
 
 def conversation(loaded, system="", **how):
-    engine = loaded.engine(loaded.lanes(1, 0))
+    engine = loaded.engine(loaded.slots(1, 0))
     request = Request(max_new_tokens=20, **how)
     return Conversation(engine, ChatFormat(loaded.tokenizer), request, loaded.model.config.seq_len, system)
 
@@ -52,7 +52,7 @@ def test_an_answer_is_what_the_engine_makes_of_all_turns(loaded):
     messages = [{"role": role, "content": text} for role, text in turns]
     prompt = ChatFormat(loaded.tokenizer).prompt(messages)
     how = {"temperature": 0.7, "seed": 6, "stop": ("\n\nUser:\n",), "overflow": "stop"}
-    anew = Engine(loaded.lanes(1, 0), loaded.tokenizer)
+    anew = Engine(loaded.slots(1, 0), loaded.tokenizer)
     assert complete(anew, [Request(prompt, max_new_tokens=20, **how)])[0][0].text == second
     assert talk.messages == [*messages, {"role": "assistant", "content": second}]
     assert talk.answer.tokens == 20 and talk.answer.prompt == len(prompt)
@@ -213,12 +213,12 @@ def test_an_imported_model_chats_by_its_template_and_ends_at_its_end(monkeypatch
     loaded = ModelSpec(ours, "auto").load(open_stage("serial", 1))
     chat = ChatFormat(loaded.tokenizer)
     prompt = chat.prompt([{"role": "user", "content": "hi"}])
-    (sample,) = complete(loaded.engine(loaded.lanes(1, 0)), [Request(prompt, max_new_tokens=8)])[0]
+    (sample,) = complete(loaded.engine(loaded.slots(1, 0)), [Request(prompt, max_new_tokens=8)])[0]
     assert found.stdout == sample.text + "\n"
     end = sample.tokens[3]
     request = Request(max_new_tokens=8, overflow="stop")
     chat.ends = (end,)
-    talk = Conversation(loaded.engine(loaded.lanes(1, 0)), chat, request, 200, "")
+    talk = Conversation(loaded.engine(loaded.slots(1, 0)), chat, request, 200, "")
     _, text = said(talk, "hi")
     assert text == loaded.tokenizer.decode(sample.tokens[: sample.tokens.index(end)])
     assert talk.answer.reason == "stop"

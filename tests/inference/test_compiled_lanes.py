@@ -5,13 +5,13 @@ import pytest
 
 from distgpt.core.config import MLPS, ModelConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
-from distgpt.core.generate import compiled_lanes as compiled
-from distgpt.core.generate.compiled_lanes import compiled_lanes
-from distgpt.core.generate.engine_setup import lane_bytes, lanes_for
-from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.engine_setup import slot_bytes, slots_for
+from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.decoding import compiled
+from distgpt.decoding.compiled import compiled_slots
 from distgpt.rounded.bits import bits_of
 from distgpt.rounded.loops.integers import quantise, quantise4, restored
 from distgpt.rounded.loops.kernels import Int8Kernels
@@ -62,8 +62,8 @@ def build(variant, kernels):
     model = Model(Architecture(config_of(variant)), kernels)
     random = np.random.default_rng(7)
     for spec in model.layout.specs:
-        values = random.normal(0, 0.1 if spec.decay else 0.3, spec.shape)
-        kernels.put(model.params[spec.name], values + (spec.name.endswith(".w") and not spec.decay))
+        values = random.normal(0, 0.1 if spec.is_matrix else 0.3, spec.shape)
+        kernels.put(model.params[spec.name], values + (spec.name.endswith(".w") and not spec.is_matrix))
     return int8_of(model, kernels) if isinstance(kernels, Int8Kernels) else model
 
 
@@ -73,14 +73,14 @@ def round_alike(x, spec, dtype):
 
 
 def lanes_of(variant, kind, count, threads=2):
-    return compiled_lanes(build(variant, TYPES[kind](threads)), count)
+    return compiled_slots(build(variant, TYPES[kind](threads)), count)
 
 
 def plain(model, tokens):
     """Scores after every token by the forward pass."""
     work = Pass(model, 1, len(tokens), training=False)
     scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
-    work.scores(scores, work.hidden(model.kernels.integers(tokens)))
+    work.logits(scores, work.hidden(model.kernels.integers(tokens)))
     return scores[:, : model.config.vocab_size]
 
 
@@ -105,7 +105,7 @@ def test_scores_are_those_of_the_forward_pass(variant, kind):
     assert found.shape == (0, exact.config.vocab_size)
     rest = [Feed(i, len(text) // 2, text[len(text) // 2 :], 1 + (i > 2)) for i, text in enumerate(texts)]
     scores = lanes.feed(rest)
-    expected = [plain(exact, text)[-each.scored :] for text, each in zip(texts, rest, strict=True)]
+    expected = [plain(exact, text)[-each.wanted :] for text, each in zip(texts, rest, strict=True)]
     assert scores.dtype == np.float32
     assert distance(scores, np.concatenate(expected)) < tolerance
 
@@ -144,13 +144,13 @@ def test_work_beyond_the_memory_for_rows_goes_through_in_parts(monkeypatch):
 def test_lanes_take_the_memory_that_they_say(kind):
     """With heads and a context that are padded to whole panels, and in int8 with a cache in bfloat16."""
     model = build("odd", (TYPES | {"float64": lambda threads: CpuKernels("float64", threads)})[kind](1))
-    lanes = lanes_for(model, 3)
+    lanes = slots_for(model, 3)
     if kind == "float64":
         lanes.feed([Feed(i, 0, [1], 1) for i in range(3)])
-        taken = sum(cache.nbytes for cache in lanes._caches) + lanes._decoded.nbytes
+        taken = sum(cache.nbytes for cache in lanes._caches) + lanes._logits.nbytes
     else:
         taken = sum(array.nbytes for array in lanes._cache)
-    assert taken == 3 * lane_bytes(model)
+    assert taken == 3 * slot_bytes(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,6 +176,6 @@ def test_what_does_not_fit_is_refused(feed):
     lanes = lanes_of("gpt2", "float32", 2)
     assert lanes.feed([]).shape == (0, 97)
     with pytest.raises(
-        ValueError, match=r"does not fit 2 lanes of 50|must lie in \[0, 97\)|a lane occurs twice"
+        ValueError, match=r"does not fit 2 slots of 50|must lie in \[0, 97\)|a slot occurs twice"
     ):
         lanes.feed([Feed(1, 0, [3, 4], 1), feed])

@@ -10,14 +10,14 @@ from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequence
 
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.matmul.packing import COLUMNS
-from distgpt.core.generate.compiled_lanes import compiled_lanes
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.lanes import Feed
+from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
-from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.decoding.compiled import compiled_slots
 
 LENGTH = 9
 
@@ -41,7 +41,7 @@ def windowed_scores(model, tokens, begins, longest):
     for name in whole.params:
         whole.params[name][...] = model.kernels.to_host(model.params[name])
     work, scores = Pass(whole, 1, len(tokens), training=False), kernels.zeros(len(tokens), 16)
-    work.scores(scores, work.hidden(kernels.integers(tokens)))
+    work.logits(scores, work.hidden(kernels.integers(tokens)))
     return scores[:, : model.config.vocab_size]
 
 
@@ -55,7 +55,7 @@ def moved(prompt, count, length):
 
 
 @pytest.mark.parametrize("lookup", [0, 5])
-@pytest.mark.parametrize("made, dtype", [(UncompiledLanes, "float64"), (compiled_lanes, "float32")])
+@pytest.mark.parametrize("made, dtype", [(PlainSlots, "float64"), (compiled_slots, "float32")])
 @pytest.mark.parametrize("kind", ["grouped queries", "scaled queries", "llama3 scaling", "none"])
 def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dtype, lookup):
     for length in (1, 3, 8):
@@ -75,7 +75,7 @@ def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dty
 def test_it_computes_nothing_anew():
     one, fed = build(replace(VARIANTS["modern"], seq_len=16), CpuKernels("float64", 1)), []
 
-    class Watched(UncompiledLanes):
+    class Watched(PlainSlots):
         def feed(self, work):
             fed.extend(len(each.tokens) for each in work)
             return super().feed(work)
@@ -89,7 +89,7 @@ def test_it_computes_nothing_anew():
 def test_compiled_lanes_move_as_the_reference_does(variant, kind):
     """By any number of positions, whatever else the memory holds; other lanes stay as they are."""
     model = test_compiled_lanes.build(variant, ReferenceKernels("float64"))
-    exact, text = UncompiledLanes(model, 1), sequences(variant)[4]
+    exact, text = PlainSlots(model, 1), sequences(variant)[4]
     tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2}[kind]
     for count, kept in ((1, 40), (26, 24), (32, 9), (40, 1)):
         lanes = lanes_of(variant, kind, 3)

@@ -10,19 +10,19 @@ from test_lanes import plain_scores
 
 from distgpt.core.base.errors import NonFiniteError, UsageError
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.data.collected import CharTokenizer
-from distgpt.core.data.plain import ByteTokenizer
-from distgpt.core.generate.compiled_lanes import compiled_lanes
+from distgpt.core.data.tokenizers import ByteTokenizer
 from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import Transcript
 from distgpt.core.generate.sampling import choose, uniform
-from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.decoding.compiled import compiled_slots
+from distgpt.texts.tokenizers.collected import CharTokenizer
 
 LETTERS = CharTokenizer("abcdefghijklm")
 HOT = {"temperature": 1.0}
 # Lanes by what makes them, and the dtype in which pieces of a text give the same tokens.
-LANES = {"vocabulary": (UncompiledLanes, "float64"), "compiled": (compiled_lanes, "float32")}
+LANES = {"vocabulary": (PlainSlots, "float64"), "compiled": (compiled_slots, "float32")}
 both_lanes = pytest.mark.parametrize("made, dtype", LANES.values(), ids=LANES)
 
 
@@ -30,7 +30,7 @@ def model(kind="gpt2", dtype="float64", **changes):
     return build(replace(VARIANTS[kind], **changes), CpuKernels(dtype, 2))
 
 
-def engine_of(model, lanes=4, chunk=4, tokenizer=LETTERS, made=UncompiledLanes):
+def engine_of(model, lanes=4, chunk=4, tokenizer=LETTERS, made=PlainSlots):
     return Engine(made(model, lanes), tokenizer, chunk)
 
 
@@ -86,7 +86,7 @@ def varied_requests(count):
 
 
 @pytest.mark.parametrize(
-    "made, kind", [(UncompiledLanes, "modern"), (compiled_lanes, "grouped queries"), (compiled_lanes, "gpt2")]
+    "made, kind", [(PlainSlots, "modern"), (compiled_slots, "grouped queries"), (compiled_slots, "gpt2")]
 )
 def test_what_a_request_becomes_does_not_depend_on_the_others(kind, made):
     """In float32, to the bit of the log-probabilities: alone, among 12, in few lanes, and joining late."""
@@ -111,17 +111,17 @@ def test_what_a_request_becomes_does_not_depend_on_the_others(kind, made):
 class Counted:
     """Lanes that count what they are fed."""
 
-    def __init__(self, model, count, made=UncompiledLanes):
+    def __init__(self, model, count, made=PlainSlots):
         self.lanes = made(model, count)
         self.count, self.length, self.copy = count, self.lanes.length, self.lanes.copy
-        self.can_drop, self.drop = self.lanes.can_drop, self.lanes.drop
+        self.can_drop, self.drop, self.chunk = self.lanes.can_drop, self.lanes.drop, self.lanes.chunk
         self.fed, self.calls, self.most = 0, 0, 0
 
     def feed(self, work):
         self.fed += sum(len(each.tokens) for each in work)
         self.calls += 1
         self.most = max(self.most, sum(len(each.tokens) for each in work if len(each.tokens) > 1))
-        assert len({each.lane for each in work}) == len(work)
+        assert len({each.slot for each in work}) == len(work)
         return self.lanes.feed(work)
 
 

@@ -12,12 +12,13 @@ from distgpt.core.base.files import bundled
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.generate.compiled_lanes import compiled_lanes
-from distgpt.core.generate.engine_setup import lanes_for, rehearse
-from distgpt.core.generate.lanes import Feed
-from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
-from distgpt.core.saved.modelfile import Description, dtype_of, load_model, save_model
+from distgpt.core.generate.engine_setup import rehearse, slots_for
+from distgpt.core.generate.plain_slots import PlainSlots
+from distgpt.core.generate.slots import Feed
+from distgpt.core.saved.modelfile import Description, load_model, save_model
+from distgpt.core.saved.opening import dtype_of
 from distgpt.core.saved.tensors import read_header, read_rows, write_tensors
+from distgpt.decoding.compiled import compiled_slots
 from distgpt.rounded.bits import is_quantised
 from distgpt.rounded.calibration import calibrated, moved, round_for
 from distgpt.rounded.loops.integers import LEVELS, quantise, quantise4, restored
@@ -59,9 +60,9 @@ def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant
     for text in sequences(variant):
         exact, found = plain(near, text), plain(rounded, text)
         assert distance(found, exact) < 6e-2
-        scores = compiled_lanes(rounded, 1).feed([Feed(0, 0, text, len(text))])
+        scores = compiled_slots(rounded, 1).feed([Feed(0, 0, text, len(text))])
         assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
-    lanes = UncompiledLanes(rounded, 1)
+    lanes = PlainSlots(rounded, 1)
     assert distance(lanes.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
 
 
@@ -73,7 +74,7 @@ def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
     assert kinds == {"I8", "BF16", "F32"} and header.metadata["format_version"] == "3"
     found = [load_model(path, Int8Kernels(1), COMM)[0] for path in (wide, narrow)]
     text = sequences("llama")[3]
-    scores = [compiled_lanes(each, 1).feed([Feed(0, 0, text, len(text))]) for each in found]
+    scores = [compiled_slots(each, 1).feed([Feed(0, 0, text, len(text))]) for each in found]
     np.testing.assert_array_equal(*scores)
     widened, about = load_model(narrow, CpuKernels("float32", 1), COMM)
     assert about.rounded
@@ -92,7 +93,7 @@ def test_a_file_in_int4_gives_the_same_model_as_rounding_and_nearly_the_same_in_
     scores = {}
     for path, dtype in ((wide, "int4"), (in_int4, "int4"), (in_int4, "int8"), (narrow, "int4")):
         found, _ = load_model(path, Int8Kernels(1, dtype), COMM)
-        scores[path, dtype] = compiled_lanes(found, 1).feed([Feed(0, 0, text, len(text))])
+        scores[path, dtype] = compiled_slots(found, 1).feed([Feed(0, 0, text, len(text))])
     np.testing.assert_array_equal(scores[wide, "int4"], scores[in_int4, "int4"])
     assert (
         distance(scores[in_int4, "int8"], scores[in_int4, "int4"]) < 0.05
@@ -197,11 +198,12 @@ def test_scales_that_stand_for_no_weights_are_refused(files, tmp_path):
 
 
 def test_lanes_are_compiled_where_they_can_be(files):
-    kinds = {kernels: type(lanes_for(build("odd", kernels), 1)).__name__ for kernels in (
+    kinds = {kernels: type(slots_for(build("odd", kernels), 1)).__name__ for kernels in (
         CpuKernels("float32", 1), Int8Kernels(1), CpuKernels("float64", 1))}  # fmt: skip
-    assert list(kinds.values()) == ["CompiledLanes", "CompiledLanes", "UncompiledLanes"]
+    assert list(kinds.values()) == ["CompiledSlots", "CompiledSlots", "PlainSlots"]
     trained = build("odd", CpuKernels("float32", 1))
-    assert trained.grads is not None and isinstance(lanes_for(trained, 1), UncompiledLanes)
+    trained.make_gradients()
+    assert isinstance(slots_for(trained, 1), PlainSlots)
     rehearse(build("odd", Int8Kernels(1)))
     rehearse(int8_of(build("bare", CpuKernels("float64", 1)), Int8Kernels(1)))
 

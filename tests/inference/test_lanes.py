@@ -7,12 +7,15 @@ import pytest
 from models import VARIANTS, build
 from threadranks import on_all_ranks
 
-from distgpt.core.comm.limits import Memory
+from distgpt.core.base import tables
+from distgpt.core.comm.resources import Memory
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.generate import engine_setup
-from distgpt.core.generate.engine_setup import CACHE_BYTES, lane_bytes, lanes_that_fit, rehearse
-from distgpt.core.generate.lanes import Feed
-from distgpt.core.generate.uncompiled_lanes import UncompiledLanes
+from distgpt.core.generate.engine import Engine, complete
+from distgpt.core.generate.engine_setup import CACHE_BYTES, rehearse, slot_bytes, slots_for, slots_that_fit
+from distgpt.core.generate.plain_slots import PlainSlots
+from distgpt.core.generate.request import Request
+from distgpt.core.generate.slots import Feed
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.reference import ReferenceKernels
 
@@ -22,7 +25,7 @@ def plain_scores(model, tokens):
     work = Pass(model, 1, len(tokens), training=False)
     hidden = work.hidden(model.kernels.integers(tokens))
     scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
-    work.scores(scores, hidden)
+    work.logits(scores, hidden)
     return scores[:, : model.config.vocab_size]
 
 
@@ -32,7 +35,7 @@ def test_cached_scores_equal_the_forward_pass(kernels):
     kernels = kernels()
     for kind, config in VARIANTS.items():
         model = build(config, kernels)
-        lanes = UncompiledLanes(model, 3)
+        lanes = PlainSlots(model, 3)
         one, other = np.random.default_rng(3).integers(0, config.vocab_size, (2, 9)).tolist()
         feeds = [
             [Feed(2, 0, one[:3], 0), Feed(0, 0, other[:2], 1)],
@@ -49,7 +52,7 @@ def test_cached_scores_equal_the_forward_pass(kernels):
 
 def test_a_copy_continues_like_its_source_and_a_draft_can_be_taken_back():
     model = build(VARIANTS["modern"], CpuKernels("float64", 2))
-    lanes, tokens = UncompiledLanes(model, 2), [1, 2, 3, 4, 5]
+    lanes, tokens = PlainSlots(model, 2), [1, 2, 3, 4, 5]
     lanes.feed([Feed(0, 0, tokens, 0)])
     lanes.copy(0, 1, 3)
     lanes.feed([Feed(0, 3, [9, 8, 7], 3)])  # a draft, none of which stays
@@ -61,28 +64,42 @@ def test_a_copy_continues_like_its_source_and_a_draft_can_be_taken_back():
 def test_there_are_as_many_lanes_as_their_memory_allows():
     config = replace(VARIANTS["gpt2"], seq_len=1000, n_layer=4)
     model = build(config, CpuKernels("float32", 1))
-    one = lane_bytes(model)
-    assert lanes_that_fit(model, 32, 10 * one + 5) == 10
-    assert lanes_that_fit(model, 3, 10 * one) == 3
-    assert lanes_that_fit(model, 32, 7) == 1
-    assert 1 <= lanes_that_fit(model, 1 << 40) <= CACHE_BYTES // one
-    guessing = lane_bytes(model, lookup=64)
+    one = slot_bytes(model)
+    assert slots_that_fit(model, 32, 10 * one + 5) == 10
+    assert slots_that_fit(model, 3, 10 * one) == 3
+    assert slots_that_fit(model, 32, 7) == 1
+    assert 1 <= slots_that_fit(model, 1 << 40) <= CACHE_BYTES // one
+    guessing = slot_bytes(model, lookup=64)
     assert guessing == one + 64 * 4 * config.padded_vocab
-    assert lanes_that_fit(model, 32, 10 * guessing - 1, lookup=64) == 9
-    assert lanes_that_fit(model, 32, 10 * guessing - 1) == 10
+    assert slots_that_fit(model, 32, 10 * guessing - 1, lookup=64) == 9
+    assert slots_that_fit(model, 32, 10 * guessing - 1) == 10
 
 
 def test_ranks_of_one_host_share_its_memory(monkeypatch):
     model = build(VARIANTS["gpt2"], CpuKernels("float32", 1))
-    granted = 2 * 12 * lane_bytes(model)
+    granted = 2 * 12 * slot_bytes(model)
     monkeypatch.setattr(engine_setup, "granted_memory", lambda ranks: Memory(granted // ranks))
     for ranks, expected in ((1, 12), (2, 6), (4, 3), (100, 1)):
-        assert lanes_that_fit(model, 32, ranks=ranks) == expected
-    monkeypatch.setattr(engine_setup, "lanes_for", lambda model, count, variants: count)
-    counts = on_all_ranks(4, lambda comm: engine_setup.agreed_lanes(model, 32, comm), per_node=2)
+        assert slots_that_fit(model, 32, ranks=ranks) == expected
+    monkeypatch.setattr(engine_setup, "slots_for", lambda model, count, variants: count)
+    counts = on_all_ranks(4, lambda comm: engine_setup.agreed_slots(model, 32, comm), per_node=2)
     assert counts == [6] * 4
 
 
 def test_a_rehearsal_fits_any_context():
     for kind, seq_len in (("gpt2", 1), ("gpt2", 2), ("grouped queries", 9)):
         rehearse(build(replace(VARIANTS[kind], seq_len=seq_len), CpuKernels("float32", 1)))
+
+
+def test_where_faster_ways_are_not_installed_a_model_decodes_plainly_and_says_the_same(monkeypatch):
+    """Equal tokens; logits differ by rounding."""
+    model = build(VARIANTS["modern"], CpuKernels("float32", 1))
+    requests = [Request([1, 2, 3], 20), Request([4], 20, temperature=0.9, seed=3)]
+    fast = slots_for(model, 2)
+    assert not isinstance(fast, PlainSlots)
+    expected = complete(Engine(fast), requests)
+    monkeypatch.setitem(tables._paths, "parts", {"slots": "distgpt.decoding.removed:fastest"})
+    plain = slots_for(model, 2)
+    assert isinstance(plain, PlainSlots)
+    for found, other in zip(complete(Engine(plain), requests), expected, strict=True):
+        assert found[0].tokens == other[0].tokens

@@ -6,11 +6,11 @@ from test_compiled_lanes import KINDS, TYPES, build
 
 import distgpt
 from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.decoding.weights import PIECE, checksums_of
 from distgpt.core.cpu.pool import pool_of
-from distgpt.core.generate.compiled_lanes import compiled_lanes
-from distgpt.core.generate.lanes import Feed
-from distgpt.core.model.packing import packed_of
+from distgpt.core.generate.slots import Feed
+from distgpt.decoding.compiled import compiled_slots
+from distgpt.decoding.loops.weights import PIECE, checksums_of
+from distgpt.decoding.packed import packing_of
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=9, n_layer=2, n_head=2, n_embd=16, init_std=0.3)
 
@@ -38,15 +38,15 @@ def test_checksums_differ_once_any_word_does():
 def test_weights_are_packed_once_until_they_change(kind):
     kernels = TYPES[kind](2)
     model = build("llama", kernels)
-    first = packed_of(model)
-    assert packed_of(model) is first
+    first = packing_of(model)
+    assert packing_of(model) is first
     if kind not in ("int8", "int4"):
         kernels.put(model.params["blocks.1.norm1.w"], np.full(48, 1.5))
-        second = packed_of(model)
-        assert second is not first and packed_of(model) is second
+        second = packing_of(model)
+        assert second is not first and packing_of(model) is second
         other = build("llama", kernels)
         kernels.put(other.params["blocks.1.norm1.w"], np.full(48, 1.5))
-        scores = [compiled_lanes(each, 1).feed([Feed(0, 0, [1, 2, 3], 3)]) for each in (model, other)]
+        scores = [compiled_slots(each, 1).feed([Feed(0, 0, [1, 2, 3], 3)]) for each in (model, other)]
         np.testing.assert_array_equal(*scores)
 
 

@@ -7,13 +7,13 @@ from models import VARIANTS
 from test_engine import LANES, both_lanes, model
 
 from distgpt.core.cpu.stages import open_stage
-from distgpt.core.data.collected import CharTokenizer
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.engine_setup import lanes_for
+from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.model.model import Architecture, Model
 from distgpt.rounded.loops.kernels import Int8Kernels
 from distgpt.rounded.packed import int8_of
+from distgpt.texts.tokenizers.collected import CharTokenizer
 
 LETTERS = CharTokenizer("abcdefghijklm")
 
@@ -25,9 +25,10 @@ class Counting:
         self._lanes, self.fed = lanes, []
         self.count, self.length, self.can_drop = lanes.count, lanes.length, lanes.can_drop
         self.copy, self.drop, self.is_exact = lanes.copy, lanes.drop, lanes.is_exact
+        self.chunk = lanes.chunk
 
     def feed(self, work):
-        self.fed += [(each.lane, each.start, len(each.tokens)) for each in work]
+        self.fed += [(each.slot, each.start, len(each.tokens)) for each in work]
         return self._lanes.feed(work)
 
 
@@ -131,7 +132,7 @@ def test_exact_lanes_give_the_same_bits_whatever_was_taken_over(dtype, monkeypat
     one = Model(Architecture(replace(VARIANTS["modern"], seq_len=200, vocab_size=97)), kernels)
     one.initialise(1)
     one = int8_of(one, Int8Kernels(2)) if dtype == "int8" else one
-    lanes = Counting(lanes_for(one, 3))
+    lanes = Counting(slots_for(one, 3))
     engine = Engine(lanes, chunk=16)
     assert lanes.is_exact
     for _ in range(2):  # the second turn goes behind the first

@@ -205,8 +205,11 @@ def test_the_doctor_proposes_a_command_that_other_hosts_find(tmp_path, monkeypat
         monkeypatch.setattr(hosts, "mpirun", lambda vendor=vendor: {"path": "/bin/mpirun", "vendor": vendor})
         works = {"problem": "", "vendor": vendor, "version": "5"}
         monkeypatch.setattr(hosts, "distant_mpi", lambda works=works: works)
+        monkeypatch.setattr(hosts, "is_refused_as_root", lambda: True)
         found = hosts.examine(tmp_path / "hosts", ssh=False)
         words = shlex.split(found["command"])
+        assert ("--allow-run-as-root" in words) == (vendor == "Open MPI")
+        words = [word for word in words if word != "--allow-run-as-root"]
         assert words[:3] == ["mpirun", "-n", "2"] and words[-3:] == ["train", "--stage", "mpi"], found
         (program,) = words[5:-3]
         assert Path(program).is_absolute() == (vendor == "Open MPI")

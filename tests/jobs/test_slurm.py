@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import contextmanager, suppress
@@ -14,7 +15,12 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, distgpt, inside, losses, metrics, needs_mpi, refused
-from slurmcluster import lacking, slurm_cluster
+from slurmcluster import BINDING, lacking, slurm_cluster
+from standstill import standing_still
+from trees import sys_of
+
+from distgpt.jobs import shape
+from distgpt.layout.machine import read_machine
 
 TWO_NODES = ["slurm", "--nodes", "2", "--mpi", "pmi2", "--time", "1h"]
 
@@ -46,6 +52,7 @@ def test_the_script_asks_for_what_was_asked(tmp_path):
     script = written(*words, "--", "train", "--out", "my run's $(x)", "--steps", "8", cwd=tmp_path)
     begin = "--job-name=my-run-s-x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --time=1-02:00:00"
     begin += " --signal=USR1@120 --requeue --open-mode=append --output=my-run-s-x-%j.log"
+    begin = begin.replace(" --signal=USR1@120", "")  # the user's own stands in its place
     assert options(script) == [*begin.split(), "--partition=cpu", "--signal=USR1@600"]
     srun, command = launched(script)[:6], launched(script)[6:]
     assert srun[:2] == ["srun", "--mpi=pmix"] and "--kill-on-bad-exit=0" in srun
@@ -73,6 +80,37 @@ def test_what_is_left_out_is_chosen(tmp_path):
     opts, words = made(*TWO_NODES, "--name", "mine", "--", "train", "--threads", "3", "--stage", "mpi")
     assert opts[0] == "--job-name=mine" and "--cpus-per-task=3" in opts
     assert words[7:12] == ["train", "--threads", "3", "--stage", "mpi"]
+
+
+def test_each_region_of_a_described_node_gets_a_rank(tmp_path):
+    """Counted in cores, which srun takes in order: --hint excludes --cpu-bind, which it sets itself."""
+
+    def made(*words):
+        result = inside(*TWO_NODES, *words, "train", "--batch-size", "192", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        words = launched(result.stdout)
+        return set(options(result.stdout)), words, words[words.index("--threads") + 1], result.stderr
+
+    asked, words, threads, notes = made("--node", "8x16")
+    assert {"--ntasks-per-node=8", "--cpus-per-task=16", "--hint=nomultithread"} <= asked and threads == "16"
+    assert {"--hint=nomultithread", "--distribution=block:block"} <= {*words} and "NUMA" not in notes
+    assert "--cpus-per-task=$SLURM_CPUS_PER_TASK" in words  # which a step does not inherit
+    assert not any(word.startswith("--cpu-bind") for word in words)
+    for ranks, cpus, far in (("1", "128", "8 NUMA"), ("3", "42", "4 NUMA"), ("16", "8", ""), ("32", "4", "")):
+        asked, _, threads, notes = made("--node", "8x16", "--ranks-per-node", ranks)
+        assert {f"--ntasks-per-node={ranks}", f"--cpus-per-task={cpus}"} <= asked and threads == cpus
+        assert (far in notes) if far else ("NUMA" not in notes)
+    asked, words, threads, _ = made("--node", "2x24", "--cpus-per-task", "12")
+    assert {"--ntasks-per-node=2", "--cpus-per-task=12"} <= asked and threads == "12"
+
+
+def test_this_machine_describes_a_node_where_that_is_asked_for(tmp_path, monkeypatch):
+    for name, ranks, cpus in (("cascade lake", 2, 24), ("archer2", 8, 16), ("alder lake", 1, 6)):
+        monkeypatch.setattr(shape, "read_machine", lambda name=name: read_machine(sys_of(name)))
+        assert shape.shape("here") == shape.Shape(ranks, cpus)
+    monkeypatch.setattr(shape, "read_machine", lambda: read_machine(tmp_path))
+    result = inside("slurm", "--time", "1h", "--node", "here", "train", cwd=tmp_path)
+    refused(result, 2, "--node here", str(tmp_path), "--node 8x16")
 
 
 def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path):
@@ -117,7 +155,7 @@ def test_every_element_s_command_is_checked(tmp_path):
     written(*array, "--array=1,2", *words, cwd=tmp_path)
     refused(inside(*array, "--array=1-3", *words, cwd=tmp_path), 2, "3.toml")
     refused(inside(*array, "--array=1,x", *words, cwd=tmp_path), 2, "--array=1,x", "--array=1-4")
-    refused(inside("slurm", "--time", "1h", *words, cwd=tmp_path), 2, "--sbatch --array")
+    refused(inside("slurm", "--time", "1h", *words, cwd=tmp_path), 2, "--array 1-4")
 
 
 def test_what_is_slow_or_hidden_on_the_nodes_is_noted(tmp_path):
@@ -149,9 +187,16 @@ REFUSED = (
     ([*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "uses no GPU"),
     ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
     ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
-    ([*TWO_NODES, "--sbatch", "gpu", "train"], '--sbatch "--partition=gpu"'),
+    ([*TWO_NODES, "--sbatch", "gpu", "train"], '--option "--partition=gpu"'),
     ([*TWO_NODES, "--name", "../x", "train"], "--name"),
     (["slurm", "--time", "soon", "train"], "'soon' is no time"),
+    ([*TWO_NODES, "--node", "8 by 16", "train"], "as in 8x16"),
+    ([*TWO_NODES, "--node", "0x16", "train"], "as in 8x16"),
+    ([*TWO_NODES, "--node", "8x16", "--cpus-per-task", "17", "train"], "8 ranks of 17 CPUs do not fit on"),
+    (
+        [*TWO_NODES, "--node", "1x2", "--ranks-per-node", "4", "train"],
+        "4 ranks of 1 CPU do not fit on 2 cores",
+    ),
 )
 
 
@@ -262,14 +307,8 @@ class Submitted:
         """Its ranks stand still after some steps, until the end or until Slurm wakes them."""
         self.cluster.wait_for(lambda: self._steps() > self.begun_at + 5)
         ranks = self.cluster.wait_for(self._ranks)
-        for rank in ranks:
-            os.kill(int(rank.name), signal.SIGSTOP)
-        try:
+        with standing_still(ranks):
             yield ranks
-        finally:
-            for rank in ranks:
-                with suppress(ProcessLookupError):
-                    os.kill(int(rank.name), signal.SIGCONT)
 
     def _ranks(self):
         found = []
@@ -322,6 +361,22 @@ def test_ranks_that_srun_starts_without_a_way_to_meet_are_refused(cluster, tmp_p
     assert job.ended() == "FAILED" and cluster.job(job.number)["ExitCode"] == "2:0"
     assert "launched as 2 processes, but mpi4py found itself alone" in job.log(0)
     assert not job.run.exists()
+
+
+@on_slurm_for_long
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_ranks_of_a_described_node_are_bound_to_cores_of_their_own(tmp_path):
+    """By the script's own srun, which starts something that shows where it may run."""
+    words = ["--node", "1x2", "--ranks-per-node", "2", "--mpi", "none", "--time", "5m", "--name", "bound"]
+    script = written("slurm", *words, "train", cwd=tmp_path)
+    show = shlex.join([sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"])
+    script = re.sub(
+        r"(--wait=60 \\\n  ).*?( \\\n  >>)", lambda found: found[1] + show + found[2], script, flags=re.S
+    )
+    with slurm_cluster(BINDING) as own:
+        own.call("sbatch", "--wait", input=script, cwd=tmp_path)
+    (log,) = tmp_path.glob("bound-*.0.log")
+    assert len({*log.read_text().splitlines()}) == len(log.read_text().split()) == 2  # a core each
 
 
 def signalled(*words):
@@ -425,6 +480,18 @@ def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
     job = Submitted(cluster, tmp_path, int(number))
     assert job.ended() == "FAILED" and cluster.job(job.number)["ExitCode"] == "75:0"
     assert "no step was finished in this attempt: not queued again" in job.said()
+
+
+@on_slurm_for_long
+def test_a_successor_ends_the_run_where_a_job_is_not_queued_again(finished, tmp_path):
+    job = submit(finished.cluster, tmp_path, "--successor")
+    with job.held():
+        job.cluster.call("scancel", "--signal=USR1", job.number)
+    assert job.ended() == "COMPLETED", (job.said(), job.log(0))
+    assert "Submitted batch job" in job.said() and (job.run / f"followed-{job.number}").is_dir()
+    successor = Submitted(job.cluster, tmp_path, job.number + 1)
+    assert successor.ended() == "COMPLETED" and "attempt 0 left with 0" in successor.said()
+    assert weights(job.run) == weights(finished.run) and losses(job.run) == losses(finished.run)
 
 
 @on_slurm_for_long

@@ -10,7 +10,7 @@ import pytest
 from test_matmul import GUARD, check, wide
 
 from distgpt.core.cpu.compiling import disk_cache, processor
-from distgpt.core.cpu.compiling.registers import AVX512, AVX512_BF16, BFLOAT16
+from distgpt.core.cpu.compiling.processor import AVX512, AVX512_BF16, BFLOAT16
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import aligned
@@ -201,8 +201,9 @@ def test_it_is_used_only_where_it_is_there_wanted_and_granted(monkeypatch):
 
 def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(disk_cache, "folder_name", disk_cache.folder_name.__wrapped__)
     folders = []
     for shape in (AVX512_BF16, AMX):
         monkeypatch.setattr(disk_cache, "shape", lambda shape=shape: shape)
-        folders.append(disk_cache.folder.__wrapped__())
+        folders.append(disk_cache._first_folder.__wrapped__(()))
     assert len(set(folders)) == 2 and all(folder.is_dir() for folder in folders)

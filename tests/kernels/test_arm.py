@@ -68,7 +68,7 @@ def test_every_kernel_assembles_without_instructions_that_the_processor_lacks():
     plain = int8.dot_of(NEON, set())
     assert plain.kind == "plain" and DOTS.kind == "signed" and DOTS.offset == 0
     for text in (
-        *(module(NEON, factor, out) for factor, out in ((FLOAT, FLOAT), (LOW, FLOAT), (LOW, LOW))),
+        *(module(NEON, operand, out) for operand, out in ((FLOAT, FLOAT), (LOW, FLOAT), (LOW, LOW))),
         *(of.module(NEON, plain) for of in (int8, int4)),
         moves(4),
     ):

@@ -8,7 +8,7 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.microkernel import Tile, declarations, module
 from distgpt.processors import widening
@@ -19,13 +19,12 @@ from distgpt.rounded.loops.int8 import Int8Tile, dot_of
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """
-from distgpt.core.base import caches
-before = caches.made_once
-def watched(path, make):
-    return before(path, lambda: print("made", path.name, flush=True) or make())
-caches.made_once = watched
-from distgpt.core.cpu.compiling import site_cache
-site_cache.PLACE = caches.Path("nowhere")
+from distgpt.core.cpu.compiling import disk_cache
+disk_cache.SITE = disk_cache.Path("nowhere")
+before = disk_cache.read_or_make
+def watched(name, make):
+    return before(name, lambda: print("made", name, flush=True) or make())
+disk_cache.read_or_make = watched
 import numpy as np
 from distgpt.core.cpu.matmul import packing
 out = packing.packed(2, 3, "float32")
@@ -110,10 +109,10 @@ def test_what_another_process_wrote_meanwhile_is_replaced_whole(made, tmp_path):
 
 def test_every_shape_of_registers_assembles():
     for registers in (AVX2, AVX512, AVX512_BF16, AMX):
-        for factor, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
-            text = assembled.tile_text(registers, factor, out)
+        for operand, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
+            text = assembled.tile_text(registers, operand, out)
             assert assembled._verified(text)
-            assert ("dpbf16ps" in text) == (registers.dot and factor == "bfloat16")
+            assert ("dpbf16ps" in text) == (registers.dot and operand == "bfloat16")
 
 
 PROCESSORS = {"haswell": (AVX2, {"avx2"}), "skylake-avx512": (AVX512, {"avx512bw"})}
@@ -149,13 +148,13 @@ def test_the_sums_of_most_rows_stay_in_registers(processor, kind):
         declared = [*declarations(shape, "float32", "float32"), dot.declaration(f"<{shape.lanes} x i32>")]
         declared += [tile.declaration()] if kind == "int4" else []
     else:
-        factor, _, by_pairs = kind.partition(" ")
-        declared = declarations(shape, factor, "float32")
-        if factor == "bfloat16" and shape == AVX512:
+        operand, _, by_pairs = kind.partition(" ")
+        declared = declarations(shape, operand, "float32")
+        if operand == "bfloat16" and shape == AVX512:
             declared.append(widening.DECLARATIONS)
             tile = widening.BufferedTile(shape, "float32", shape.rows, "tile", not by_pairs)
         else:
-            tile = Tile(shape, factor, "float32", shape.rows)
+            tile = Tile(shape, operand, "float32", shape.rows)
     text = "\n".join([*declared, tile.text().replace("define internal", "define")])
     loop = innermost_loop(text, processor)
     a_row = shape.vectors * {"float32": 1, "int8": 2 * int8.UNROLLED, "int4": 2 * int8.UNROLLED}.get(kind, 2)

@@ -1,6 +1,7 @@
 """The cache of compiled loops: kept where nobody else can write, or not at all."""
 
 import ast
+import errno
 import itertools
 import os
 import resource
@@ -13,6 +14,7 @@ import pytest
 from numba import njit
 
 from distgpt.core.base.caches import cache_folder
+from distgpt.core.base.files import storage_errors
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling import disk_cache
 
@@ -165,7 +167,7 @@ def test_loops_of_the_last_versions_stay_and_folders_of_others(tmp_path, monkeyp
         folder.mkdir()
         (folder / "file").touch()
         os.utime(folder, (age // 2, age // 2))  # some are of the same age
-    found = disk_cache.folder.__wrapped__()
+    found = disk_cache._first_folder.__wrapped__(())
     assert set(tmp_path.iterdir()) == {*others, *ours[3:], found}
 
 
@@ -214,6 +216,65 @@ def test_without_a_place_or_room_loops_still_run(tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [path for path in tmp_path.iterdir() if path.stat().st_size]
+
+
+def test_of_processes_that_start_at_once_one_compiles_a_loop(tmp_path, monkeypatch):
+    children = []
+    for _ in range(3):
+        if (child := os.fork()) == 0:
+            code = 9
+            try:
+                loop = loop_in(tmp_path, monkeypatch)
+                code = hits(loop) if result_of(loop) == [2, 2, 2] else 8
+            finally:
+                os._exit(code)
+        children.append(child)
+    loaded = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert sorted(loaded) == [0, 1, 1]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A cache of one's own, with nothing known of it."""
+    monkeypatch.setenv("DISTGPT_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(disk_cache, "_full", [])
+    known = disk_cache._first_folder, disk_cache._own_folders
+    for each in known:
+        each.cache_clear()
+    yield disk_cache.folder()
+    for each in known:
+        each.cache_clear()
+
+
+def test_a_full_disk_is_left_for_the_temporary_folder_in_one_line(own, tmp_path, monkeypatch):
+    real, said, places = disk_cache.keep, [], []
+    first_use.announce(said.append)
+
+    def full(path, content):
+        if path.parent in places:
+            with storage_errors("write", path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, content)
+
+    monkeypatch.setattr(disk_cache, "keep", full)
+    disk_cache.read_or_make("before", lambda: b"1")
+    places.append(own)
+    for name in ("during", "after"):
+        assert disk_cache.read_or_make(name, lambda: b"2") == b"2"
+    elsewhere = tmp_path / f"distgpt-{os.geteuid()}" / own.name
+    assert {path.name for path in elsewhere.iterdir()} == {"during", "after"}
+    assert disk_cache.read("before") == b"1"  # what the full one has is read
+    (line,) = said
+    assert str(own) in line and str(elsewhere.parent) in line and "No space" in line
+    said.clear()
+    places.append(elsewhere)
+    for name in ("later", "last"):
+        assert disk_cache.read_or_make(name, lambda: b"3") == b"3"
+    (line,) = said
+    assert line.endswith("not kept") and disk_cache.folder() is None
+    first_use.announce()
 
 
 def test_what_is_compiled_is_reported_once_for_each_purpose(tmp_path, monkeypatch):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from distgpt.core.cpu.compiling.jit import jit
-from distgpt.core.cpu.compiling.processor import features
-from distgpt.core.cpu.compiling.registers import AVX2, AVX512
+from distgpt.core.cpu.compiling.processor import AVX2, AVX512, features
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import from_bfloat16

@@ -79,11 +79,29 @@ def test_each_runs_every_part_once_and_reports_failures(threads):
 def test_the_memory_to_orthogonalise_is_that_of_every_thread_for_every_shape_it_gets(both):
     k = both[1]
     k._memory = WorkerMemory(k._pool)  # nothing of other tests
-    makers = (muon.scratch, muon.low_scratch)
+    makers = (muon.scratch, muon.bfloat16_scratch)
     operations.check_memory_to_orthogonalise(
         k, lambda: [muon.bytes_of(kept) for key, kept in k._memory._made.items() if key[1] in makers]
     )
-    assert CpuKernels().orthogonalise_bytes([(16, 33)]) == 4 * (2 * 16 * 33 + 2 * 16 * 16)
+    assert CpuKernels().orthogonalise_bytes([(16, 33)]) == 4 * (2 * 16 * 33 + 2 * 16 * 16) + 8 * 33
+
+
+@pytest.mark.parametrize("smallest", [0.1, 1e-5])
+def test_products_of_squares_orthogonalise_a_long_matrix(both, threads, smallest):
+    """Also where rounding a square costs it small singular values, which must not grow without end."""
+    case = operations.Case(both)
+    for shape in ((128, 256), (640, 150)):
+        assert muon.by_squares(*sorted(shape))
+        left, _, right = np.linalg.svd(case.random(*shape), full_matrices=False)
+        values = np.geomspace(1, smallest, min(shape))
+        exact, found = (k.wide_zeros(*shape) for k in both)
+        for k, u in zip(both, (exact, found), strict=True):
+            k.put(u, left * values @ right)
+            k.orthogonalise([u])
+        largest = np.linalg.norm(found, 2)
+        assert largest < 1.2, (shape, largest)
+        if smallest == 0.1:  # the others' errors grow three hundred times, as in `operations.test_muon`
+            assert np.linalg.norm(found - exact) < 3 * operations.tolerance(both[1]) * np.linalg.norm(exact)
 
 
 def test_operations_run_together_compute_every_part_once(threads):

@@ -27,7 +27,7 @@ def test_models_share_one_pool():
     assert threading.active_count() <= before + 2
 
 
-@pytest.mark.parametrize("call", ["run", "ranges", "run_together"])
+@pytest.mark.parametrize("call", ["run_parts", "split_range", "run_together"])
 def test_threads_of_the_user_take_turns(call):
     """Each gets the results of its own job, though all share one pool."""
     pool, wrong = Pool(2), []
@@ -40,12 +40,12 @@ def test_threads_of_the_user_take_turns(call):
                 for i in range(first, last):
                     done[i] += 1
 
-            if call == "run":
-                pool.run(lambda i, count=count: count(i, i + 1), size)
-            elif call == "ranges":
-                pool.ranges(size, 1, count)
+            if call == "run_parts":
+                pool.run_parts(lambda i, count=count: count(i, i + 1), size)
+            elif call == "split_range":
+                pool.split_range(size, 1, count)
             else:
-                pool.run_together(lambda count=count, size=size: pool.ranges(size, 1, count))
+                pool.run_together(lambda count=count, size=size: pool.split_range(size, 1, count))
             if done != [1] * size:
                 wrong.append(done)
 
@@ -59,7 +59,7 @@ def test_threads_of_the_user_take_turns(call):
 
 def test_a_job_inside_a_part_is_done_whole_by_its_worker():
     pool, seen = Pool(2), []
-    pool.run(lambda part: pool.ranges(10, 1, lambda first, last: seen.append((first, last))), 2)
+    pool.run_parts(lambda part: pool.split_range(10, 1, lambda first, last: seen.append((first, last))), 2)
     assert seen == [(0, 10), (0, 10)]
 
 
@@ -67,11 +67,11 @@ def test_a_range_inside_a_stretch_of_all_threads_is_done_whole_by_its_thread():
     pool, inside, after = Pool(2), [], []
 
     def stretch(first, last):
-        pool.ranges(10, 1, lambda *inner: inside.append((first, last, *inner)))
+        pool.split_range(10, 1, lambda *inner: inside.append((first, last, *inner)))
 
     def work():
-        pool.ranges(4, 1, stretch)
-        pool.ranges(6, 1, lambda *own: after.append(own))
+        pool.split_range(4, 1, stretch)
+        pool.split_range(6, 1, lambda *own: after.append(own))
 
     pool.run_together(work)
     assert sorted(inside) == [(0, 2, 0, 10), (2, 4, 0, 10)] and sorted(after) == [(0, 3), (3, 6)]
@@ -87,9 +87,9 @@ def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
             raise ValueError(f"part {part}")
 
     with pytest.raises(ValueError, match=f"part {failing}"):
-        pool.run(work, 2)
+        pool.run_parts(work, 2)
     done = []
-    pool.run(done.append, 2)
+    pool.run_parts(done.append, 2)
     assert sorted(done) == [0, 1]
 
 
@@ -107,14 +107,14 @@ for _ in range(200):
     try:
         threading.Thread(target=interrupt).start()
         while True:
-            pool.run(lambda part: None, 3)
+            pool.run_parts(lambda part: None, 3)
     except KeyboardInterrupt:
         pass
     done = [0, 0, 0]
     def count(part):
         time.sleep(0.0005 * part)
         done[part] += 1
-    pool.run(count, 3)
+    pool.run_parts(count, 3)
     assert done == [1, 1, 1], done
 """
 
@@ -146,8 +146,8 @@ def test_pools_from_before_a_fork_begin_anew_in_the_child(busy):
 
     def job():
         done = []
-        pool.run(done.append, 2)
-        pool.run_together(lambda: pool.ranges(4, 1, lambda first, last: done.append(last)))
+        pool.run_parts(done.append, 2)
+        pool.run_together(lambda: pool.split_range(4, 1, lambda first, last: done.append(last)))
         return sorted(done)
 
     def wait(part):
@@ -156,7 +156,7 @@ def test_pools_from_before_a_fork_begin_anew_in_the_child(busy):
 
     assert job() == [0, 1, 2, 4]
     if busy:
-        (user := threading.Thread(target=pool.run, args=(wait, 2))).start()
+        (user := threading.Thread(target=pool.run_parts, args=(wait, 2))).start()
         ready.wait()
     try:
         assert forked(job) == [0, 1, 2, 4]

@@ -13,10 +13,12 @@ import pytest
 from conftest import inside, refused
 from numba import njit
 
+from distgpt.core.base.errors import StorageError
 from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.cpu.compiling import disk_cache, site_cache
+from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.first_use import COMPILING
-from distgpt.measure import precompile
+from distgpt.doctor.facts import unused_site_files
+from distgpt.measure import precompile, site_cache
 
 SOMEBODY = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -30,7 +32,7 @@ def doubled(x):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """An installation without a cache, and a user without one."""
-    monkeypatch.setattr(site_cache, "PLACE", tmp_path / "compiled")
+    monkeypatch.setattr(disk_cache, "SITE", tmp_path / "compiled")
     monkeypatch.setattr(disk_cache, "folder", lambda: own_of(tmp_path))
     monkeypatch.setattr(disk_cache, "used", set())
     disk_cache.site.cache_clear()
@@ -56,9 +58,9 @@ def is_loaded():
 @pytest.fixture
 def shared(place):
     """The file that holds the loop for all users."""
-    disk_cache.site().require_writable()
+    site_cache.require_writable()
     assert not is_loaded()
-    return disk_cache.share()
+    return site_cache.share()
 
 
 def forget_own(place):
@@ -84,11 +86,11 @@ def test_a_damaged_file_is_not_loaded_and_its_loops_are_compiled_for_the_user(sh
     for content in damages(whole):
         shared.write_bytes(content)
         assert not is_loaded(), content[:9]
-        assert disk_cache.site().unused() == [shared]
+        assert unused_site_files() == [shared]
         assert is_loaded() and list((place.parent / "own").iterdir())  # his own
         forget_own(place)
     shared.write_bytes(whole)
-    assert is_loaded() and not disk_cache.site().unused()
+    assert is_loaded() and not unused_site_files()
 
 
 def test_what_others_may_write_is_not_trusted(shared, place):
@@ -113,7 +115,9 @@ def test_files_of_another_user_are_not_trusted_unless_he_owns_the_package(shared
     package = place.parent / "package"
     package.mkdir()
     os.chown(package, SOMEBODY, -1)
-    monkeypatch.setattr(site_cache, "PACKAGE", package)
+    files = disk_cache.sources()
+    monkeypatch.setattr(disk_cache, "sources", lambda: files)
+    monkeypatch.setattr(disk_cache, "PACKAGE", package)
     assert is_loaded()
 
 
@@ -121,7 +125,7 @@ def test_kinds_of_processors_lie_side_by_side(shared, place, monkeypatch):
     xeon = disk_cache.processor()[0] + "-other", "+avx512f"
     monkeypatch.setattr(disk_cache, "processor", lambda: xeon)
     assert not is_loaded()
-    other = disk_cache.share()
+    other = site_cache.share()
     assert {*place.iterdir()} == {shared, other} and xeon[0] in other.name and is_loaded()
     other.write_bytes(shared.read_bytes())  # the loops of the first under the name of the second
     assert not is_loaded()
@@ -134,8 +138,8 @@ def test_after_an_update_only_that_kind_is_written_anew(shared, place, monkeypat
     monkeypatch.setattr(disk_cache, "MADE_BY", ("another Numba",))
     disk_cache._digest_of_file.cache_clear()
     disk_cache.used.clear()
-    assert not is_loaded() and disk_cache.site().unused() == [shared]
-    updated = disk_cache.share()
+    assert not is_loaded() and unused_site_files() == [shared]
+    updated = site_cache.share()
     assert {*place.iterdir()} == {updated, *others} and updated != shared
     disk_cache._digest_of_file.cache_clear()
 
@@ -144,15 +148,15 @@ def test_what_is_shared_later_is_added(shared):
     disk_cache.used.clear()
     ((_, act),) = compiles_one(None)
     act()
-    assert disk_cache.share() == shared and len(disk_cache.site().files) == 2 and is_loaded()
+    assert site_cache.share() == shared and len(disk_cache.site()) == 2 and is_loaded()
 
 
 def test_a_loop_that_cannot_be_kept_is_not_shared(place, monkeypatch):
     monkeypatch.setattr(disk_cache, "folder", lambda: None)
-    disk_cache.site().require_writable()
+    site_cache.require_writable()
     assert not is_loaded()
-    with pytest.raises(disk_cache.StorageError, match="cannot be kept"):
-        disk_cache.share()
+    with pytest.raises(StorageError, match="cannot be kept"):
+        site_cache.share()
 
 
 def compiles_one(folder):
@@ -185,7 +189,7 @@ def test_the_command_names_what_it_compiles_and_where_it_lies(place, monkeypatch
 
 def test_the_command_refuses_at_once_where_the_package_cannot_be_written(place):
     place.touch()
-    refused(inside("compile"), 74, place, site_cache.PACKAGE)
+    refused(inside("compile"), 74, place, disk_cache.PACKAGE)
 
 
 def test_every_part_of_the_presets_is_compiled():
@@ -217,11 +221,11 @@ def open_to_all():
 @as_root
 def test_another_user_loads_it_and_needs_no_folder_of_his_own(place, monkeypatch):
     with open_to_all() as (folder, _):
-        monkeypatch.setattr(site_cache, "PLACE", folder / "compiled")
+        monkeypatch.setattr(disk_cache, "SITE", folder / "compiled")
         disk_cache.site.cache_clear()
-        disk_cache.site().require_writable()
+        site_cache.require_writable()
         assert not is_loaded()
-        disk_cache.share()
+        site_cache.share()
         if (child := os.fork()) == 0:
             os.setuid(SOMEBODY)
             monkeypatch.setattr(disk_cache, "folder", lambda: os._exit(2))
@@ -233,8 +237,8 @@ def test_another_user_loads_it_and_needs_no_folder_of_his_own(place, monkeypatch
 AS_SOMEBODY = """
 import os, sys
 from pathlib import Path
-from distgpt.core.cpu.compiling import site_cache
-site_cache.PLACE = Path(sys.argv.pop(1))  # before anything is loaded from it
+from distgpt.core.cpu.compiling import disk_cache
+disk_cache.SITE = Path(sys.argv.pop(1))  # before anything is loaded from it
 from distgpt.measure import precompile
 if sys.argv[1] == "compile":
     precompile.ROUNDED_DTYPES = ("int8",)

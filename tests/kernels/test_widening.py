@@ -8,8 +8,7 @@ import pytest
 from test_amx import OUT, compiled, computed
 from test_matmul import GUARD, wide
 
-from distgpt.core.cpu.compiling.processor import features
-from distgpt.core.cpu.compiling.registers import AVX512, BFLOAT16
+from distgpt.core.cpu.compiling.processor import AVX512, BFLOAT16, features
 from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.processors import widening
 

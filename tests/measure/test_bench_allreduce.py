@@ -1,7 +1,9 @@
 """`distgpt bench allreduce`: real sums over real ranks, checked, timed and written down."""
 
 import json
+import os
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +49,7 @@ def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
     assert "300 KiB" in result.stdout and "2 ranks on one machine" in result.stdout
     found = json.loads((tmp_path / "allreduce-mpi-2.json").read_text())
     assert found["kind"] == "allreduce" and found["environment"]["cores"] > 0 and found["library"]
-    check_rows(found, ["allreduce", "chunked"], 2)
+    check_rows(found, ["allreduce", "chunked", "shared memory"], 2)
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
     assert "<svg" in (tmp_path / "allreduce-mpi-2.svg").read_text()
 
@@ -153,6 +155,28 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
         "nccl left out: none here",
         "allreduce not measured for lack of time: 64 B, 16 MiB",
     ]
+
+
+@pytest.mark.parametrize("ranks, per_node", [(2, 2), (4, 2)])
+def test_where_one_node_cannot_share_so_much_memory_all_leave_it_out(ranks, per_node, monkeypatch):
+    here, real = threading.local(), os.ftruncate
+
+    def too_large_on_the_last_node(descriptor, size):
+        if here.rank == ranks - per_node and size > 1 << 20:
+            raise OSError(28, "No space left on device")
+        real(descriptor, size)
+
+    def act(comm):
+        here.rank = comm.rank
+        name = "shared memory" if per_node == ranks else "hierarchical"
+        return measure_without_mpi(
+            comm, [name], AllreduceOptions(sizes="64,4194304,128", repeats=3, seconds=5)
+        )
+
+    monkeypatch.setattr(os, "ftruncate", too_large_on_the_last_node)
+    for rows in on_all_ranks(ranks, act, per_node):
+        assert [row["bytes"] for row in rows] == [64, 4194304, 128]
+        assert [row.get("left_out") for row in rows] == [None, "memory", None]
 
 
 def test_one_rank_alone_is_refused():

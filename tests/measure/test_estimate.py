@@ -6,16 +6,18 @@ import pytest
 from conftest import SMALL, inside, refused
 from foreignmodels import change_json
 
-from distgpt.core.base.errors import DataError
+from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.comm.layout import Layout
 from distgpt.core.config import RunConfig, parse_toml
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.data.named import resolve_data
-from distgpt.core.model.counts import operations, parameters
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.model.model import FLAG_COUNT, Architecture
 from distgpt.core.train.memory import divisors, needed
 from distgpt.core.train.sharing import Strategy
+from distgpt.counts import operations, parameters
 from distgpt.gpu.probe import probe
+from distgpt.measure import estimate as estimating
 from distgpt.measure.estimate import Question, estimate, render_terminal
 from distgpt.measure.step_timing import measure
 
@@ -44,6 +46,27 @@ def test_parameters_are_those_of_the_published_models():
         counted = parameters(model)
         assert counted.total == total, name
         assert counted.total + counted.padding == model.layout.size, name
+
+
+def test_ranks_have_a_thread_for_each_core_as_in_the_run(monkeypatch):
+    """On a node of 128 cores, each of two CPUs, that eight ranks fill."""
+
+    class Node(Layout):
+        def share(self, cores, ranks, grants=None):
+            return int(cores / 2)
+
+    opened = []
+
+    def open_stage(name, threads, gpu):
+        opened.append(threads)
+        raise UsageError("known")
+
+    monkeypatch.setattr(estimating, "layout", Node, raising=False)
+    monkeypatch.setattr(estimating, "usable_cores", lambda: range(256), raising=False)
+    monkeypatch.setattr(estimating, "open_stage", open_stage)
+    with pytest.raises(UsageError, match="known"):
+        estimated("gpt2", "mpi", ranks=8)
+    assert opened == [16]
 
 
 def test_operations_are_those_of_the_matmuls():

@@ -1,6 +1,8 @@
 """`distgpt profile`: what operations cost, and how the time of every worker is accounted for."""
 
-from itertools import product
+import dis
+import inspect
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +11,8 @@ from profiling import job, profiled, times
 from threadranks import on_all_ranks
 
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.model.counts import BACKWARD, operations
 from distgpt.core.ops.api import AdamState, Affine, Angles, Head, Kernels, SortedTokens, Stats
+from distgpt.counts import BACKWARD, operations
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken, account
 
@@ -95,6 +97,7 @@ def test_bytes_are_those_of_the_arrays():
         ("linear_cross_entropy", (384, 48 + 4 * 48 + 416), ids, None, None, x, head, ids, 1.0, False),
         ("rope", (0, 2 * 4 * 48), k.zeros(6, 12), Angles(k.zeros(3, 1), None), 4, 3, None, False),
         ("adamw", (0, 4 * 700 + 200), AdamState(p, low, p, p, p, None), None, None, None),
+        ("orthogonalise", (20 * 1000 + 145 * 25, 2 * 800), [k.zeros(10, 10), k.zeros(5, 20)]),
         ("transfer", (0, 400), p),
         ("wait", (0, 0), p),
     ):
@@ -192,3 +195,24 @@ def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
 
     expected = {ops.WAIT: 5.0, ops.TRANSFER: 2.0}, 4000
     assert on_all_ranks(2, act) == [expected, expected]
+
+
+def names_of(function):
+    """The arguments of an operation that its cost is computed from."""
+    code = list(dis.get_instructions(function))
+    for one, following in pairwise(code):
+        if one.opname.startswith("LOAD_FAST") and one.argval == "a" and "ATTR" in following.opname:
+            yield following.argval
+        helper = vars(ops).get(one.argval) if one.opname == "LOAD_GLOBAL" else None
+        if inspect.isfunction(helper) and [*inspect.signature(helper).parameters][:1] == ["a"]:
+            yield from names_of(helper)
+
+
+def test_costs_name_arguments_that_operations_have():
+    seen = 0
+    for name, operation in {**ops.OPERATIONS, **ops.WITHOUT_MATMULS}.items():
+        for function in (operation.flops, operation.bytes):
+            used = set(names_of(function))
+            assert used <= {*ops._PARAMETERS[name]}, name
+            seen += len(used)
+    assert seen > 50

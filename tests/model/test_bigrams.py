@@ -1,6 +1,7 @@
 """First weights from the counts of pairs: their gradients, and what they predict."""
 
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,14 +10,15 @@ import pytest
 from conftest import losses, train
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.limits import Cores
+from distgpt.core.comm.layout import Layout
+from distgpt.core.comm.resources import Cores
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.batches import SAMPLE_PIECE, ArrayTokens, Batches
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.reference import ReferenceKernels
-from distgpt.core.train import restore
+from distgpt.core.train import setup
 from distgpt.recipes import bigrams
 from distgpt.recipes.bigrams import Pairs, learn_bigrams
 from distgpt.recipes.scaling import PAIR_PASSES
@@ -115,13 +117,33 @@ def test_few_results_wait_to_be_added(monkeypatch):
 
 def test_a_stage_beside_others_takes_its_own_threads_alone(monkeypatch):
     """As runs of a sweep do; the ranks of one run leave theirs to the first."""
-    monkeypatch.setattr(restore, "granted_cores", lambda: Cores(16.0))
+    monkeypatch.setattr(setup, "granted_cores", lambda: Cores(16.0))
     one = SimpleNamespace(kernels=CpuKernels(threads=3))
     for comm, threads in (
         (SimpleNamespace(size=1, local_size=4, cores=4.0), 3),
         (SimpleNamespace(size=8, local_size=4, cores=4.0), 12),
     ):
-        assert restore._threads_of_waiting(comm, one) == threads
+        assert setup._threads_of_waiting(comm, one) == threads
+
+
+def test_they_are_learned_on_all_cores_that_the_process_was_given(monkeypatch):
+    class Bound(Layout):
+        @contextmanager
+        def unbound(self):
+            monkeypatch.setattr(setup, "granted_cores", lambda: Cores(16.0))
+            yield
+            monkeypatch.setattr(setup, "granted_cores", lambda: Cores(2.0))
+
+    taken = []
+    learned = SimpleNamespace(tokens=8, learn=lambda tokens, host, config, threads: taken.append(threads))
+    model = SimpleNamespace(kernels=CpuKernels(threads=2), config=None, initial=lambda seed: ())
+    monkeypatch.setattr(setup, "layout", Bound)
+    monkeypatch.setattr(setup, "learned_first", lambda config, t: learned)
+    monkeypatch.setattr(setup, "granted_cores", lambda: Cores(2.0))
+    comm = SimpleNamespace(size=8, local_size=8, cores=2.0)
+    batches = SimpleNamespace(sample=lambda tokens: None)
+    setup._draw(comm, model, SimpleNamespace(seed=1), batches, {})
+    assert taken == [16]
 
 
 def test_the_dial_knows_what_they_cost():

@@ -13,7 +13,7 @@ from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.model.passes import FEW, WIDE, Pass
+from distgpt.core.model.passes import FEW_ROWS, LARGE_LAYER, Pass
 from distgpt.core.ops.reference import ReferenceKernels
 
 
@@ -215,9 +215,9 @@ def test_a_model_without_vocabulary_is_refused():
 def test_few_rows_of_wide_layers_share_the_reading_of_weights():
     """Without gradients one slice, whose matmuls split columns; the same result as of slices."""
     wide = replace(BASE, n_layer=1, n_head=4, n_embd=256)
-    assert 12 * wide.n_embd**2 * 8 > WIDE
+    assert 12 * wide.n_embd**2 * 8 > LARGE_LAYER
     model = build(wide, CpuKernels("float64", 2))
-    many = 2 * FEW.stop // 7 + 2
+    many = 2 * FEW_ROWS.stop // 7 + 2
     for n_seq, seq_len, training, slices in (
         (4, 7, False, 1),
         (4, 7, True, 2),

@@ -1,6 +1,7 @@
 """Checkpoints: round trips, and that no crash, full disk or damage ever leaves a run without one."""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.saved import checkpoint
 from distgpt.core.saved.checkpoint import (
     State,
+    beyond,
     load_document,
     load_group,
     load_state,
@@ -24,7 +26,7 @@ from distgpt.core.saved.checkpoint import (
     set_damaged_aside,
     verify,
 )
-from distgpt.core.saved.tensors import read_header
+from distgpt.core.saved.tensors import read_header, write_tensors
 
 FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors")
 
@@ -36,7 +38,9 @@ def groups(value):
 
 
 def save(directory, step, value=None, keep=3, **state):
-    return save_checkpoint(directory, groups(step if value is None else value), State(step, **state), keep)
+    return save_checkpoint(
+        directory, groups(step if value is None else value), State(step, **state), beyond(keep)
+    )
 
 
 def loaded(path):
@@ -93,6 +97,22 @@ def test_only_the_newest_are_kept_but_never_less_than_what_was_just_saved(direct
     path = save(directory, 2, keep=1)
     assert newest_intact(directory)[0] == path
     assert names(directory) == ["step-00000002", "step-100000000", "step-99999999"]
+
+
+def test_a_checkpoint_of_a_former_version_has_the_checksums_of_whole_files(directory):
+    path = save(directory, 1)
+    listed = json.loads((path / "manifest.json").read_text())
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        write_tensors(path / name, groups(7)[name.split(".")[0]][0], {})  # intact, and not what was saved
+        content = (path / name).read_bytes()
+        listed[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(listed))
+    verify(path)
+    assert loaded(path) == 7
+    write_tensors(path / "weights.safetensors", groups(8)["weights"][0], {})
+    for read in (verify, loaded):
+        with pytest.raises(DataError, match=r"weights\.safetensors is damaged: its SHA-256 is not the one"):
+            read(path)
 
 
 def test_damaged_ones_after_the_step_of_a_resumed_run_are_set_aside(directory):
@@ -299,7 +319,7 @@ def test_killed_before_any_change_and_any_failing_change(directory, step):
 def check_failed_save(directory, reason):
     big = {"weights": ({"w": np.zeros(1 << 19, np.float32)}, {})}  # 2 MiB
     with pytest.raises(StorageError, match=reason):
-        save_checkpoint(directory, big, State(2), keep=1)
+        save_checkpoint(directory, big, State(2), beyond(1))
     assert names(directory) == ["step-00000001"] and newest_intact(directory)[1] == []
 
 

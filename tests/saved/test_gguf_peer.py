@@ -14,12 +14,12 @@ from tokenizing import TEXT, small
 
 import distgpt
 from distgpt.core.base.files import bundled
-from distgpt.core.data.loading import read_text
-from distgpt.core.data.named import resolve_data
+from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import build_tokenizer
 from distgpt.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
 from distgpt.formats.gguf.transfer import export_gguf, import_gguf
 from distgpt.texts.tokenizers.chat_template import chat_of
+from distgpt.texts.tokenizers.parts import encode_parts
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "llama_cpp_models.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('llama_cpp') and f('gguf')))"
@@ -166,7 +166,7 @@ def test_texts_become_the_same_tokens_there(tmp_path, kind):
     spelled = "".join(part if isinstance(part, str) else tokenizer.decode([part]) for part in parts)
     ids, in_chat, end, template = llama_cpp(["tokens", str(file), TEXTS, spelled])[0]
     assert ids == [tokenizer.encode_prompt(text) for text in TEXTS]
-    assert in_chat == tokenizer.encode_parts(parts)[0].tolist()
+    assert in_chat == encode_parts(tokenizer, parts)[0].tolist()
     chat = chat_of(tokenizer)
     assert end == (chat.ends[0] if chat else 255 if kind == "byte" else tokenizer.separator)
     assert template == (chat.source if chat else None)

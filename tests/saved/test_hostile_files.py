@@ -124,7 +124,7 @@ THEIR_OWN = (
     "cli.py",
     "core/generate/single.py",
     "generation/chat_terminal.py",
-    "core/comm/launched.py",
+    "core/comm/job.py",
     "core/train/lines.py",
 )
 THEIR_OWN += ("show/progress.py", "doctor/report.py", "commands/train.py", "commands/options.py")

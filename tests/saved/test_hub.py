@@ -141,7 +141,7 @@ def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_pat
 
 FOUND = """
 from pathlib import Path
-from distgpt.core.saved.named import weights_of
+from distgpt.core.saved.weights import weights_of
 print(weights_of(Path("hub:some/model")))
 """
 

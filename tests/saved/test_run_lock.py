@@ -41,6 +41,20 @@ def test_a_directory_is_held_only_as_long_as_it_is_claimed(tmp_path):
     assert not run.lock.is_held() and not list(tmp_path.iterdir())
 
 
+def test_a_file_that_another_host_removed_is_taken_and_a_disk_that_fails_is_not(tmp_path, monkeypatch):
+    """On NFS an open file is stale then; any other failure is one of saving, which a run may survive."""
+    lock = RunDirectory(tmp_path).lock
+    with lock.claimed(SerialComm()):
+        lock.refuse_taken()
+        monkeypatch.setattr(os, "fstat", raising(OSError(errno.EIO, "bad")))
+        with pytest.raises(StorageError, match="running"):
+            lock.refuse_taken()
+        monkeypatch.setattr(os, "fstat", raising(OSError(errno.ESTALE, "stale")))
+        with pytest.raises(UsageError, match="is in use"):
+            lock.refuse_taken()
+        monkeypatch.undo()
+
+
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     run = RunDirectory(tmp_path)
     words = [sys.executable, "-c", HOLD, str(tmp_path)]

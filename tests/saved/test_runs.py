@@ -15,11 +15,11 @@ from conftest import SMALL, inside, refused
 
 from distgpt.core.base.errors import UsageError, command_line
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.data.loading import read_text, resolve_data
+from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.saved.modelfile import read_description
-from distgpt.core.saved.named import find_weights
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import write_tensors
+from distgpt.core.saved.weights import find_weights
 from distgpt.show.runs import Listed, render_terminal
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]

@@ -13,9 +13,9 @@ pytest.importorskip("uvicorn")
 from serving import JSON, pieces, sample, server
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.data.plain import ByteTokenizer
+from distgpt.core.data.tokenizers import ByteTokenizer
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.engine_setup import lanes_for
+from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import default_prompt
 from distgpt.serving.completions import PARAMETERS, Served, parse_body
@@ -35,7 +35,7 @@ def directly(prompt, **settings):
     """What the engine itself makes of a prompt."""
     model, tokenizer = sample()
     tokens = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
-    return complete(Engine(lanes_for(model, 2), tokenizer), [Request(tokens, **settings)])[0]
+    return complete(Engine(slots_for(model, 2), tokenizer), [Request(tokens, **settings)])[0]
 
 
 def test_a_completion_is_what_the_engine_makes_of_it(served):

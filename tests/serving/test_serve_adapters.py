@@ -12,7 +12,7 @@ from serving import server
 from distgpt.adapters import beside
 from distgpt.adapters.beside import AdaptersBeside
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.limits import Memory
+from distgpt.core.comm.resources import Memory
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate import engine_setup
@@ -23,6 +23,7 @@ from distgpt.serving import server as server_module
 TEXTS = {"one": "the lamp, the fox, ", "two": "the fox and the lamp and "}
 HOW = ["--threads", "1", "--seq-len", "16", "--batch-size", "8", "--lr", "5e-2", "--steps", "40"]
 PROMPT = "the lamp"
+ROUNDED = ("bfloat16", "int8")
 
 
 def done(*args):
@@ -53,7 +54,10 @@ def loaded_with(files, *names, dtype="float32"):
     return spec_of(files, *names, dtype=dtype).load(open_stage("serial", 2, GpuConfig()))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
+# The walk with adapters is compiled for each.
+@pytest.fixture(
+    scope="module", params=["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in ROUNDED)]
+)
 def served(request, files):
     with server(loaded=loaded_with(files, "one", "two", dtype=request.param)) as found:
         yield found, request.param
@@ -120,7 +124,7 @@ def test_adapters_are_in_memory_before_lanes_ask_how_much_is_left(files, monkeyp
     monkeypatch.setattr(
         engine_setup, "granted_memory", lambda ranks: order.append("memory") or Memory(1 << 30)
     )
-    loaded_with(files, "one").lanes(1, 0)
+    loaded_with(files, "one").slots(1, 0)
     assert order == ["adapters", "memory"]
 
 

@@ -10,7 +10,7 @@ from serving import pieces, sample, server
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.engine_setup import lanes_for
+from distgpt.core.generate.engine_setup import slots_for
 from distgpt.core.generate.request import Request
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Served
@@ -38,7 +38,7 @@ def directly(messages=MESSAGES, **how):
     model, tokenizer = sample()
     chat = ChatFormat(tokenizer)
     request = Request(chat.prompt(messages), overflow="stop", stop=chat.stops, **how)
-    return complete(Engine(lanes_for(model, 2), tokenizer), [request])[0]
+    return complete(Engine(slots_for(model, 2), tokenizer), [request])[0]
 
 
 def test_an_answer_is_what_the_engine_makes_of_the_template_s_text(served):

@@ -13,8 +13,9 @@ pytest.importorskip("uvicorn")
 from serving import sample, server
 
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.train.scoring import Scorer
+from distgpt.core.train.assessment import Scorer
 from distgpt.evaluation.benchmark import Benchmark
+from distgpt.evaluation.likelihoods import likelihoods
 from distgpt.evaluation.questions import read_questions
 
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not f('lm_eval'))"
@@ -77,7 +78,7 @@ def test_a_harness_finds_the_likelihoods_of_eval(tmp_path):
     with server() as found:
         body |= {"max_tokens": 1, "logprobs": 1, "echo": True}  # as lm-eval asks
         choices = found.ask("/v1/completions", body)[2]["choices"]
-    for choice, span, (loss, greedy) in zip(choices, spans, scorer.likelihoods(spans), strict=True):
+    for choice, span, (loss, greedy) in zip(choices, spans, likelihoods(scorer, spans), strict=True):
         known = {
             name: choice["logprobs"][name][span.first : -1] for name in ("token_logprobs", "top_logprobs")
         }

@@ -65,8 +65,8 @@ class RoundedBaseModel(Model):
             self.kernels.run_together(block.merge)
 
     def initial(self, seed: int) -> Iterable[tuple[str, Array]]:
-        for spec, stream in self.streams(seed):
-            values = stream.uniform(-1, 1, spec.shape) / spec.shape[1] ** 0.5
+        for spec, random in self.generators(seed):
+            values = random.uniform(-1, 1, spec.shape) / spec.shape[1] ** 0.5
             yield spec.name, values.astype(np.float32) * spec.name.endswith("lora_a")
 
 

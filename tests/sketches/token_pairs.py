@@ -9,7 +9,7 @@ one.
 from __future__ import annotations
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.model.layers import Block, LayerActivations, LearnedPositions, Part, Scratch, Tensors
+from distgpt.core.model.layers import Block, LayerActivations, Part, Positions, Scratch, Tensors
 from distgpt.core.model.memory import VALUES, Spec
 from distgpt.core.model.model import Architecture
 from distgpt.core.ops.api import Array, Floats2d, Ints1d, Kernels, SortedTokens, Wide2d
@@ -22,11 +22,7 @@ class TokenPairs(Part):
     """y[n] += w[hash(token n - 1, token n)], w (ROWS, C)"""
 
     def __init__(self, name: str, config: ModelConfig) -> None:
-        super().__init__(name)
-        self.shape = (ROWS, config.n_embd)
-
-    def specs(self) -> list[Spec]:
-        return [Spec(f"{self.name}.w", self.shape, VALUES)]
+        super().__init__(name, [Spec(f"{name}.w", (ROWS, config.n_embd), VALUES)])
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         name = f"{self.name}.w"
@@ -43,7 +39,7 @@ class TokenPairs(Part):
     def forward(self, x: Floats2d, rows: Ints1d) -> None:
         self.k.add_embedding(x, rows, self.w)
 
-    def weights(self, dx: Floats2d, rows: SortedTokens, accumulate: bool) -> None:
+    def weight_gradients(self, dx: Floats2d, rows: SortedTokens, accumulate: bool) -> None:
         if self.dw is not None:
             if not accumulate:
                 self.k.zero(self.dw)
@@ -53,7 +49,7 @@ class TokenPairs(Part):
 class FirstBlock(Block):
     """A layer that adds the table to its input, which the embedding has written and nobody else reads."""
 
-    def __init__(self, config: ModelConfig, index: int, positions: LearnedPositions) -> None:
+    def __init__(self, config: ModelConfig, index: int, positions: Positions) -> None:
         super().__init__(config, index, positions)
         self.pairs = TokenPairs(f"blocks.{index}.pairs", config)
         self.parts = [*self.parts, self.pairs]
@@ -65,7 +61,7 @@ class FirstBlock(Block):
         self.pairs.forward(x, self.pairs.rows(tokens, self.seq_len))
         super().before_attention(acts, x, r, tokens)
 
-    def weights(
+    def weight_gradients(
         self,
         acts: LayerActivations,
         tmp: Scratch,
@@ -73,12 +69,12 @@ class FirstBlock(Block):
         tokens: SortedTokens,
         accumulate: bool,
     ) -> None:
-        super().weights(acts, tmp, out_sums, tokens, accumulate)
+        super().weight_gradients(acts, tmp, out_sums, tokens, accumulate)
         rows = self.pairs.rows(tokens.tokens, self.seq_len)
-        self.pairs.weights(tmp.din, self.k.sort_tokens(rows, ROWS), accumulate)
+        self.pairs.weight_gradients(tmp.din, self.k.sort_tokens(rows, ROWS), accumulate)
 
 
-def block(config: ModelConfig, index: int, positions: LearnedPositions) -> Block:
+def block(config: ModelConfig, index: int, positions: Positions) -> Block:
     return (Block if index else FirstBlock)(config, index, positions)
 
 

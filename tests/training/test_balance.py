@@ -13,7 +13,6 @@ from threadranks import on_all_ranks
 from distgpt.core.base.errors import UsageError
 from distgpt.core.saved.checkpoint import State, load_state
 from distgpt.core.train.plan import refuse_unsuited
-from distgpt.core.train.setup import shares_so_far
 from distgpt.parallel import balance
 from distgpt.parallel.balance import (
     Balanced,
@@ -21,6 +20,7 @@ from distgpt.parallel.balance import (
     hosts_checksum,
     measured_shares,
     shares_by,
+    shares_so_far,
 )
 
 PLAIN = replace(CONFIG, outer_every=0)

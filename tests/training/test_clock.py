@@ -11,8 +11,8 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.config import TrainConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu import first_use
-from distgpt.core.cpu.compiling import site_cache
-from distgpt.core.data.named import resolve_data
+from distgpt.core.cpu.compiling import disk_cache
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.progress import Pace, Progress
@@ -259,7 +259,7 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
 @needs_mpi
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.skipif(site_cache.PLACE.exists(), reason="distgpt compile was run here")
+@pytest.mark.skipif(disk_cache.SITE.exists(), reason="distgpt compile was run here")
 def test_what_is_compiled_is_named_once_and_no_more_when_it_was_kept(tmp_path):
     """Of two ranks, before --within measures; the sample at the end compiles nothing else."""
     env, weights = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, tmp_path / "run"

@@ -14,11 +14,12 @@ from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import storage_errors
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
-from distgpt.core.saved.checkpoint import State, save_checkpoint
+from distgpt.core.saved.checkpoint import State, beyond, save_checkpoint
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.step import Step
 from distgpt.guards.full_disk import Room, allocate
+from distgpt.guards.retention import MARK
 
 WORDS = [*SMALL, "--steps", "60", "--save-every", "5"]
 CHECKPOINT, WEIGHTS = 140 << 10, 112 << 10  # bytes: more than one of this model takes, and than is reserved
@@ -122,7 +123,7 @@ def test_a_run_that_is_told_to_stop_gives_nothing_up(disk):
 def save(directory, step):
     weights = {"wte": np.full(1000, step, np.float32)}
     groups = {"weights": (weights, {}), "optimizer": (weights, {})}
-    return save_checkpoint(directory.checkpoints, groups, State(step), keep=9)
+    return save_checkpoint(directory.checkpoints, groups, State(step), beyond(9))
 
 
 @pytest.fixture
@@ -194,6 +195,14 @@ def test_one_that_another_run_begins_with_stays(made):
     with pytest.raises(StorageError):
         room().write(6, 100, Writing(*[errno.ENOSPC] * 9))
     assert names(directory.checkpoints) == [f"step-{step:08d}" for step in (2, 3, 5)]
+
+
+def test_one_that_is_kept_for_good_stays(made):
+    directory, _, room = made
+    (directory.checkpoints / "step-00000002" / MARK).touch()
+    with pytest.raises(StorageError):
+        room().write(6, 100, Writing(*[errno.ENOSPC] * 9))
+    assert names(directory.checkpoints) == ["step-00000002", "step-00000005"]
 
 
 def test_room_for_the_weights_of_a_resumed_run_is_made_and_told(made, monkeypatch):

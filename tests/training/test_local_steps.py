@@ -1,6 +1,7 @@
 """Local steps: ranks train alone for a round, and then take one step together."""
 
 import json
+import os
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -14,18 +15,19 @@ from threadranks import on_all_ranks
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
-from distgpt.core.data.batches import ArrayTokens, Batches, rank_rows
+from distgpt.core.data.batches import ArrayTokens, Batches, rank_sequences
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import learning_rate
 from distgpt.core.model.passes import Pass
-from distgpt.core.saved.checkpoint import State, stems
+from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import read_into
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.plan import refuse_unsuited
 from distgpt.core.train.progress import Due, Pace, Progress, due_after
-from distgpt.core.train.restore import restore
+from distgpt.core.train.setup import restore
+from distgpt.parallel.checkpointing import stems
 from distgpt.parallel.choose import Chosen
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
@@ -68,7 +70,7 @@ def gradients_of(model, rank, ranks, step):
     each = CONFIG.batch_size // (2 * ranks)
     work, x, y = Pass(model, each, 8, training=True), *np.empty((2, each, 8), np.int32)
     for part in (0, 1):
-        batches().fill(step, rank_rows(CONFIG.batch_size, rank, ranks, part, 2), x, y)
+        batches().fill(step, rank_sequences(CONFIG.batch_size, rank, ranks, part, 2), x, y)
         work.loss_and_gradients(x.reshape(-1), y.reshape(-1), 0.5, accumulate=part > 0)
     return float(model.grads.flags[0]), model.grads.flat.astype(np.float64)
 
@@ -80,7 +82,7 @@ def by_hand(ranks, steps):
     m, v = np.zeros((2, ranks, len(weights[0])))
     common, velocity, seen, read = weights[0].copy(), np.zeros(len(weights[0])), [], []
     decayed = np.zeros(len(common))
-    for start, stop, decays in model.layout.ranges(lambda spec: spec.decay):
+    for start, stop, decays in model.layout.ranges(lambda spec: spec.is_matrix):
         decayed[start:stop] = decays
     for step in range(steps):
         found = []
@@ -229,11 +231,21 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
     rare = replace(CONFIG, outer_every=300)
     assert pace(rare, 2, *[1.0] * 299, 9.0, *[1.0] * 200).usual() == 9.0
     assert len(pace(replace(CONFIG, outer_every=0), 2, *[1.0] * 500).recent()) == 100
-    assert rounds_of(t, 2).mean(0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 3.0
-    assert rounds_of(t, 1).mean(0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0
+    assert rounds_of(t, 2).typical(0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 3.0
+    assert rounds_of(t, 1).typical(0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0
     of_four, of_one = (Chosen(t, ranks).placement for ranks in (4, 1))
     assert [of_four.saved_buffers(is_common) for is_common in (True, False)] == [10, 15]
     assert of_one.saved_buffers(is_common=False) == 3
+
+
+def test_changes_are_summed_in_memory_that_the_ranks_of_a_node_share(monkeypatch):
+    def act(comm):
+        exchange = steps_of(comm, replace(CONFIG, grad_sync="auto")).exchange
+        return exchange.name, type(exchange.sum_changes.func.__self__).__name__
+
+    assert on_all_ranks(2, act) == [("shared memory", "SharedSum")] * 2
+    monkeypatch.delattr(os, "memfd_create")
+    assert on_all_ranks(2, act) == [("chunked", "Allreduce")] * 2
 
 
 def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
@@ -250,9 +262,9 @@ def test_what_is_due_within_a_round_waits_for_its_end():
     t = replace(CONFIG, save_every=3, eval_every=5, sample_every=0, verify_every=8, steps=11)
     due = {step: due_after(t, step, rounds_of(t, 2), True, is_last=step == 11) for step in range(1, 12)}
     assert {step: what for step, what in due.items() if what} == {
-        4: Due(save=True),
+        4: Due(save=True, compare=True),
         8: Due(save=True, evaluate=True, compare=True),
-        11: Due(save=True, evaluate=True),
+        11: Due(save=True, evaluate=True, compare=True),
     }
     alone = rounds_of(t, 1)
     assert due_after(t, 3, alone, True, False) == Due(save=True) and not due_after(t, 4, alone, True, False)

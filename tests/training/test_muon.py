@@ -73,6 +73,24 @@ def _parts(spec):
     return [(height, columns) for height in heights]
 
 
+def test_each_head_is_made_orthogonal_by_itself():
+    """Heads that learn the same thing still move at full length."""
+    k = ReferenceKernels()
+    model = Model(Architecture(replace(MODEL, n_kv_head=4)), k)
+    model.train()
+    model.initialise(1)
+    optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
+    model.grads.flat[:] = np.random.default_rng(0).standard_normal(model.layout.size)
+    grads, weights = model.grads["blocks.0.attn.qkv.w"], model.weights["blocks.0.attn.qkv.w"]
+    for first in (0, 32, 64):  # q, k and v, of four heads of 8 rows
+        grads[first + 8 : first + 16] = grads[first : first + 8]
+    before = weights.copy()
+    optimizer.step(0, 1.0)
+    moved = (before - weights) / CONFIG.lr
+    lengths = [np.linalg.norm(moved[first : first + 32]) for first in (0, 32, 64)]
+    np.testing.assert_allclose(lengths, np.sqrt(32), rtol=0.1)
+
+
 def test_a_run_s_optimizer_is_the_one_that_the_table_names(monkeypatch):
     assert set(muon.OPTIMIZERS) == set(OPTIMIZERS)  # those that settings may name
 

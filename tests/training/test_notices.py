@@ -5,10 +5,10 @@ import re
 from conftest import SMALL, inside
 
 from distgpt.core.comm.serial import SerialComm
-from distgpt.core.cpu import stages
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16
-from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.stages import open_stage
+from distgpt.launch import notes
 
 
 def notices(out, *args):
@@ -62,18 +62,14 @@ class Four(SerialComm):
 
 def test_ranks_that_share_a_core_and_names_of_one_host_are_noted_on_rank_0(monkeypatch):
     alike = lambda comm, data: [data] * comm.size  # noqa: E731
-    monkeypatch.setattr(stages, "gather_bytes", alike)
-    monkeypatch.setattr(stages, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(notes, "gather_texts", alike)
+    monkeypatch.setattr(notes, "usable_cores", lambda: {0, 1})
 
     def said(comm, name="mpi"):
-        lines = []
-        stage = Stage(name, comm, 1)
-        stages._note_launch(stage, threads_given=True)
-        stage.notes.report_to(lines.append)
-        return lines
+        return notes.launch_notes(comm, name, 1, threads_given=True)
 
     (line,) = said(Four())
-    assert line.startswith("4 ranks share 2 cores")
+    assert line.startswith("4 ranks share 2 CPUs")
     comm = Four()
     comm.local_size, comm.cores = 2, 1.0  # as a launcher says that was given two names of this host
     (line,) = said(comm)

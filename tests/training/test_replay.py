@@ -81,7 +81,7 @@ def test_a_flipped_bit_is_noticed_and_both_hosts_are_named(size):
     else:
         errors = on_all_ranks(size, partial(steps, faulty=rank, at=at))
     for error in errors:
-        assert isinstance(error, DistgptError) and error.exit_code == 70 and error.shared
+        assert isinstance(error, DistgptError) and error.exit_code == 71 and error.shared
         assert f"rank {rank} on {platform.node()}" in str(error) and compute in str(error)
         assert f"at step {at + 1}" in str(error)
 
@@ -116,4 +116,4 @@ def test_a_run_that_replays_is_the_same_run_and_one_with_an_error_ends(tmp_path,
     digest, number = Recheck.digest, iter(range(9))
     monkeypatch.setattr(Recheck, "digest", lambda self: replace(digest(self), bits=next(number)))
     ended = inside(*words, "--recheck-every", "2", "--out", tmp_path / "run")
-    refused(ended, 70, "asked twice, found different gradients", "at step 2", os.uname().nodename, late=True)
+    refused(ended, 71, "asked twice, found different gradients", "at step 2", os.uname().nodename, late=True)

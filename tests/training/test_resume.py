@@ -43,11 +43,31 @@ def half(finished, tmp_path):
 
 
 def history(run):
-    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    """Return what happened, but for what each start has kept for a replay."""
+    events = map(json.loads, (run / "history.jsonl").read_text().splitlines())
+    return [event for event in events if "bits" not in event]
 
 
 def weights(run):
     return (run / "weights.safetensors").read_bytes()
+
+
+def test_a_run_whose_start_came_only_as_far_as_its_history_begins_again(tmp_path):
+    """A full disk took nothing of the first line, or a kill came before the configuration."""
+    for out, kept in ((tmp_path / "full", ["config.toml", "tokenizer.json"]), (tmp_path / "killed", [])):
+        train(*LONG, "--out", out)
+        for path in out.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in (*kept, "history.jsonl"):
+                path.unlink()
+        if kept:
+            (out / "history.jsonl").write_bytes(b"")
+        train(*LONG, "--out", out, "--resume", "auto")
+        assert len(history(out)) == 1 and len(metrics(out)) == 8
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "history.jsonl").write_text('{"of": "another program"}\n')
+    refused(inside("train", *LONG, "--out", tmp_path / "mine"), 2, "is not empty and holds no run")
 
 
 @pytest.mark.parametrize("how", ["auto", "run", "checkpoint", "the same command"])

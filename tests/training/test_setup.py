@@ -15,9 +15,8 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan
-from distgpt.core.train.setup import micro_batches_so_far, open_run, open_steps, set_up
-from distgpt.core.train.sharing import Strategy
-from distgpt.parallel.choose import Chosen
+from distgpt.core.train.setup import micro_batches_so_far, open_run, set_up
+from distgpt.measure.profile.session import open_steps
 
 TAKE_PLANS = {"core.train.setup:open_run", "core.train.plan:encode"}
 
@@ -42,26 +41,27 @@ def test_a_configuration_keeps_what_was_asked_for_beside_what_memory_has_decided
     words = {name: value for name, value in SIZE.items() if name != "steps"}
     plan = make_plan(stage, asked_for({**words, "epochs": 0.01}, out=tmp_path / "run"), lambda text: None)
     try:
-        run = open_run(plan, stage, Chosen, Listener())
+        run = open_run(plan, stage, Listener())
     finally:
         plan.directory.lock.release()
     assert plan.config.model.vocab_size == 0 and run.config.model.vocab_size == 256
     assert run.config.train.steps > 1 and plan.config.train.steps != run.config.train.steps
     assert (run.config.train.grad_accum, run.config.train.recompute) == (0, "auto")
     assert run.settings == replace(run.config.train, grad_accum=1, recompute="mlp", save="async")
-    setup = set_up(asked, stage, Strategy)
-    assert setup.fitted == replace(asked, train=setup.settings) and setup.config is asked
+    setup = set_up(asked, stage)
+    assert setup.settings == replace(asked.train, grad_accum=1, recompute="mlp", save="async")
+    assert setup.config is asked
 
 
 def test_steps_alone_are_those_of_a_run(tmp_path):
     stage, words = open_stage("serial", 1), {**SIZE, "eval_every": 0}
     plan = make_plan(stage, asked_for(words, out=tmp_path / "run"), lambda text: None)
     try:
-        run = open_run(plan, stage, Chosen, listener := Listener())
+        run = open_run(plan, stage, listener := Listener())
         train(run)
     finally:
         plan.directory.lock.release()
-    step, batches = open_steps(plan.config, stage, Chosen, lambda text: None)
+    step, batches = open_steps(plan.config, stage, lambda text: None)
     alone = [step.launch(number, batches).read()[0] for number in range(SIZE["steps"])]
     assert alone == [line["loss"] for line in listener.metrics]
 
@@ -77,15 +77,14 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path):
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-8] + bytes([255] * 8))
     with pytest.raises(DataError):
-        open_run(plan, stage, Chosen, Listener())
+        open_run(plan, stage, Listener())
     assert not (tmp_path / "run").exists()
 
 
 def test_micro_batches_stay_unless_settings_or_ranks_decide_them_anew():
     before = preset("tiny", SIZE)
     state = State(3, ranks=2, micro_batches=4)
-    assert micro_batches_so_far(state, before, Chosen, 2) == 4
-    assert micro_batches_so_far(state, before, Chosen, 1) == 0  # other ranks
-    assert micro_batches_so_far(state, None, Chosen, 2) == 0  # a new run
+    assert micro_batches_so_far(state, before, 2) == 4
+    assert micro_batches_so_far(state, before, 1) == 0  # other ranks
     fixed = preset("tiny", SIZE, {"reproducible_parts": 4})  # which then are no longer
-    assert micro_batches_so_far(state, fixed, Chosen, 2) == 0
+    assert micro_batches_so_far(state, fixed, 2) == 0

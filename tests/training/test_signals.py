@@ -14,16 +14,16 @@ from conftest import SMALL, clean_environment, command, inside, losses, metrics,
 
 from distgpt.core.base import interrupts
 from distgpt.core.base.interrupts import EXIT_CODES, Interrupted, PendingSignals, deferred_signals, first_of
-from distgpt.core.comm.batch import job_end
 from distgpt.core.generate import sample
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints
-from distgpt.core.train.scoring import Scorer
+from distgpt.core.train.assessment import Scorer
 from distgpt.core.train.step import Step
 from distgpt.guards import deadline
 from distgpt.guards.deadline import TimeLimit
+from distgpt.launch.batch import job_end
 
 WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
 WORDS += ["--save-every", "3", "--save", "sync"]

@@ -15,8 +15,8 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import Muon
 from distgpt.core.model.optim import AdamW
 from distgpt.core.train import memory
+from distgpt.core.train.assessment import Scorer, Span
 from distgpt.core.train.memory import FRACTION, LIBRARIES, PROGRAM, needed
-from distgpt.core.train.scoring import Scorer, Span
 from distgpt.core.train.sharing import Exchange, Strategy
 from distgpt.core.train.step import Step
 
@@ -70,7 +70,6 @@ def test_the_need_is_what_is_allocated():
         model.train()
         assert needed(run, CpuKernels(dtype), one(run)).weights == kernels.taken, (dtype, recompute)
         Step(AdamW(model, run.train), SerialComm(), run.train, Exchange())
-        _ = model.grads
         assert needed(run, CpuKernels(dtype), one(run)).total == kernels.taken, (dtype, recompute)
 
 

@@ -15,12 +15,12 @@ import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, needs_mpi
 from threadranks import on_all_ranks
 
-from distgpt.core.comm.reports import Reports
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.progress import COMPUTING, Activity
 from distgpt.core.train.step import Step
 from distgpt.guards import watchdog
+from distgpt.guards.reports import Reports
 from distgpt.guards.stragglers import Stragglers
 from distgpt.guards.watchdog import Stall, Watchdog
 
@@ -156,7 +156,7 @@ def of_job(out):
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            rank = re.search(rb"PMI_RANK=(\d+)", (folder / "environ").read_bytes())
+            rank = re.search(rb"(?:PMI|COMM_WORLD)_RANK=(\d+)", (folder / "environ").read_bytes())
             if rank and os.fsencode(out) in (folder / "cmdline").read_bytes().split(b"\0"):
                 found[int(rank[1])] = int(folder.name)
     return [found[rank] for rank in sorted(found)]

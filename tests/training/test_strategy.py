@@ -116,3 +116,28 @@ print(*sys.modules)
     paths = {**components.PLACEMENTS, **choose.exchanges()}.values()
     files = {path.partition(":")[0] for path in paths} - {"distgpt.parallel.reductions"}
     assert not loaded & files
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sample_needs_no_loop_that_was_not_there_before_the_first_step(dtype):
+    code = f"""
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.core.cpu.compiling import disk_cache
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.core.train.report import sample
+from distgpt.core.train.seams import kind_of
+from distgpt.core.train.setup import rehearse
+from distgpt.core.train.sharing import Strategy
+run = RunConfig(ModelConfig(vocab_size=256, seq_len=8, n_layer=2, n_head=2, n_embd=32), TrainConfig())
+kernels = open_stage("serial").kernels("{dtype}", "auto", "training")
+rehearse(kernels, run, Strategy(run.train, 1))
+model = kind_of(run.train).build(run, kernels)
+model.train()
+model.initialise(0)
+before = set(disk_cache.used)
+sample(model, load_tokenizer("byte"), 0, length=4)
+print(len(before) > 20, disk_cache.used - before)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split("\n")[0] == "True set()", result.stdout

@@ -24,7 +24,7 @@ def test_a_run_reports_what_it_took(ranks, tmp_path):
     lines = list(metrics(directory).values())
     assert (found["ranks"], found["threads"], found["steps"]) == (ranks or 1, 1, 12)
     assert found["stage"] == ("mpi" if ranks else "serial")
-    assert found["allreduce"] in (("allreduce", "chunked") if ranks else (None,))
+    assert found["allreduce"] in (("allreduce", "chunked", "shared memory") if ranks else (None,))
     assert found["train_s"] == pytest.approx(sum(line["step_s"] for line in lines))
     assert found["tokens"] == lines[-1]["tokens"]
     seconds = sorted(line["step_s"] for line in lines[2:])
@@ -40,7 +40,7 @@ def test_a_run_reports_what_it_took(ranks, tmp_path):
 def test_peak_memory_is_that_of_the_peak():
     """In a process of its own, which begins small."""
     hungry = """if True:
-        from distgpt.core.comm.cores import peak_memory
+        from distgpt.core.comm.resources import peak_memory
         before = peak_memory()
         block = b"x" * 200_000_000
         del block

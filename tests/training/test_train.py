@@ -199,7 +199,12 @@ def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
     """Other characters; the same words in another order."""
     for tokenizer, before, after, words in (
         ("char", "abcdefg" * 50, "hijklmn" * 50, "vocabulary"),
-        ("word", "one two three four five\n" * 9, "five four three two one\n" * 9, "the text has changed"),
+        (
+            "word",
+            "one two three four five\n" * 9,
+            "five four three two one\n" * 9,
+            "the text or its tokenizer has changed",
+        ),
     ):
         text = tmp_path / f"{tokenizer}.txt"
         text.write_text(before)

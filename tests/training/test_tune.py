@@ -47,7 +47,7 @@ CHATS = {
     "Who rows?": "Nobody.",
 }
 ROWS = [{"prompt": question, "completion": answer} for question, answer in CHATS.items()]
-SHAPE = ["--batch-size", "2", "--threads", "1", "--progress", "plain", "--dtype", "float64"]
+SHAPE = ["--batch-size", "2", "--threads", "1", "--progress", "plain", "--dtype", "float32"]
 
 
 def written(path, *rows):
@@ -92,7 +92,7 @@ def test_every_example_is_whole_in_one_row_and_every_answer_comes_once_in_an_epo
     for step in range(rows // 4):
         x, y, positions = np.zeros((3, 4, 32), np.int32)
         batches.fill(step, slice(None), x, y, positions)
-        assert batches.learned_fraction(step) == (y != IGNORED).mean()
+        assert batches.counted_fraction(step) == (y != IGNORED).mean()
         counted += (y != IGNORED).sum()
         for row in range(4):
             begins = [*np.flatnonzero(positions[row] == 0), 32]
@@ -150,23 +150,23 @@ def one_by_one(config, examples, rows, batches):
 def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, micro_batches):
     config = replace(VARIANTS[name], seq_len=16)
     examples = random_examples(config.vocab_size, [16, 3, 1, 9, 12, 5, 2, 7, 16, 4])
-    t = TrainConfig(batch_size=4, chats=True, grad_accum=micro_batches, recompute="mlp", dtype="float64")
+    t = TrainConfig(batch_size=4, chats=True, grad_accum=micro_batches, recompute="mlp", dtype="float32")
     batches = ExampleBatches(examples, 16, 4, seed=1)
     loss, gradient = one_by_one(config, examples, batches._order(0, slice(None))[0], batches)
 
     def work(comm):
-        model = Model(Architecture(config), CpuKernels("float64", 1))
+        model = Model(Architecture(config), CpuKernels("float32", 1))
         for name, values in model.initial(3):
             model.weights[name][...] = values
         model.train(comm.size)
         step = build_step(AdamW(model, t), comm, t)
         result = step.launch(0, ExampleBatches(examples, 16, 4, seed=1))
-        return *result.read(), model.grads.flat / (comm.size * batches.learned_fraction(0))
+        return *result.read(), model.grads.flat / (comm.size * batches.counted_fraction(0))
 
     for found, norm, summed in on_all_ranks(ranks, work):
-        np.testing.assert_allclose(found, loss, rtol=1e-12)
-        np.testing.assert_allclose(norm, np.linalg.norm(gradient), rtol=1e-10)
-        np.testing.assert_allclose(summed, gradient, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(found, loss, rtol=1e-6)
+        np.testing.assert_allclose(norm, np.linalg.norm(gradient), rtol=1e-5)
+        np.testing.assert_allclose(summed, gradient, rtol=0, atol=1e-6)
 
 
 # -- runs
@@ -189,8 +189,6 @@ def test_a_tuned_run_knows_its_examples_is_evaluated_and_keeps_the_tokenizer(cha
         chats,
         "--chats",
         "--json",
-        "--dtype",
-        "float64",
     )
     assert json.loads(measured.stdout)["val_tokens"] == answers
     assert json.loads(measured.stdout)["val_loss"] == pytest.approx(found[-1], rel=1e-6)
@@ -261,13 +259,13 @@ def test_chat_says_what_was_never_taught_to_chat_and_serve_knows_it(chats, tmp_p
         is_taught = (weights, adapter) != (SAMPLE, None)
         assert ("distgpt tune teaches it" in found.stderr) != is_taught, (weights, adapter)
         loaded = ModelSpec(weights, "auto", beside=AdaptersBeside(adapter)).load(open_stage("serial", 1))
-        assert _served(loaded, "it", loaded.lanes(1, 0)).chats == is_taught, (weights, adapter)
+        assert _served(loaded, "it", loaded.slots(1, 0)).chats == is_taught, (weights, adapter)
 
 
 @pytest.mark.slow
 @needs_mpi
 def test_two_ranks_have_the_losses_of_one_process(chats, tmp_path):
-    words = ["--epochs", "4", "--val", str(chats)]
+    words = ["--epochs", "4", "--val", str(chats), "--dtype", "float64"]
     tuned(chats, tmp_path / "serial", *words)
     common = ["tune", "--weights", SAMPLE, "--data", chats, *SHAPE, *words, "--stage", "mpi", "--out"]
     runs = [[*common, tmp_path / "mpi"], [*common, tmp_path / "sharded", "--grad-sync", "sharded"]]

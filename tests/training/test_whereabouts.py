@@ -1,6 +1,7 @@
 """Where a run ran: hosts, batch job, launcher and MPI in its files, the time of day in its metrics."""
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -11,10 +12,10 @@ import pytest
 from conftest import SCRIPT, SMALL, distgpt, inside, needs_mpi, train
 
 from distgpt.core.comm import mpi
-from distgpt.core.comm.batch import batch_job
 from distgpt.core.train import lines as loglines
-from distgpt.core.train.lines import LogLines
+from distgpt.core.train.lines import Lines
 from distgpt.core.train.whereabouts import compact, shown_hosts
+from distgpt.launch.batch import batch_job
 
 JOBS = {
     "Slurm": {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"},
@@ -22,6 +23,7 @@ JOBS = {
     "LSF": {"LSB_JOBID": "12", "LSB_JOBNAME": "mine"},
     "Grid Engine": {"JOB_ID": "12", "JOB_NAME": "mine", "SGE_TASK_ID": "undefined"},
 }
+SIGNS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "SGE_TASK_ID")
 IN_A_JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "mine"}
 
 
@@ -66,9 +68,13 @@ def test_several_hosts_are_named_as_it_begins(tmp_path):
     assert [found["hosts"] for found in files(tmp_path / "run")] == [["node0", "node1"]] * 2
 
 
-def test_hosts_are_named_in_the_order_of_the_ranks():
+def test_hosts_are_named_in_the_order_of_the_ranks(monkeypatch):
+    for name in [name for name in os.environ if name in SIGNS]:
+        monkeypatch.delenv(name)
     assert compact(["a", "a", "b", "b", "b", "a"]) == ["a:2", "b:3", "a"]
     assert shown_hosts(["a:2"]) == "" and shown_hosts(["a:2", "b"]) == "a:2, b"
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert shown_hosts(["a:2"]) == "a"  # which nobody has chosen
     assert shown_hosts([f"n{i}:8" for i in range(64)]) == "n0:8, n1:8 … n63:8"
 
 
@@ -91,20 +97,29 @@ def test_the_library_is_named_in_a_few_words(monkeypatch):
         assert mpi.library() == name
 
 
-def test_lines_come_as_often_as_somebody_reads_them(monkeypatch):
+def test_lines_come_as_often_as_somebody_reads_them(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(loglines, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(loglines, "batch_job", lambda: None)
-    watched = LogLines(None, is_terminal=False)
+    for name in [name for name in os.environ if name in SIGNS]:
+        monkeypatch.delenv(name)
+    watched = Lines()
+    watched.say("x")
+    assert capsys.readouterr().out == "x\n"
     now[0] += 29
-    assert watched.interval() == 2 and watched.stamped("x") == "x"
+    assert watched._interval() == 2
     now[0] += 2
-    assert watched.interval() == 10
-    monkeypatch.setattr(loglines, "batch_job", lambda: {"id": "12"})
-    assert LogLines(None, is_terminal=False).interval() == 30
-    on_terminal = LogLines(None, is_terminal=True)  # somebody has asked the batch system for one
-    assert on_terminal.interval() == 2 and on_terminal.stamped("x") == "x"
-    assert LogLines(7, is_terminal=False).interval() == 7
+    assert watched._interval() == 10
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    in_a_job = Lines()
+    in_a_job.say("x")
+    assert in_a_job._interval() == 30 and re.fullmatch(
+        r"\d{4}-\d\d-\d\d [\d:]{8}  x\n", capsys.readouterr().out
+    )
+    monkeypatch.setattr(loglines.Output, "isatty", lambda self: True, raising=False)
+    on_terminal = Lines()  # somebody has asked the batch system for one
+    on_terminal.say("x")
+    assert on_terminal._interval() == 2 and capsys.readouterr().out == "x\n"
+    assert Lines(7)._interval() == 7
 
 
 @pytest.mark.parametrize("words, shown", [([], 2), (["--log-lines", "0.0001s"], 9)])

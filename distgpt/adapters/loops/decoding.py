@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from distgpt.core.cpu.compiling.jit import inline
-from distgpt.core.cpu.decoding.operands import multiply, operand_rows
-from distgpt.core.cpu.decoding.variants import FC, GATES, OUT, PROJ, QKV
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE
 from distgpt.core.cpu.matmul.packing import COLUMNS, aligned, pack_transposed
 from distgpt.core.ops.api import Array
+from distgpt.decoding.loops.operands import multiply, operand_rows
+from distgpt.decoding.loops.variants import FC, GATES, OUT, PROJ, QKV
 
 
 class Adapters(NamedTuple):

@@ -40,6 +40,12 @@ class DataError(DistgptError):
     exit_code = 65
 
 
+class MismatchError(DistgptError):
+    """Ranks, or two passes over the same data, differ where a processor or its memory does not err."""
+
+    exit_code = 71
+
+
 class StorageError(DistgptError):
     """Reading or writing failed: missing permissions, a full disk, a missing directory."""
 
@@ -69,7 +75,7 @@ def refuse_beside(what: str, others: Mapping[str, object], why: str) -> None:
 
 def error_for(exit_code: int) -> type[DistgptError]:
     """Return the error class with this exit code, to raise on all ranks what one of them found."""
-    kinds = (DisagreementError, UsageError, DataError, StorageError, NonFiniteError)
+    kinds = (DisagreementError, UsageError, DataError, MismatchError, StorageError, NonFiniteError)
     return next((kind for kind in kinds if kind.exit_code == exit_code), DistgptError)
 
 

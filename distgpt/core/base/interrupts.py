@@ -118,6 +118,7 @@ class PendingSignals:
 
     def __init__(self) -> None:
         self._came: dict[signal.Signals, float] = {}
+        self.reasons: dict[signal.Signals, str] = {}  # of those that nobody sent
         self.deadline = math.inf
         self.late = False  # the deadline came, and no such signal before it
 
@@ -134,11 +135,20 @@ class PendingSignals:
         """Return the exit code of the signal that counts most; 0 if none came."""
         return exit_code_of(self.came)
 
-    def note(self, number: signal.Signals) -> bool:
-        """Return whether it is the first of its kind, but for one that only stood for the deadline."""
+    def note(self, number: signal.Signals, why: str = "") -> bool:
+        """Return whether it is the first of its kind, but for one that only stood for the deadline.
+
+        `why` is said where nobody has sent it, in place of its name.
+        """
+        number = meaning(number)
+        if number not in EXIT_CODES:  # no rank would hear of it
+            raise ValueError(
+                f"{number.name} ends no run: note one of {', '.join(each.name for each in ENDING)}"
+            )
         first = number not in self._came or (number == signal.SIGUSR1 and self.late)
         if first:
             self._came[number] = _noted_at[number] = time.monotonic()
+            self.reasons[number] = why
             self.late = self.late and number != signal.SIGUSR1
         return first
 
@@ -164,20 +174,18 @@ def first_of(counts: Sequence[float]) -> signal.Signals | None:
 @contextmanager
 def deferred_signals(found: PendingSignals) -> Iterator[PendingSignals]:
     """Note the first signal of each kind in `found`; a second one is raised."""
+    former = _handlers()
 
-    def noting(former: Handler) -> Handler:
-        def act(number: int, frame: FrameType | None) -> None:
-            came = meaning(number)
-            is_second = not found.note(came) and number != signal.SIGXCPU
-            if is_second and time.monotonic() - _noted_at[came] > MEANT:
-                _noted_at.pop(came)  # or the former handler would take it for the same one
-                former(number, frame)
-
-        return act
+    def note_or_raise(number: int, frame: FrameType | None) -> None:
+        came = meaning(number)
+        is_second = not found.note(came) and number != signal.SIGXCPU
+        if is_second and time.monotonic() - _noted_at[came] > MEANT:
+            _noted_at.pop(came)  # or the former handler would take it for the same one
+            former[number](number, frame)
 
     _noting.append(found)
     try:
-        with _replaced(noting):
+        with _replaced(former, note_or_raise):
             yield found
     finally:
         _noting.remove(found)
@@ -191,31 +199,34 @@ def note(number: signal.Signals) -> bool:
 
 
 @contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Defer a signal to the end of code that it would break; several become one.
+def signals_deferred() -> Iterator[Callable[[], None]]:
+    """Defer a signal to the end of code that it would break, or to where that calls what this yields.
 
-    Where that code takes long, the process leaves at once, unless it notes signals anyway.
+    Several become one. Where that takes long, the process leaves at once, unless it notes signals anyway.
     """
-    came: list[tuple[int, Handler, threading.Timer]] = []
+    former = _handlers()
+    came: list[tuple[int, threading.Timer]] = []
 
-    def deferring(former: Handler) -> Handler:
-        def act(number: int, frame: FrameType | None) -> None:
-            timer = threading.Timer(IMPATIENT, _leave_at_once, (number,))
-            timer.daemon = True
-            if _commanding and not _noting:
-                timer.start()
-            came.append((number, former, timer))
+    def defer(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(IMPATIENT, _leave_at_once, (number,))
+        timer.daemon = True
+        if _commanding and not _noting:
+            timer.start()
+        came.append((number, timer))
 
-        return act
+    def deliver() -> None:
+        found = came.copy()
+        came.clear()
+        for _, timer in found:
+            timer.cancel()
+        for number, _ in found:
+            former[number](number, None)
 
     try:
-        with _replaced(deferring):
-            yield
+        with _replaced(former, defer):
+            yield deliver
     finally:
-        for _, _, timer in came:
-            timer.cancel()
-        for number, former, _ in came:
-            former(number, None)
+        deliver()
 
 
 def _leave_at_once(number: int) -> None:
@@ -224,26 +235,34 @@ def _leave_at_once(number: int) -> None:
     os._exit(ending.exit_code)
 
 
+def ignore_further() -> None:
+    """Ignore further signals, while this process ends because of one or has nothing left to do."""
+    for number in ENDING:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def default_signals() -> Iterator[None]:
     """Let signals end the process at once, in C code that may never return: no handler of ours runs there."""
-    with _replaced(lambda former: signal.SIG_DFL):
+    with _replaced(_handlers(), signal.SIG_DFL):
         yield
+
+
+def _handlers() -> dict[int, Handler]:
+    """Return the handlers of the signals that have one. Other threads may replace none."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: known for number in ENDING if callable(known := signal.getsignal(number))}
 
 
 @contextmanager
-def _replaced(replacement: Callable[[Handler], Handler | signal.Handlers]) -> Iterator[None]:
-    """Replace the handlers of the signals that have one, each by a function of itself.
-
-    Does nothing outside the main thread, which alone may set handlers.
-    """
-    former: dict[signal.Signals, Handler] = {}
-    if threading.current_thread() is threading.main_thread():
-        former = {number: known for number in ENDING if callable(known := signal.getsignal(number))}
-    for number, handler in former.items():
-        signal.signal(number, replacement(handler))
+def _replaced(former: dict[int, Handler], handler: Handler | signal.Handlers) -> Iterator[None]:
+    """Let `handler` handle the signals of `former`, which gets them back."""
+    for number in former:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for number, own in former.items():
+            signal.signal(number, own)

@@ -40,12 +40,18 @@ def imported(path: str, what: str) -> Any:
     """Import what a path names, as in "package.module:name"; `what` is what errors call it."""
     module, _, attribute = path.partition(":")
     try:
-        return getattr(import_module(module), attribute)
+        found = import_module(module)
     except ModuleNotFoundError as error:
-        if not lacks_component(error):  # the component is there, and lacks a library
+        is_missing = f"{module}.".startswith(f"{error.name}.")
+        if not is_missing and not lacks_component(error):  # the module is there, and lacks a library
             raise
-        missing = module if f"{module}.".startswith(f"{error.name}.") else error.name
-        raise MissingComponent(f"{what} needs {missing}, which is not installed here") from None
+        missing = module if is_missing else error.name
+        why = "which is not installed here" if lacks_component(error) else "and Python finds no such module"
+        hint = "" if lacks_component(error) else ": is its folder in PYTHONPATH?"
+        raise MissingComponent(f"{what} needs {missing}, {why}{hint}") from None
+    if not hasattr(found, attribute):
+        raise UsageError(f"{what} needs {attribute!r} of {module}, which has no such name")
+    return getattr(found, attribute)
 
 
 class Table(Generic[Row]):
@@ -57,7 +63,7 @@ class Table(Generic[Row]):
     def __iter__(self) -> Iterator[str]:
         """Yield the names of all rows, the core's own first. Imports nothing."""
         yield from self._own
-        yield from _paths.get(self.name, {})
+        yield from paths_in(self.name)
 
     def rows(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Row]]:
         """Import all rows or these, and yield them by name; leave out those of missing components."""
@@ -81,7 +87,7 @@ class Table(Generic[Row]):
         """Return a row; None where the table has no such name."""
         if name in self._own:
             return self._own[name]
-        path = _paths.get(self.name, {}).get(name)
+        path = paths_in(self.name).get(name)
         return imported(path, f"{self._what} {name!r}") if path else None
 
     def __getitem__(self, name: str) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -41,7 +42,7 @@ def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
 
 def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
     """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
-    owners = ranks_by_text(text.decode() for text in gather_bytes(comm, complaint.encode()))
+    owners = ranks_by_text(gather_texts(comm, complaint))
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
         texts = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
@@ -60,6 +61,11 @@ def ranks_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
 def gather_ints(comm: Comm, value: int) -> list[int]:
     """Return every rank's integer, in the order of the ranks. Collective."""
     return [int(text) for text in gather_bytes(comm, str(value).encode())]
+
+
+def gather_texts(comm: Comm, text: str) -> list[str]:
+    """Return every rank's text, in the order of the ranks. Collective."""
+    return [each.decode() for each in gather_bytes(comm, text.encode(errors="replace"))]
 
 
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes]:
@@ -88,3 +94,8 @@ def shared(error: DistgptError) -> DistgptError:
     """Mark an error as raised by every rank, so that each may leave on its own."""
     error.shared = True
     return error
+
+
+def broadcast(comm: Comm, value: Any = None) -> Any:
+    """Return rank 0's value, which may be any that pickle takes, on every rank. Collective."""
+    return pickle.loads(comm.broadcast_bytes(pickle.dumps(value) if comm.rank == 0 else None))

@@ -13,25 +13,6 @@ Array: TypeAlias = "np.ndarray"  # contiguous
 CHUNK_BYTES = 4 << 20  # what `sum_chunked` sums at a time: it stays in cache meanwhile
 
 
-class QueuedComm(Protocol):
-    """Sums of arrays on devices that queue them behind their other work: nothing waits. Collective."""
-
-    def reduce(self, array: Array, bounds: Sequence[int]) -> None:
-        """Reduce-scatter: array[bounds[rank] : bounds[rank + 1]] ← Σ over ranks of that part.
-
-        The rest of `array` is undefined afterwards. All parts have equal length; the last may be longer.
-        """
-
-    def on_side_stream(self, work: Callable[[], None]) -> None:
-        """Run work() on a stream of its own: after all work queued so far, beside all work until `join`."""
-
-    def join(self) -> None:
-        """Let all work queued from here on wait for the other stream."""
-
-    def trouble(self) -> str:
-        """Return what has failed, "" if nothing has. Any thread may call it; not collective."""
-
-
 class Comm(Protocol):
     """The ranks of one job. `local_rank` of `local_size` counts the ranks on this node.
 
@@ -45,7 +26,7 @@ class Comm(Protocol):
     cores: float
     queued: QueuedComm | None  # None where the host sums
     lacks_alltoall: bool  # whether arrays of GPUs can be summed and broadcast, but not exchanged in parts
-    threads: bool  # whether several threads may call it at once, those of `dup_sleeping` among them
+    is_threadsafe: bool  # whether several threads may call it at once, those of `dup_sleeping` among them
 
     def sum(self, array: Array) -> None:
         """array ← Σ over ranks of array, in place, in one Allreduce."""
@@ -60,16 +41,16 @@ class Comm(Protocol):
         """array ← rank 0's array, in place."""
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; the others pass None."""
+        """Return rank 0's bytes, on every rank; the others pass None."""
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """received[r, : counts[own]] ← what rank r has at sent[starts[own]] on, for every rank r.
+        """received[r, : counts[me]] ← what rank r has at sent[starts[me]] on, for every rank r.
 
-        `counts` are the same on all ranks, `starts` need not be.
+        `me` is this rank. `counts` are the same on all ranks, `starts` need not be.
         """
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        """array[bounds[r] : bounds[r + 1]] ← rank r's, in place, for every rank r."""
+        """array[bounds[r] : bounds[r + 1]] ← what rank r has there, in place, for every rank r."""
 
     def send(self, array: Array, source: int, target: int) -> None:
         """On rank `target` array ← that of rank `source`; the others need not be there."""
@@ -88,3 +69,22 @@ class Comm(Protocol):
 
     def abort(self, exit_code: int) -> None:
         """End the whole job now, from any one rank. Not collective; does not return."""
+
+
+class QueuedComm(Protocol):
+    """Sums of arrays on devices that queue them behind their other work: nothing waits. Collective."""
+
+    def reduce(self, array: Array, bounds: Sequence[int]) -> None:
+        """Reduce-scatter: array[bounds[rank] : bounds[rank + 1]] ← Σ over ranks of that part.
+
+        The rest of `array` is undefined afterwards. All parts have equal length; the last may be longer.
+        """
+
+    def on_side_stream(self, work: Callable[[], None]) -> None:
+        """Run work() on a stream of its own: after all work queued so far, beside all work until `join`."""
+
+    def join(self) -> None:
+        """Let all work queued from here on wait for the other stream."""
+
+    def trouble(self) -> str:
+        """Return what has failed, "" if nothing has. Any thread may call it; not collective."""

@@ -18,9 +18,7 @@ from mpi4py import MPI
 
 from distgpt.core.base.interrupts import default_signals
 from distgpt.core.comm.api import CHUNK_BYTES, Array, QueuedComm
-from distgpt.core.comm.batch import Launcher
-from distgpt.core.comm.cores import usable_cores
-from distgpt.core.comm.launched import MPICH, OPEN_MPI, launched_as, launchers
+from distgpt.core.comm.resources import usable_cores
 
 LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
 PAUSE = 1e-4  # seconds that a sleeping communicator waits before it asks again whether a call is done
@@ -39,7 +37,9 @@ class MpiComm:
                 MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._world = MPI.COMM_WORLD if ranks is None else ranks
         self._sleeping = sleeping
-        self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        self._levels: tuple[MpiComm, MpiComm] | None = None
+        self._is_split = False
+        self.is_threadsafe = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
         self.rank, self.size = self._world.rank, self._world.size
         self.local_rank, self.local_size = node.rank, node.size
@@ -87,6 +87,11 @@ class MpiComm:
         return MpiComm(self._world.Dup(), sleeping=True)
 
     def split_by_node(self) -> tuple[MpiComm, MpiComm] | None:
+        if not self._is_split:  # once: communicators are few, and these are kept
+            self._levels, self._is_split = self._by_node(), True
+        return self._levels
+
+    def _by_node(self) -> tuple[MpiComm, MpiComm] | None:
         same = self.allreduce_max(self.local_size) == -self.allreduce_max(-self.local_size)
         if not same or self.local_size in (1, self.size):
             return None
@@ -137,30 +142,6 @@ class MpiComm:
         os._exit(exit_code)
 
 
-def foreign_launcher() -> str:
-    """Return what is wrong if the launcher belongs to another MPI; "" if nothing is.
-
-    Called before MPI starts. A launcher that this cannot recognise, such as the srun of another MPI, is
-    detected later: the world then has one rank.
-    """
-    launcher, is_open_mpi = _launcher(), vendor() == "Open MPI"
-    if (launcher == OPEN_MPI and not is_open_mpi) or (launcher == MPICH and is_open_mpi):
-        return f"launched by {launcher.name}, but mpi4py belongs to {vendor()}; use the mpirun of {vendor()}"
-    return launcher.refusal(vendor(), MPI.Get_library_version(), os.environ) if launcher else ""
-
-
-def doubtful_launcher() -> str:
-    """Return why MPI may fail to start under this launcher; "" if nothing is known."""
-    launcher = _launcher()
-    return launcher.doubt(vendor(), os.environ) if launcher else ""
-
-
-def _launcher() -> Launcher | None:
-    """Return the launcher of this process, None if there is none, or nothing for it to get wrong."""
-    found = launchers()
-    return found[0] if found and (found[0] == OPEN_MPI or launched_as() > 1) else None
-
-
 def vendor() -> str:
     """Whose MPI library it is, as in "MPICH". Asked before MPI starts, too."""
     return str(MPI.get_vendor()[0])
@@ -168,8 +149,13 @@ def vendor() -> str:
 
 def library() -> str:
     """Return the MPI library and its version, as in "MPICH 4.3.0" or "Open MPI v5.0.6"."""
-    first = MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+    first = configuration().split("\n")[0].strip("\x00 ")
     return " ".join(first.partition(",")[0].replace("Version:", "").split())  # packager and dates come after
+
+
+def configuration() -> str:
+    """Return all that the MPI library says of its version and of how it was built."""
+    return str(MPI.Get_library_version())
 
 
 def is_cuda_aware() -> bool | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from distgpt.core.comm.api import Array, Comm, QueuedComm
-from distgpt.core.comm.cores import usable_cores
+from distgpt.core.comm.resources import usable_cores
 
 
 class SerialComm:
@@ -16,7 +16,7 @@ class SerialComm:
     size = 1
     queued: QueuedComm | None = None
     lacks_alltoall = False
-    threads = True
+    is_threadsafe = True
 
     def __init__(self, beside: Comm | None = None) -> None:
         """`beside`: ranks with which this process shares a machine, but no work."""

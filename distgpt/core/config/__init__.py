@@ -6,6 +6,7 @@ Not here: the options made of them (commands/options.py), and anything that comp
 
 from distgpt.core.base.errors import nearest
 from distgpt.core.config.run_config import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
+from distgpt.core.config.schedules import SCHEDULES
 from distgpt.core.config.setting import Setting, settings_of
 from distgpt.core.config.settings import (
     ALLREDUCES,
@@ -27,7 +28,6 @@ from distgpt.core.config.settings import (
     POSITIONS,
     RECOMPUTE,
     ROUNDED_DTYPES,
-    SCHEDULES,
     SEVERAL,
     STAGES,
     WITH_MPI,

@@ -66,9 +66,17 @@ class Setting:
     component: str = ""  # what a value other than the default needs; "": the core alone
     components: tuple[tuple[str, str], ...] = ()  # the same, of single choices
 
-    def needs(self, value: Value, default: Value) -> str:
-        """Return the name of the component that a value needs; "" for the core alone, as of each default."""
-        return "" if value == default else dict(self.components).get(str(value), self.component)
+    def needs(self, value: Value, default: Value) -> list[str]:
+        """Return the names of the components that a value needs; none for the core alone, as of each default.
+
+        A row of the setting's `table` is a component of its own name, too, unless `components` names another.
+        """
+        if value == default:
+            return []
+        name = str(value)
+        of_table = [name] if name in paths_in(self.table) else []
+        named = dict(self.components).get(name, self.component)
+        return [*of_table, named] if named and named not in of_table else of_table
 
     @property
     def allowed(self) -> tuple[str, ...]:

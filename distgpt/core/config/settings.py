@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distgpt.core.base.errors import UsageError, nearest
+from distgpt.core.config.schedules import SCHEDULES
 from distgpt.core.config.setting import Group, Setting, check, settings_of
 from distgpt.core.ops.activations import ACTIVATIONS
 
@@ -18,7 +19,6 @@ POSITIONS = ("learned", "rope", "none")
 ROPE_SCALINGS = ("none", "linear", "llama3")
 OPTIMIZERS = ("adamw", "muon")
 LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-SCHEDULES = ("linear", "cosine", "wsd", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
 ROUNDED_DTYPES = ("int8", "int4")
 AUTO_DTYPE = "auto"  # distgpt/core/cpu/dtypes.py says what that is
@@ -369,7 +369,7 @@ class TrainConfig:
     schedule: str = of_schedule(
         "cosine",
         "How the learning rate falls after the warm-up. wsd: constant, then linear at the end.",
-        choices=SCHEDULES,
+        choices=tuple(SCHEDULES),
         changeable=True,
     )
     decay_fraction: float = of_schedule(
@@ -408,14 +408,20 @@ class TrainConfig:
     )
     grad_sync: str = of_ranks(
         "allreduce",
-        "How ranks sum gradients: in one call, in chunks, within nodes first, or during the backward pass."
+        "How ranks sum gradients: in one call (on one node in memory that they share), in chunks by MPI,"
+        " within nodes first, or during the backward pass."
         " auto: the fastest of these. sharded: each rank sums and updates a part, and keeps only the"
         " moments of that part (mpi; mpi-cuda without hierarchical).",
         choices=GRAD_SYNCS,
         table="exchanges",
         changeable=True,
         former_choices=(("packed", "allreduce"),),
-        components=(("auto", "trial"), *((name, name) for name in ("hierarchical", "overlapped", "sharded"))),
+        component="exchange",  # what the table adds
+        components=(
+            ("chunked", ""),
+            ("auto", "trial"),
+            *((name, name) for name in ("hierarchical", "overlapped", "sharded")),
+        ),
     )
     gradient_dtype: str = of_ranks(
         "float32",
@@ -492,6 +498,27 @@ class TrainConfig:
         changeable=True,
     )
     keep: int = of_saving(3, "Keep the newest N checkpoints.", low=1, changeable=True)
+    keep_every: int = of_saving(
+        0,
+        "Keep one checkpoint for good in every N steps, beside the newest. 0: none.",
+        low=0,
+        changeable=True,
+        component="retention",
+    )
+    keep_every_minutes: float = of_saving(
+        0.0,
+        "Keep one checkpoint for good in this many minutes, beside the newest. 0: none.",
+        low=0,
+        changeable=True,
+        component="retention",
+    )
+    keep_minutes: float = of_saving(
+        0.0,
+        "Also keep checkpoints that are younger than this many minutes.",
+        low=0,
+        changeable=True,
+        component="retention",
+    )
     sample_every: int = of_display(
         0, "Write a sample of text every N steps. 0: never.", low=0, changeable=True
     )
@@ -545,7 +572,10 @@ class TrainConfig:
         component="recheck",
     )
     verify_every: int = of_trouble(
-        100, "Compare the ranks' weights every N steps. 0: never.", low=0, changeable=True
+        100,
+        "Compare the ranks' weights every N steps, after the first one and at the end. 0: never.",
+        low=0,
+        changeable=True,
     )
 
     def __post_init__(self) -> None:
@@ -580,7 +610,7 @@ class TrainConfig:
     @property
     def model_kind(self) -> str:
         """Return the kind of model that is trained: what is made beside it, or all of it."""
-        if self.adapter_kind not in ("auto", "lora"):
+        if self.adapter_kind != "auto":
             return self.adapter_kind
         return "lora" if self.lora_rank else "whole"
 
@@ -594,7 +624,7 @@ class TrainConfig:
         """Return the names of the components that these settings need, in the order of declaration."""
         about, plain = settings_of(TrainConfig), TrainConfig()
         needed = (each.needs(getattr(self, name), getattr(plain, name)) for name, each in about.items())
-        return dict.fromkeys(filter(None, needed))
+        return dict.fromkeys(component for names in needed for component in names)
 
     @property
     def text_kind(self) -> str:

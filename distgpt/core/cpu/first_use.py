@@ -45,8 +45,13 @@ def report(is_kept: bool) -> None:
         return
     _reported.add(_purpose)
     what = f"{COMPILING} for {_purpose}" if _purpose else COMPILING
+    note(f"{what} (later starts load them)" if is_kept else what)
+
+
+def note(text: str) -> None:
+    """Report what became of a kernel, where others are reported."""
     with suppress(OSError, ValueError):  # of a stream that was closed
-        _say(f"{what} (later starts load them)" if is_kept else what)
+        _say(text)
 
 
 def has_compiled() -> bool:

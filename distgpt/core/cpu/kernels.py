@@ -1,22 +1,26 @@
-"""The vocabulary on CPU cores: compiled loops and matmuls, split over the threads of one pool.
+"""The operations on CPU cores: compiled loops and matmuls, split over the threads of one pool.
 
 Float32 and float64 (CpuKernels), and bfloat16 between layers (Bfloat16Kernels).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from distgpt.core.base.tables import part
+from distgpt.core.cpu.compiling.barrier import Member
 from distgpt.core.cpu.compiling.jit import Loop
-from distgpt.core.cpu.decoding.operands import operand_rows
 from distgpt.core.cpu.fused import activations, attention, flat, low_rank, muon, rowwise
 from distgpt.core.cpu.matmul import blas
 from distgpt.core.cpu.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory, pool_of
+from distgpt.core.cpu.teams import Shape, Team, by_job, run_in_teams, share_out
 from distgpt.core.ops.api import (
     IGNORED,
     PIECE,
@@ -45,10 +49,12 @@ WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes long
 
 
 class Operand(Generic[W]):
-    """How to compute with one type of matrix, w (rows, k)."""
+    """Computes with one type of matrix, w (rows, k)."""
 
     def __init__(self, kernels: CpuKernels, pool: Pool, memory: WorkerMemory) -> None:
-        self._kernels, self._pool, self._memory = kernels, pool, memory
+        self._kernels = kernels
+        self._pool = pool
+        self._memory = memory
 
     def linear(self, y: Array, x: Array, w: W, b: Array | None) -> None:
         """y ← x wᵀ + b"""
@@ -71,9 +77,9 @@ class Floats(Operand[Array]):
     """A matrix that is an array."""
 
     def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        if len(x) <= self._kernels.few:
+        if len(x) <= self._kernels.unpacked_rows:
             grain = max(COLUMNS, WORTHWHILE // w.shape[1])
-            self._pool.ranges(len(w), grain, blas.linear_few_rows, y, x, w, b)
+            self._pool.split_range(len(w), grain, blas.linear_few_rows, y, x, w, b)
         else:
             self._kernels.matmuls.forward(y, x, w, b)
 
@@ -88,7 +94,6 @@ class Floats(Operand[Array]):
 
 
 Operands = Mapping[type, type[Operand[Any]]]  # by type of matrix
-OperandRows = Callable[[int, int, str], Array]  # of a count, columns and the type of packed weights
 FLOATS: Operands = MappingProxyType({np.ndarray: Floats})
 
 
@@ -96,17 +101,16 @@ class CpuKernels(OnHost):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
     `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the one in a table.
-    `operands` has what multiplies by each type of matrix; `rows` makes the decoder's memory for what that
-    multiplies.
+    `operands` has what multiplies by each type of matrix.
     """
 
+    # 667 rows of GPT-2's vocabulary: sgemm is 1.8 times as fast with 512 rows as with 64 (performance.md).
     logits_bytes = 128 << 20
     slice_rows = 1024
     capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
-    few = 3  # rows up to which a linear layer is bound by reading w
+    unpacked_rows = 3  # up to which a linear layer is bound by reading w, so that no packing pays
     loss_loop = staticmethod(rowwise.cross_entropy)
-    polar: tuple[Loop, Callable[[int, int, str], muon.Memory]] = muon.orthogonalise, muon.scratch
-    cache_dtype = "float32"  # of its keys and values
+    polar: tuple[Loop, Callable[[int, int, str, int, int], muon.Memory]] = muon.orthogonalise, muon.scratch
 
     def __init__(
         self,
@@ -114,16 +118,16 @@ class CpuKernels(OnHost):
         threads: int = 1,
         matmul: str = "auto",
         operands: Operands = FLOATS,
-        rows: OperandRows = operand_rows,
     ) -> None:
+        # Between layers, and of weights, statistics and sums: the same but in bfloat16.
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
-        self.operand_rows = rows
         self._operands = {kind: of(self, self._pool, self._memory) for kind, of in operands.items()}
-        blas.single_threaded_blas()
+        blas.single_threaded_blas()  # two pools of threads would fight for the same cores
         self.matmuls = self._matmuls(matmul)
+        self._polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
 
     def _matmuls(self, matmul: str) -> Matmuls:
         return matmuls_for(self._pool, self.dtype, matmul)
@@ -131,7 +135,7 @@ class CpuKernels(OnHost):
     # -- workers
 
     def each(self, work: Callable[[int], None], count: int) -> None:
-        self._pool.run(work, count)
+        self._pool.run_parts(work, count)
 
     def run_together(self, work: Work) -> None:
         self._pool.run_together(work)
@@ -139,7 +143,17 @@ class CpuKernels(OnHost):
     def precisely(self, work: Work) -> None:
         work()
 
+    def record(self, work: Work) -> Work:
+        """Return the work itself, or what a component makes of it."""
+        return part("record", as_it_is)(self, work)
+
     # -- arrays
+
+    def zero(self, x: Array) -> None:
+        self._pool.split_range(x.size, PIECE, flat.zero, flattened(x))
+
+    def add(self, y: Array, a: Array, b: Array) -> None:
+        self._pool.split_range(y.size, PIECE, rowwise.add, flattened(y), a.reshape(-1), b.reshape(-1))
 
     def to_host(self, array: Array) -> HostArray:
         return self._operands[type(array)].to_host(array)
@@ -158,10 +172,10 @@ class CpuKernels(OnHost):
     ) -> None:
         wte, tokens = self._operands[type(wte)].lookup(wte, tokens)
         if wpe is not None and positions is not None:
-            self._pool.ranges(len(x), ROWS, rowwise.embed_at_positions, x, tokens, wte, wpe, positions)
+            self._pool.split_range(len(x), ROWS, rowwise.embed_at_positions, x, tokens, wte, wpe, positions)
             return
         added = None if wpe is None else wpe[following(seq_len, start)]
-        self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
+        self._pool.split_range(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
     def sort_tokens(self, tokens: Array, vocab: int) -> SortedTokens:
         return SortedTokens(tokens, None)
@@ -177,18 +191,18 @@ class CpuKernels(OnHost):
     ) -> None:
         columns = dwte.shape[1]
         of = dwte, dwpe, dx, tokens.tokens, seq_len, positions
-        self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, *of)
+        self._pool.split_range(columns, COLUMNS, rowwise.embed_backward, *of)
 
     def add_embedding(self, x: Array, tokens: Array, w: Array) -> None:
         w, tokens = self._operands[type(w)].lookup(w, tokens)
-        self._pool.ranges(len(x), ROWS, rowwise.add_embedding, x, tokens, w)
+        self._pool.split_range(len(x), ROWS, rowwise.add_embedding, x, tokens, w)
 
     # -- norms
 
     def add_norm(
         self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Gain, eps: float
     ) -> None:
-        self._pool.ranges(len(y), ROWS, rowwise.add_norm, y, s, *stats, x, r, *wb, eps)
+        self._pool.split_range(len(y), ROWS, rowwise.add_norm, y, s, *stats, x, r, *wb, eps)
 
     def norm_backward(
         self,
@@ -201,12 +215,14 @@ class CpuKernels(OnHost):
         stats: Stats,
         wb: Gain,
     ) -> None:
-        self._pool.ranges(len(dx), ROWS, rowwise.norm_backward, dx, y, dy, dres, s, *stats, *wb)
+        self._pool.split_range(len(dx), ROWS, rowwise.norm_backward, dx, y, dy, dres, s, *stats, *wb)
 
     def norm_backward_weights(
         self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
-        self._pool.ranges(s.shape[1], COLUMNS, rowwise.norm_backward_weights, *dwb, dy, s, *stats, accumulate)
+        self._pool.split_range(
+            s.shape[1], COLUMNS, rowwise.norm_backward_weights, *dwb, dy, s, *stats, accumulate
+        )
 
     # -- linear layers
 
@@ -224,29 +240,29 @@ class CpuKernels(OnHost):
         dw, db = dwb
         self.matmuls.backward_weights(dw, dy, x, accumulate)
         if db is not None:
-            self._pool.ranges(dy.shape[1], COLUMNS, rowwise.sum_rows, db, dy, accumulate)
+            self._pool.split_range(dy.shape[1], COLUMNS, rowwise.sum_rows, db, dy, accumulate)
 
     def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
         if b is None or a is None:
-            self._pool.ranges(len(y), ROWS, low_rank.copy, y, w)
+            self._pool.split_range(len(y), ROWS, low_rank.copy, y, w)
             return
         columns = y.shape[1]
         most = max(low_rank.LEAST_ROWS, low_rank.SUMS_BYTES // (columns * self.wide.itemsize))
 
         def some(first: int, last: int) -> None:
-            memory = self._memory.of(np.empty, (most, columns), self.wide.name)
+            memory = self._memory.scratch(np.empty, (most, columns), self.wide.name)
             for top in range(first, last, most):
                 bottom = min(top + most, last)
                 sums = memory[: bottom - top]
                 self.matmuls.backward(sums, b[top:bottom], a)
-                low_rank.add(top, bottom, y, w, sums, scale)
+                self._pool.call(low_rank.add, top, bottom, y, w, sums, scale)
 
-        self._pool.ranges(len(y), ROWS, some)
+        self._pool.split_range(len(y), ROWS, some)
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)
         forward = activations.FORWARD[act]
-        self._pool.ranges(len(y), ROWS, forward, y, pre)
+        self._pool.split_range(len(y), ROWS, forward, y, pre)
 
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
@@ -255,7 +271,7 @@ class CpuKernels(OnHost):
         assert db is None
         self.linear_backward(y, dy, w)
         backward = activations.BACKWARD[act]
-        self._pool.ranges(len(y), ROWS, backward, y, dpre)
+        self._pool.split_range(len(y), ROWS, backward, y, dpre)
 
     # -- attention
 
@@ -263,22 +279,24 @@ class CpuKernels(OnHost):
         self, qkv: Array, angles: Angles, heads: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
         cos, sin = (table[following(seq_len, start)] for table in angles)
-        self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, heads, inverse)
+        self._pool.split_range(len(qkv), ROWS, attention.rope, qkv, cos, sin, heads, inverse)
 
     def qk_norm(self, qkv: Array, rstd: Array, head: int, eps: float) -> None:
-        self._pool.ranges(len(qkv), ROWS, attention.qk_norm, qkv, rstd, head, eps)
+        self._pool.split_range(len(qkv), ROWS, attention.qk_norm, qkv, rstd, head, eps)
 
     def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array, head: int) -> None:
-        self._pool.ranges(len(qkv), ROWS, attention.qk_norm_backward, dqkv, qkv, rstd, head)
+        self._pool.split_range(len(qkv), ROWS, attention.qk_norm_backward, dqkv, qkv, rstd, head)
 
     def qk_norm_gain(self, qkv: Array, xhat: Array, rstd: Array, gain: Array, eps: float) -> None:
-        self._pool.ranges(len(qkv), ROWS, attention.qk_norm_gain, qkv, xhat, rstd, gain, eps)
+        self._pool.split_range(len(qkv), ROWS, attention.qk_norm_gain, qkv, xhat, rstd, gain, eps)
 
     def qk_norm_gain_backward(self, dqkv: Array, dgain: Array, xhat: Array, rstd: Array, gain: Array) -> None:
-        self._pool.ranges(len(dqkv), ROWS, attention.qk_norm_gain_backward, dqkv, dgain, xhat, rstd, gain)
+        self._pool.split_range(
+            len(dqkv), ROWS, attention.qk_norm_gain_backward, dqkv, dgain, xhat, rstd, gain
+        )
 
     def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
-        self._pool.ranges(x.shape[1], COLUMNS, rowwise.sum_rows, total, x, accumulate)
+        self._pool.split_range(x.shape[1], COLUMNS, rowwise.sum_rows, total, x, accumulate)
 
     def attention(
         self,
@@ -289,16 +307,18 @@ class CpuKernels(OnHost):
         positions: Array | None = None,
         window: int = 0,
     ) -> None:
-        n_head, n_seq = lse.shape[1], len(y) // seq_len
-        size, seen = y.shape[1] // n_head, window or seq_len
+        n_head = lse.shape[1]
+        n_seq = len(y) // seq_len
+        size = y.shape[1] // n_head
+        seen = window or seq_len
 
         def some(i: int, j: int) -> None:
-            scratch = self._memory.of(
+            scratch = self._memory.scratch(
                 attention.forward_scratch, seq_len, size, self.dtype.name, self.wide.name
             )
-            attention.attention(i, j, y, lse, qkv, seq_len, scratch, positions, seen)
+            self._pool.call(attention.attention, i, j, y, lse, qkv, seq_len, scratch, positions, seen)
 
-        self._pool.ranges(n_seq * n_head, 1, some)
+        self._pool.split_range(n_seq * n_head, 1, some)
 
     def attention_backward(
         self,
@@ -313,16 +333,19 @@ class CpuKernels(OnHost):
         window: int = 0,
     ) -> None:
         assert db is None
-        size, seen = y.shape[1] // lse.shape[1], window or seq_len
+        size = y.shape[1] // lse.shape[1]
+        seen = window or seq_len
         kv_heads = (qkv.shape[1] - y.shape[1]) // (2 * size)
 
         def some(i: int, j: int) -> None:
-            scratch = self._memory.of(
+            scratch = self._memory.scratch(
                 attention.backward_scratch, seq_len, size, self.dtype.name, self.wide.name
             )
-            attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch, positions, seen)
+            self._pool.call(
+                attention.attention_backward, i, j, dqkv, dy, y, lse, qkv, seq_len, scratch, positions, seen
+            )
 
-        self._pool.ranges(len(y) // seq_len * kv_heads, 1, some)
+        self._pool.split_range(len(y) // seq_len * kv_heads, 1, some)
 
     def attention_cached(
         self,
@@ -331,22 +354,23 @@ class CpuKernels(OnHost):
         qkv: Array,
         start: Array,
         window: int = 0,
-        lanes: Array | None = None,
+        slots: Array | None = None,
     ) -> None:
         _, count, kv_heads, length, size = cache.shape
-        n_seq = count if lanes is None else len(lanes)
-        lane_starts = np.empty((2, n_seq), np.int64)
-        lane_starts[0], lane_starts[1] = start, np.arange(n_seq) if lanes is None else lanes
+        n_seq = count if slots is None else len(slots)
+        starts_and_slots = np.empty((2, n_seq), np.int64)
+        starts_and_slots[0] = start
+        starts_and_slots[1] = np.arange(n_seq) if slots is None else slots
         seen = window or length
 
         def some(i: int, j: int) -> None:
-            scratch = self._memory.of(
+            scratch = self._memory.scratch(
                 attention.forward_scratch, length, size, self.dtype.name, self.wide.name
             )
-            attention.attention_cached(i, j, y, cache, qkv, lane_starts, scratch, seen)
+            self._pool.call(attention.attention_cached, i, j, y, cache, qkv, starts_and_slots, scratch, seen)
 
-        read = 2 * (int(lane_starts[0].max()) + len(y) // n_seq) * size
-        self._pool.ranges(n_seq * kv_heads, max(1, WORTHWHILE // read), some)
+        read = 2 * (int(starts_and_slots[0].max()) + len(y) // n_seq) * size
+        self._pool.split_range(n_seq * kv_heads, max(1, WORTHWHILE // read), some)
 
     # -- head and loss
 
@@ -361,30 +385,16 @@ class CpuKernels(OnHost):
         scale: float,
         accumulate: bool,
     ) -> None:
-        """Leave out rows that are not learned, and padding, of the scratch memory too."""
-        # Rows without a target need no logits, and the head is the largest matmul of all.
+        """Leave out rows that are not learned: they need no logits, and the head is the largest matmul."""
         learned = np.flatnonzero(targets != IGNORED)
-        n, few = len(learned), len(learned) < len(x)
-        if few:
-            x, targets = x[learned], targets[learned]
-        vocab = head.vocab
-        w, dw = self._operands[type(head.w)].unpadded(head.w, vocab), None if dw is None else dw[:vocab]
-        packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
-        for start in range(0, n, len(packed)):
-            rows = slice(start, min(n, start + len(packed)))
-            chunk = packed[: rows.stop - start]
-            self.linear(chunk, x[rows], Affine(w, None))
-            of_rows = losses[rows], targets[rows], chunk, scale, dx is not None
-            self._pool.ranges(len(chunk), ROWS, self.loss_loop, *of_rows)
-            if dx is not None:
-                self.linear_backward(dx[rows], chunk, w)
-            if dw is not None:
-                self.linear_backward_weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
-        if dw is not None and not n and not accumulate:
-            dw[...] = 0
-        for out in (losses, dx) if few else ():
+        n = len(learned)
+        if n == len(x):
+            every_cross_entropy(self, losses, dx, dw, x, head, targets, scale, accumulate)
+            return
+        every_cross_entropy(self, losses, dx, dw, x[learned], head, targets[learned], scale, accumulate)
+        for out in (losses, dx):
             if out is not None:
-                found = out[:n].copy()
+                found = out[:n].copy()  # learned rows lie in front, and go where they belong
                 out[...] = 0
                 out[learned] = found
 
@@ -396,62 +406,129 @@ class CpuKernels(OnHost):
     def sum_squares(self, total: Array, g: Array) -> None:
         pieces = np.empty(-(-len(g) // PIECE))  # the same for any number of threads
         # Not self.squares: a profile counts calls of that, and would count this work twice.
-        self._pool.ranges(len(pieces), 1, flat.squares, pieces, g)
+        self._pool.split_range(len(pieces), 1, flat.squares, pieces, g)
         total[0] = pieces.sum()
 
     def squares(self, pieces: Array, g: Array) -> None:
-        self._pool.ranges(len(pieces), 1, flat.squares, pieces, g)
+        self._pool.split_range(len(pieces), 1, flat.squares, pieces, g)
 
     def add_up(self, total: Array, pieces: Array) -> None:
         total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
         # The norm is read here, on the host: an update that is not finite must not begin.
-        scale, groups = clipped(norm, scalars), scalars[3:].reshape(-1, 2)
+        scale = clipped(norm, scalars)
+        groups = scalars[3:].reshape(-1, 2)
         if scale is not None:
             step = scale, float(scalars[2])
-            self._pool.ranges(len(state.p), PIECE, flat.adamw, *state, step, groups, tuple(constants))
+            self._pool.split_range(len(state.p), PIECE, flat.adamw, *state, step, groups, tuple(constants))
 
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
         scale = clipped(norm, scalars)
         if scale is None:
             return
-        for mi, gi in zip(m, g, strict=True):
-            self._pool.ranges(len(mi), PIECE, muon.momentum, mi, gi, scale, float(scalars[2]))
+        pieces = [0, *accumulate(-(-len(mi) // PIECE) for mi in m)]  # where each array's begin
+        momentum = float(scalars[2])
+
+        def some(first: int, last: int) -> None:
+            i = bisect_right(pieces, first) - 1
+            while i < len(m) and pieces[i] < last:
+                begin, end = max(first, pieces[i]) - pieces[i], last - pieces[i]
+                muon.momentum(PIECE * begin, min(PIECE * end, len(m[i])), m[i], g[i], scale, momentum)
+                i += 1
+
+        self._pool.split_range(pieces[-1], 1, some)
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
-        # A matrix is one worker's. The largest begin, so that none is left alone with one at the end.
-        largest_first = sorted(updates, key=lambda u: muon.order(u.shape))
-        coefficients, (loop, make) = np.array(POLAR), self.polar
+        coefficients = np.array(POLAR)
+        shapes = tuple(u.shape for u in updates)
+        loop, make = self.polar
+        teams = share_out(shapes, self._pool.free_threads, self._polar_cost)
+        # Made before the threads begin, as a team shares it; pages lie where they are first written to.
+        memory = [
+            self._memory.scratch(make, *self._polar_sizes(shapes[i], team), after=team.first)
+            for i, team in by_job(teams)
+        ]
 
-        def one(i: int) -> None:
-            u = largest_first[i]
-            loop(u, self._memory.of(make, *sorted(u.shape), self.wide.name), coefficients)
+        def one(i: int, member: Member) -> None:
+            loop(updates[i], memory[i][member.number], coefficients, member)
 
-        self._pool.run(one, len(updates))
+        run_in_teams(self._pool, teams, one)
 
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        largest_first = sorted(shapes, key=muon.order)
-        own = [largest_first[worker :: self.threads] for worker in range(self.threads)]  # as the pool shares
-        sides = ((low, long) for some in own for low, long in {(min(shape), max(shape)) for shape in some})
-        return sum(muon.bytes_of(self.polar[1](low, long, self.wide.name)) for low, long in sides)
+        teams = share_out(tuple(shapes), self.threads, self._polar_cost)
+        kept = {(team.first, self._polar_sizes(shapes[i], team)) for i, team in by_job(teams)}
+        return sum(muon.bytes_of(self.polar[1](*sizes)) for _, sizes in kept)
+
+    def _polar_sizes(self, shape: Shape, team: Team) -> tuple[int, int, str, int, int]:
+        """Return what `polar` makes memory from."""
+        return min(shape), max(shape), self.wide.name, team.members, self._polar_cost(shape).most
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
         if clipped(norm, scalars) is None:
             return
         rate, decay = map(float, scalars[3:])
+        shapes = tuple(matrix.p.shape for matrix in matrices)
+        teams = share_out(shapes, self._pool.free_threads, muon.step_cost)
+        sums = [
+            self._memory.scratch(np.empty, (2, shapes[i][0]), "float64", after=team.first)
+            for i, team in by_job(teams)
+        ]
 
-        def one(i: int) -> None:
-            rows, columns = matrices[i].p.shape
-            muon.step(*matrices[i], rate * max(1.0, rows / columns) ** 0.5, decay, beta2)
+        def one(i: int, member: Member) -> None:
+            rows, columns = shapes[i]
+            of_shape = rate * max(1.0, rows / columns) ** 0.5
+            muon.step(*matrices[i], of_shape, decay, beta2, sums[i], member)
 
-        self._pool.run(one, len(matrices))
+        run_in_teams(self._pool, teams, one)
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._pool.ranges(len(y), PIECE, flat.subtract, y, a, b)
+        self._pool.split_range(len(y), PIECE, flat.subtract, y, a, b)
 
     def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
-        self._pool.ranges(len(state.p), PIECE, flat.nesterov, *state, (scale, lr, momentum))
+        self._pool.split_range(len(state.p), PIECE, flat.nesterov, *state, (scale, lr, momentum))
+
+
+def every_cross_entropy(
+    k: CpuKernels,
+    losses: Array,
+    dx: Array | None,
+    dw: Array | None,
+    x: Array,
+    head: Head,
+    targets: Array,
+    scale: float,
+    accumulate: bool,
+) -> None:
+    """Compute the same where all rows have a target. Leave out padding, of the scratch memory too."""
+    n = len(x)
+    vocab = head.vocab
+    w = k._operands[type(head.w)].unpadded(head.w, vocab)
+    dw = None if dw is None else dw[:vocab]
+    packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
+    for start in range(0, n, len(packed)):
+        rows = slice(start, min(n, start + len(packed)))
+        chunk = packed[: rows.stop - start]
+        k.linear(chunk, x[rows], Affine(w, None))
+        of_rows = losses[rows], targets[rows], chunk, scale, dx is not None
+        k._pool.split_range(len(chunk), ROWS, k.loss_loop, *of_rows)
+        if dx is not None:
+            k.linear_backward(dx[rows], chunk, w)
+        if dw is not None:
+            k.linear_backward_weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
+    if dw is not None and not n and not accumulate:
+        dw[...] = 0
+
+
+def flattened(x: Array) -> Array:
+    """Return the same memory as one row."""
+    assert x.flags.c_contiguous, "what is written to a copy is lost"
+    return x.reshape(-1)
+
+
+def as_it_is(kernels: CpuKernels, work: Work) -> Work:
+    """Return work that Python does at each call."""
+    return work
 
 
 def following(seq_len: int, start: Array | None) -> slice | Array:
@@ -468,15 +545,15 @@ class Bfloat16Kernels(CpuKernels):
     Arrays of `dtype` are of type uint16 and hold bits, as NumPy has no bfloat16. Matmuls are our own.
     """
 
-    logits_bytes = 64 << 20
-    few = 4
-    loss_loop = staticmethod(rowwise.cross_entropy_narrow)
-    polar = muon.orthogonalise_low, muon.low_scratch
-    cache_dtype = BITS.name
+    logits_bytes = 64 << 20  # the same rows, at half the bytes
+    unpacked_rows = 4
+    loss_loop = staticmethod(rowwise.cross_entropy_bfloat16)
+    polar = muon.orthogonalise_bfloat16, muon.bfloat16_scratch
 
     def __init__(self, threads: int = 1) -> None:
         super().__init__("float32", threads)
         self.dtype = BITS
+        self._polar_cost = muon.polar_cost  # by our own matmuls, in which rows are alike however they are cut
 
     def _matmuls(self, matmul: str) -> Matmuls:
         return OwnMatmuls(self._pool, BITS)
@@ -496,10 +573,4 @@ class Bfloat16Kernels(CpuKernels):
         array[...] = low.reshape(np.shape(host))
 
     def cast_down(self, low: Array, wide: Array) -> None:
-        self._pool.ranges(len(low), PIECE, rowwise.rounded, low, wide)
-
-    def add(self, y: Array, a: Array, b: Array) -> None:
-        if y.dtype == BITS:
-            self._pool.ranges(y.size, PIECE, rowwise.add, *(x.reshape(-1) for x in (y, a, b)))
-        else:
-            super().add(y, a, b)
+        self._pool.split_range(len(low), PIECE, rowwise.rounded, low, wide)

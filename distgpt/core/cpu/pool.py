@@ -11,11 +11,13 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from distgpt.core.comm.layout import layout
+
 Work = Callable[[int], object]
 Made = TypeVar("Made")
 
 ROWS = 8  # rows are handed out in multiples of this
-COLUMNS = 16  # and columns in whole cache lines
+COLUMNS = 16  # and columns in whole cache lines of float32, so that no two workers write to one
 
 ALONE, IN_PARTS, TOGETHER = range(3)  # how a thread computes
 
@@ -43,9 +45,10 @@ _pools: WeakSet[Pool] = WeakSet()  # all that live
 class Pool:
     """Splits work in three ways.
 
-    `run`: parts 0 … n - 1 of a job, each by a fixed thread. `ranges`: parts of a range.
-    `run_together`: all threads make the same calls, and every `ranges` in them gives each its own part of the
-    range, without waiting in between. A `ranges` inside a part of either kind is done whole by its thread.
+    `run_parts`: parts 0 … n - 1 of a job, each by a fixed thread. `split_range`: parts of a range.
+    `run_together`: all threads make the same calls, and every `split_range` in them gives each its own part
+    of the range, without waiting in between. A `split_range` inside a part of either kind is done whole by
+    its thread.
     Threads of the user that compute at once take turns.
     """
 
@@ -56,18 +59,23 @@ class Pool:
 
     def begin_anew(self) -> None:
         """Forget the helpers, which a fork does not copy: the next job starts them."""
-        self._state = _State()
+        self.state = _State()
         self._turn = threading.Lock()
         self._jobs: list[SimpleQueue[_Job]] = []  # of each helper
 
     @property
     def thread(self) -> int:
         """The index of the calling worker, and of its scratch memory."""
-        return self._state.index
+        return self.state.index
 
-    def run(self, work: Work, count: int) -> None:
+    @property
+    def free_threads(self) -> int:
+        """The threads among which a job from here is split: only the caller inside another job."""
+        return self.threads if self.state.mode == ALONE else 1
+
+    def run_parts(self, work: Work, count: int) -> None:
         """Call work(0) … work(count - 1) and wait for all."""
-        if self._state.mode != ALONE or self.threads == 1 or count == 1:
+        if self.state.mode != ALONE or self.threads == 1 or count == 1:
             for part in range(count):
                 work(part)
         else:
@@ -75,30 +83,35 @@ class Pool:
 
     def run_together(self, work: Callable[[], None]) -> None:
         """Call work() on every thread at once; see the class."""
-        if self._state.mode != ALONE or self.threads == 1:
+        if self.state.mode != ALONE or self.threads == 1:
             work()
         else:
             self._split(lambda part: work(), self.threads, TOGETHER)
 
-    def ranges(self, total: int, grain: int, job: Callable[..., object], *args: object) -> None:
+    def split_range(self, total: int, grain: int, job: Callable[..., object], *args: object) -> None:
         """Call job(first, last, *args) on even parts of range(total), cut at multiples of `grain`."""
-        mode = self._state.mode
+        mode = self.state.mode
         if mode == TOGETHER:
-            first, last = self._range(self.thread, self.threads, total, grain)
+            first, last = self.part_of(self.thread, self.threads, total, grain)
             if first < last:
-                self._state.mode = IN_PARTS
+                self.state.mode = IN_PARTS
                 try:
                     job(first, last, *args)
                 finally:
-                    self._state.mode = TOGETHER
+                    self.state.mode = TOGETHER
         elif mode == IN_PARTS or self.threads == 1 or total <= grain:
             job(0, total, *args)
         else:
             parts = min(self.threads, -(-total // grain))
-            self._split(lambda part: job(*self._range(part, parts, total, grain), *args), parts, IN_PARTS)
+            self._split(lambda part: job(*self.part_of(part, parts, total, grain), *args), parts, IN_PARTS)
+
+    def call(self, loop: Callable[..., object], *args: object) -> None:
+        """Call a compiled loop, inside a part of an operation. By this alone a component can record calls."""
+        loop(*args)
 
     @staticmethod
-    def _range(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
+    def part_of(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
+        """Return the range of one part."""
         blocks = -(-total // grain)
         return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
 
@@ -108,10 +121,10 @@ class Pool:
             try:
                 self._jobs = self._jobs or self._started()
                 job = self._hand_out(_Job(work, count, mode))
-                self._parts_of(0, job)
+                self._parts_of(0, job)  # the caller is worker 0
                 failures = self._outcomes(job)
             except BaseException:  # the caller's own, or an interrupt, which may come anywhere in here
-                self._settle()
+                self._wait_until_idle()
                 raise
         for failure in failures:
             if failure is not None:
@@ -119,6 +132,7 @@ class Pool:
 
     def _started(self) -> list[SimpleQueue[_Job]]:
         jobs: list[SimpleQueue[_Job]] = [SimpleQueue() for _ in range(self.threads - 1)]
+        layout().seat(0, self.threads)  # the caller
         for thread, own in enumerate(jobs, 1):
             threading.Thread(target=self._serve, args=(thread, own), daemon=True).start()
         return jobs
@@ -132,7 +146,7 @@ class Pool:
         """Wait for the helpers of this job; return what each raised, or None."""
         return [job.ended.get() for _ in self._jobs[: job.count - 1]]
 
-    def _settle(self) -> None:
+    def _wait_until_idle(self) -> None:
         """Wait until no helper is at work, whichever of them had been given some.
 
         Each takes its jobs in order, so all are through once they are through with one that is empty.
@@ -146,14 +160,15 @@ class Pool:
 
     def _parts_of(self, thread: int, job: _Job) -> None:
         try:
-            self._state.mode = job.mode
+            self.state.mode = job.mode
             for part in range(thread, job.count, self.threads):
                 job.work(part)
         finally:
-            self._state.mode = ALONE
+            self.state.mode = ALONE
 
     def _serve(self, thread: int, jobs: SimpleQueue[_Job]) -> None:
-        self._state.index = thread
+        self.state.index = thread
+        layout().seat(thread, self.threads)
         while True:
             self._help(thread, jobs.get())
 
@@ -173,9 +188,9 @@ class WorkerMemory:
         self._pool = pool
         self._made: dict[tuple[Hashable, ...], Any] = {}  # what their first one made
 
-    def of(self, make: Callable[..., Made], *sizes: Hashable) -> Made:
-        """Return the calling thread's own make(*sizes)."""
-        key = (self._pool.thread, make, *sizes)
+    def scratch(self, make: Callable[..., Made], *sizes: Hashable, after: int = 0) -> Made:
+        """Return the calling thread's own make(*sizes), or that of the thread this many after it."""
+        key = (self._pool.thread + after, make, *sizes)
         if key not in self._made:
             self._made[key] = make(*sizes)
         made: Made = self._made[key]

@@ -10,31 +10,28 @@ Those on GPUs are rows of the same table, and lie in a component.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from distgpt.core.base.caches import CACHE, misplaced
 from distgpt.core.base.errors import Say, UsageError
-from distgpt.core.base.formatting import count
 from distgpt.core.base.tables import Table
-from distgpt.core.comm.agree import gather_bytes, named_ranks, on_every_rank, on_root, ranks_by_text
+from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.cores import boot_id, usable_cores
-from distgpt.core.comm.joining import connect, join
-from distgpt.core.comm.launched import launched_as
-from distgpt.core.comm.limits import granted_cores, granted_memory
-from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import ON_GPU, SEVERAL, STAGES, WITH_MPI, GpuConfig, RunConfig, nearest
+from distgpt.core.comm.job import this_job
+from distgpt.core.comm.layout import layout
+from distgpt.core.comm.resources import granted_memory
+from distgpt.core.config import ON_GPU, STAGES, GpuConfig, RunConfig, nearest
 from distgpt.core.cpu import dtypes, first_use
 from distgpt.core.cpu.dtypes import Choose, Dtype
 from distgpt.core.ops.api import Kernels
 
-MOST_THREADS = 1024
+MOST_THREADS = 1024  # more than any node has: a typo would start as many threads as it says
 NOT_KEPT = (
     "compiled loops cannot be kept, so every start compiles them anew, for about a minute: "
-    "set XDG_CACHE_HOME to a folder that only you can write to"
+    f"set {CACHE} to a folder that only you can write to"
 )
 SLOW_BFLOAT16 = (
     "this processor computes bfloat16 with float32 instructions: less memory and faster generation than with "
@@ -61,7 +58,7 @@ class Notes:
         self._listener = listener
         for text in self._kept:
             listener(text)
-        self._kept.clear()  # each is told once, also to a second listener
+        self._kept.clear()  # a second listener hears none of them again
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +81,13 @@ class Stage:
         """
         from distgpt.core.cpu.compiling import disk_cache
 
-        make = on_every_rank(self.comm, lambda: maker_of(dtype))
+        make = on_every_rank(self.comm, lambda: KERNELS[dtype])
+        layout().bind()  # before the kernels have threads, and models memory
         first_use.begin(f"{use} in {dtype}" if use else dtype)
-        if not disk_cache.site().files and disk_cache.folder() is None:
-            self.notes.add(NOT_KEPT)
+        if not disk_cache.site():
+            kept_in = disk_cache.folder()
+            if trouble := misplaced(kept_in) if kept_in else NOT_KEPT:
+                self.notes.add(trouble)
         return make(self, dtype, matmul)
 
     def compile_ahead(self, dtype: str, work: Callable[[Kernels], None]) -> None:
@@ -102,34 +102,21 @@ class Stage:
         """Return the bytes of a device's own memory that were taken at most."""
         return 0
 
-    def auto_dtype(self) -> Choose:
-        """Return what chooses --dtype auto, the same on all ranks. Collective."""
-        return dtypes.on_cpu
-
     def cost_of(self, dtype: object) -> str:
         """Return what a dtype that was asked for costs here; "" where it costs nothing."""
         return ""
 
-    def dtype_for_training(self, configured: Callable[[], RunConfig]) -> Dtype:
-        """Return what a run takes: rank 0, which configures it, decides for all. Collective."""
-        choose = self.auto_dtype()
+    def dtype_choice(self) -> Choose:
+        """Return what chooses --dtype auto. Collective."""
+        return dtypes.on_cpu
 
-        def decide() -> list[str]:
-            run = configured()
-            found = dtypes.chosen(choose, run.model.n_embd, run.train.matmul)
-            return [found.name, found.why]
+    def auto_dtype(self, matmul: Callable[[], str] = lambda: "auto", weights: int = 0) -> Dtype:
+        """Return what --dtype auto is: rank 0 decides for all, as it alone knows --matmul. Collective.
 
-        return Dtype(*on_root(self.comm, decide))
-
-    def dtype_for_generation(self, width: int, elements: int) -> Dtype:
-        """Return what generation by a model of that many elements takes. Collective."""
-        choose = self.auto_dtype()
-
-        def decide() -> list[str]:
-            found = dtypes.chosen(choose, width, elements=elements)
-            return [found.name, found.why]
-
-        return Dtype(*on_root(self.comm, decide))
+        `weights` is the number of those that generation reads for every token; training says none.
+        """
+        choose = self.dtype_choice()
+        return Dtype(*on_root(self.comm, lambda: dtypes.chosen(choose, matmul(), weights)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +124,15 @@ class StageKind:
     """A row of the table of stages."""
 
     open: Callable[[str, Comm, int | None, GpuConfig], Stage]  # (name, ranks, --threads, ...); collective
-    auto_dtype: Callable[[bool], Choose]  # (--tf32): what chooses --dtype auto on this machine
+    dtype_choice: Callable[[bool], Choose]  # (--tf32): what chooses --dtype auto on this machine
 
 
 def _open_on_cpu(name: str, comm: Comm, threads: int | None, gpu: GpuConfig) -> Stage:
-    stage = Stage(name, comm, threads or threads_of(comm))
-    _note_launch(stage, threads_given=threads is not None)
+    given = threads is not None
+    stage = Stage(name, comm, threads or layout().threads(comm))
+    notes = this_job().notes(comm, name, stage.threads, threads_given=given)
+    for note in (*notes, *layout().place(comm, stage.threads, threads_given=given)):
+        stage.notes.add(note)
     return stage
 
 
@@ -176,16 +166,9 @@ KERNELS: Table[MakeKernels] = Table(
 )
 
 
-def maker_of(dtype: str) -> MakeKernels:
-    """Return what makes the kernels of a dtype on CPUs."""
-    if dtype not in (known := tuple(KERNELS)):
-        raise UsageError(f"unknown dtype {dtype!r}{nearest(dtype, known)}")
-    return KERNELS[dtype]
-
-
 def expected_dtype(stage: str, run: RunConfig, tf32: bool = False) -> Dtype:
     """Return what a run takes that a stage of this name begins on this machine, without opening it."""
-    return dtypes.chosen(KINDS[stage].auto_dtype(tf32), run.model.n_embd, run.train.matmul)
+    return dtypes.chosen(KINDS[stage].dtype_choice(tf32), run.train.matmul, 0)
 
 
 def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
@@ -199,9 +182,12 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
     if name in ON_GPU and threads is not None:
         raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
     kind = KINDS[name]
-    comm = _communicator(name)
-    connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
-    join(comm)
+    job = this_job()
+    comm = job.connect(name)
+    # This order: a rank that fails from here on must end the job; ranks agree on what they were asked for
+    # before any of them computes; what is compiled is reported from the first kernel on.
+    connected.append(comm)
+    job.meet(comm)
     report_compiling(comm)
     return kind.open(name, comm, threads, gpu or GpuConfig())
 
@@ -209,73 +195,3 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
 def report_compiling(comm: Comm, say: Say | None = None) -> None:
     """Let rank 0 alone report what is compiled, to `say` or to standard error."""
     first_use.announce(say if comm.rank == 0 else lambda text: None)
-
-
-def threads_of(comm: Comm) -> int:
-    """Return the number of cores that this rank has, as many threads as pay."""
-    return granted_cores(comm.cores, comm.local_size).whole
-
-
-def _note_launch(stage: Stage, threads_given: bool) -> None:
-    """Note on rank 0 what is slower than it looks. Collective."""
-    comm, note = stage.comm, stage.notes.add if stage.comm.rank == 0 else lambda text: None
-    if stage.name in WITH_MPI and comm.size == 1:
-        note(f"--stage {stage.name} runs as one process: mpirun -n 2 distgpt … starts two")
-    _note_cores(stage, threads_given)
-    machines = gather_bytes(comm, identity().encode())
-    if (here := machines.count(machines[comm.rank])) > comm.local_size:
-        note(
-            f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that they"
-            f" take each other's cores and memory; give a host one name in the hostfile"
-        )
-
-
-def _note_cores(stage: Stage, threads_given: bool) -> None:
-    """Note on rank 0 which ranks have more threads than cores, and limits that leave fewer. Collective."""
-    comm = stage.comm
-    texts = [text.decode() for text in gather_bytes(comm, _about_cores(stage, threads_given).encode())]
-    for text, ranks in ranks_by_text(texts if comm.rank == 0 else ()).items():
-        stage.notes.add(f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text)
-
-
-def _about_cores(stage: Stage, threads_given: bool) -> str:
-    """Return what this rank should know of its threads and cores; "" if they suit each other."""
-    comm, granted = stage.comm, granted_cores(stage.comm.cores, stage.comm.local_size)
-    cores, limit, several = len(usable_cores()), granted.limit, comm.local_size > 1
-    each, by = " each" * several, f" ({limit})" * bool(limit)
-    if threads_given and stage.threads > granted.whole:
-        own = f"{granted.number:.3g} of " * (granted.number < cores) + count(cores, "core")
-        return f"--threads {stage.threads}, but {own}{each}{by}: threads without a core only make others wait"
-    if several and granted.number < 1 - 1e-6:
-        shared = f"{granted.number * comm.local_size:.3g} of " * bool(limit) + count(cores, "core")
-        return f"{comm.local_size} ranks share {shared}{by}: fewer ranks are as fast, or faster"
-    if limit and not threads_given:
-        threads, of = count(stage.threads, "thread"), count(cores, "core")
-        return f"{limit} grants {granted.number:.3g} of {of}{each}: {threads}{each}"
-    return ""
-
-
-def identity() -> str:
-    """Return an id of this host, however many names it has."""
-    return f"{platform.node()} {boot_id()}"
-
-
-def _communicator(name: str) -> Comm:
-    launched = launched_as()
-    if name not in WITH_MPI:
-        if launched > 1:
-            raise UsageError(
-                f"--stage {name} was launched as {launched} processes, which would all do the same work; "
-                f"use --stage {SEVERAL[name]}, or run without mpirun"
-            )
-        return SerialComm()
-    comm = connect()
-    if launched > 1 and comm.size == 1:
-        from distgpt.core.comm.mpi import library
-
-        raise UsageError(
-            f"launched as {launched} processes, but mpi4py found itself alone: the launcher belongs to "
-            f"another MPI than mpi4py's {library()}; use the mpirun of that MPI, or srun with"
-            " --mpi=pmi2 (MPICH) or pmix (Open MPI)"
-        )
-    return comm

@@ -3,8 +3,9 @@
 The corpus is a ring of n tokens. An epoch cuts it into W = ⌈n / T⌉ windows of T tokens (the last one wraps
 around into the first). With `shift` they begin 0 to T - 1 tokens in, drawn per epoch: the cuts move, and a
 model of a short text learns more than their positions. The windows come in a seeded order, each once per
-epoch. Sequence number g = step · B + row lies in epoch g ÷ W at position g mod W. Any step can be computed at
-any time, so a checkpoint saves nothing of them but how many batches were left out.
+epoch. Sequence i of a step's batch has number g = (step + skipped) · B + i: it lies in epoch g ÷ W at
+position g mod W. Any step can be computed at any time, so a checkpoint saves nothing of them but `skipped`:
+how many batches were left out.
 """
 
 from __future__ import annotations
@@ -20,56 +21,15 @@ from numpy.typing import NDArray
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
 from distgpt.core.config import RunConfig
-from distgpt.core.data.plain import Ids
+from distgpt.core.data.tokenizers import Ids
 
 Words = NDArray[np.uint64]
-Rows = NDArray[np.int32]  # (n, T)
+Sequences = NDArray[np.int32]  # (n, T)
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ the golden ratio: its multiples spread evenly
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ the golden ratio: its multiples spread evenly (Knuth; splitmix64)
 SAMPLE_PIECE = 1 << 16  # tokens of a sample that are read together
-SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN  # one per Feistel round; an even number of them
-
-
-class Tokens(Protocol):
-    """A sequence of token ids, of which only the part being read need lie in memory.
-
-    `fingerprint` identifies its content.
-    """
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> Ids:
-        """Return the ids [start, stop), for 0 ≤ start ≤ stop ≤ length; uint16 or uint32, maybe a view."""
-
-
-class Window(NamedTuple):
-    """Tokens to score, each but the first predicted from those before it."""
-
-    ids: Ids
-    learned: NDArray[np.bool_] | None = None  # whether each id but the first counts; None: all do
-
-
-def windows_of(tokens: Tokens, seq_len: int, most: int = 0) -> list[Window]:
-    """Cut the first `most` tokens (0: all) into windows as long as the context: each is predicted once."""
-    end = min(most + 1, len(tokens)) if most else len(tokens)
-    starts = range(0, end - 1, seq_len)
-    return [Window(tokens.read(start, min(start + seq_len + 1, end))) for start in starts]
-
-
-class ArrayTokens:
-    """Tokens in one array."""
-
-    def __init__(self, ids: Ids) -> None:
-        self._ids = ids
-        self.fingerprint = f"crc32:{crc32(ids.data.cast('B')):08x}"
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def read(self, start: int, stop: int) -> Ids:
-        return self._ids[start:stop]
+# One per Feistel round. An even number of rounds, so that the halves are back in their places.
+SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN
 
 
 class Batches:
@@ -78,11 +38,12 @@ class Batches:
     def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, shift: bool = True) -> None:
         self._tokens = tokens
         self.seq_len = seq_len
-        self._rows = np.arange(batch_size, dtype=np.uint64)
+        self._numbers = np.arange(batch_size, dtype=np.uint64)  # of the sequences in a batch
         self._seed = seed
         self._shift = np.uint64(shift)
-        self.skipped = 0  # batches that are left out from here on
-        self.tokens, self.fingerprint = len(tokens), tokens.fingerprint
+        self.skipped = 0  # batches that were left out: this is added to every later step's number
+        self.n_tokens = len(tokens)
+        self.fingerprint = tokens.fingerprint
         self.windows_per_epoch = -(-len(tokens) // seq_len)
 
     @classmethod
@@ -93,33 +54,35 @@ class Batches:
 
     def notes(self, steps: int) -> Iterator[str]:
         """Yield notes about these batches that people may not expect, for a run of this many steps."""
-        if self.tokens < (window := self.seq_len + 1):
-            few = f"the training text has {self.tokens} tokens, fewer than seq_len + 1 = {window}"
+        if self.n_tokens < (window := self.seq_len + 1):
+            few = f"the training text has {self.n_tokens} tokens, fewer than seq_len + 1 = {window}"
             yield f"{few}: sequences repeat it"
 
     def sample(self, most: int) -> Ids:
-        """Return the text's tokens, or this many of them: pieces at even distances."""
-        if self.tokens <= most:
-            return self._tokens.read(0, self.tokens)
-        starts = np.linspace(0, self.tokens - SAMPLE_PIECE, most // SAMPLE_PIECE).astype(int).tolist()
-        return np.concatenate([self._tokens.read(start, start + SAMPLE_PIECE) for start in starts])
+        """Return the text's tokens, or at most this many (> 0) of them: pieces at even distances."""
+        if self.n_tokens <= most:
+            return self._tokens.read(0, self.n_tokens)
+        piece = min(SAMPLE_PIECE, most)
+        starts = np.linspace(0, self.n_tokens - piece, most // piece).astype(int).tolist()
+        return np.concatenate([self._tokens.read(start, start + piece) for start in starts])
 
-    def windows(self, step: int) -> NDArray[np.int64]:
-        """Return the positions in the corpus where the rows of this step's global batch begin: (B,)."""
-        return self._starts(step, slice(None))
-
-    def learned_fraction(self, step: int) -> float:
-        """Return the fraction of targets that are learned in this step's global batch."""
+    def counted_fraction(self, step: int) -> float:
+        """Return the fraction of targets that the loss counts in this step's global batch."""
         return 1.0
 
     def fill(
-        self, step: int, rows: slice, x_out: Rows, y_out: Rows, positions_out: Rows | None = None
+        self,
+        step: int,
+        which: slice,
+        x_out: Sequences,
+        y_out: Sequences,
+        positions_out: Sequences | None = None,
     ) -> None:
-        """x_out, y_out ← inputs and targets of these n rows of the global batch.
+        """x_out, y_out ← inputs and targets of these n sequences of the global batch.
 
-        positions_out: as in core/ops/api.py, for documents side by side.
+        positions_out: as in core/ops/api.py, for subclasses that lay examples side by side; not used here.
         """
-        starts = self._starts(step, rows).tolist()
+        starts = self._starts(step, which).tolist()
         for start, x, y in zip(starts, x_out, y_out, strict=True):
             window = self._window(start)
             x[:] = window[:-1]
@@ -127,7 +90,8 @@ class Batches:
 
     def _window(self, start: int) -> Ids:
         """Return T + 1 tokens from this position on around the ring, which may be shorter than that."""
-        length, missing = len(self._tokens), self.seq_len + 1
+        length = len(self._tokens)
+        missing = self.seq_len + 1
         pieces: list[Ids] = []
         while missing:
             stop = min(start + missing, length)
@@ -136,38 +100,38 @@ class Batches:
             start = 0
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _starts(self, step: int, rows: slice) -> NDArray[np.int64]:
-        window, key = self._order(step, rows)
+    def _starts(self, step: int, which: slice) -> NDArray[np.int64]:
+        window, key = self._order(step, which)
         shift = _mix(key) % self.seq_len * self._shift
         return ((window * self.seq_len + shift) % len(self._tokens)).astype(np.int64)
 
-    def _order(self, step: int, rows: slice) -> tuple[Words, Words]:
-        """Return the window of each row, and the key of its epoch: (n,)."""
-        sequence = self._rows[rows] + np.uint64((step + self.skipped) * len(self._rows))
+    def _order(self, step: int, which: slice) -> tuple[Words, Words]:
+        """Return the window of each sequence, and the key of its epoch: (n,)."""
+        sequence = self._numbers[which] + np.uint64((step + self.skipped) * len(self._numbers))
         epoch, position = np.divmod(sequence, np.uint64(self.windows_per_epoch))
         key = seeded_hashes(self._seed, epoch)
         return shuffled(position, key, self.windows_per_epoch), key
 
 
-def shuffled(position: Words, key: Words, count: int) -> Words:
-    """Permute positions in [0, count), each by the permutation that its key selects; all (n,).
+def shuffled(position: Words, key: Words, n: int) -> Words:
+    """Permute positions in [0, n), each by the permutation that its key selects.
 
-    A Feistel network on pairs (left, right) with left · b + right = position and a · b just above `count`:
+    A Feistel network on pairs (left, right) with left · b + right = position and a · b just above n:
     every round adds to one half a hash of the other, which can be undone, so no two positions meet. One that
-    leaves [0, count) is permuted again until it is back (cycle walking), which keeps that property.
+    leaves [0, n) is permuted again until it is back (cycle walking), which keeps that property.
     """
-    root = isqrt(count - 1) + 1
-    a, b = np.uint64(root), np.uint64(-(-count // root))
+    root = isqrt(n - 1) + 1
+    a, b = np.uint64(root), np.uint64(-(-n // root))
     result = _feistel(position, key, a, b)
-    while (outside := np.flatnonzero(result >= count)).size:
+    while (outside := np.flatnonzero(result >= n)).size:
         result[outside] = _feistel(result[outside], key[outside], a, b)
     return result
 
 
-def rank_rows(batch_size: int, rank: int, size: int, micro_batch: int, grad_accum: int) -> slice:
-    """Return the rows of the global batch that one rank computes in one micro-batch.
+def rank_sequences(batch_size: int, rank: int, size: int, micro_batch: int, grad_accum: int) -> slice:
+    """Return the sequences of the global batch that one rank computes in one micro-batch.
 
-    Micro-batch m holds rows [m·B/A, (m+1)·B/A), split evenly among the ranks.
+    Micro-batch m holds sequences [m·B/A, (m+1)·B/A), split evenly among the ranks.
     """
     refuse_uneven(batch_size, size, grad_accum)
     each = batch_size // (size * grad_accum)
@@ -207,3 +171,45 @@ def _mix(z: Words) -> Words:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+class Tokens(Protocol):
+    """A sequence of token ids, of which only the part being read need lie in memory.
+
+    `fingerprint` identifies its content.
+    """
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Return the ids [start, stop), for 0 ≤ start ≤ stop ≤ length; uint16 or uint32, maybe a view."""
+
+
+class ArrayTokens:
+    """Tokens in one array."""
+
+    def __init__(self, ids: Ids) -> None:
+        self._ids = ids
+        self.fingerprint = f"crc32:{crc32(ids.data.cast('B')):08x}"
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, start: int, stop: int) -> Ids:
+        return self._ids[start:stop]
+
+
+class Window(NamedTuple):
+    """Tokens to score, each but the first predicted from those before it."""
+
+    ids: Ids
+    counted: NDArray[np.bool_] | None = None  # whether the loss counts each id but the first; None: all
+
+
+def windows_of(tokens: Tokens, seq_len: int, most: int = 0) -> list[Window]:
+    """Cut the first `most` tokens (0: all) into windows as long as the context: each is predicted once."""
+    end = min(most + 1, len(tokens)) if most else len(tokens)
+    starts = range(0, end - 1, seq_len)
+    return [Window(tokens.read(start, min(start + seq_len + 1, end))) for start in starts]

@@ -1,45 +1,214 @@
-"""Tokenizers by the name of their kind, from their saved form, or from a file.
+"""Tokenizers: their base, the one by byte, and the table of all kinds, by which a name or a file is read.
 
-Each kind is a row of a table. Plain ones stand here, others are handed in.
+Others are rows that are handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import codecs
+import copy
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distgpt.core.base.checked import Json, JsonObject, parse_json
 from distgpt.core.base.errors import DataError, UsageError, nearest
 from distgpt.core.base.files import read_small
 from distgpt.core.base.tables import Table
-from distgpt.core.data.collected import CharTokenizer, WordTokenizer, checked_vocabulary, collect
-from distgpt.core.data.plain import (
-    TOKENIZER_FORMAT,
-    TOKENIZER_VERSION,
-    ByteTokenizer,
-    Extra,
-    Ids,
-    Tokenizer,
-    encoded,
-    fingerprint,
-    id_dtype,
-)
 
-__all__ = [
-    "Ids",
-    "Tokenizer",
-    "TokenizerKind",
-    "build_tokenizer",
-    "fingerprint",
-    "id_dtype",
-    "load_tokenizer",
-    "tokenizer_from_json",
-]
-
+BYTE = "byte"
+AUTO = "auto"  # the tokenizer of a model that there is, or that shards were made with; else bytes
 SAVED = "tokenizer.json"  # the name of a tokenizer's file in a folder
+TOKENIZER_FORMAT = "distgpt-tokenizer"
+TOKENIZER_VERSION = 1
+UNKNOWN = "\ufffd"  # an id beyond the vocabulary decodes to this; a model may have more rows than that
+
+Ids = NDArray[np.integer]
+
+
+class Streamer(Protocol):
+    """Decodes ids one at a time. The texts returned, concatenated, equal `decode` of the ids."""
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that no later id can change any more; may be empty."""
+
+    def flush(self) -> str:
+        """Return the text that was held back, as no more ids come."""
+
+    def copy(self) -> Self:
+        """Return another decoder that knows the same ids: so a prompt is decoded once for many samples."""
+
+
+class Extra(Protocol):
+    """An object that comes with a tokenizer and is saved with it, under a name of its own."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return ids that end a text."""
+
+    def saved(self) -> dict[str, object]:
+        """Return its saved form, as JSON in the tokenizer's file."""
+
+
+class Tokenizer(ABC):
+    """Ids run from 0 to size - 1. Decoding never fails: any other id becomes U+FFFD.
+
+    `separator` is the id of the token that stands between documents, where there is one. No text encodes
+    to it, not even its own. `first` are the ids that a prompt begins with.
+    """
+
+    kind: str
+    size: int
+    separator: int | None = None
+    first: tuple[int, ...] = ()
+    extras: Mapping[str, Extra] = MappingProxyType({})
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Return the tokens that no text encodes to, by how they are spelled."""
+        return {} if self.separator is None else {self.decode([self.separator]): self.separator}
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the ids that end a text."""
+        own = () if self.separator is None else (self.separator,)
+        return own + tuple(end for extra in self.extras.values() for end in extra.ends)
+
+    def with_extras(self, extras: Mapping[str, Extra]) -> Self:
+        """Return the same tokenizer with other extras."""
+        other = copy.copy(self)
+        other.extras = extras
+        return other
+
+    @abstractmethod
+    def encode(self, text: str) -> Ids:
+        """Return the ids of a text: uint16 where that suffices, else uint32.
+
+        A DataError names the first part of the text that is not in the vocabulary.
+        """
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text that a model is to continue."""
+        return [*self.first, *self.encode(text).tolist()]
+
+    @abstractmethod
+    def streamer(self) -> Streamer:
+        """Return a new decoder."""
+
+    def streamer_behind(self, prompt: Sequence[int]) -> Streamer:
+        """Return a decoder for what continues a prompt."""
+        streamer = self.streamer()
+        for token in prompt:
+            streamer.feed(token)
+        return streamer
+
+    @abstractmethod
+    def text_size(self, ids: Sequence[int]) -> int:
+        """Return a bound on the characters of a text before there is one: entries may be long."""
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        streamer = self.streamer()
+        return "".join(map(streamer.feed, np.asarray(ids).tolist())) + streamer.flush()
+
+    def describe(self) -> str:
+        """Return a short description for people."""
+        return f"{self.kind}, {self.size:,} entries"
+
+    def contents(self) -> dict[str, object]:
+        """Return the saved form besides the kind."""
+        return {}
+
+    def to_json(self, with_extras: bool = True) -> str:
+        """Return the saved form: equal tokenizers give equal texts."""
+        extras = {name: extra.saved() for name, extra in self.extras.items() if with_extras}
+        head = {"format": TOKENIZER_FORMAT, "version": TOKENIZER_VERSION, "kind": self.kind}
+        return json.dumps({**head, **self.contents(), **extras})
+
+
+class BytesDecoder(Tokenizer):
+    """The base of tokenizers whose ids stand for bytes of UTF-8, not always for whole characters."""
+
+    # 0xFF occurs nowhere in UTF-8, so it decodes to exactly one U+FFFD.
+    FOREIGN = b"\xff"
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        pieces, size = self.pieces, len(self.pieces)
+        found = [pieces[i] if 0 <= i < size else self.FOREIGN for i in np.asarray(ids).tolist()]
+        return b"".join(found).decode("utf-8", "replace")
+
+    def streamer(self) -> Streamer:
+        return _BytesStreamer(self.pieces)
+
+    def text_size(self, ids: Sequence[int]) -> int:
+        return text_size(self.pieces, ids)
+
+
+def text_size(entries: Sequence[bytes] | Sequence[str], ids: Sequence[int]) -> int:
+    return sum(len(entries[i]) if 0 <= i < len(entries) else 1 for i in ids)
+
+
+class _BytesStreamer:
+    """Holds back the first bytes of a character until its last one comes."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        known = 0 <= token_id < len(self._pieces)
+        return self._decoder.decode(self._pieces[token_id] if known else BytesDecoder.FOREIGN)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+    def copy(self) -> _BytesStreamer:
+        other = _BytesStreamer(self._pieces)
+        other._decoder.setstate(self._decoder.getstate())
+        return other
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Return the SHA-256 of the saved JSON: equal for tokenizers that encode and decode alike."""
+    return hashlib.sha256(tokenizer.to_json(with_extras=False).encode()).hexdigest()
+
+
+def id_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
+    """Return the smaller of two types that holds every id below `size`."""
+    return np.uint16 if size <= 1 << 16 else np.uint32
+
+
+def encoded(text: str, encoding: str) -> bytes:
+    try:
+        return text.encode(encoding)
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the text is not valid UTF-8: {text[error.start]!r} at position {error.start}"
+        ) from None
+
+
+class ByteTokenizer(BytesDecoder):
+    """The 256 bytes of UTF-8: encodes every text, needs no vocabulary."""
+
+    kind = BYTE
+    size = 256
+
+    def __init__(self) -> None:
+        super().__init__([bytes((byte,)) for byte in range(self.size)])
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(encoded(text, "utf-8"), np.uint8).astype(id_dtype(self.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +231,16 @@ class TokenizerKind:
     means: Callable[[str, Tokenizer], bool] | None = None
 
 
-def _is_of_kind(kind: str, argument: str, tokenizer: Tokenizer) -> bool:
-    return tokenizer.kind == kind
-
-
-def _collected(kind: str, make: Callable[[list[str]], Tokenizer]) -> TokenizerKind:
-    """Return the row of a kind whose vocabulary is collected from a text."""
-    return TokenizerKind(
-        kind,
-        learn=lambda argument, texts, are_documents: collect(kind, texts),
-        from_json=lambda document, source: make(checked_vocabulary(document.get("vocabulary"), kind, source)),
-        means=partial(_is_of_kind, kind),
-    )
-
-
 TOKENIZERS = Table(
     "tokenizers",
     "a tokenizer of kind",
     {
-        "byte": TokenizerKind(
-            "byte",
+        BYTE: TokenizerKind(
+            BYTE,
             from_name=lambda argument: ByteTokenizer(),
             from_json=lambda document, source: ByteTokenizer(),
-            means=partial(_is_of_kind, "byte"),
+            means=lambda argument, tokenizer: tokenizer.kind == BYTE,
         ),
-        "char": _collected("char", CharTokenizer),
-        "word": _collected("word", WordTokenizer),
     },
 )
 
@@ -117,7 +270,7 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
     if kind is None or kind.learn is None:
         return load_tokenizer(name)
     encoded(text, "utf-8")
-    return kind.learn(argument, [text], False)
+    return with_row(kind.learn(argument, [text], False), name)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -127,11 +280,24 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _from_path(name)
     if kind.from_name is None:
         raise UsageError(f"a tokenizer of kind {name!r} takes its vocabulary from a text")
-    return kind.from_name(argument)
+    return with_row(kind.from_name(argument), name)
+
+
+def with_row(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    """Return a new tokenizer, or refuse it: by its kind alone is the row found that reads it again."""
+    row = TOKENIZERS.get(tokenizer.kind)
+    if row is None or row.from_json is None:
+        raise UsageError(
+            f"--tokenizer {name} makes a tokenizer of kind {tokenizer.kind!r}, which no row of the table"
+            f" `tokenizers` reads again: let that be its `kind`, or give {tokenizer.kind!r} a row"
+        )
+    return tokenizer
 
 
 def can_mean(name: str, tokenizer: Tokenizer) -> bool:
     """Return whether `--tokenizer NAME` can mean this tokenizer. Load it where its kind does not tell."""
+    if name == AUTO:
+        return True
     kind, argument = find_kind(name)
     if kind is not None and kind.means is not None:
         return kind.means(argument, tokenizer)

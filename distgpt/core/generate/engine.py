@@ -1,16 +1,16 @@
 """The engine: requests that join and leave a running batch at every token.
 
-    engine = Engine(lanes, tokenizer)
+    engine = Engine(slots, tokenizer)
     ticket = engine.submit(Request(prompt, max_new_tokens=100))
     for event in engine.run():
         ...
 
 `step` feeds one token of every sample that is being decoded, and beside them a chunk of the prompts that
-wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
+wait; where a slot becomes free, the next sample takes it. What a sample becomes depends on its request alone,
 not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
-belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a lane holds
-of its prompt with the same variant, as a next turn does. Lanes of requests that are done keep
-their tokens until another takes them, the least recently used first. Where lanes are not exact, rounding
+belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a slot holds
+of its prompt with the same variant, as a next turn does. Slots of requests that are done keep
+their tokens until another takes them, the least recently used first. Where slots are not exact, rounding
 depends on that.
 """
 
@@ -20,33 +20,35 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import count
 
+import numpy as np
+
 from distgpt.core.base.errors import NonFiniteError, UsageError
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.lanes import Feed, Lanes, Likeliest, are_finite
 from distgpt.core.generate.request import Completion, Event, Request
 from distgpt.core.generate.sample import MOST_SCORED, Sample, SharedPrompt
-from distgpt.core.ops.api import Array
+from distgpt.core.generate.slots import Feed, Logits, Slots, are_finite
 
-CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
-WORTHWHILE = 64  # tokens that are copied from another lane rather than computed: on GPUs a copy is slow
+WORTHWHILE = 64  # tokens that are copied from another slot rather than computed: on GPUs a copy is slow
 
 
 class Engine:
     """Not thread-safe: one thread calls it. After an exception in `step` it is of no more use.
 
-    Without a tokenizer events have no text, and stop strings are refused.
+    Without a tokenizer events have no text, and stop strings are refused. `chunk`: tokens of prompts beside a
+    step; 0: as many as suit the slots.
     """
 
-    def __init__(self, lanes: Lanes, tokenizer: Tokenizer | None = None, chunk: int = CHUNK) -> None:
-        self._lanes, self._tokenizer, self._chunk = lanes, tokenizer, chunk
+    def __init__(self, slots: Slots, tokenizer: Tokenizer | None = None, chunk: int = 0) -> None:
+        self._slots, self._tokenizer = slots, tokenizer
+        self._chunk = chunk or slots.chunk
         self._tickets = count()
-        self._waiting: deque[tuple[SharedPrompt, int]] = deque()  # samples without a lane: request, choice
-        self._empty: list[Event] = []  # of samples without tokens, which need no lane
+        self._waiting: deque[tuple[SharedPrompt, int]] = deque()  # samples without a slot: request, choice
+        self._empty: list[Event] = []  # of samples without tokens, which need no slot
         self._running: list[Sample] = []
-        self._free = list(range(lanes.count))  # the least recently used first
-        self._prompts: dict[int, SharedPrompt] = {}  # lanes that begin with the prompt of a request
+        self._free = list(range(slots.count))  # the least recently used first
+        self._prompts: dict[int, SharedPrompt] = {}  # slots that begin with the prompt of a request
         self._held: set[int] = set()  # tickets of requests that make no tokens for now
-        self._kept: dict[int, tuple[int, list[int]]] = {}  # in free lanes, for prompts that begin with them
+        self._kept: dict[int, tuple[int, list[int]]] = {}  # in free slots, for prompts that begin with them
 
     @property
     def is_idle(self) -> bool:
@@ -61,7 +63,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Samples that have a lane."""
+        """Samples that have a slot."""
         return len(self._running)
 
     @property
@@ -87,7 +89,7 @@ class Engine:
             raise UsageError("prompt_logprobs needs logprobs: how many alternatives, or 0")
         if request.stop and self._tokenizer is None:
             raise UsageError("stop strings need a tokenizer")
-        size, most = len(request.prompt), self._lanes.length
+        size, most = len(request.prompt), self._slots.length
         if size > most:
             problem = f"the prompt has {size:,} tokens, the context {most:,}: shorten it"
             if request.overflow == "stop":
@@ -96,17 +98,20 @@ class Engine:
                 raise UsageError(f"{problem}, or leave out prompt_logprobs")
 
     def cancel(self, ticket: int) -> None:
-        """Forget a request: no more events of it come, its lanes are free. Nothing happens if it is done."""
+        """Forget a request: no more events of it come, its slots are free. Nothing happens if it is done."""
         self._held.discard(ticket)
         self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
         self._empty = [each for each in self._empty if each.ticket != ticket]
         for sample in [each for each in self._running if each.shared.ticket == ticket]:
             self._leave(sample)
-        self._prompts = {lane: held for lane, held in self._prompts.items() if held.ticket != ticket}
+        self._prompts = {slot: held for slot, held in self._prompts.items() if held.ticket != ticket}
 
     def hold(self, ticket: int, held: bool) -> None:
-        """Let a request's samples wait in their lanes, or go on. A prompt is computed to its end before."""
-        (self._held.add if held else self._held.discard)(ticket)
+        """Let a request's samples wait in their slots, or go on. A prompt is computed to its end before."""
+        if held:
+            self._held.add(ticket)
+        else:
+            self._held.discard(ticket)
 
     def _is_held(self, sample: Sample) -> bool:
         return sample.shared.ticket in self._held and not sample.is_at_prompt
@@ -116,13 +121,13 @@ class Engine:
         events = self._admit()
         work = self._work()
         if work:
-            scores = self._lanes.feed([feed for _, feed in work])
-            if not are_finite(scores):
-                raise NonFiniteError("the model's scores are not finite: its weights are damaged or diverged")
+            logits = self._slots.feed([feed for _, feed in work])
+            if not are_finite(logits):
+                raise NonFiniteError("the model's logits are not finite: its weights are damaged or diverged")
             end = 0
             for sample, feed in work:
-                rows = scores[end : end + feed.scored]
-                end += feed.scored
+                rows = logits[end : end + feed.wanted]
+                end += feed.wanted
                 if sample.chooses and sample.is_at_prompt:
                     self._reuse_prompt(sample, rows[-1 - sample.guessed])
                 events += sample.take(feed, rows)
@@ -136,7 +141,7 @@ class Engine:
             yield from self.step()
 
     def _admit(self) -> list[Event]:
-        """Give free lanes to samples that wait, in order. Those of a prompt being computed wait for it."""
+        """Give free slots to samples that wait, in order. Those of a prompt being computed wait for it."""
         events, self._empty = self._empty, []
         held: list[tuple[SharedPrompt, int]] = []
         while self._waiting:
@@ -154,90 +159,102 @@ class Engine:
         return events
 
     def _join(self, shared: SharedPrompt, choice: int) -> list[Event]:
-        """Give a sample a lane, with what another lane has of its prompt: all where a sample computed it."""
-        ready = next((lane for lane, held in self._prompts.items() if held is shared), None)
-        ready = None if shared.scores is None else ready
-        source, length = self._begun(shared) if ready is None else (ready, len(shared.request.prompt))
-        lane = self._lane_for(source, self._lanes.length if ready is not None else length)
-        if ready is None and lane != source and length < WORTHWHILE:
-            source, length = None, 0
-        self._free.remove(lane)
-        self._kept.pop(lane, None)
-        sample = Sample(shared, choice, self._tokenizer, self._lanes.length)
-        sample.lane, sample.cached = lane, min(length, self._lanes.length)
+        """Give a sample a slot, with what another slot has of its prompt: all where a sample computed it."""
+        ready = next((slot for slot, held in self._prompts.items() if held is shared), None)
+        if shared.logits is None:
+            ready = None
+        if ready is None:
+            source, length = self._begun(shared)
+            slot = self._slot_for(source, length)
+            if slot != source and length < WORTHWHILE:
+                source, length = None, 0
+        else:
+            source, length = ready, len(shared.request.prompt)
+            slot = self._slot_for(source, self._slots.length)
+        self._free.remove(slot)
+        self._kept.pop(slot, None)
+        sample = Sample(shared, choice, self._tokenizer, self._slots.length)
+        sample.slot = slot
+        sample.cached = min(length, self._slots.length)
         self._running.append(sample)
         shared.to_come -= 1
-        if source is not None and source != lane:
-            self._lanes.copy(source, lane, sample.cached)
+        if source is not None and source != slot:
+            self._slots.copy(source, slot, sample.cached)
         if ready is None:
-            shared.scores, shared.under_way = None, True
-            self._prompts.pop(lane, None)
+            shared.logits = None
+            shared.under_way = True
+            self._prompts.pop(slot, None)
             return []
-        self._prompts[lane] = shared
-        assert shared.scores is not None
-        event = sample.choose(shared.scores)
-        if not shared.to_come:  # its lanes are like any other
-            self._prompts = {lane: held for lane, held in self._prompts.items() if held is not shared}
+        self._prompts[slot] = shared
+        assert shared.logits is not None
+        event = sample.choose(shared.logits)
+        if not shared.to_come:  # its slots are like any other
+            self._prompts = {slot: held for slot, held in self._prompts.items() if held is not shared}
         return [event]
 
     def _begun(self, shared: SharedPrompt) -> tuple[int | None, int]:
-        """Return the lane that holds most of a prompt, and how many tokens of it."""
-        if not shared.reuses or len(shared.request.prompt) > self._lanes.length:
+        """Return the slot that holds most of a prompt, and how many tokens of it."""
+        if not shared.reuses or len(shared.request.prompt) > self._slots.length:
             return None, 0
-        held = self._kept | {sample.lane: sample.held for sample in self._running}
-        common = {lane: shared.common(*each) for lane, each in held.items()}
-        lane = max(common, key=lambda lane: (common[lane], -len(held[lane][1])), default=None)
-        return (None, 0) if lane is None or not common[lane] else (lane, common[lane])
+        held = self._kept | {sample.slot: sample.held for sample in self._running}
+        common = {slot: shared.common(*each) for slot, each in held.items()}
+        slot = max(common, key=lambda slot: (common[slot], -len(held[slot][1])), default=None)
+        if slot is None or not common[slot]:
+            return None, 0
+        return slot, common[slot]
 
-    def _lane_for(self, source: int | None, length: int) -> int:
-        """Choose a free lane: the source, if these tokens are most of what it holds, or one to copy them to.
+    def _slot_for(self, source: int | None, length: int) -> int:
+        """Choose a free slot: the source, if these tokens are most of what it holds, or one to copy them to.
 
         That is one whose prompt nobody waits for, an empty one, or the least recently used.
         """
         if source in self._free and 2 * length >= len(self._kept.get(source, (0, ()))[1]):
             return source
-        return min(self._free, key=lambda lane: (lane in self._prompts, lane in self._kept))
+        return min(self._free, key=lambda slot: (slot in self._prompts, slot in self._kept))
 
     def _work(self) -> list[tuple[Sample, Feed]]:
         """Build the next batch: one token and its guesses of each sample that decodes, `chunk` of prompts.
 
-        Of these at most MOST_SCORED need scores. A sample whose prompt is through goes behind the others, as
+        Of these at most MOST_SCORED want logits. A sample whose prompt is through goes behind the others, as
         one whose window slides has as much to feed for every token.
         """
-        work, room, scored, through = [], self._chunk, MOST_SCORED, []
+        work: list[tuple[Sample, Feed]] = []
+        through: list[Sample] = []
+        room, rows = self._chunk, MOST_SCORED
         for sample in self._running:
             if sample.ended or self._is_held(sample):
                 continue
-            if gone := sample.make_room(self._lanes.can_drop):
-                self._lanes.drop(sample.lane, gone, sample.cached)
-                self._prompts.pop(sample.lane, None)
+            if gone := sample.make_room(self._slots.can_drop):
+                self._slots.drop(sample.slot, gone, sample.cached)
+                self._prompts.pop(sample.slot, None)
             feed = sample.feed(self._chunk)
             if len(feed.tokens) > 1 + sample.guessed:
-                if len(feed.tokens) > room or feed.scored > scored:
+                if len(feed.tokens) > room or feed.wanted > rows:
                     continue
-                room, scored = room - len(feed.tokens), scored - feed.scored
+                room -= len(feed.tokens)
+                rows -= feed.wanted
                 if sample.chooses:
                     through.append(sample)
             if feed.start == 0:
-                self._prompts.pop(sample.lane, None)
+                self._prompts.pop(sample.slot, None)
             work.append((sample, feed))
         if through:
             self._running = [each for each in self._running if each not in through] + through
         return work
 
-    def _reuse_prompt(self, sample: Sample, scores: Array | Likeliest) -> None:
-        """The prompt is in its lane: other samples may have it."""
+    def _reuse_prompt(self, sample: Sample, logits: Logits) -> None:
+        """The prompt is in its slot: other samples may have it."""
         shared = sample.shared
         shared.under_way = False
         if shared.to_come and shared.request.max_new_tokens:
-            assert not isinstance(scores, Likeliest), "prompts ask for all scores"
-            shared.scores = scores.copy()
-            self._prompts[sample.lane] = shared
+            assert isinstance(logits, np.ndarray), "prompts ask for all logits"
+            shared.logits = logits.copy()
+            self._prompts[sample.slot] = shared
 
     def _leave(self, sample: Sample) -> None:
         self._running.remove(sample)
-        self._free.append(sample.lane)
-        self._kept[sample.lane] = sample.held
+        self._free.append(sample.slot)
+        self._kept[sample.slot] = sample.held
 
 
 class Collector:

@@ -10,20 +10,19 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import DataError, UsageError, escape
-from distgpt.core.comm.agree import gather_bytes, on_every_rank, shared
+from distgpt.core.comm.agree import broadcast, gather_bytes, on_every_rank, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.averaged import averaged, broadcast
 from distgpt.core.generate.engine import Engine, complete
-from distgpt.core.generate.engine_setup import MOST_LANES, agreed_lanes, chunk_for
-from distgpt.core.generate.lanes import Lanes
+from distgpt.core.generate.engine_setup import MOST_SLOTS, agreed_slots, on_ranks
 from distgpt.core.generate.request import Completion, Request
+from distgpt.core.generate.slots import Slots
 from distgpt.core.model.model import Model
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A model that continues prompts. Collective: ranks average the scores of one, and share several."""
+    """A model that continues prompts. Collective: ranks average the logits of one, and share several."""
 
     model: Model
     tokenizer: Tokenizer | None
@@ -31,7 +30,8 @@ class Writer:
 
     def generate(self, prompt: Any, stream: bool, settings: dict[str, Any]) -> Any:
         """See `GPT.generate`."""
-        n, logprobs = (settings.get(name) for name in ("n", "logprobs"))
+        n = settings.get("n")
+        logprobs = settings.get("logprobs")
         settings = {name: value for name, value in settings.items() if name != "n" or value is not None}
         several = on_every_rank(self.comm, lambda: _is_several(prompt))
         prompts = list(prompt) if several else [prompt]
@@ -64,16 +64,16 @@ class Writer:
             raise UsageError("this model has no tokenizer: give the prompt as tokens")
         return self.tokenizer.encode_prompt(prompt)
 
-    def _lanes(self, requests: list[Request]) -> Lanes:
-        wanted = min(MOST_LANES, sum(request.n for request in requests))
+    def _slots(self, requests: list[Request]) -> Slots:
+        wanted = min(MOST_SLOTS, sum(request.n for request in requests))
         lookup = max((request.lookup for request in requests), default=0)
-        return agreed_lanes(self.model, wanted, self.comm, lookup=lookup)
+        return agreed_slots(self.model, wanted, self.comm, lookup=lookup)
 
-    def _engine(self, lanes: Lanes) -> Engine:
-        return Engine(lanes, self.tokenizer, chunk_for(self.model))
+    def _engine(self, slots: Slots) -> Engine:
+        return Engine(slots, self.tokenizer)
 
     def _streamed(self, request: Request, is_text: bool) -> Iterator[str | int]:
-        engine = self._engine(self._lanes([request]))
+        engine = self._engine(self._slots([request]))
         engine.submit(request)
         for event in engine.run():
             if is_text and event.text:
@@ -82,22 +82,23 @@ class Writer:
                 yield event.token
 
     def _samples(self, requests: list[Request]) -> list[list[Completion]]:
-        comm, lanes = self.comm, self._lanes(requests)
+        comm = self.comm
+        slots = self._slots(requests)
         if comm.size == 1:
-            return complete(self._engine(lanes), requests)
-        on_every_rank(comm, lambda: self._check(lanes, requests))
+            return complete(self._engine(slots), requests)
+        on_every_rank(comm, lambda: self._check(slots, requests))
         if len(requests) == 1:
-            own = averaged(lanes, comm, lambda lanes: complete(self._engine(lanes), requests))
+            own = on_ranks(slots, comm, lambda slots: complete(self._engine(slots), requests))
             return list(broadcast(comm, own))
         found: list[list[Completion]] = [[] for _ in requests]
         share = requests[comm.rank :: comm.size]
-        own = on_every_rank(comm, lambda: complete(self._engine(lanes), share))
+        own = on_every_rank(comm, lambda: complete(self._engine(slots), share))
         for rank, data in enumerate(gather_bytes(comm, pickle.dumps(own))):
             found[rank :: comm.size] = pickle.loads(data)
         return found
 
-    def _check(self, lanes: Lanes, requests: list[Request]) -> None:
-        engine = self._engine(lanes)
+    def _check(self, slots: Slots, requests: list[Request]) -> None:
+        engine = self._engine(slots)
         for request in requests:
             engine.check(request)
 
@@ -111,14 +112,16 @@ def _is_several(prompt: Any) -> bool:
 
 
 def _refuse_no_prompt(given: Any) -> None:
-    is_list = given.ndim > 0 if isinstance(given, np.ndarray) else isinstance(given, Sequence)
-    if not is_list:
+    is_one = given.ndim == 0 if isinstance(given, np.ndarray) else not isinstance(given, Sequence)
+    if is_one:
         wanted = "a text, a list of tokens, or a list of such"
         raise UsageError(f"the prompt is {escape(repr(given)):.60}: it must be {wanted}")
 
 
 def _shown(sample: Completion, is_text: bool, whole: bool) -> Completion | str | list[int]:
-    return sample if whole else sample.text if is_text else sample.tokens
+    if whole:
+        return sample
+    return sample.text if is_text else sample.tokens
 
 
 def tokens_in(given: Any, vocab: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from distgpt.core.base.errors import UsageError, escape, nearest
 from distgpt.core.config.setting import Setting, setting
 
-COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
+COLDEST = 1e-6  # temperatures below are greedy: logits divided by them overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class Sampling:
     )
     repetition_penalty: float = setting(
         1.0,
-        "Divide the scores of tokens that came before by this.",
-        low=0.01,  # scores times or divided by these stay finite
+        "Divide the logits of tokens that came before by this.",
+        low=0.01,  # logits times or divided by these stay finite
         most=100,
     )
     seed: int = setting(0, "Seed of the sampling.", low=0, most=(1 << 64) - 1)
@@ -74,13 +74,13 @@ class Request(Sampling):
         "Guess this many tokens from what followed the same ones before, and check them at once: the same "
         "text, faster where it repeats.",
         low=0,
-        most=64,  # scores of all of them are kept for every sample
+        most=64,  # logits of all of them are kept for every sample
     )
 
     # Not settings, as they depend on a tokenizer, and on who asks.
     ends: tuple[int, ...] = ()  # tokens that end the text, which lacks them
-    variant: int = 0  # of the weights, where lanes have some: they count from 1; 0: the model itself
-    reuse: bool = False  # begin with what a lane holds of another prompt; exact lanes give the same bits
+    variant: int = 0  # of the weights, where slots have some: they count from 1; 0: the model itself
+    reuse: bool = False  # begin with what a slot holds of another prompt; exact slots give the same bits
 
     def __post_init__(self) -> None:
         for name, about in REQUEST_SETTINGS.items():
@@ -99,10 +99,13 @@ class Request(Sampling):
             if name not in known:
                 raise UsageError(f"the setting {escape(name)!r} is unknown{nearest(name, known)}")
         stop = settings.get("stop", self.stop)
-        texts = tuple(stop) if isinstance(stop, list) else () if stop is None else stop
-        return replace(
-            self, **{**settings, "prompt": prompt, "stop": (texts,) if isinstance(texts, str) else texts}
-        )
+        if stop is None:
+            stop = ()
+        elif isinstance(stop, str):
+            stop = (stop,)
+        elif isinstance(stop, list):
+            stop = tuple(stop)
+        return replace(self, **{**settings, "prompt": prompt, "stop": stop})
 
 
 REQUEST_SETTINGS: dict[str, Setting] = {

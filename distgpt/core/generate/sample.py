@@ -1,30 +1,29 @@
-"""One sample of a request: its tokens, which of them its lane holds, what to feed next, and its text."""
+"""One sample of a request: its tokens, which of them its slot holds, what to feed next, and its text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from distgpt.core.base.errors import DistgptError
-from distgpt.core.data.plain import Streamer
-from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.lanes import Feed, Likeliest, Rows
+from distgpt.core.data.tokenizers import Streamer, Tokenizer
 from distgpt.core.generate.request import Event, Likelihood, PromptLikelihoods, Request
-from distgpt.core.generate.sampling import choose, drawing, enough, likelihood, uniform
+from distgpt.core.generate.sampling import choose, likelihood, uniform
+from distgpt.core.generate.slots import Choice, Feed, Logits, Rows
 from distgpt.core.ops.api import Array
 
-MOST_SCORED = 256  # tokens of a prompt at once whose scores are wanted: each has one for the whole vocabulary
-LONGEST, SHORTEST = 3, 2  # equal tokens by which prompt lookup finds its guesses
+MOST_SCORED = 256  # tokens of a prompt at once whose logits are wanted: each has one for the whole vocabulary
+MOST_EQUAL, LEAST_EQUAL = 3, 2  # tokens by which prompt lookup finds where its guesses begin
 
 
 class SharedPrompt:
-    """The prompt that the samples of a request share; once it is in a lane, the scores in and behind it."""
+    """The prompt that the samples of a request share; once it is in a slot, the logits in and behind it."""
 
     def __init__(self, ticket: int, request: Request) -> None:
         self.ticket, self.request = ticket, request
-        self.scores: Array | None = None  # behind it
+        self.logits: Array | None = None  # behind it
         self.likelihoods: PromptLikelihoods = [None]  # in it, as far as they are known
         self.under_way = False  # one of them is computing the prompt
-        self.to_come = request.n  # samples that have no lane yet
+        self.to_come = request.n  # samples that have no slot yet
         self._streamer: Streamer | None = None
 
     @property
@@ -34,7 +33,7 @@ class SharedPrompt:
 
     @property
     def reuses(self) -> bool:
-        """Tell whether it takes over what lanes hold of the prompt."""
+        """Tell whether it takes over what slots hold of the prompt."""
         return self.request.reuse and not self.request.prompt_logprobs
 
     def common(self, variant: int, held: Sequence[int]) -> int:
@@ -59,17 +58,20 @@ class SharedPrompt:
 
 
 class Sample:
-    """`tokens[begin : begin + cached]` are in the lane, at positions 0 … cached."""
+    """`tokens[begin : begin + cached]` are in the slot, at positions 0 … cached."""
 
     def __init__(self, shared: SharedPrompt, choice: int, tokenizer: Tokenizer | None, length: int) -> None:
         self.shared, self.choice, self.request = shared, choice, shared.request
-        self.lane = -1
+        self.slot = -1
         self.tokens = list(self.request.prompt)
-        self.begin, self.cached, self.new = max(0, len(self.tokens) - length), 0, 0
+        self.begin = max(0, len(self.tokens) - length)
+        self.cached = 0
+        self.new = 0  # tokens behind the prompt
         self.ended = False
-        self.guessed, self.chooses = 0, False  # of what is fed now: guesses in it; whether it gives a token
-        self._enough = enough(self.request, self.request.logprobs or 0)
-        self._length, self._trust = length, self.request.lookup
+        self.guessed = 0  # guesses in what is fed now
+        self.chooses = False  # whether that gives a token
+        self._length = length
+        self._trust = self.request.lookup  # guesses to try next
         self._lookup = Lookup() if self.request.lookup else None
         self._transcript = None
         if tokenizer is not None:
@@ -82,35 +84,36 @@ class Sample:
 
     @property
     def held(self) -> tuple[int, list[int]]:
-        """Return its variant, and what its lane holds as if computed anew; nothing once some was dropped."""
+        """Return its variant, and what its slot holds as if computed anew; nothing once some was dropped."""
         return self.request.variant, self.tokens[: self.cached] if self.begin == 0 else []
 
     def feed(self, chunk: int) -> Feed:
-        """The next tokens: up to `chunk` of what is not in the lane yet; guesses behind a single one."""
+        """The next tokens: up to `chunk` of what is not in the slot yet; guesses behind a single one."""
         most = min(chunk, MOST_SCORED) if self._scores_prompt else chunk
         pending = self.tokens[self.begin + self.cached :][: most + 1]
         self.chooses = len(pending) <= most
         guesses = self._guesses() if len(pending) == 1 and self._lookup else []
         self.guessed = len(guesses)
         tokens = [*pending[:most], *guesses]
-        scored = len(tokens) if self._scores_prompt else self._scored
-        likeliest = 0 if self.is_at_prompt else self._enough
-        draw = drawing(self.request, self._uniform)
-        return Feed(self.lane, self.cached, tokens, scored, self.request.variant, likeliest, draw)
+        wanted = len(tokens) if self._scores_prompt else self._choosing
+        choice = None
+        if not self.is_at_prompt:  # whose logits all samples of the request share
+            choice = Choice(self.request, self._uniform, self.request.logprobs or 0)
+        return Feed(self.slot, self.cached, tokens, wanted, self.request.variant, choice)
 
-    def take(self, fed: Feed, scores: Rows) -> list[Event]:
-        """Note that `fed` is in the lane; choose by the scores, as far as guesses turn out right."""
+    def take(self, fed: Feed, logits: Rows) -> list[Event]:
+        """Note that `fed` is in the slot; choose by the logits, as far as guesses turn out right."""
         self.cached += len(fed.tokens) - self.guessed
         guesses = list(fed.tokens[len(fed.tokens) - self.guessed :])
         if self._scores_prompt:
-            self._score_prompt(scores)
+            self._score_prompt(logits)
         events: list[Event] = []
         if not self.chooses:
             return events
         if self.request.max_new_tokens == 0:
             self.ended = True
             return [self.shared.empty_event(self.choice)]
-        for row, guess in zip(scores[-self._scored :], [*guesses, None], strict=True):
+        for row, guess in zip(logits[-self._choosing :], [*guesses, None], strict=True):
             events.append(self.choose(row))
             if self.ended or events[-1].token != guess:
                 break
@@ -126,35 +129,38 @@ class Sample:
         return 0.0 if how.is_greedy else uniform(how.seed, self.choice, self.new)
 
     @property
-    def _scored(self) -> int:
-        """Rows of scores that choose tokens."""
+    def _choosing(self) -> int:
+        """Rows of logits that choose tokens."""
         return self.guessed + self.chooses
 
     @property
     def _scores_prompt(self) -> bool:
-        """True also if another sample has scored it: with fewer rows some lanes round otherwise."""
+        """True also if another sample has scored it: with fewer rows some slots round otherwise."""
         return self.is_at_prompt and self.request.prompt_logprobs
 
-    def _score_prompt(self, scores: Rows) -> None:
-        """Note how likely the prompt's next tokens are; the last of its scores belong to what follows it."""
+    def _score_prompt(self, logits: Rows) -> None:
+        """Note how likely the prompt's next tokens are; the last of its logits belong to what follows it."""
         known, prompt, count = self.shared.likelihoods, self.request.prompt, self.request.logprobs
         assert count is not None
-        for row in scores[: len(prompt) - len(known)]:
+        for row in logits[: len(prompt) - len(known)]:
             known.append(likelihood(row, prompt[len(known)], count))
 
-    def choose(self, scores: Array | Likeliest) -> Event:
-        """Append the token that these scores (V,) give."""
+    def choose(self, logits: Logits) -> Event:
+        """Append the token that these logits (V,) give."""
         how, count = self.request, self.request.logprobs
-        token = choose(scores, how, self._uniform, self.tokens)
-        found = None if count is None else likelihood(scores, token, count)
+        token = choose(logits, how, self._uniform, self.tokens)
+        found = None if count is None else likelihood(logits, token, count)
         self.tokens.append(token)
         self.new += 1
         return self._event(token, found)
 
     def _event(self, token: int, found: Likelihood | None) -> Event:
-        out, request, reason = self._transcript, self.request, None
+        out, request = self._transcript, self.request
         ended = token in request.ends
-        text = "" if out is None or ended else out.feed(token)
+        text = ""
+        if out is not None and not ended:
+            text = out.feed(token)
+        reason = None
         if ended or (out is not None and out.stopped):
             reason = "stop"
         elif self.new == request.max_new_tokens:
@@ -163,13 +169,14 @@ class Sample:
             reason = "context"
         if reason and out is not None and not out.stopped:
             text += out.flush()
-            reason = "stop" if out.stopped else reason
+            if out.stopped:
+                reason = "stop"
         self.ended = reason is not None
         of_prompt = self.shared.wanted_of_prompt if self.new == 1 else None
         return Event(self.shared.ticket, self.choice, token, found, text, reason, of_prompt)
 
     def make_room(self, can_drop: bool) -> int:
-        """Move the window on past the context. Return how many positions its lane has to drop, if it can.
+        """Move the window on past the context. Return how many positions its slot has to drop, if it can.
 
         Where it cannot, or all that is seen has to be computed anew, nothing in it is valid any more.
         """
@@ -211,13 +218,15 @@ class Transcript:
         """Return what was held back, as no more tokens come."""
         text = self._add(self._streamer.flush())
         if not self.stopped:
-            text, self._pending = text + self._pending, ""
+            text += self._pending
+            self._pending = ""
         return text
 
     def _add(self, piece: str) -> str:
         if not self._stop:
             return piece
-        text, self._pending = self._pending + piece, ""
+        text = self._pending + piece
+        self._pending = ""
         begin, end = self._found(text)
         if end:
             self.stopped = True
@@ -249,12 +258,12 @@ class Lookup:
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that followed the last ones, where these came before. Tokens only grow."""
-        for end in range(max(SHORTEST, self._known), len(tokens)):
-            for size in range(SHORTEST, LONGEST + 1):
+        for end in range(max(LEAST_EQUAL, self._known), len(tokens)):
+            for size in range(LEAST_EQUAL, MOST_EQUAL + 1):
                 if size <= end:
                     self._after[tuple(tokens[end - size : end])] = end
         self._known = max(self._known, len(tokens))
-        for size in range(LONGEST, SHORTEST - 1, -1):
+        for size in range(MOST_EQUAL, LEAST_EQUAL - 1, -1):
             place = self._after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if place is not None and most > 0:
                 return list(tokens[place : place + most])

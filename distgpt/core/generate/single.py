@@ -12,23 +12,22 @@ from pathlib import Path
 from distgpt.core.base.errors import escape, escape_model_text, print_lines
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import gather_ints, on_root
-from distgpt.core.comm.cores import peak_memory
-from distgpt.core.comm.launched import shown_on_terminal
+from distgpt.core.comm.job import shown_on_terminal
+from distgpt.core.comm.resources import peak_memory
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.data.loading import read_text
+from distgpt.core.data.textfile import read_text
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.averaged import averaged
 from distgpt.core.generate.engine import complete
-from distgpt.core.generate.engine_setup import ModelSpec
-from distgpt.core.generate.lanes import Lanes
+from distgpt.core.generate.engine_setup import ModelSpec, on_ranks
 from distgpt.core.generate.request import Completion, Event, Likelihood, Request
 from distgpt.core.generate.sample import default_prompt
+from distgpt.core.generate.slots import Slots
 
 
 def infer_one(
     spec: ModelSpec, prompt: str | Path | None, settings: Request, stage: Stage, as_json: bool
 ) -> None:
-    """Continue one prompt and print it on rank 0; ranks average their scores. Collective.
+    """Continue one prompt and print it on rank 0; ranks average their logits. Collective.
 
     The prompt is a text, a file with one, or None for the start of a text.
     """
@@ -37,17 +36,17 @@ def infer_one(
     ids: list[int] = on_root(comm, lambda: _prompt(prompt, tokenizer))
     text = tokenizer.decode(ids[len(tokenizer.first) :])
     request = settings.override(ids, {})
-    lanes = loaded.lanes(request.n, request.lookup)
+    slots = loaded.slots(request.n, request.lookup)
     begun = time.perf_counter()
 
-    def act(lanes: Lanes) -> list[Completion]:
-        engine = loaded.engine(lanes)
+    def act(slots: Slots) -> list[Completion]:
+        engine = loaded.engine(slots)
         if as_json:
             return complete(engine, [request])[0]
         engine.submit(request)
         return stream("" if prompt is None else text, engine.run(), request.n)
 
-    samples = act(lanes) if comm.size == 1 else averaged(lanes, comm, act)
+    samples = on_ranks(slots, comm, act)
     seconds = time.perf_counter() - begun
     memory = gather_ints(comm, peak_memory())
     if comm.rank != 0:

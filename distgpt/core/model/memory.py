@@ -13,7 +13,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from distgpt.core.ops.api import Array, Floats1d
+from distgpt.core.ops.api import Array
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,21 +24,27 @@ Value = TypeVar("Value")
 ALIGNED = 16  # elements: 64 bytes of float32, and what the widest loads and matmuls on GPUs ask for
 LEARNED = "wpe"  # the name of learned positions, (context, width)
 # Groups of parameters, which may have learning rates of their own.
-MATRIX, EMBEDDING, VALUES, HEAD, VECTOR = GROUPS = ("matrix", "embedding", "values", "head", "vector")
+GROUPS = ("matrix", "embedding", "values", "head", "vector")
+MATRIX, EMBEDDING, VALUES, HEAD, VECTOR = GROUPS
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One named tensor, of one of GROUPS. `heights`: the rows of its matrices, where it holds several."""
+    """One named tensor, of one of GROUPS.
+
+    `heights`: the rows of its matrices, where it holds several, one below the other, as q, k and v. Muon,
+    for one, takes each by itself, and makes rows of them orthogonal by themselves: where `pieces` has theirs.
+    """
 
     name: str
     shape: tuple[int, ...]
     group: str = VECTOR
     heights: tuple[int, ...] = ()
+    pieces: tuple[int, ...] = ()
 
     @property
-    def decay(self) -> bool:
-        """Return whether it is a matrix or an embedding: these are drawn at random, and may decay."""
+    def is_matrix(self) -> bool:
+        """True of matrices and embeddings, which are drawn at random, and may decay."""
         return self.group != VECTOR
 
     @property
@@ -50,6 +56,11 @@ class Spec:
         """Return the shapes of the matrices, one below the other."""
         rows, columns = self.shape
         return [(height, columns) for height in self.heights or (rows,)]
+
+    @property
+    def orthogonal(self) -> list[tuple[int, int]]:
+        """Return the shapes of what Muon makes orthogonal by itself, one below the other."""
+        return [(rows, self.shape[1]) for rows in self.pieces] or self.matrices
 
 
 class Layout:
@@ -67,9 +78,10 @@ class Layout:
             if spec.name in self.offsets:
                 raise ValueError(f"two tensors are named {spec.name!r}")
             self.offsets[spec.name] = end
-            end += -(-spec.size // ALIGNED) * ALIGNED
+            end += -(-spec.size // ALIGNED) * ALIGNED  # rounded up
         self.size = end
-        self._names, self._starts = list(self.offsets), list(self.offsets.values())
+        self._names = list(self.offsets)
+        self._starts = list(self.offsets.values())
         self.elements = sum(spec.size for spec in self.specs)
 
     def tensor_at(self, position: int) -> str:
@@ -91,16 +103,19 @@ class Layout:
     def ranges(self, kind: Callable[[Spec], Value], own: slice | None = None) -> list[tuple[int, int, Value]]:
         """Return (start, stop, value) of the longest ranges of tensors with one value of `kind`.
 
-        With `own`: of these elements only, counted from its start.
+        Tensors of 32, 16 and 16 elements, of kinds a, a and b, give [(0, 48, a), (48, 64, b)]. With `own`,
+        of these elements only, counted from its start: of slice(40, 64) they give [(0, 8, a), (8, 24, b)].
         """
         own = own or slice(0, self.size)
         begins = [(self.offsets[next(specs).name], value) for value, specs in groupby(self.specs, key=kind)]
         stops = [*(start for start, _ in begins[1:]), self.size]
-        cut = (
-            (max(start, own.start), min(stop, own.stop), value)
-            for (start, value), stop in zip(begins, stops, strict=True)
-        )
-        return [(start - own.start, stop - own.start, value) for start, stop, value in cut if start < stop]
+        found = []
+        for (start, value), stop in zip(begins, stops, strict=True):
+            first = max(start, own.start)
+            last = min(stop, own.stop)
+            if first < last:
+                found.append((first - own.start, last - own.start, value))
+        return found
 
 
 class FlatBuffer(Mapping[str, Array]):
@@ -109,10 +124,11 @@ class FlatBuffer(Mapping[str, Array]):
     `flat` has the tensors alone, `flags` the values appended to them, `with_flags` both.
     """
 
-    def __init__(self, layout: Layout, allocate: Callable[[int], Floats1d], flags: int = 0) -> None:
+    def __init__(self, layout: Layout, allocate: Callable[[int], Array], flags: int = 0) -> None:
         self.layout = layout
         self.with_flags = allocate(layout.size + flags)
-        self.flat, self.flags = self.with_flags[: layout.size], self.with_flags[layout.size :]
+        self.flat = self.with_flags[: layout.size]
+        self.flags = self.with_flags[layout.size :]
         self._views = layout.views(self.flat)
 
     def __getitem__(self, name: str) -> Array:
@@ -128,8 +144,10 @@ class FlatBuffer(Mapping[str, Array]):
 class FlatPart:
     """A part of a flat buffer, which begins and ends anywhere: `flat` holds its elements `own`."""
 
-    def __init__(self, layout: Layout, own: slice, allocate: Callable[[int], Floats1d]) -> None:
-        self.layout, self.own, self.flat = layout, own, allocate(own.stop - own.start)
+    def __init__(self, layout: Layout, own: slice, allocate: Callable[[int], Array]) -> None:
+        self.layout = layout
+        self.own = own
+        self.flat = allocate(own.stop - own.start)
 
 
 class Rows(Generic[Record]):
@@ -139,7 +157,8 @@ class Rows(Generic[Record]):
     """
 
     def __init__(self, slices: Sequence[slice], record: Record, uncut: Sequence[str] = ()) -> None:
-        self.all, self._uncut = record, uncut
+        self.all = record
+        self._uncut = uncut
         self.slices = [self._rows(rows) for rows in slices]
 
     def cut(self, slices: Sequence[slice]) -> Rows[Record]:
@@ -148,14 +167,14 @@ class Rows(Generic[Record]):
 
     def _rows(self, rows: slice) -> Record:
         cut = [field.name for field in fields(self.all) if field.name not in self._uncut]
-        return replace(self.all, **{name: _part(getattr(self.all, name), rows) for name in cut})
+        return replace(self.all, **{name: _cut_rows(getattr(self.all, name), rows) for name in cut})
 
 
 class _Sliced(Protocol):
     def __getitem__(self, rows: slice, /) -> object: ...
 
 
-def _part(x: _Sliced | None, rows: slice) -> object:
+def _cut_rows(x: _Sliced | None, rows: slice) -> object:
     if isinstance(x, tuple):  # a named one keeps its type, whose own constructor takes each by itself
-        return tuple.__new__(type(x), (_part(each, rows) for each in x))
+        return tuple.__new__(type(x), (_cut_rows(each, rows) for each in x))
     return None if x is None else x[rows]

@@ -1,7 +1,8 @@
 """Muon: the matrices of the layers move along their momentum, made orthogonal; AdamW does the rest.
 
-There is one second moment for each row of a matrix, or each column of a wide one (NorMuon). Weight decay
-acts only where it has the direction of the update, and falls with the learning rate.
+There is one second moment for each row of a matrix, or each column of a wide one (NorMuon, arXiv 2510.05491).
+Weight decay acts only where it has the direction of the update (arXiv 2510.12402), and falls with the
+learning rate.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
@@ -18,9 +19,11 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import ALIGNED, MATRIX, Layout, Spec
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW, clip_norm
-from distgpt.core.ops.api import MuonMatrix, MuonScalars
+from distgpt.core.ops.api import MuonMatrix, MuonScalars, Wide2d
 
-FIRST_MOMENTUM, MOMENTUM_WARMUP = 0.85, 300  # momentum rises from this within so many steps
+# Momentum rises from this within so many steps, as in modded-nanogpt.
+FIRST_MOMENTUM = 0.85
+MOMENTUM_WARMUP = 300
 
 
 class Muon(AdamW):
@@ -39,15 +42,16 @@ class Muon(AdamW):
         ranks: int = 1,
     ) -> None:
         super().__init__(model, config, own, rank, ranks)
-        kernels, layout = model.kernels, model.layout
+        layout = model.layout
         matrices = [spec.name for spec in layout.specs if _is_matrix(spec)]
-        first, last = layout.offsets[matrices[0]], layout.end_of(matrices)
+        first = layout.offsets[matrices[0]]
+        last = layout.end_of(matrices)
         self._bounds = [first, *borders(layout, ranks, _work)[1:-1], last]
         self._part = slice(self._bounds[rank], self._bounds[rank + 1])
         ranges = layout.ranges(_is_matrix, self.own)
         self._momenta = [slice(start, stop) for start, stop, is_matrix in ranges if is_matrix]
-        self._muon_scalars = kernels.scalars(len(MuonScalars._fields))
-        self._prepare = kernels.record(self._launch_updates)
+        self._muon_scalars = model.kernels.scalars(len(MuonScalars._fields))
+        self._prepare = model.kernels.record(self._launch_updates)
 
     @staticmethod
     def second_moments(layout: Layout) -> Layout:
@@ -71,17 +75,13 @@ class Muon(AdamW):
         self._prepare()
 
     def _launch_updates(self) -> None:
-        """Compute all momenta, and the updates of this rank's part of the matrices."""
-        k, grads = self.model.kernels, self.model.grads.flat[self.own]
-        m, g = ([flat[here] for here in self._momenta] for flat in (self.m.flat, grads))
+        """Compute all momenta, and the updates of this rank's part of the matrices, over the gradients."""
+        k = self.model.kernels
+        grads = self.model.grads.flat[self.own]
+        m = [self.m.flat[here] for here in self._momenta]
+        g = [grads[here] for here in self._momenta]
         k.muon_momentum(m, g, self.norm, self._muon_scalars)
-        shared = (
-            matrix
-            for name, matrices in self._matrices.items()
-            for matrix in matrices
-            if self._part.start <= self.model.layout.offsets[name] < self._part.stop
-        )
-        k.orthogonalise([matrix.u for matrix in shared])
+        k.orthogonalise(self._updates)
 
     def _launch(self) -> None:
         super()._launch()
@@ -89,11 +89,27 @@ class Muon(AdamW):
         self.model.kernels.muon(matrices, self.norm, self._muon_scalars, self.config.beta2)
 
     @cached_property
+    def _updates(self) -> list[Wide2d]:
+        """Return what this rank makes orthogonal: whole matrices, or their pieces."""
+        grads = self.model.grads.flat[self.own]
+        found: list[Wide2d] = []
+        for spec in filter(_is_matrix, self.model.layout.specs):
+            start = self.model.layout.offsets[spec.name]
+            if self._part.start <= start < self._part.stop and self.own.start <= start < self.own.stop:
+                ends = accumulate((rows for rows, _ in spec.orthogonal), initial=0)
+                u = grads[start - self.own.start :][: spec.size].reshape(spec.shape)
+                found += [u[first:last] for first, last in pairwise(ends)]
+        return found
+
+    @cached_property
     def _matrices(self) -> dict[str, list[MuonMatrix]]:
         """Return the matrices of this rank's part, by the name of the tensor that they are in."""
-        model, offsets, own = self.model, self.model.layout.offsets, self.own
+        model = self.model
+        offsets = model.layout.offsets
+        own = self.own
         low = model.params.flat[own] if model.has_low_precision_copy else None
-        p, u = model.precise(own), model.grads.flat[own]
+        p = model.masters(own)
+        u = model.grads.flat[own]
         found: dict[str, list[MuonMatrix]] = {}
         for spec in filter(_is_matrix, model.layout.specs):
             if not own.start <= offsets[spec.name] < own.stop:
@@ -109,7 +125,8 @@ class Muon(AdamW):
                     u[here].reshape(shape),
                 )
                 found.setdefault(spec.name, []).append(matrix)
-                start, second = here.stop, second + max(shape)
+                start = here.stop
+                second += max(shape)  # one for each row, or for each column of a wide matrix
         return found
 
 
@@ -120,7 +137,7 @@ def muon_scalars(
     config: TrainConfig, step: int, lr: float, grad_scale: float, norm_scale: float
 ) -> MuonScalars:
     """Return the hyperparameters of a step."""
-    risen = min(1.0, step / MOMENTUM_WARMUP)
+    risen = min(1.0, step / MOMENTUM_WARMUP)  # from 0 to 1
     first = min(FIRST_MOMENTUM, config.momentum)
     return MuonScalars(
         grad_scale,
@@ -142,10 +159,12 @@ def borders(layout: Layout, parts: int, weight: Callable[[Spec], float]) -> list
     for part in range(1, parts):
         target = weights[-1] * part / parts
         i = min(bisect_right(weights, target) - 1, len(layout.specs) - 1)
-        spec, inside = layout.specs[i], target - weights[i]
-        inside /= weight(spec) or 1
+        spec = layout.specs[i]
+        inside = (target - weights[i]) / (weight(spec) or 1)  # the fraction of this tensor before the cut
         whole = round(inside) if _is_matrix(spec) else inside
-        position = starts[i + 1] if whole == 1 else starts[i] + int(whole * spec.size) // ALIGNED * ALIGNED
+        position = starts[i] + int(whole * spec.size) // ALIGNED * ALIGNED
+        if whole == 1:  # behind the padding, too
+            position = starts[i + 1]
         found.append(max(position, found[-1]))
     return [*found, layout.size]
 
@@ -155,5 +174,8 @@ def _is_matrix(spec: Spec) -> bool:
 
 
 def _work(spec: Spec) -> float:
-    """Return how much there is to compute to orthogonalise a tensor's matrices."""
-    return sum(prod(shape) * min(shape) for shape in spec.matrices) if _is_matrix(spec) else 0.0
+    """Return about how much there is to compute to orthogonalise a tensor's matrices."""
+    if not _is_matrix(spec):
+        return 0.0
+    sides = map(sorted, spec.orthogonal)
+    return sum(short * short * (long + 3 * short) for short, long in sides)

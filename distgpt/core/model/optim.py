@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from distgpt.core.config import TrainConfig
+from distgpt.core.config import SCHEDULES, TrainConfig
 from distgpt.core.model.memory import (
     EMBEDDING,
     GROUPS,
@@ -38,21 +37,25 @@ class AdamW:
         ranks: int = 1,
     ) -> None:
         """`rank` of `ranks` is for Muon, whose ranks share the work. AdamW computes all updates on each."""
-        self.model, self.config = model, config
-        k, layout = model.kernels, model.layout
+        self.model = model
+        self.config = config
+        model.make_gradients()
+        k = model.kernels
+        layout = model.layout
         self.own = own or slice(0, layout.size)
         self.m = _moment(layout, own, k)
+        # For AdamW alone v would be as long as m, and lie alike. Muon, which extends this class, has fewer
+        # second moments: then a tensor lies elsewhere in v than in p, and so does this rank's part.
         second = self.second_moments(layout)
-        self.v_own = slice(*(position_in(second, layout, at) for at in (self.own.start, self.own.stop)))
+        first = position_in(second, layout, self.own.start)
+        self.v_own = slice(first, position_in(second, layout, self.own.stop))
         self.v = _moment(second, own and self.v_own, k)
         self.norm = k.scalars(1)  # Σ g² of the last step
         self._scalars = k.scalars(len(StepScalars._fields) + 2 * len(GROUPS))
-        # Of AdamState. A tensor may lie elsewhere in v than in p: Muon's have shorter second moments.
-        found = layout.ranges(self.group_number, self.own)
-        begins = (
-            position_in(second, layout, self.own.start + start) - self.v_own.start for start, *_ in found
-        )
-        rows = [(*each, begin) for each, begin in zip(found, begins, strict=True)]
+        rows = [  # of `AdamState.ranges`
+            (start, stop, group, position_in(second, layout, self.own.start + start) - first)
+            for start, stop, group in layout.ranges(self.group_number, self.own)
+        ]
         self._ranges = k.integers(np.reshape(rows, (-1, 4)), "int64")
         self._norm_pass = k.record(self._launch_norm)
         self._update = k.record(self._launch)
@@ -91,7 +94,11 @@ class AdamW:
         self._norm_pass()
 
     def prepare(self, step: int, lr: float, grad_scale: float, norm_scale: float) -> None:
-        """Begin an update with grad_scale · gradients, clipped as if their norm were norm_scale · √norm."""
+        """Begin an update with grad_scale · gradients, clipped as if their norm were norm_scale · √norm.
+
+        The two differ where ranks do not sum their gradients at each step: each takes its own, and all clip
+        by the root mean square of their norms.
+        """
         values = step_scalars(self.config, step, lr, grad_scale, norm_scale)
         self.model.kernels.put(self._scalars, np.array(values))
 
@@ -103,9 +110,12 @@ class AdamW:
         self.model.kernels.sum_squares(self.norm, self.model.grads.flat)
 
     def _launch(self) -> None:
-        model, c, own = self.model, self.config, self.own
+        model = self.model
+        c = self.config
+        own = self.own
         low = model.params.flat[own] if model.has_low_precision_copy else None
-        p, g = model.precise(own), model.grads.flat[own]
+        p = model.masters(own)
+        g = model.grads.flat[own]
         state = AdamState(p, low, self.m.flat, self.v.flat, g, self._ranges)
         model.kernels.adamw(state, self.norm, self._scalars, AdamConstants(c.beta1, c.beta2, c.eps))
 
@@ -113,9 +123,9 @@ class AdamW:
 def step_scalars(
     config: TrainConfig, step: int, lr: float, grad_scale: float, norm_scale: float
 ) -> list[float]:
-    """Return the hyperparameters of a step of AdamW, as `Kernels.adamw` reads them.
+    """Return the hyperparameters of a step of AdamW (arXiv 1711.05101), as `Kernels.adamw` reads them.
 
-    A step size carries the bias correction of the first moment.
+    A step size carries the bias correction of the first moment: kernels need one division less.
     """
     scalars = StepScalars(
         grad_scale,
@@ -123,7 +133,7 @@ def step_scalars(
         inv_sqrt_bias_correction=(1 - config.beta2 ** (step + 1)) ** -0.5,
     )
     correction = 1 - config.beta1 ** (step + 1)
-    own = {
+    peaks = {  # 0: as all others, `config.lr`
         EMBEDDING: config.embedding_lr,
         VALUES: config.value_lr or config.embedding_lr,
         HEAD: config.head_lr,
@@ -131,9 +141,12 @@ def step_scalars(
     }
     values = list(scalars)
     for group in GROUPS:
-        rate = own[group] * (lr / config.lr) if own.get(group) else lr
-        decays = group != VECTOR and config.optimizer == "adamw"
-        values += [rate / correction, 1 - rate * config.weight_decay if decays else 1.0]
+        peak = peaks.get(group)
+        rate = peak * (lr / config.lr) if peak else lr  # all follow one schedule
+        decay = 1.0
+        if group != VECTOR and config.optimizer == "adamw":  # with Muon embeddings do not decay either
+            decay = 1 - rate * config.weight_decay
+        values += [rate / correction, decay]
     return values
 
 
@@ -145,24 +158,20 @@ def clip_norm(config: TrainConfig, grad_scale: float, norm_scale: float) -> floa
 def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) -> float:
     """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule.
 
-    The schedule follows the steps, or the fraction of the run's time that has `elapsed`, from 0 to 1.
+    The schedule follows the steps, or the fraction of the run's time that has `elapsed`, from 0 to 1. That
+    fraction includes the time of the warm-up. So the rate drops where the warm-up ends, if the schedule falls
+    from the beginning: by little, for a warm-up is a small part of a run.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, max(0.0, _decay_progress(config, step, elapsed)))
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return config.min_lr + (config.lr - config.min_lr) * left
-
-
-def _decay_progress(config: TrainConfig, step: int, elapsed: float | None) -> float:
-    """Return how far the schedule has come on its way down: not above 0 before it, at least 1 after it."""
-    constant = 1 - config.decay_fraction if config.schedule == "wsd" else 0.0
-    if elapsed is not None:
-        return (elapsed - constant) / max(1e-9, 1 - constant)
-    begin = max(config.warmup, round(config.steps * constant))
-    return (step - begin) / max(1, config.steps - begin)
+    schedule = SCHEDULES[config.schedule]
+    constant = 1 - config.decay_fraction if schedule.falls_late else 0.0  # this part of the run
+    if elapsed is None:
+        begin = max(config.warmup, round(config.steps * constant))
+        progress = (step - begin) / max(1, config.steps - begin)
+    else:
+        progress = (elapsed - constant) / max(1e-9, 1 - constant)
+    return schedule.rate(config.lr, config.min_lr, min(1.0, max(0.0, progress)))
 
 
 def position_in(other: Layout, layout: Layout, position: int) -> int:
@@ -177,4 +186,6 @@ def position_in(other: Layout, layout: Layout, position: int) -> int:
 
 
 def _moment(layout: Layout, own: slice | None, kernels: Kernels) -> FlatBuffer | FlatPart:
-    return FlatPart(layout, own, kernels.wide_zeros) if own else FlatBuffer(layout, kernels.wide_zeros)
+    if own is None:
+        return FlatBuffer(layout, kernels.wide_zeros)
+    return FlatPart(layout, own, kernels.wide_zeros)

@@ -1,8 +1,9 @@
 """The vocabulary: every operation the model calls, with its shapes and its formula.
 
-Outputs come first and are overwritten, unless `accumulate` is true or the text says otherwise. Operations
-allocate nothing and wait for nothing, so that a backend can record a sequence of them and replay it. What
-makes arrays, or copies them to the host, comes first in `Kernels`.
+Outputs come first, but for `db`, and are overwritten, unless `accumulate` is true or the text says otherwise.
+Operations allocate nothing and wait for nothing, so that a backend can record a sequence of them and replay
+it. What makes arrays, or copies them to the host, comes first in `Kernels`. What Muon needs beside AdamW, and
+what an exchange needs where arrays are not the host's, comes after them, at the end.
 
 B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
 None stands for a part that the architecture does not have.
@@ -42,17 +43,8 @@ Ints2d: TypeAlias = Array
 
 Work = Callable[[], None]
 
-# Five steps of Polar Express (arXiv 2505.16932), which bring singular values of 0.001 to 1 near 1.
-POLAR = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
 QK_SCALE = 1.2  # length of an element of normalised queries and keys, so that attention can be sharper
 IGNORED = -1  # the target of a row that is not learned: its loss and its gradients are 0
-TINY = 1e-12  # added to norms, which may be 0
 PIECE = 4096  # elements that stay in a cache, and whose squares are summed in their own type
 
 
@@ -62,8 +54,11 @@ class Capabilities:
 
     is_async: bool = False  # calls return before their work is done
     fuses_residual: bool = False  # `linear` adds a residual along the way, so that the next norm need not
-    overwrites_pre: bool = False  # `linear_backward_act` wants dpre to be pre itself
-    sums_bias_gradients: bool = False  # backward passes add up the gradients of biases that they are given
+    # `linear_backward_act` wants dpre to be pre itself: one array less to go through a cache.
+    overwrites_pre: bool = False
+    # `linear_backward_act` and `attention_backward` take a `db`, and write the sum over their rows there.
+    # Only for backends whose training passes have one slice: the next one would overwrite that sum.
+    sums_bias_gradients: bool = False
     rounded: str = ""  # the dtype that matrices are rounded to, for inference alone
     norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` leaves for gradients of parameters
     # Return the bytes that matmuls keep for a copy of a matrix of so many elements; None: they copy none.
@@ -81,16 +76,6 @@ class StepScalars(NamedTuple):
     inv_sqrt_bias_correction: float
 
 
-class MuonScalars(NamedTuple):
-    """The hyperparameters of Muon that change from step to step: a float64 array in this order."""
-
-    grad_scale: float
-    clip: float
-    momentum: float
-    learning_rate: float
-    weight_decay: float
-
-
 class Affine(NamedTuple):
     """y = x wᵀ + b of a linear layer, w (outputs, inputs), b (outputs,). Named `wb`.
 
@@ -102,7 +87,10 @@ class Affine(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """y = x̂ · w + b of a norm, both (C,). Named `wb`."""
+    """y = x̂ · w + b of a norm, both (C,), either of which may be absent. Named `wb`.
+
+    Kernels compute both gradients at once: these are an Affine, whose w is always there.
+    """
 
     w: Floats1d | None
     b: Floats1d | None
@@ -162,18 +150,6 @@ class SortedTokens(NamedTuple):
     order: Ints1d | None
 
 
-class MuonMatrix(NamedTuple):
-    """One matrix, (rows, columns): parameters, their copy of low precision (where there is one), the update.
-
-    v: the mean square of the updates' rows (rows,), or of their columns where these are more than the rows.
-    """
-
-    p: Wide2d
-    low: Floats2d | None
-    v: Wide1d
-    u: Wide2d
-
-
 class NesterovState(NamedTuple):
     """Flat buffers: parameters p, their copy of low precision (where there is one), the momentum.
 
@@ -186,30 +162,6 @@ class NesterovState(NamedTuple):
     round_start: Wide1d
     velocity: Wide1d
     change: Wide1d
-
-
-class Wire(Protocol):
-    """Arithmetic of an exchange of gradients, in their memory; bfloat16 as its bits."""
-
-    @property
-    def piece(self) -> int:
-        """Elements to exchange at once."""
-
-    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """A new array of any type."""
-
-    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
-        """out, bfloat16 ← one of the two neighbours of x, float32, the nearer one more likely.
-
-        The choice depends on the key and on the element's index alone; x[0] has `index`.
-        """
-
-    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
-        """total ← Σ over rows of parts, in their order, or `by_twos`, which overwrites them. Rows may be
-        longer, and of bfloat16."""
-
-    def widen(self, out: Array, x: Array) -> None:
-        """out ← x, bfloat16, which may be longer."""
 
 
 class AdamConstants(NamedTuple):
@@ -226,8 +178,8 @@ ALL_ROWS = 1 << 30  # `slice_rows` of kernels whose passes have one slice
 class Kernels(Protocol):
     """One backend. See `reference.py` for what each operation means, line by line."""
 
-    dtype: np.dtype
-    wide: np.dtype
+    dtype: np.dtype  # of activations, and of the parameters that a matmul reads
+    wide: np.dtype  # of sums, master weights and moments: float32, or float64 where `dtype` is
     threads: int
     logits_bytes: int  # the most memory that the loss wants for logits
     slice_rows: int  # the least of a slice where a worker has several: their results stay in a cache
@@ -270,19 +222,25 @@ class Kernels(Protocol):
         """Call act() now, and again at this point of every replay of the recording."""
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        """Adopt the tuning results of the first rank that has the same device.
+        """Adopt the ways to compute each matmul that the first rank with the same device found the fastest.
 
-        `gather` returns every rank's bytes. Collective; to be called once everything has run.
+        So ranks on like devices round alike. `gather` returns every rank's bytes. Collective; to be called
+        once everything has run.
         """
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
 
     def run_together(self, work: Work) -> None:
-        """Call work(), whose operations are independent of each other."""
+        """Call work() on every worker at once; each operation in it is divided among them.
+
+        Workers do not wait for each other in between, so no operation may read what another one writes, and
+        work() may change nothing but by operations.
+        """
 
     def precisely(self, work: Work) -> None:
-        """Call work(), whose results are judged or read: without roundings that only training tolerates."""
+        """Call work(), whose results are judged or read: matmuls do not round their inputs to TensorFloat-32,
+        as a GPU may in training."""
 
     def zero(self, x: Array) -> None:
         """x ← 0"""
@@ -413,6 +371,7 @@ class Kernels(Protocol):
         """Rotate q and k of row n, H + K `heads`, by the angles of position start + n mod T, in place.
 
         Element i of a head is paired with element i + head/2. `inverse`, the gradient, rotates back.
+        Documents side by side need no `positions`: q · k depends on the distance of two rows alone.
         """
 
     def qk_norm(self, qkv: Floats2d, rstd: Wide2d, head: int, eps: float) -> None:
@@ -438,7 +397,7 @@ class Kernels(Protocol):
         dgain (N, 2·head) ← Σ dx · x̂ over the heads of q of a row, and over those of k, of dx as it was.
         """
 
-    def sum_rows(self, total: Wide1d, x: Wide2d, accumulate: bool) -> None:
+    def sum_rows(self, total: Wide1d, x: Wide2d | Floats2d, accumulate: bool) -> None:
         """total ← Σ x, over rows. x (N, C), total (C,)"""
 
     def attention(
@@ -482,13 +441,13 @@ class Kernels(Protocol):
         qkv: Floats2d,
         start: Ints1d,
         window: int = 0,
-        lanes: Ints1d | None = None,
+        slots: Ints1d | None = None,
     ) -> None:
         """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
 
         With a `window` a row attends to the last so many of them, itself included.
 
-        cache (2, L, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head). `lanes` (B,) int32: where
+        cache (2, L, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head). `slots` (B,) int32: where
         in the cache each sequence is, two never in one; -1: it is none, nothing is stored of it, and y ← 0.
         None: L is B, and each is in its own.
         """
@@ -498,23 +457,23 @@ class Kernels(Protocol):
     def move_cached(
         self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
     ) -> None:
-        """Lane `target`, positions 0 … kept ← lane `source`, those from `count` on, in all layers.
+        """Slot `target`, positions 0 … kept ← slot `source`, those from `count` on, in all layers.
 
         caches (layers, 2, L, K, T_max, head). With `angles` keys are rotated back by `count` positions. The
-        two lanes may be one.
+        two slots may be one.
         """
 
-    def likeliest(self, tokens: Ints2d, found: Wide2d, scores: Floats2d, vocab: int) -> None:
-        """tokens (N, k) ← the k likeliest by scores (N, padded V), in order, equal scores by token.
+    def likeliest(self, tokens: Ints2d, found: Wide2d, logits: Floats2d, vocab: int) -> None:
+        """tokens (N, k) ← the k likeliest by logits (N, padded V), in order, equal logits by token.
 
-        found (N, k + 1) ← their scores, and log Σ exp(scores), which is NaN where one is not finite.
+        found (N, k + 1) ← their logits, and log Σ exp(logits), which is NaN where one is not finite.
         """
 
-    def drawn(self, tokens: Ints1d, found: Doubles2d, scores: Floats2d, vocab: int, how: Doubles2d) -> None:
-        """tokens (N,) ← one drawn by scores (N, padded V) each; how (N, 2): temperature, number of [0, 1).
+    def drawn(self, tokens: Ints1d, found: Doubles2d, logits: Floats2d, vocab: int, draws: Doubles2d) -> None:
+        """tokens (N,) ← one drawn by logits (N, padded V) each; draws (N, 2): temperature, number of [0, 1).
 
-        The first where the running sum of p = exp((scores - highest) / temperature) passes number · Σ p;
-        found (N, 2) ← its score, and Σ p. Only where rounding decides may backends differ. A row that is
+        The first where the running sum of p = exp((logits - highest) / temperature) passes number · Σ p;
+        found (N, 2) ← its logit, and Σ p. Only where rounding decides may backends differ. A row that is
         not finite gives any token.
         """
 
@@ -539,19 +498,22 @@ class Kernels(Protocol):
         head.logits chunk by chunk. Without dx: the loss alone.
         """
 
-    def sum(self, total: Floats1d, x: Wide1d, scale: float, accumulate: bool) -> None:
+    def sum(self, total: Wide1d, x: Wide1d, scale: float, accumulate: bool) -> None:
         """total[0] ← scale · Σ x"""
 
     # -- optimizer, on flat buffers
 
     def sum_squares(self, total: Doubles1d, g: Floats1d) -> None:
-        """total[0] ← Σ g²; g of either type"""
+        """total[0] ← Σ g²; g of either type. The same bits as `squares` and then `add_up`."""
 
     def squares(self, pieces: Doubles1d, g: Floats1d) -> None:
-        """pieces[i] ← Σ g² of elements i · PIECE … (i + 1) · PIECE of g, as far as they go"""
+        """pieces[i] ← Σ g² of elements i · PIECE … (i + 1) · PIECE of g, as far as they go.
+
+        Ranks that have a part of g each compute some of the pieces.
+        """
 
     def add_up(self, total: Doubles1d, pieces: Doubles1d) -> None:
-        """total[0] ← Σ pieces; after `squares` the result of `sum_squares`, to the bit"""
+        """total[0] ← Σ pieces"""
 
     def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
         """One AdamW step in place on p, m, v; low ← p, rounded. `scalars`: StepScalars and what follows them.
@@ -596,3 +558,66 @@ class Kernels(Protocol):
         velocity ← momentum · velocity + scale · change;
         p, round_start ← round_start + lr · (momentum · velocity + scale · change); low ← p, rounded.
         """
+
+
+# -- Muon
+
+# Five steps of Polar Express (arXiv 2505.16932), which bring singular values of 0.001 to 1 near 1. They were
+# computed with a safety factor of 1.02, by which `orthogonalise` divides: above 1 the steps would diverge.
+POLAR = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+TINY = 1e-12  # added to norms, which may be 0
+
+
+class MuonScalars(NamedTuple):
+    """The hyperparameters of Muon that change from step to step: a float64 array in this order."""
+
+    grad_scale: float
+    clip: float
+    momentum: float
+    learning_rate: float
+    weight_decay: float
+
+
+class MuonMatrix(NamedTuple):
+    """One matrix, (rows, columns): parameters, their copy of low precision (where there is one), the update.
+
+    v: the mean square of the updates' rows (rows,), or of their columns where these are more than the rows.
+    """
+
+    p: Wide2d
+    low: Floats2d | None
+    v: Wide1d
+    u: Wide2d
+
+
+# -- exchanges
+
+
+class Wire(Protocol):
+    """Arithmetic of an exchange of gradients, in their memory; bfloat16 as its bits."""
+
+    @property
+    def piece(self) -> int:
+        """Elements to exchange at once."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """A new array of any type."""
+
+    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
+        """out, bfloat16 ← one of the two neighbours of x, float32, the nearer one more likely.
+
+        The choice depends on the key and on the element's index alone; x[0] has `index`.
+        """
+
+    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
+        """total ← Σ over rows of parts, in their order, or `by_twos`, which overwrites them. Rows may be
+        longer, and of bfloat16."""
+
+    def widen(self, out: Array, x: Array) -> None:
+        """out ← x, bfloat16, which may be longer."""

@@ -66,8 +66,8 @@ class OnHost:
         return array
 
     def later(self, array: Array) -> Callable[[], HostArray]:
-        taken = array.copy()
-        return lambda: self.to_host(taken)
+        now = array.copy()
+        return lambda: self.to_host(now)
 
     def put(self, array: Array, host: HostArray) -> None:
         if host is not array:
@@ -103,8 +103,8 @@ class OnHost:
             found[:, 0] = np.concatenate((left * c + right * s, right * c - left * s), axis=-1)
         self.put(caches[:, :, target, :, :kept], found)
 
-    def likeliest(self, tokens: Ints2d, found: Wide2d, scores: Floats2d, vocab: int) -> None:
-        rows, k = self.to_host(scores)[:, :vocab], tokens.shape[1]
+    def likeliest(self, tokens: Ints2d, found: Wide2d, logits: Floats2d, vocab: int) -> None:
+        rows, k = self.to_host(logits)[:, :vocab], tokens.shape[1]
         tokens[...] = np.argsort(-rows, axis=1, kind="stable")[:, :k]
         found[:, :k] = np.take_along_axis(rows, tokens, axis=1)
         top = found[:, 0]
@@ -112,10 +112,10 @@ class OnHost:
             found[:, k] = top + np.log(np.exp(rows - top[:, None]).sum(1))
         found[~np.isfinite(rows).all(1), k] = np.nan
 
-    def drawn(self, tokens: Ints1d, found: Doubles2d, scores: Floats2d, vocab: int, how: Doubles2d) -> None:
-        rows = self.to_host(scores)[:, :vocab]
+    def drawn(self, tokens: Ints1d, found: Doubles2d, logits: Floats2d, vocab: int, draws: Doubles2d) -> None:
+        rows = self.to_host(logits)[:, :vocab]
         with np.errstate(invalid="ignore"):  # of rows that are not finite
-            for i, (row, (temperature, uniform)) in enumerate(zip(rows, how.tolist(), strict=True)):
+            for i, (row, (temperature, uniform)) in enumerate(zip(rows, draws.tolist(), strict=True)):
                 sums = np.exp((row - row.max()) / temperature).cumsum(dtype=np.float64)
                 token = int(sums.searchsorted(uniform * sums[-1], side="right"))
                 tokens[i] = min(token, vocab - 1)
@@ -303,9 +303,9 @@ class ReferenceKernels(OnHost):
     ) -> None:
         dx, gains = _queries_and_keys(dqkv, rstd, len(gain) // 2), _gains(gain, dqkv, rstd)
         xhat = xhat.reshape(dx.shape)
-        n_head = 2 * rstd.shape[1] - dqkv.shape[1] // dx.shape[2]
-        along = dx * xhat
-        dgain[...] = np.concatenate([along[:, :n_head].sum(1), along[:, n_head:].sum(1)], axis=1)
+        n_head = 2 * rstd.shape[1] - dqkv.shape[1] // dx.shape[2]  # 2 (H + K) - (H + 2K) = H
+        products = dx * xhat
+        dgain[...] = np.concatenate([products[:, :n_head].sum(1), products[:, n_head:].sum(1)], axis=1)
         g = dx * gains
         dx[...] = rstd[..., None] * (g - xhat * (g * xhat).mean(2, keepdims=True))
 
@@ -361,19 +361,19 @@ class ReferenceKernels(OnHost):
         qkv: Floats2d,
         start: Ints1d,
         window: int = 0,
-        lanes: Ints1d | None = None,
+        slots: Ints1d | None = None,
     ) -> None:
-        where = range(cache.shape[1]) if lanes is None else lanes.tolist()
+        where = range(cache.shape[1]) if slots is None else slots.tolist()
         new, size = len(qkv) // len(where), cache.shape[4]
-        for i, (lane, first) in enumerate(zip(where, np.broadcast_to(start, len(where)), strict=True)):
+        for i, (slot, first) in enumerate(zip(where, np.broadcast_to(start, len(where)), strict=True)):
             rows = slice(i * new, (i + 1) * new)
-            if lane < 0:
+            if slot < 0:
                 y[rows] = 0
                 continue
             out = _heads_of(y[rows], new, y.shape[1] // size)
             q, k, v = _heads(qkv[rows], out)
-            cache[:, lane, :, first : first + new] = np.concatenate((k, v))
-            keys, values = cache[:, lane : lane + 1, :, : first + new]
+            cache[:, slot, :, first : first + new] = np.concatenate((k, v))
+            keys, values = cache[:, slot : slot + 1, :, : first + new]
             scores = self._causal_scores(q, _for_each(q, keys), first, window)
             out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
 
@@ -415,6 +415,7 @@ class ReferenceKernels(OnHost):
             chunk[:, head.vocab :] = -np.inf
             log_sum = self._log_sum_exp(chunk)
             learned = targets[rows] != IGNORED
+            # IGNORED, -1, picks the last column of a row: `where` and `learned` drop what comes of it.
             losses[rows] = np.where(learned, log_sum[:, 0] - chunk[index, targets[rows]], 0)
             if dx is not None:
                 grad = np.exp(chunk - log_sum)
@@ -424,17 +425,20 @@ class ReferenceKernels(OnHost):
                 if dw is not None:
                     _put(dw, grad.T @ x[rows], accumulate or start > 0)
 
-    def sum(self, total: Floats1d, x: Wide1d, scale: float, accumulate: bool) -> None:
+    def sum(self, total: Wide1d, x: Wide1d, scale: float, accumulate: bool) -> None:
         _put(total, scale * x.sum(dtype=np.float64), accumulate)
 
     # -- optimizer
 
     def sum_squares(self, total: Doubles1d, g: Floats1d) -> None:
-        total[...] = (g.astype(np.float64) ** 2).sum()
+        pieces = np.empty(-(-len(g) // PIECE))
+        self.squares(pieces, g)
+        self.add_up(total, pieces)
 
     def squares(self, pieces: Doubles1d, g: Floats1d) -> None:
         for i in range(len(pieces)):
-            self.sum_squares(pieces[i : i + 1], g[i * PIECE : (i + 1) * PIECE])
+            piece = g[i * PIECE : (i + 1) * PIECE].astype(np.float64)
+            pieces[i] = (piece**2).sum()
 
     def add_up(self, total: Doubles1d, pieces: Doubles1d) -> None:
         total[...] = pieces.sum()
@@ -445,6 +449,7 @@ class ReferenceKernels(OnHost):
         scale = clipped(norm, scalars)
         if scale is None:
             return
+        inv_sqrt_bias_correction = scalars[2]  # of StepScalars
         groups = scalars[3:].reshape(-1, 2)
         for start, stop, group, start_in_v in np.asarray(ranges).tolist():
             if group < 0:
@@ -454,14 +459,17 @@ class ReferenceKernels(OnHost):
             scaled = g[here] * scale
             m[here] = beta1 * m[here] + (1 - beta1) * scaled
             second[...] = beta2 * second + (1 - beta2) * scaled**2
-            p[here] = decay_factor * p[here] - step_size * m[here] / (np.sqrt(second) * scalars[2] + eps)
+            p[here] = decay_factor * p[here] - step_size * m[here] / (
+                np.sqrt(second) * inv_sqrt_bias_correction + eps
+            )
             if low is not None:
                 self.cast_down(low[here], p[here])
 
     def muon_momentum(
         self, m: Sequence[Wide1d], g: Sequence[Wide1d], norm: Doubles1d, scalars: Doubles1d
     ) -> None:
-        scale, momentum = clipped(norm, scalars), scalars[2]
+        scale = clipped(norm, scalars)
+        momentum = scalars[2]  # of MuonScalars
         if scale is None:
             return
         for mi, gi in zip(m, g, strict=True):
@@ -483,14 +491,15 @@ class ReferenceKernels(OnHost):
     def muon(self, matrices: Sequence[MuonMatrix], norm: Doubles1d, scalars: Doubles1d, beta2: float) -> None:
         if clipped(norm, scalars) is None:
             return
+        learning_rate, weight_decay = scalars[3:5]  # of MuonScalars
         for p, low, v, u in matrices:
             axis = int(len(u) >= u.shape[1])
             before = (u**2).sum()
             v[...] = beta2 * v + (1 - beta2) * (u**2).mean(axis)
             u = u / np.expand_dims(np.sqrt(v) + TINY, axis)
             u *= np.sqrt(before / ((u**2).sum() + TINY))
-            rate = scalars[3] * math.sqrt(max(1, len(u) / u.shape[1]))
-            p -= rate * (u + scalars[4] * p * (u * p >= 0))
+            rate = learning_rate * math.sqrt(max(1, len(u) / u.shape[1]))
+            p -= rate * (u + weight_decay * p * (u * p >= 0))
             if low is not None:
                 self.cast_down(low, p)
 
@@ -562,7 +571,7 @@ def _queries_and_keys(qkv: Array, rstd: Array, head: int) -> Array:
 def _gains(gain: Array, qkv: Array, rstd: Array) -> Array:
     """Return the gain of each head of q and k, (H + K, head)."""
     heads, both = rstd.shape[1], gain.reshape(2, -1)
-    n_head = 2 * heads - qkv.shape[1] // both.shape[1]
+    n_head = 2 * heads - qkv.shape[1] // both.shape[1]  # 2 (H + K) - (H + 2K) = H
     return np.repeat(both, (n_head, heads - n_head), axis=0)
 
 

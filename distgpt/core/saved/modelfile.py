@@ -1,6 +1,6 @@
 """A model as one self-describing file: its weights, its configuration and its tokenizer.
 
-Other kinds of weights files are rows of tables (kinds.py)."""
+Other kinds of weights files are rows of tables (weights.py)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,12 @@ from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.limits import granted_memory
-from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.core.comm.resources import granted_memory
+from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
 from distgpt.core.model.memory import LEARNED, FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Array, Kernels
-from distgpt.core.saved.kinds import (
-    PARTS,
-    QUANTISED,
-    ROUNDED,
-    Merge,
-    read_float,
-    rounded_dtype,
-    verified,
-)
-from distgpt.core.saved.named import find_weights, import_command
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     HEADER_SUM,
@@ -42,13 +32,23 @@ from distgpt.core.saved.tensors import (
     refuse_misfits,
     write_tensors,
 )
+from distgpt.core.saved.weights import (
+    PARTS,
+    QUANTISED,
+    ROUNDED,
+    Merge,
+    find_weights,
+    import_command,
+    read_float,
+    rounded_dtype,
+    verified,
+)
 
-FORMAT, FORMAT_VERSION, ROUNDED_VERSION = "distgpt-weights", "2", "3"
-READ = {
-    "1": (),
-    "2": (DATA_SUM, HEADER_SUM),
-    ROUNDED_VERSION: (DATA_SUM, HEADER_SUM),
-}  # which checksums a file must have, by its version
+FORMAT = "distgpt-weights"
+FORMAT_VERSION = "2"
+ROUNDED_VERSION = "3"  # so that a program which knows no rounded files refuses one
+# The checksums that a file must have, by the version of its format.
+READ = {"1": (), "2": (DATA_SUM, HEADER_SUM), ROUNDED_VERSION: (DATA_SUM, HEADER_SUM)}
 ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
 BASE = "base"  # in the metadata of a part: the file beside which it stands
 
@@ -81,6 +81,12 @@ class Description:
         """Return the layout of the tensors in the file."""
         return PARTS[self.part].layout(self.run) if self.part else Architecture(self.run.model).layout
 
+    def refuse_unreadable(self, trained: Layout) -> None:
+        """Refuse to write such tensors to a file with this description: none would read them again."""
+        if self.layout.specs != trained.specs:
+            what = f"of format {self.part!r}" if self.part else "without a part"
+            raise UsageError(f"a weights file {what} does not hold the tensors that are trained here")
+
     def refuse_training(self, t: TrainConfig) -> None:
         """Refuse to train the weights of a rounded file."""
         if self.rounded:
@@ -102,7 +108,8 @@ def _refuse_too_large(path: Path, config: ModelConfig, kernels: Kernels, comm: C
     """Refuse weights that there is no memory for: the system would end the process. Collective."""
     if kernels.capabilities.is_async:  # a GPU says so itself
         return
-    need, granted = Architecture(config).layout.size * kernels.dtype.itemsize, granted_memory(comm.local_size)
+    need = Architecture(config).layout.size * kernels.dtype.itemsize
+    granted = granted_memory(comm.local_size)
     free = f"{size(need)} on {granted.where}, where {size(granted.free)} are free"
     hint = f"try another --dtype: bfloat16, {' and '.join(ROUNDED_DTYPES)} take less"
     refuse_anywhere(comm, f"{path} needs {free}; {hint}" if need > granted.free else "")
@@ -155,24 +162,6 @@ def load_model(
     return model, description
 
 
-def exact(about: Description) -> str:
-    """Return the dtype in which a model is looked at and judged, unless another one is asked for."""
-    return "float32"
-
-
-def dtype_of(
-    path: Path, asked: str, comm: Comm, on_gpu: bool = False, usual: Callable[[Description], str] = exact
-) -> str:
-    """Return the dtype that was asked for; of auto, on CPUs, that of a rounded file, else `usual`.
-
-    Collective; so may `usual` be.
-    """
-    if asked != AUTO_DTYPE:
-        return asked
-    about = load_description(Path(on_root(comm, lambda: str(find_weights(path)))), comm)
-    return (about.rounded if not on_gpu else "") or usual(about)
-
-
 def read_shortened(path: Path, host: Tensors) -> None:
     """Fill `host` from the file; of its learned positions only the first, as many as `host` has."""
     positions = host.get(LEARNED)
@@ -186,7 +175,7 @@ def read_shortened(path: Path, host: Tensors) -> None:
 
 
 def load_description(path: Path, comm: Comm) -> Description:
-    """The description in the file, checked by rank 0 against its tensors. Collective."""
+    """Return the description in the file, checked by rank 0 against its tensors. Collective."""
     return _parse(on_root(comm, lambda: _checked_metadata(path)), path)
 
 
@@ -196,7 +185,7 @@ def read_description(path: Path) -> Description:
 
 
 def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:
-    """Tensors as NumPy arrays; those in host memory are not copied."""
+    """Return tensors as NumPy arrays; those in host memory are not copied."""
     return {prefix + name: model.kernels.to_host(array) for name, array in tensors.items()}
 
 
@@ -238,10 +227,15 @@ def _checked_metadata(path: Path) -> dict[str, str]:
 
 
 def _own_metadata(header: Header, path: Path) -> dict[str, str]:
-    """The metadata of a file written by distgpt in this version of the format."""
+    """Return the metadata of a file written by distgpt in this version of the format."""
     found = header.metadata
-    formats = PARTS if BASE in found else (FORMAT,)
-    if found.get("format") not in formats or not {"format_version", "config", "tokenizer"} <= found.keys():
+    is_described = {"format", "format_version", "config", "tokenizer"} <= found.keys()
+    if BASE in found and is_described and found["format"] not in PARTS:
+        known = ", ".join(PARTS)
+        raise DataError(
+            f"{path} holds a part of kind {found['format']!r:.40}, not known here; known: {known}"
+        )
+    if not is_described or (BASE not in found and found["format"] != FORMAT):
         foreign = path.with_name("config.json").is_file()
         hint = f"; if it is a model of transformers: first {import_command(path.parent)}" if foreign else ""
         raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description{hint}")
@@ -257,27 +251,26 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
 
 
 def _parse(metadata: dict[str, str], path: Path) -> Description:
+    """Return the description in a file's metadata, or raise a DataError."""
     try:
         run = RunConfig().with_values(parse_toml(metadata["config"], str(path)))
     except (UsageError, ValueError, ArithmeticError) as error:  # of numbers beyond what Python converts
         raise DataError(f"{path}: its configuration is invalid: {error}") from None
     except RecursionError:
         raise DataError(f"{path}: its configuration is nested too deeply") from None
-    tokenizer = metadata["tokenizer"]
-    is_rounded = metadata["format_version"] == ROUNDED_VERSION
-    dtype = rounded_dtype(metadata, path) if is_rounded else ""
-    part, base = "", None
-    if BASE in metadata:
-        part = metadata["format"]
-        try:
-            base = checked(Base, parse_json(metadata[BASE]))
-        except ValueError as error:
-            raise DataError(
-                f"{path} is damaged: what it says of its model is no such thing: {error}"
-            ) from None
-        if is_rounded:
-            raise DataError(f"{path} is damaged: the part of a model that it holds cannot be quantised")
-        PARTS[part].refuse_damaged(run, path)
-    return Description(
-        run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, dtype, part, base
-    )
+    saved = metadata["tokenizer"]
+    tokenizer = tokenizer_from_json(saved, str(path)) if saved else None
+    rounded = ""
+    if metadata["format_version"] == ROUNDED_VERSION:
+        rounded = rounded_dtype(metadata, path)
+    if BASE not in metadata:
+        return Description(run, tokenizer, rounded)
+    try:
+        base = checked(Base, parse_json(metadata[BASE]))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: what it says of its model is no such thing: {error}") from None
+    if rounded:
+        raise DataError(f"{path} is damaged: the part of a model that it holds cannot be quantised")
+    part = metadata["format"]
+    PARTS[part].refuse_damaged(run, path)
+    return Description(run, tokenizer, part=part, base=base)

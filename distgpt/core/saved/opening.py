@@ -9,15 +9,13 @@ from typing import Protocol
 from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.config import ROUNDED_DTYPES, ModelConfig
-from distgpt.core.cpu.decoding.variants import NO_VARIANTS, Variants
+from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.api import Kernels
-from distgpt.core.saved.kinds import PARTS, ROUNDED, Merge
-from distgpt.core.saved.modelfile import Description, dtype_of, exact, load_model, read_description
-from distgpt.core.saved.named import weights_of
+from distgpt.core.saved.modelfile import Description, load_description, load_model, read_description
+from distgpt.core.saved.weights import PARTS, ROUNDED, Merge, weights_of
 
 
 class NamedVariants(Protocol):
@@ -27,8 +25,8 @@ class NamedVariants(Protocol):
     def tokenizers(self) -> Mapping[str, Tokenizer | None]:
         """Return the tokenizer of each by its name, in their order; None: that of the model."""
 
-    def packed(self, config: ModelConfig) -> Variants:
-        """Return them as lanes keep them beside the weights."""
+    def packed(self, config: ModelConfig) -> object:
+        """Return them as decoding keeps them beside the weights; None: there are none."""
 
 
 class Beside(Protocol):
@@ -62,12 +60,30 @@ class Alone:
     def variants(self, weights: Path, stage: Stage, dtype: str) -> NamedVariants:
         return self
 
-    def packed(self, config: ModelConfig) -> Variants:
-        return NO_VARIANTS
+    def packed(self, config: ModelConfig) -> object:
+        return None
 
 
 ALONE = Alone()
 BESIDE: Table[Callable[..., Beside]] = Table("beside", "what stands beside the weights:", {})
+
+
+def exact(about: Description) -> str:
+    """Return the dtype in which a model is looked at and judged, unless another one is asked for."""
+    return "float32"
+
+
+def dtype_of(
+    path: Path, asked: str, comm: Comm, on_gpu: bool = False, usual: Callable[[Description], str] = exact
+) -> str:
+    """Return the dtype that was asked for; of auto, on CPUs, that of a rounded file, else `usual`.
+
+    Collective; so may `usual` be.
+    """
+    if asked != AUTO_DTYPE:
+        return asked
+    about = load_description(path, comm)
+    return (about.rounded if not on_gpu else "") or usual(about)
 
 
 def open_model(

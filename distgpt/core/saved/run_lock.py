@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,7 +19,9 @@ from distgpt.core.base.files import lock, open_regular, read_small, storage_erro
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 
-ATTEMPTS, SECONDS_BETWEEN = 10, 0.05  # to lock a file that another process may be looking at
+# To lock a file. Another process that only looks at it locks it for a moment, too.
+ATTEMPTS = 10
+SECONDS_BETWEEN = 0.05
 
 _held: dict[Path, int] = {}  # open files that this process has locked
 
@@ -35,11 +38,15 @@ class Holder:
 
 
 class RunLock:
-    """The kernel's lock on running.json, which ends with the process, and the name of its holder in there."""
+    """The kernel's lock on running.json, which ends with the process; its holder's name stands in the file.
+
+    Some network disks have no locks. There the name alone decides: a process of this host that lives.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "running.json"
-        self._directory, self._absolute = directory, self.path.absolute()
+        self._directory = directory
+        self._absolute = self.path.absolute()  # a notebook may change its folder while it holds the lock
 
     @contextmanager
     def claimed(self, comm: Comm) -> Iterator[None]:
@@ -53,21 +60,22 @@ class RunLock:
 
     def claim(self) -> None:
         """Hold the directory until `release`, or the end of the process; a UsageError if another one does."""
-        path = self._absolute
-        with storage_errors("write", path):
+        with storage_errors("write", self._absolute):
             for _ in range(ATTEMPTS):
-                if path in _held or self._lock(path):
+                if self._absolute in _held or self._lock():
                     return
                 time.sleep(SECONDS_BETWEEN)
         raise self._in_use()
 
-    def _lock(self, path: Path) -> bool:
+    def _lock(self) -> bool:
         """Lock the file, and return whether this process holds it now."""
+        path = self._absolute
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
         got = lock(descriptor, fcntl.LOCK_EX)
-        is_free = got if got is not None else not self._is_named()
-        if not is_free or not _is_at(descriptor, path):  # its holder has removed it meanwhile
+        is_free = not self._is_named() if got is None else got
+        # Its holder may have removed the file between `open` and `lock`: then this one has no name.
+        if not is_free or not _is_at(descriptor, path):
             os.close(descriptor)
             return False
         _held[path] = descriptor
@@ -77,22 +85,35 @@ class RunLock:
         except OSError:
             self.release()
             raise
-        if got is None:
+        if got is None:  # of two that began at the same moment, the name that was written last stands there
             time.sleep(SECONDS_BETWEEN)
-            if self._is_named():  # another process began at the same moment, and wrote its name later
+            if self._is_named():
                 os.close(_held.pop(path))
                 return False
         return True
 
     def release(self) -> None:
         """Release the directory, if this process holds it."""
-        path = self._absolute
-        if (descriptor := _held.pop(path, None)) is not None:
-            with suppress(OSError):
-                if _is_at(descriptor, path):
-                    path.unlink()
-            with suppress(OSError):  # the lock is gone even where closing reports an error
-                os.close(descriptor)
+        descriptor = _held.pop(self._absolute, None)
+        if descriptor is None:
+            return
+        with suppress(OSError):
+            if _is_at(descriptor, self._absolute):
+                self._absolute.unlink()
+        with suppress(OSError):  # the lock is gone even where closing reports an error
+            os.close(descriptor)
+
+    def refuse_taken(self) -> None:
+        """Raise a UsageError if another process holds the directory that this one has claimed.
+
+        Whoever takes a host for lost removes the file that a process there has locked.
+        """
+        descriptor = _held.get(self._absolute)
+        if descriptor is None:
+            return
+        with storage_errors("read", self._absolute):  # a disk that fails for a moment ends no run
+            if self._absolute.exists() and not _is_at(descriptor, self._absolute):
+                raise self._in_use()
 
     def refuse_second(self) -> str:
         """Raise a UsageError if another process holds the directory; return which one was killed here."""
@@ -100,7 +121,7 @@ class RunLock:
             return ""
         if self.is_held():
             raise self._in_use()
-        return str(self._holder() or "another process") if self._absolute.exists() else ""
+        return str(self.holder() or "another process") if self._absolute.exists() else ""
 
     def is_held(self) -> bool:
         """Return whether a process trains here."""
@@ -110,29 +131,36 @@ class RunLock:
             try:
                 with open_regular(self._absolute) as file:
                     got = lock(file.fileno(), fcntl.LOCK_SH)
-                    return self._is_named() if got is None else not got
             except (FileNotFoundError, NotADirectoryError):
                 return False
+        return self._is_named() if got is None else not got
 
     def lacks_locks(self) -> bool:
         """Return whether this process holds the directory by its name alone."""
         return self._absolute in _held and lock(_held[self._absolute], fcntl.LOCK_EX) is None
 
-    def _is_named(self) -> bool:
-        """Return whether running.json names another process of this host that lives.
-
-        On a disk without locks that is all that can be known.
-        """
-        holder = self._holder()
-        return holder is not None and holder.host == platform.node() and _is_another(holder.pid)
-
     def _in_use(self) -> UsageError:
         return UsageError(
-            f"{self._directory} is in use: {self._holder() or 'another process'} trains there; "
+            f"{self._directory} is in use: {self.holder() or 'another process'} trains there; "
             "wait for its end, stop it, or choose another --out"
         )
 
-    def _holder(self) -> Holder | None:
+    def _is_named(self) -> bool:
+        """Return whether running.json names another process of this host that lives."""
+        holder = self.holder()
+        if holder is None or holder.host != platform.node():
+            return False
+        if holder.pid <= 0 or holder.pid == os.getpid():  # 0 and below are groups
+            return False
+        try:
+            os.kill(holder.pid, 0)  # signal 0 is not sent
+        except PermissionError:  # another user's
+            return True
+        except (ProcessLookupError, OverflowError):
+            return False
+        return True
+
+    def holder(self) -> Holder | None:
         """Return the process that wrote its name into running.json; None where the file is half written."""
         with suppress(DataError, StorageError, ValueError):
             found = parse_object(read_small(self._absolute), self.path)
@@ -140,19 +168,12 @@ class RunLock:
         return None
 
 
-def _is_another(pid: int) -> bool:
-    """Return whether a process of this number runs, and is not this one."""
-    if pid <= 0 or pid == os.getpid():  # 0 and below are groups
-        return False
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # another user's
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
-
-
 def _is_at(descriptor: int, path: Path) -> bool:
     """Return whether an open file is the one at this path."""
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    try:
+        return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError as error:
+        # One that another host has removed is stale on NFS; either may be gone after the first look.
+        if error.errno in (errno.ESTALE, errno.ENOENT):
+            return False
+        raise

@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from distgpt.core.base.checked import parse_object
+from distgpt.core.base.checked import JsonObject, parse_object
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.base.files import (
     append,
@@ -58,28 +58,46 @@ class RunDirectory:
     def refuse_conflict(self, run: RunConfig, resuming: bool) -> None:
         """Raise a UsageError if the directory holds anything but this very run. Writes nothing."""
         with storage_errors("use the run directory", self.path):
-            if saved := self.saved():
-                if different := differing(saved, run):
-                    goes_on = "" if resuming else "add --resume auto, or "
-                    if goes_on and differing(saved, run, CHANGEABLE):
-                        goes_on = "to resume it as it is give --out and --resume auto alone, or else "
-                    raise UsageError(
-                        f"{self.path} holds a run with another configuration ({different}); "
-                        f"{goes_on}choose another --out"
-                    )
-                if not resuming:
-                    raise UsageError(
-                        f"{self.path} holds this run already; add --resume auto, or choose another --out"
-                    )
-            elif self.path.is_dir() and set(self.path.iterdir()) - {self.lock.path, *self._left_behind()}:
-                raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
-            elif self.path.exists() and not self.path.is_dir():
+            saved = self.saved()
+            if saved is None and self.path.is_dir():
+                if set(self.path.iterdir()) - {self.lock.path, *self._left_behind()}:
+                    raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
+            elif saved is None and self.path.exists():
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
+        if saved is None:
+            return
+        different = differing(saved, run)
+        if not different and not resuming:
+            raise UsageError(
+                f"{self.path} holds this run already; add --resume auto, or choose another --out"
+            )
+        if different:
+            goes_on = "add --resume auto, or "
+            if resuming:
+                goes_on = ""
+            elif differing(saved, run, CHANGEABLE):
+                goes_on = "to resume it as it is give --out and --resume auto alone, or else "
+            raise UsageError(
+                f"{self.path} holds a run with another configuration ({different}); "
+                f"{goes_on}choose another --out"
+            )
 
     def _left_behind(self) -> list[Path]:
         """List the unfinished files of a run that was killed before it had begun, or while it wrote."""
         files = (self.config, self.tokenizer, self.metrics, self.weights, self.best, self.summary)
-        return [path for file in files for path in unfinished_versions(file)]
+        found = [path for file in files for path in unfinished_versions(file)]
+        # The history is begun before the configuration. Another program's file of this name is not ours.
+        if not self.config.exists() and self.history.is_file():
+            with suppress(DataError, StorageError):
+                first = self._first_event()
+                if not first or "time" in first:
+                    found.append(self.history)
+        return found
+
+    def _first_event(self) -> JsonObject:
+        """Read the first line of the history; nothing where a full disk took none of it."""
+        line = read_small(self.history).split(b"\n")[0]
+        return parse_object(line, self.history) if line else {}
 
     def refuse_undecodable(self) -> None:
         """Raise a UsageError if the directory's name could not be written into its files."""
@@ -88,11 +106,19 @@ class RunDirectory:
         except UnicodeEncodeError:
             raise UsageError(f"{self.path.absolute()} is not valid UTF-8: choose another --out") from None
 
-    def create(self, run: RunConfig, tokenizer_json: str, step: int, owes_evaluation: bool = False) -> None:
+    def create(
+        self,
+        run: RunConfig,
+        tokenizer_json: str,
+        event: Mapping[str, object],
+        step: int,
+        owes_evaluation: bool,
+    ) -> None:
         """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
 
-        Drops metrics of steps after `step`, which will be repeated, and of the evaluation after it if that is
-        still due. Sets damaged checkpoints of such steps aside.
+        `event` is for the history: where the run begins, and from what. Drops metrics of steps after `step`,
+        which will be repeated, and of the evaluation after it if that is still due. Sets damaged checkpoints
+        of such steps aside.
         """
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
@@ -103,11 +129,12 @@ class RunDirectory:
                 set_damaged_aside(self.checkpoints, step)
                 for path in self._left_behind():
                     path.unlink(missing_ok=True)
+                self.remember(event)  # before the configuration: what has that has its origin, too
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
-                self.drop_metrics_after(step, owes_evaluation)
-            except UsageError:  # another process holds the directory
+                self.drop_metrics_after(step, owes_evaluation)  # those steps are repeated
+            except UsageError:  # another process holds the directory, which is not ours to remove
                 raise
             except BaseException:
                 if fresh:
@@ -140,7 +167,7 @@ class RunDirectory:
         """Return the checkpoint of another run that this one began with, if it did."""
         if not self.history.exists():
             return None
-        first = parse_object(read_small(self.history).split(b"\n")[0], self.history)
+        first = self._first_event()
         origin = first.get("from") if first.get("branch") is True else None
         return Path(origin) if isinstance(origin, str) and "\0" not in origin else None
 
@@ -199,8 +226,8 @@ def differing(before: RunConfig, now: RunConfig, changeable: Container[str] = ()
 
 def place_for(parent: Path, name: str, resuming: bool) -> Path:
     """Return parent/name, or parent/name-2, -3, … if that exists; when resuming, the last that exists."""
-    count, path = 1, parent / name
-    last = path
+    path = last = parent / name
+    count = 1
     while path.exists():
         last = path
         count += 1

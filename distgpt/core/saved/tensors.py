@@ -66,7 +66,8 @@ class LazyTensors(Mapping[str, HostArray]):
     """Tensors that are made when they are used; their types and shapes are known before."""
 
     def __init__(self, kinds: Mapping[str, Kind], make: Callable[[str], HostArray]) -> None:
-        self.kinds, self.make = kinds, make
+        self.kinds = kinds
+        self.make = make
 
     def __getitem__(self, name: str) -> HostArray:
         return self.make(name)
@@ -150,20 +151,17 @@ def read_header(path: Path) -> Header:
         return _checked_header(file, path)
 
 
-def read_into(
-    path: Path, destination: Tensors, sha256: str | None = None, header_sha256: str | None = None
-) -> None:
+def read_into(path: Path, destination: Tensors, header_sum: str = "") -> None:
     """Fill the arrays of `destination` from the file, converting the float type where it differs.
 
-    Names, shapes and checksum (of the whole file if `sha256` is given, else the data's own if the file
-    carries one, and the header's if that is given) are verified first: a file that is refused for them leaves
-    the destination as it was.
+    Names, shapes and checksums (the data's own if the file carries one, the header's if that is given) are
+    verified first: a file that is refused for them leaves the destination as it was.
     """
     with storage_errors("read", path), open_regular(path) as file:
         header = _checked_header(file, path)
         refuse_misfits(header, {name: array.shape for name, array in destination.items()}, path)
-        _refuse_other(header, header_sha256, path)
-        _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get(DATA_SUM), path)
+        _refuse_other(header, header_sum, path)
+        _verify(file, header, path)
         file.seek(header.data_start)
         for name, entry in header.tensors.items():
             _fill(destination[name], name, entry, file, path)
@@ -184,7 +182,7 @@ def fingerprint(path: Path) -> str:
         return _digest(file)
 
 
-def _refuse_other(header: Header, header_sum: str | None, path: Path) -> None:
+def _refuse_other(header: Header, header_sum: str, path: Path) -> None:
     known = header.metadata
     if header_sum and (known.get(HEADER_SUM) != header_sum or DATA_SUM not in known):
         raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
@@ -192,10 +190,9 @@ def _refuse_other(header: Header, header_sum: str | None, path: Path) -> None:
 
 def verify_data(path: Path, header: Header) -> bool:
     """Return whether the file carries a checksum of its data; a DataError if it does not match."""
-    expected = header.metadata.get(DATA_SUM)
     with storage_errors("read", path), open_regular(path) as file:
-        _verify(file, header.data_start, expected, path)
-    return expected is not None
+        _verify(file, header, path)
+    return DATA_SUM in header.metadata
 
 
 def read_rows(path: Path, header: Header, name: str, rows: HostArray, first: int = 0) -> None:
@@ -210,9 +207,10 @@ def read_rows(path: Path, header: Header, name: str, rows: HostArray, first: int
         _fill(rows, name, entry, file, path)
 
 
-def _verify(file: BufferedReader, start: int, expected: str | None, path: Path) -> None:
-    """Compare everything from `start` on with its SHA-256, if that is known."""
-    file.seek(start)
+def _verify(file: BufferedReader, header: Header, path: Path) -> None:
+    """Compare the data with their SHA-256, if the file carries it."""
+    file.seek(header.data_start)
+    expected = header.metadata.get(DATA_SUM)
     if expected and _digest(file) != expected:
         raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
 
@@ -224,7 +222,8 @@ def _digest(file: BufferedReader) -> str:
 
 def _fill(array: HostArray, name: str, entry: Entry, file: BufferedReader, path: Path) -> None:
     """Read the next tensor of the file into `array`, through a buffer if it must be converted."""
-    flat, stored = _flat(array), np.dtype(_STORED[entry.dtype])
+    flat = _flat(array)
+    stored = np.dtype(_STORED[entry.dtype])
     direct = array.dtype == stored and array.flags.c_contiguous
     for cut in _cuts(array.size):
         piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)

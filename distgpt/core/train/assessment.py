@@ -1,4 +1,4 @@
-"""The quality of a model in training: its loss on held-out text, in bits per byte too, and other metrics."""
+"""The quality of a model: the loss of spans of text, the same on any number of ranks; and other metrics."""
 
 from __future__ import annotations
 
@@ -11,19 +11,198 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.base.interrupts import PendingSignals
+from distgpt.core.base.interrupts import Interrupted, PendingSignals, signal_of
 from distgpt.core.base.tables import Table
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.batches import Batches, Window
 from distgpt.core.data.loading import Corpus
-from distgpt.core.data.plain import BytesDecoder
-from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.data.tokenizers import BytesDecoder, Tokenizer
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import Array
-from distgpt.core.train.scoring import Progress, Scorer, Span, with_progress
+from distgpt.core.model.passes import ModelActivations, Pass
+from distgpt.core.ops.api import Array, Work
 
 SAMPLED = 1 << 20  # tokens of a text that say how many bytes its tokens have
 DECODED = 1 << 17  # of those, where each token has to be decoded
+# Tokens per forward pass; a GPU needs more of them to be busy.
+AT_A_TIME, AT_A_TIME_QUEUED = 1 << 12, 1 << 15
+SHORTEST = 32  # lengths are rounded up to this times a power of two: few shapes, little padding
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens, of which those from `first` ≥ 1 on are predicted, each from all before it.
+
+    Of these, `counted` (bool) has those that count, where not all do.
+    """
+
+    ids: Array
+    first: int = 1
+    counted: Array | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.ids) - self.first if self.counted is None else int(self.counted.sum())
+
+    def total(self, losses: Array) -> float:
+        """Return the summed loss, of those of the tokens after each."""
+        own = losses[self.first - 1 : len(self.ids) - 1]
+        return float((own if self.counted is None else own[self.counted]).sum(dtype=np.float64))
+
+
+def _nobody(*about: object) -> None:
+    return None
+
+
+class Scorer:
+    """Scores spans with the same bits on any number of ranks.
+
+    Batches are cut the same way for any number of ranks, and every sum has its own place in the result. All
+    ranks must have the same number of threads, and GPUs need --deterministic.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        comm: Comm,
+        signals: PendingSignals | None = None,
+        on_batch: Callable[[], None] = _nobody,
+    ) -> None:
+        """`signals` on any rank end the work on all. `on_batch` is called as each batch begins."""
+        self.model = model
+        self.comm = comm
+        self._signals = signals
+        self._on_batch = on_batch
+        self._most = AT_A_TIME_QUEUED if model.kernels.capabilities.is_async else AT_A_TIME
+        self.work: Pass | None = None  # of the batches that memory was reserved for
+        self._recorded: dict[str, Work] = {}
+
+    def reserve(self, length: int, spans: int) -> None:
+        """Allocate memory for batches of `spans` spans, or of as many as fit into one pass."""
+        padded = self._padded(length)
+        shape = min(max(1, self._most // padded), spans), padded
+        if self.work is not None and self.work.shape == shape:
+            return
+        self.work = None  # its memory first
+        self.work = Pass(self.model, *shape, training=False)
+        self.work.expect_losses()
+        self._recorded = {}
+        self._host = np.zeros((2, *shape), np.int32)
+        k = self.model.kernels
+        self.tokens, self._targets = (k.integers(side.reshape(-1)) for side in self._host)
+
+    def sums(self, spans: Sequence[Span], advanced: Callable[[int, int], None] = _nobody) -> Array:
+        """Return the summed loss of each span, float64 (n,). Collective.
+
+        `advanced` is called with the number of spans that are done, and of tokens in the last ones.
+        A signal on any rank ends it on all, as an Interrupted.
+        """
+        sums = np.zeros(len(spans))
+
+        def score(rows: list[list[int]]) -> None:
+            sums[[i for i, *_ in rows]] = self._losses([spans[i] for i, *_ in rows])
+
+        self.in_batches(spans, [[i] for i in range(len(spans))], score, advanced)
+        self.comm.sum(sums)  # each place is zero on all ranks but one
+        return sums
+
+    def in_batches(
+        self,
+        spans: Sequence[Span],
+        rows: list[list[int]],
+        score: Callable[[list[list[int]]], None],
+        advanced: Callable[[int, int], None],
+    ) -> None:
+        """Call `score` with each batch, on one rank each. A row has the indices of its spans. Collective."""
+        number = done = 0
+        for length, places in self._groups([spans[row[0]] for row in rows]):
+            self.reserve(length, len(places))
+            each = len(self._host[0])
+            for first in range(0, len(places), each):
+                chosen = [rows[place] for place in places[first : first + each]]
+                if number % self.comm.size == self.comm.rank:
+                    score(chosen)
+                number += 1
+                done += sum(map(len, chosen))
+                advanced(done, sum(spans[i].count for row in chosen for i in row))
+                if number % self.comm.size == 0:
+                    self._stop_on_signal()
+
+    def _stop_on_signal(self) -> None:
+        """Raise an Interrupted on all ranks where a signal came to one. Collective."""
+        if self._signals is not None and (code := self.comm.allreduce_max(self._signals.exit_code)):
+            raise Interrupted(signal_of(code), shared=True)
+
+    def _losses(self, spans: list[Span]) -> list[float]:
+        self.put(spans)
+        around = self.run("losses", lambda work: work.losses(self.tokens, self._targets))
+        losses = self.model.kernels.to_host(around.losses).reshape(self._host[0].shape)
+        return [span.total(row) for span, row in zip(spans, losses, strict=False)]
+
+    def put(self, spans: list[Span]) -> None:
+        """Tell the pass the tokens and targets of its sequences."""
+        self._on_batch()
+        self._host[:] = 0
+        for span, tokens, targets in zip(spans, *self._host, strict=False):
+            tokens[: len(span.ids) - 1] = span.ids[:-1]
+            targets[: len(span.ids) - 1] = span.ids[1:]
+        for device, host in zip((self.tokens, self._targets), self._host, strict=True):
+            self.model.kernels.put(device, host.reshape(-1))
+
+    def run(self, name: str, what: Callable[[Pass], object]) -> ModelActivations:
+        """Do something with the pass, recorded under this name."""
+        work = self.work
+        assert work is not None
+        if name not in self._recorded:
+
+            def compute() -> None:
+                what(work)
+
+            self._recorded[name] = self.model.kernels.record(compute)
+        self.model.kernels.precisely(self._recorded[name])
+        return work.around.all
+
+    def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
+        """Return indices of spans by padded length, longest first. Too few for a batch join longer ones."""
+        by_length: dict[int, list[int]] = {}
+        for i, span in enumerate(spans):
+            by_length.setdefault(self._padded(len(span.ids) - 1), []).append(i)
+        groups: list[tuple[int, list[int]]] = []
+        few: list[int] = []
+        longest = max(by_length, default=0)
+        for length, places in sorted(by_length.items()):
+            few = few + places
+            if len(few) * length >= self._most or length == longest:
+                groups.append((length, few))
+                few = []
+        return groups[::-1]  # the longest takes most memory
+
+    def _padded(self, length: int) -> int:
+        padded = SHORTEST
+        while padded < length:
+            padded *= 2
+        return min(padded, self.model.config.seq_len)
+
+
+class Progress(Protocol):
+    """Shows how far a measurement has come. Called on rank 0 alone."""
+
+    def noted(self, text: str) -> None: ...
+    def began(self, total: int, done: int) -> None: ...
+    def advanced(self, done: int, tokens: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def with_progress(
+    measure: Callable[..., Array], spans: list[Span], comm: Comm, progress: Progress | None
+) -> Array:
+    """Return what a Scorer measures of these spans, and show how far that has come. Collective."""
+    if progress is None or comm.rank:
+        return measure(spans)
+    progress.began(len(spans), 0)
+    try:
+        return measure(spans, progress.advanced)
+    finally:
+        progress.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +221,7 @@ class Validation:
     """The loss on windows of held-out text, the same every time. `is_text`: it has a unit in bytes."""
 
     def __init__(self, windows: Sequence[Window], is_text: bool = True) -> None:
-        self.spans = [Span(window.ids, learned=window.learned) for window in windows]
+        self.spans = [Span(window.ids, counted=window.counted) for window in windows]
         self.count = sum(span.count for span in self.spans)
         self._is_text = is_text
         self._bytes: int | None = None
@@ -99,7 +278,9 @@ class Assessment:
         signals: PendingSignals,
         on_batch: Callable[[], None],
     ) -> None:
-        self.validation, self._metrics, self._tokenizer = validation, metrics, tokenizer
+        self.validation = validation
+        self._metrics = metrics
+        self._tokenizer = tokenizer
         self.scorer = Scorer(model, comm, signals, on_batch)
 
     def __bool__(self) -> bool:
@@ -139,7 +320,8 @@ def bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
     """Return how many bytes a token of the training text has; None where it has none."""
     if not corpus.is_text:
         return None
-    ids, tokenizer = batches.sample(SAMPLED), corpus.tokenizer
+    ids = batches.sample(SAMPLED)
+    tokenizer = corpus.tokenizer
     if not isinstance(tokenizer, BytesDecoder):
         ids = ids[:DECODED]
     return text_bytes(ids, tokenizer) / len(ids) or None

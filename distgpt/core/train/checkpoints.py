@@ -23,7 +23,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.saved.checkpoint import Best, State, newest_step, save_checkpoint
+from distgpt.core.saved.checkpoint import Best, Outdated, State, beyond, newest_step, save_checkpoint
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import LazyTensors, data_bytes, write_tensors
@@ -31,10 +31,10 @@ from distgpt.core.train.seams import Disk
 from distgpt.core.train.sharing import OPTIMIZER, WEIGHTS, Gathering, Groups, whole_moments
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
-LONGEST = 60.0  # seconds that a thread may take before training waits for it
+LONGEST_WRITE = 60.0  # seconds that a thread may take before training waits for it
 SECONDS_AT_ONCE = 1.0  # that a signal waits for a checkpoint that is being written
 NICE = 19  # it takes what the workers leave of the processor
-PIECE = 1 << 22  # elements that a worker copies at a time
+COPIED_AT_ONCE = 1 << 22  # elements, by one worker
 
 Live = dict[str, Mapping[str, FlatBuffer]]  # the stem of a checkpoint's file → buffers by their prefix in it
 
@@ -58,10 +58,14 @@ class Checkpoints:
         best: Best | None = None,
         disk: Disk | None = None,
         gathering: Gathering | None = None,
+        outdated: Outdated | None = None,
     ) -> None:
-        """`gathering`: of what other ranks have of weights and moments. `best`: see below."""
+        """`gathering` brings to rank 0 what others have of weights and moments. `best`: see below."""
         self.disk = disk or Disk()
-        self._directory, self.description, self._config, self._say = directory, description, config, say
+        self._directory = directory
+        self.description = description
+        self._config = config
+        self._say = say
         self._live: Live = {WEIGHTS: {"": model.weights}, OPTIMIZER: whole_moments(optimizer)}
         self._comm = comm or SerialComm()
         self._gathering = gathering or Gathering(self._comm)
@@ -73,6 +77,7 @@ class Checkpoints:
         self._failed: Exception | None = None
         self._begun = self._failed_at = 0.0
         self._is_failing = False  # and that was reported
+        self._outdated = outdated or beyond(config.keep)
         self.best = best  # the loss of the best weights that are on the disk; known to rank 0
         self.seconds: float | None = None  # the time that the last checkpoint took
 
@@ -105,7 +110,7 @@ class Checkpoints:
         self._clear()
         stems = [WEIGHTS, OPTIMIZER] if checkpoint else [WEIGHTS]
         live = {stem: self._live[stem] for stem in stems}
-        groups = self._copy.taken(live) if self._copy else self._on_host(live)
+        groups = self._copy.update(live) if self._copy else self._on_host(live)
         self._write, self._best_in_write = partial(self._save, groups, state, best), best
         if self._copy:
             self._start()
@@ -152,7 +157,7 @@ class Checkpoints:
         self.disk.report()
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
+    def awaited(self) -> Iterator[None]:
         """Wait at an early end for what is being written: a second after a signal, else to the end."""
         try:
             yield
@@ -172,7 +177,7 @@ class Checkpoints:
                 self._handle_outcome()
 
     def check(self, has_lost_disk: bool) -> None:
-        """Between two steps: end the run if rank 0 cannot save any more, or retry what has failed.
+        """End the run if rank 0 cannot save any more, or retry what has failed. Called between two steps.
 
         Collective. `has_lost_disk`: whether rank 0 has a fatal error, as all ranks have heard.
         """
@@ -188,7 +193,7 @@ class Checkpoints:
     def _poll(self) -> None:
         """Look how the thread has ended, or retry what has failed."""
         if self._thread:
-            if not self._thread.is_alive() or time.monotonic() > self._begun + LONGEST:
+            if not self._thread.is_alive() or time.monotonic() > self._begun + LONGEST_WRITE:
                 self.wait()
         elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
             self._start()
@@ -206,7 +211,7 @@ class Checkpoints:
             self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
 
     def report_recovery(self) -> None:
-        """Something was written: report it if a write had failed before."""
+        """Report that something was written, if a write had failed before."""
         if self._is_failing:
             self._is_failing = False
             self._say("the disk can be written again")
@@ -233,7 +238,8 @@ class Checkpoints:
     def _handle_outcome(self) -> None:
         """Look what became of an attempt."""
         self.disk.report()
-        failed, self._failed = self._failed, None
+        failed = self._failed
+        self._failed = None
         if failed is None:
             self._write = self._best_in_write = None
             self.report_recovery()
@@ -244,7 +250,13 @@ class Checkpoints:
         try:
             self.tolerate(failed)
         except StorageError as error:
-            self.disk.lost, self._write, self._best_in_write = error, None, None
+            self.disk.lost = error
+            self._write = None
+            self._best_in_write = None
+
+    def groups(self) -> Groups:
+        """Return what the files of a checkpoint would hold now. For rank 0, in `on_root`."""
+        return self._on_host(self._live)
 
     def _on_host(self, live: Live) -> Groups:
         gathered = self._gathering.groups(weights_alone=OPTIMIZER not in live)
@@ -253,7 +265,9 @@ class Checkpoints:
 
     def _read_twice(self, buffers: Mapping[str, FlatBuffer]) -> LazyTensors:
         """Return a file's tensors, which come from a GPU one by one: there may be no room for them all."""
-        to_host, found, kinds = self._model.kernels.to_host, {}, {}
+        to_host = self._model.kernels.to_host
+        found = {}
+        kinds = {}
         for prefix, buffer in buffers.items():
             dtype = to_host(buffer.flat[:1]).dtype
             for name, array in buffer.items():
@@ -261,7 +275,9 @@ class Checkpoints:
         return LazyTensors(kinds, lambda name: to_host(found[name]))
 
     def _save(self, groups: Groups, state: State, best: Best | None) -> None:
-        begun, metadata = time.perf_counter(), self.description.to_metadata()
+        self._directory.lock.refuse_taken()
+        begun = time.perf_counter()
+        metadata = self.description.to_metadata()
         if best:
             weights, path, facts = groups[WEIGHTS], self._directory.best, metadata | best.to_metadata()
             self.disk.write(state.step, data_bytes(weights), lambda: write_tensors(path, weights, facts))
@@ -269,9 +285,9 @@ class Checkpoints:
         state = replace(state, best=self.best)
         if OPTIMIZER in groups:
             files = {stem: (group, metadata if stem == WEIGHTS else {}) for stem, group in groups.items()}
-            path, keep = self._directory.checkpoints, self._config.keep
+            path = self._directory.checkpoints
             size = sum(data_bytes(group) for group in groups.values())
-            write = partial(save_checkpoint, path, files, state, keep)
+            write = partial(save_checkpoint, path, files, state, self._outdated)
             self.disk.write(state.step, size, write)
             self.seconds = time.perf_counter() - begun
 
@@ -283,8 +299,8 @@ class Copy:
         self._kernels = model.kernels
         self._buffers: dict[str, FlatBuffer] = {}
 
-    def taken(self, live: Live) -> Groups:
-        """Return the tensors by the files they go to, in the same memory every time."""
+    def update(self, live: Live) -> Groups:
+        """Copy these buffers as they are now. Return their tensors by the files they go to."""
         return {
             stem: {
                 prefix + name: array
@@ -299,8 +315,9 @@ class Copy:
         if prefix not in self._buffers:
             dtype = to_host(buffer.flat[:1]).dtype
             self._buffers[prefix] = FlatBuffer(buffer.layout, partial(np.empty, dtype=dtype))
-        own, flat = self._buffers[prefix].flat, buffer.flat
+        own = self._buffers[prefix].flat
+        flat = buffer.flat
         # A GPU's array is never on the host as a whole beside the copy: `copy_bytes` counts one.
-        pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
+        pieces = [slice(i, i + COPIED_AT_ONCE) for i in range(0, flat.size, COPIED_AT_ONCE)]
         self._kernels.each(lambda i: np.copyto(own[pieces[i]], to_host(flat[pieces[i]])), len(pieces))
         return self._buffers[prefix]

@@ -6,9 +6,9 @@ import errno
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from distgpt.core.base.errors import escape_lines, escape_model_text, print_lines
 from distgpt.core.base.formatting import clock, count
@@ -16,18 +16,17 @@ from distgpt.core.base.interrupts import note
 from distgpt.core.base.tables import MissingComponent, Table
 from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.batch import batch_job
-from distgpt.core.comm.launched import drop_output, shown_on_terminal
+from distgpt.core.comm.job import drop_output, shown_on_terminal, this_job
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.seams import Listener
 
 Metrics = dict[str, float]  # a line of metrics.jsonl
-Facts = dict[str, Any]  # of announce.py
+Facts = dict[str, Any]  # of `facts` in report.py
 
 # Seconds between lines: for a person who watches how it begins, for one who looks now and then, and in the
 # log of a batch job, which is read once it is over.
 AT_FIRST, LATER, IN_A_JOB = 2.0, 10.0, 30.0
-FIRST = 30.0  # seconds that count as the beginning
+BEGINNING = 30.0  # seconds in which lines come as at first
 
 
 class Output:
@@ -36,8 +35,8 @@ class Output:
     Where its reader has left, as in `| head`, the run ends as by a signal: it saves first.
     """
 
-    def __init__(self) -> None:
-        self._stream = sys.stdout
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
         self._failed: OSError | None = None  # for as long as nobody notes that the run has to end
 
     def __getattr__(self, name: str) -> Any:
@@ -69,28 +68,7 @@ class Output:
             print_lines(f"standard output cannot be written ({why}): going on without it", err=True)
 
 
-class LogLines:
-    """The lines of one run. A batch job is one whose output is no terminal: people work in others."""
-
-    def __init__(self, seconds: float | None, is_terminal: bool) -> None:
-        """`seconds`: between two lines; None: as above."""
-        self._seconds, self._begun = seconds, time.monotonic()
-        self._is_job = not is_terminal and batch_job() is not None
-
-    def interval(self) -> float:
-        """Return the seconds that have to pass between two lines now."""
-        if self._seconds is not None:
-            return self._seconds
-        if self._is_job:
-            return IN_A_JOB
-        return AT_FIRST if time.monotonic() - self._begun < FIRST else LATER
-
-    def stamped(self, text: str) -> str:
-        """Return a line with the time of day, in a batch job."""
-        return f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}" if self._is_job else text
-
-
-class Pace:
+class Speed:
     """The current speed: an exponential average, from which the slow first step is dropped at once."""
 
     def __init__(self) -> None:
@@ -128,7 +106,8 @@ class BySteps:
 
     def __init__(self, steps: int) -> None:
         self.total: float = steps
-        self._steps, self.width = steps, len(f"{steps}/{steps}")
+        self._steps = steps
+        self.width = len(f"{steps}/{steps}")
 
     def done(self, step: int) -> float:
         return step
@@ -151,7 +130,9 @@ class ByClock:
     ) -> None:
         """`seconds`: of the whole run, of which `left` are left; `steps`: about as many as it will take."""
         self.total = seconds
-        self._now, self._end, self.width = now, now() + left, len(str(steps))
+        self._now = now
+        self._end = now() + left
+        self.width = len(str(steps))
 
     def done(self, step: int) -> float:
         return max(0.0, self.total - self._seconds_left())
@@ -171,7 +152,7 @@ class ByClock:
 
 
 def remaining(facts: Facts) -> Remaining:
-    """Return the end of a run that has started with these facts (announce.py)."""
+    """Return the end of a run that has started with these facts (report.py)."""
     if facts.get("seconds_left") is None:
         return BySteps(facts["steps"])
     return ByClock(facts["seconds"], facts["seconds_left"], facts["steps"])
@@ -181,44 +162,64 @@ class Lines:
     """Shows a run in lines, one now and then; every step is in metrics.jsonl anyway."""
 
     def __init__(self, seconds: float | None = None) -> None:
-        """`seconds`: between two lines; None: see `LogLines`."""
+        """`seconds`: between two lines; None: as the constants above say."""
         self.stream: Any = Output()
-        self._lines, self._last = LogLines(seconds, self.stream.isatty()), 0.0
-        self._pace = Pace()
+        self._seconds = seconds
+        self._begun = time.monotonic()
+        self._last = 0.0
+        # Output of a batch job that is a terminal is one that people work in.
+        self._is_job = not self.stream.isatty() and this_job().batch is not None
+        self._speed = Speed()
         self._end: Remaining = BySteps(0)
 
     def say(self, text: str, style: str = "") -> None:
-        print(escape_lines(self._lines.stamped(text)), file=self.stream, flush=True)
+        if self._is_job:
+            text = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}"
+        print(escape_lines(text), file=self.stream, flush=True)
 
     def noted(self, text: str) -> None:
         self.say(text, "yellow")
 
-    def _is_due(self) -> bool:
+    def _is_time(self) -> bool:
         """Return whether it is time for another line about the progress."""
         now = time.monotonic()
-        if now - self._last < self._lines.interval():
+        if now - self._last < self._interval():
             return False
         self._last = now
         return True
+
+    def _interval(self) -> float:
+        """Return the seconds that have to pass between two lines now."""
+        if self._seconds is not None:
+            return self._seconds
+        if self._is_job:
+            return IN_A_JOB
+        return AT_FIRST if time.monotonic() - self._begun < BEGINNING else LATER
 
     def started(self, facts: Facts) -> None:
         self._end = remaining(facts)
         self.say(summary(facts))
 
+    def _is_due(self, metrics: Metrics) -> bool:
+        """Return whether a step has a line: the first, the last, and one now and then."""
+        step = int(metrics["step"])
+        is_last = max(self._end.done(step), metrics.get("elapsed_s", 0.0)) >= self._end.total
+        return self._is_time() or step == 1 or is_last
+
     def stepped(self, metrics: Metrics) -> None:
-        self._pace.add(metrics)
-        step, end = int(metrics["step"]), self._end
-        is_last = max(end.done(step), metrics.get("elapsed_s", 0.0)) >= end.total
-        if not self._is_due() and step != 1 and not is_last:
+        self._speed.add(metrics)
+        step = int(metrics["step"])
+        end = self._end
+        if not self._is_due(metrics):
             return
         words = [
             f"step {end.step(step):>{end.width}}",
             f"loss {metrics['loss']:.4f}",
             f"lr {metrics['lr']:.2e}",
             f"grad {metrics['grad_norm']:.3f}",
-            f"{self._pace.rate:,.0f} tokens/s",
+            f"{self._speed.rate:,.0f} tokens/s",
             end.elapsed(),
-            end.left(step, self._pace.seconds),
+            end.left(step, self._speed.seconds),
         ]
         self.say("  ".join(filter(None, words)))
 
@@ -230,7 +231,7 @@ class Lines:
         print(f"--- sample after step {step}\n{shown(text.strip())}\n---", file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Everything is written."""
+        """Do nothing: each line was written at once."""
 
 
 class Closing(Listener, Protocol):
@@ -239,7 +240,7 @@ class Closing(Listener, Protocol):
     def close(self) -> None: ...
 
 
-LISTENERS: Table[Callable[[], Closing]] = Table("listeners", "listener", {"plain": Lines})
+LISTENERS: Table[Callable[..., Closing]] = Table("listeners", "listener", {"plain": Lines})
 
 
 class Listeners:
@@ -273,29 +274,34 @@ class Listeners:
             listener.close()
 
 
-def listeners(comm: Comm, progress: str, tensorboard: bool, log_lines: float | None = None) -> Listeners:
-    """Return the listeners of a run, on rank 0: what shows it, and with --tensorboard a recorder. Collective.
+def listeners(
+    comm: Comm,
+    shown: str,
+    log_lines: float | None = None,
+    recorders: Iterable[Callable[[], Closing]] = (),
+) -> Listeners:
+    """Return the listeners of a run, on rank 0: what shows it, and what `recorders` make. Collective.
 
-    `progress` is live, plain, or auto: live for a single process on a terminal. Under a launcher one cannot
-    know: some hand their ranks a terminal of their own even where nobody looks. `log_lines`: seconds between
-    two plain lines.
+    `shown` names a row of the table, or is auto: live for a single process on a terminal. Under a launcher
+    one cannot know: some hand their ranks a terminal of their own even where nobody looks. `log_lines`:
+    seconds between two lines.
     """
 
     def chosen() -> list[Closing]:
-        found = [_shown(comm, progress, log_lines)] if comm.rank == 0 else []
-        return [*found, LISTENERS["tensorboard"]()] if tensorboard and comm.rank == 0 else found
+        if comm.rank:
+            return []
+        name = shown
+        if shown == "auto":
+            name = "live" if comm.size == 1 and sys.stdout.isatty() else "plain"
+        try:
+            display = LISTENERS[name](log_lines)
+        except MissingComponent:
+            if shown != "auto":
+                raise
+            display = Lines(log_lines)
+        return [display, *(make() for make in recorders)]
 
     return Listeners(*on_every_rank(comm, chosen))
-
-
-def _shown(comm: Comm, progress: str, log_lines: float | None) -> Closing:
-    if progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty()):
-        try:
-            return LISTENERS["live"]()
-        except MissingComponent:
-            if progress == "live":
-                raise
-    return Lines(log_lines)
 
 
 def summary(facts: Facts) -> str:

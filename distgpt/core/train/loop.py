@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import NoReturn
 from zlib import crc32
 
-from distgpt.core.base.errors import DistgptError, NonFiniteError
+from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError
 from distgpt.core.base.interrupts import Interrupted, deferred_signals
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
-from distgpt.core.train.progress import SAMPLING, SAVING, Due, Schedule
+from distgpt.core.train.progress import SAMPLING, SAVING, Due, Intervals
 from distgpt.core.train.report import sample
 from distgpt.core.train.run import BadStep, Run
-from distgpt.core.train.seams import Guard, Votes
+from distgpt.core.train.seams import Votes
 from distgpt.core.train.step import InFlight
 from distgpt.core.train.summary import summarised
 
 
 def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
-    with (
-        run.directory.lock.claimed(run.comm),  # first: a second process in this directory must write nothing
-        summarised(run),  # around all that may end the run
-        deferred_signals(run.signals),  # from here on one is noted, and `take_steps` ends the run
-        entered(run.guards),  # they watch what follows, which may take long
-        run.checkpoints.disk.reserved(run.comm, run.progress.step),
-        run.checkpoints.settled(),  # left first: waits for what is being written
-    ):
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(run.directory.lock.claimed(run.comm))  # first: a second process here must write nothing
+        enter(summarised(run))  # around all that may end the run
+        enter(deferred_signals(run.signals))  # from here on one is noted, and `take_steps` ends the run
+        for guard in run.guards:  # they watch what follows, which may take long
+            enter(guard)
+        enter(run.checkpoints.disk.reserved(run.comm, run.progress.step))
+        enter(run.checkpoints.awaited())  # left first: waits for what is being written
         while True:
             try:
                 take_steps(run)
@@ -40,22 +40,14 @@ def train(run: Run) -> None:
         run.checkpoints.on_root(lambda: _write_weights(run))
 
 
-@contextmanager
-def entered(guards: Sequence[Guard]) -> Iterator[None]:
-    """Enter all guards, and leave them in the reverse order."""
-    with ExitStack() as stack:
-        for guard in guards:
-            stack.enter_context(guard)
-        yield
-
-
 def take_steps(run: Run) -> None:
     """Take all steps that are left. Raises what ends the run, or BadStep."""
-    t, progress = run.settings, run.progress
+    t = run.settings
+    progress = run.progress
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
         save(run, best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
-    schedule = Schedule(t, run.comm, run.placement.rounds, bool(run.assessment), progress.step)
+    intervals = Intervals(t, run.comm, run.placement.rounds, bool(run.assessment), progress.step)
     votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
     in_flight = InFlight(depth)
@@ -64,22 +56,29 @@ def take_steps(run: Run) -> None:
         is_last = number + 1 == run.clock.last
         in_flight.add_launched(run.launch(number, run.batches, votes.own_votes, run.clock.elapsed))
         number += 1
-        due = schedule.after(number, is_last)
+        due = intervals.due_after(number, is_last)
         # What is due looks at the weights, so the queue must be empty.
         stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
         if stop:
-            stop = settle(run, in_flight, leave=0) or stop  # another signal may have come in a later step
-            if not is_last:
-                save_and_stop(run, Interrupted(stop, shared=True), evaluation_pending=due.evaluate)
+            # The steps under way count too. Another signal may have come in one of them; mostly none has.
+            stop = settle(run, in_flight, leave=0) or stop
+            if not is_last:  # after the last step the run ends by itself, with all that it writes at its end
+                ending = Interrupted(stop, shared=True, why=run.signals.reasons.get(stop, ""))
+                save_and_stop(run, ending, evaluation_pending=due.evaluate)
         if due:
             do(run, due)
             if due.save:
-                schedule.saved()
-            in_flight.restart_clock()  # none of that was a step's time
+                intervals.saved()
+            # None of that was a step's time, and rank 0 alone samples.
+            in_flight.restart_clock()
+            run.step.restart_clock()
 
 
 def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
-    """Wait until `leave` steps are under way. Return the signal that came to any rank, the same on all."""
+    """Wait until no more than `leave` steps are under way.
+
+    Return the signal that came to any rank, the same on all; None if none did.
+    """
     stop = None
     while len(in_flight) > leave:
         done = in_flight.wait_for_oldest()
@@ -89,14 +88,19 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
             run.report.report_skipped(run.progress.step, rejected, run.batches.skipped)
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
         run.activity.step = run.progress.step
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {}  # beside loss and norm, for the step's line and for metrics.jsonl
         for guard in run.guards:  # after the count: they look at the duration of the last step
-            metrics |= guard.settled(done)
+            try:
+                metrics |= guard.after_step(done)
+            except (DistgptError, OSError):  # with a line and an exit code of their own
+                raise
+            except Exception as error:  # whoever wrote it, the run's user learns which one it is
+                raise DistgptError(f"the guard {_name(guard)} has failed: {_name(error)}: {error}") from error
         if rejected:
             metrics["skipped"] = 1
         is_last = run.progress.step == run.clock.last  # before the clock hears of the next step
         run.report.report_step(run.progress.step, done, metrics, is_last)
-        heard = Votes.read_votes(done.flags)
+        heard = Votes.read_votes(done.votes, run.settings.grad_sync)
         run.clock.hear_elapsed(heard.elapsed, launched=run.progress.step + len(in_flight))
         run.checkpoints.check(heard.has_lost_disk)  # after the report: if it raises, the step was recorded
         stop = heard.stop or stop
@@ -125,8 +129,12 @@ def do(run: Run, due: Due) -> None:
 
 
 def evaluate(run: Run) -> Best | None:
-    """Return the validation loss if it is the lowest after a step so far. Collective."""
-    step, validation = run.progress.step, run.assessment.validation
+    """Measure and report. Return what says that these weights are the best so far. Collective.
+
+    Only weights that a step has changed can be: None before the first one, and where no text is held out.
+    """
+    step = run.progress.step
+    validation = run.assessment.validation
     metrics = {"step": step, **run.assessment.measure()}
     run.report.report_evaluation(metrics)
     run.progress.count_evaluation(loss := metrics.get("val_loss"))
@@ -138,7 +146,8 @@ def evaluate(run: Run) -> Best | None:
 
 def save(run: Run, best: Best | None, checkpoint: bool) -> None:
     """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
-    run.activity.enter(SAVING)
+    if best or checkpoint:
+        run.activity.enter(SAVING)
     if checkpoint and run.progress.step == run.clock.last:
         run.checkpoints.on_root(lambda: run.checkpoints.write_last(run.state(), best))
     elif best or checkpoint:
@@ -160,7 +169,7 @@ def _write_weights(run: Run) -> None:
 
 
 def refuse_non_finite_weights(run: Run) -> None:
-    """Before saving: weights that no loss was computed with yet must not replace good ones. Collective."""
+    """Refuse to save weights that are not finite: no loss was computed with them yet. Collective."""
     if run.comm.allreduce_max(not run.model.is_finite()):
         raise shared(
             NonFiniteError(
@@ -171,10 +180,19 @@ def refuse_non_finite_weights(run: Run) -> None:
 
 
 def refuse_different_weights(run: Run) -> None:
-    """All ranks must hold the same weights, to the bit, as far as all of them hold any. Collective."""
+    """Refuse to go on where ranks that should hold the same weights do not, to the bit. Collective."""
+    if run.comm.size == 1:
+        return
     common = run.model.params if run.optimizer.is_part else run.model.weights
     own = crc32(run.model.kernels.to_host(common.flat).data.cast("B"))
-    if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):
+    if run.comm.allreduce_max(own) != -run.comm.allreduce_max(-own):  # the largest is not the smallest
         raise shared(
-            DistgptError(f"the ranks' weights differ after step {run.progress.step}; are all nodes alike?")
+            MismatchError(
+                f"the ranks' weights differ after step {run.progress.step}; are all nodes alike, and does"
+                f" --grad-sync {run.settings.grad_sync} give all ranks the same bits?"
+            )
         )
+
+
+def _name(thing: object) -> str:
+    return type(thing).__qualname__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt, prod
@@ -17,13 +17,13 @@ from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_of
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.limits import granted_memory
+from distgpt.core.comm.resources import granted_memory
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.ops.api import Array, Kernels, Work
-from distgpt.core.train.scoring import Scorer
+from distgpt.core.train.assessment import Scorer
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange, Placement, Strategy
 from distgpt.core.train.step import Step
@@ -60,12 +60,13 @@ class DryKernels:
         self.logits_bytes, self.slice_rows = kernels.logits_bytes, kernels.slice_rows
         self.capabilities = kernels.capabilities
         self.wire = kernels.wire and SimpleNamespace(zeros=self._count, piece=kernels.wire.piece)
-        self.taken = 0
+        self.requested = 0  # bytes so far
         self._before = 0
 
     def more(self) -> int:
         """Return the bytes that were requested since the last call."""
-        more, self._before = self.taken - self._before, self.taken
+        more = self.requested - self._before
+        self._before = self.requested
         return more
 
     def zeros(self, *shape: int) -> Array:
@@ -83,17 +84,22 @@ class DryKernels:
     def put(self, array: Array, host: Array) -> None:
         return None
 
+    def zero(self, x: Array) -> None:
+        return None
+
     def record(self, work: Work) -> Work:
         return work
 
     def _count(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        self.taken += prod(shape) * np.dtype(dtype).itemsize
+        self.requested += prod(shape) * np.dtype(dtype).itemsize
         return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
 
 
 def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool = False) -> Need:
     """Count by a dry run: the very objects of a run are built, and nothing is allocated."""
-    dry, ranks, placement = DryKernels(kernels), strategy.ranks, strategy.placement
+    dry = DryKernels(kernels)
+    ranks = strategy.ranks
+    placement = strategy.placement
     last = ranks - 1  # the rank whose part is the largest
     sequences = config.train.batch_size // ((config.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
@@ -103,7 +109,6 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     if not placement.may_copy:  # a tensor on its way to be saved
         dry.wide_zeros(max(spec.size for spec in model.layout.specs))
     optimizer = placement.state(model, last).optimizer
-    _ = model.grads
     states = dry.more()
     try:
         micro_batches = strategy.micro_batches(config.train, last, model)
@@ -112,14 +117,16 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
         many = f"{count(sequences, 'sequence')} of {config.model.seq_len} tokens"
         raise UsageError(f"{many} in one micro-batch are too many") from None
     if kernels.capabilities.copy_bytes:
-        dry.taken += _copies(config.model, sequences * config.model.seq_len, kernels.capabilities.copy_bytes)
+        dry.requested += _copies(
+            config.model, sequences * config.model.seq_len, kernels.capabilities.copy_bytes
+        )
     activations = dry.more()
     if evaluated:
         Scorer(model, comm).reserve(config.model.seq_len, spans=1 << 31)
     evaluation = dry.more()
     strategy.reserve(comm, model, config.train)
     # As if one rank orthogonalised all matrices, which ranks may share.
-    shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.matrices]
+    shapes = [shape for spec in model.layout.specs if spec.group == MATRIX for shape in spec.orthogonal]
     try:
         update = kernels.orthogonalise_bytes(shapes) if config.train.optimizer == "muon" else 0
     except MemoryError:  # it is made to be counted: there is not even room for one, of four such matrices
@@ -140,7 +147,8 @@ def fit_to_memory(
 
     All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
     """
-    comm, t = stage.comm, config.train
+    comm = stage.comm
+    t = config.train
     free, where = stage.free_memory()
     fit = partial(fitting, kernels=kernels, strategy=strategy, free=free, where=where, evaluated=evaluated)
     settings, need = on_every_rank(comm, lambda: fit(config, preferred=preferred))
@@ -150,7 +158,8 @@ def fit_to_memory(
         settings, need = on_every_rank(comm, lambda: fit(tried))
     taken = need.total
     if kernels.capabilities.is_async:  # that is in a GPU's memory: all of the host's is left
-        free, taken = granted_memory(comm.local_size).free, 0
+        free = granted_memory(comm.local_size).free
+        taken = 0
     room = max(0, int(SPARE * free) - taken)
     fitted = replace(config, train=settings)
     save = on_root(comm, lambda: _way_to_save(fitted, kernels, strategy.placement, room, stage.notes))
@@ -172,7 +181,8 @@ def copy_bytes(config: RunConfig, kernels: Kernels, placement: Placement) -> int
     """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
     if config.train.save == "sync" or not placement.may_copy:
         return 0
-    layout, optimizer = kind_of(config.train).trained(config), OPTIMIZERS[config.train.optimizer]
+    layout = kind_of(config.train).trained(config)
+    optimizer = OPTIMIZERS[config.train.optimizer]
     return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 
@@ -198,27 +208,6 @@ def _way_to_save(config: RunConfig, kernels: Kernels, placement: Placement, room
     return "sync"
 
 
-def have_memory(
-    config: RunConfig,
-    stage: Stage,
-    kernels: Kernels,
-    strategy: Strategy,
-    evaluated: bool,
-    shares: Sequence[int],
-) -> bool:
-    """Return whether every rank has memory for its share of a micro-batch and for the rest. Collective."""
-    comm, t = stage.comm, config.train
-
-    def fits() -> bool:
-        own = replace(config, train=replace(t, batch_size=shares[comm.rank] * comm.size * t.grad_accum))
-        need = needed(own, kernels, strategy, evaluated)
-        copied = copy_bytes(own, kernels, strategy.placement) if comm.rank == 0 and t.save == "async" else 0
-        free, _ = stage.free_memory()
-        return need.total - need.weights - need.optimizer + copied <= SPARE * free
-
-    return not comm.allreduce_max(not on_every_rank(comm, fits))
-
-
 def fitting(
     config: RunConfig,
     kernels: Kernels,
@@ -233,7 +222,9 @@ def fitting(
     `preferred` micro-batches are tried first. Where nothing fits, the error says what is needed, and which
     options need less.
     """
-    budget = _budget(kernels, free)
+    # The system and the program itself need some of the free memory, too.
+    program = min(LIBRARIES if kernels.capabilities.is_async else PROGRAM, FRACTION * free)
+    budget = free - max((1 - SPARE) * free, program)
     for tried in _candidates(config, kernels, strategy, preferred):
         need = needed(replace(config, train=tried), kernels, strategy, evaluated)
         if need.total <= budget:
@@ -255,23 +246,19 @@ def fitting(
     )
 
 
-def _budget(kernels: Kernels, free: int) -> float:
-    besides = LIBRARIES if kernels.capabilities.is_async else PROGRAM
-    return free - max((1 - SPARE) * free, min(besides, FRACTION * free))
-
-
 def _candidates(
     config: RunConfig, kernels: Kernels, strategy: Strategy, preferred: int
 ) -> Iterator[TrainConfig]:
-    """Ways to take a step, the fastest first: large micro-batches, little recomputed; then smaller ones."""
-    t, seq_len = config.train, config.model.seq_len
+    """Yield ways to take a step, the fastest first: large micro-batches, little recomputed; then smaller."""
+    t = config.train
+    seq_len = config.model.seq_len
     is_async = kernels.capabilities.is_async
     # On a CPU keeping more than "mlp" does is not faster.
     best_first = ("none", "mlp", "block") if is_async else ("mlp", "block")
     hows = best_first if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // strategy.ranks
     size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
-    if fixed := strategy.fixed_count(t):
+    if fixed := strategy.count or t.grad_accum:
         size = {fixed: size[fixed]}
     most = TOKENS_QUEUED if is_async else TOKENS
     first = [n for n in size if most / 4 < size[n] <= most]
@@ -289,7 +276,7 @@ def divisors(number: int) -> list[int]:
 def _ways_out(
     config: RunConfig, kernels: Kernels, strategy: Strategy, budget: float, evaluated: bool
 ) -> list[tuple[str, int]]:
-    """Options that make it fit: recomputing more, and more micro-batches of fewer sequences."""
+    """Return options that make it fit: recomputing more, and more micro-batches of fewer sequences."""
     t = config.train
 
     def first_that_fits(tries: list[tuple[str, TrainConfig]]) -> list[tuple[str, int]]:

@@ -8,31 +8,32 @@ preset, file and flags. Then `make_plan` chooses the directory and the checkpoin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from distgpt.core.base.errors import DataError, Say, UsageError, refuse_beside
 from distgpt.core.base.formatting import count
-from distgpt.core.base.tables import COMPONENTS, MissingComponent, Table
+from distgpt.core.base.tables import COMPONENTS, Table
 from distgpt.core.comm.agree import on_root
 from distgpt.core.config import AUTO_DTYPE, RunConfig, TrainConfig, differences
-from distgpt.core.config.asked import RECIPES, Asked, resolve, resumed
+from distgpt.core.config.asked import Asked, resolve, resumed
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import refuse_uneven
-from distgpt.core.data.named import resolve_data
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import tokenizer_from_json
 from distgpt.core.saved.checkpoint import State, load_state
 from distgpt.core.saved.modelfile import Base, Description, read_description
-from distgpt.core.saved.named import weights_of
 from distgpt.core.saved.rundir import RunDirectory, place_for
+from distgpt.core.saved.weights import weights_of
 from distgpt.core.train.resume import (
     Change,
     Resumption,
-    begins_anew,
     find_run,
     is_finished,
     refuse_impossible,
+    saved_run,
 )
 from distgpt.core.train.seams import kind_of
 
@@ -59,7 +60,8 @@ def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
 
     Without `asked.out` a new run gets a new directory runs/<name>.
     """
-    ranks, on_gpu = stage.comm.size, stage.on_gpu
+    ranks = stage.comm.size
+    on_gpu = stage.on_gpu
     if ranks == 1:
         return _decide(asked, ranks, on_gpu, say)
     return decode(on_root(stage.comm, lambda: encode(_decide(asked, ranks, on_gpu, say))))
@@ -74,47 +76,36 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
         found = find_run(asked.resume, asked.out, asked.name, say)
         config = _resumed_run(found.settings, asked) if found.settings else new_run(asked)
     refuse_unsuited(config.train, ranks, on_gpu)
-    directory, checkpoint = found.directory, found.checkpoint
+    directory = found.directory
+    checkpoint = found.checkpoint
     if checkpoint:
         _refuse_moved(config.train)
     directory.refuse_undecodable()
     if dead := directory.lock.refuse_second():
         say(f"{dead} has left this run without an end: taking over")
     state = load_state(checkpoint) if checkpoint else State()
-    origin = _origin(config.train, checkpoint)
-    _refuse_conflicts(found, config, origin, state.step, asked.resume is not None)
-    before = origin.run if checkpoint and origin else found.settings
+    # The model that is trained further, if there is one, must be one that this run can go on with.
+    origin = None
+    t = config.train
+    if weights := checkpoint / "weights.safetensors" if checkpoint else t.init:
+        origin = read_description(Path(weights))
+        kind_of(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
+    before = found.settings
+    if checkpoint and origin:
+        before = origin.run
+        refuse_impossible(f"{checkpoint} is of a run", before, config)
+    if found.settings and found.in_place:
+        refuse_impossible(f"{directory.path} holds a run", found.settings, config)
+    else:
+        directory.refuse_conflict(config, asked.resume is not None)
+    if state.step > t.steps and not t.train_minutes:
+        steps = count(t.steps, "step")
+        raise UsageError(f"{checkpoint} is at step {state.step}, past the {steps} asked for")
     changes = differences(before, config) if before else {}
-    is_done = is_finished(found, config.train, state, changes)
+    is_done = checkpoint is not None and is_finished(directory, checkpoint, t, state, changes)
     if checkpoint and not is_done:
         say(f"resuming from {checkpoint}")
     return Plan(config, directory, checkpoint, state, origin, changes, is_done, uncounted=asked.uncounted)
-
-
-def _origin(t: TrainConfig, checkpoint: Path | None) -> Description | None:
-    """Return the model that is trained further, if there is one; refuse one that cannot be."""
-    weights = checkpoint / "weights.safetensors" if checkpoint else t.init
-    if not weights:
-        return None
-    origin = read_description(Path(weights))
-    kind_of(t).refuse_origin(origin, Path(weights), t, resumed=checkpoint is not None)
-    return origin
-
-
-def _refuse_conflicts(
-    found: Resumption, config: RunConfig, origin: Description | None, step: int, resuming: bool
-) -> None:
-    """Refuse settings that the checkpoint, or the run in this directory, cannot go on with."""
-    if found.checkpoint and origin:
-        refuse_impossible(f"{found.checkpoint} is of a run", origin.run, config)
-    if found.settings and found.in_place:
-        refuse_impossible(f"{found.directory.path} holds a run", found.settings, config)
-    else:
-        found.directory.refuse_conflict(config, resuming)
-    t = config.train
-    if step > t.steps and not t.train_minutes:
-        steps = count(t.steps, "step")
-        raise UsageError(f"{found.checkpoint} is at step {step}, past the {steps} asked for")
 
 
 def _refuse_moved(t: TrainConfig) -> None:
@@ -210,23 +201,31 @@ def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
         asked = replace(asked, given={name: value for name, value in asked.given.items() if name != DTYPE})
     if not is_decided_here:
         return asked
-    found = stage.dtype_for_training(lambda: new_run(asked))
+    found = stage.auto_dtype(lambda: new_run(asked).train.matmul)
     if stage.comm.rank == 0 and found.why:
         say(f"{found.name}: {found.why} (--dtype)")
     return replace(asked, given={**asked.given, DTYPE: found.name})
 
 
-def without_recipes(asked: Asked, stage: Stage, say: Say) -> Asked:
-    """Return what is asked for with a dtype, where recipes are not installed. Collective."""
-    for name in RECIPES:
-        if getattr(asked, name) not in (None, False):
-            raise MissingComponent(f"--{name.replace('_', '-')} needs recipes, which are not installed here")
-    return with_dtype(asked, stage, say)
+Recipe = Callable[[Asked, Stage, Say], Asked]  # returns settings in the place of words; collective
+RECIPES: Table[Recipe] = Table("recipes", "recipe", {})  # by their words
+
+
+def follow_recipes(asked: Asked, stage: Stage, say: Say) -> Asked:
+    """Return what is asked for with settings in place of recipes, and with a dtype. Collective."""
+    for follow in dict.fromkeys(RECIPES[word] for word in asked.recipes()):
+        asked = follow(asked, stage, say)
+    return with_dtype(asked, stage, say)  # last: a recipe may have named one
 
 
 def is_open(asked: Asked) -> bool:
     """Return whether neither preset nor file nor flags name a dtype."""
     return asked.named(DTYPE) in (None, AUTO_DTYPE)
+
+
+def begins_anew(asked: Asked) -> bool:
+    """Return whether there is no run yet that is asked for by `resume`."""
+    return asked.resume is None or (asked.resume == "auto" and saved_run(asked) is None)
 
 
 class Check(Protocol):

@@ -23,7 +23,8 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.step, self.count = 0, 0
+        self.step = 0
+        self.count = 0
         self.enter(STARTING)
 
     def enter(self, doing: str) -> None:
@@ -39,8 +40,8 @@ class Finished:
     norm: float  # of the gradients
     lr: float
     rejected: str | None  # why the weights were not updated, "" if they were, None if nobody has judged
-    flags: list[float]  # `Votes` of all ranks, summed
-    rank_seconds: list[float]  # of each rank, from one exchange to the next; none if unknown
+    votes: list[float]  # of all ranks, summed (`Votes` in seams.py)
+    rank_seconds: list[float]  # of each rank, from one exchange to the next; 0 or none if unknown
     seconds: float  # since the step before it was done
 
 
@@ -59,7 +60,8 @@ class Progress:
 
     def load(self, state: State) -> None:
         """Continue from a checkpoint. Bad steps that were counted since then stay counted."""
-        self.step, self.evaluation_pending = state.step, state.evaluation_pending
+        self.step = state.step
+        self.evaluation_pending = state.evaluation_pending
         self.skipped = state.skipped
         self.bad_steps = max(self.bad_steps, state.bad_steps)
         self.recent.clear()
@@ -73,7 +75,8 @@ class Progress:
             self.loss = loss
 
     def count_evaluation(self, val_loss: float | None) -> None:
-        self.val_loss, self.evaluation_pending = val_loss, False
+        self.val_loss = val_loss
+        self.evaluation_pending = False
 
     def save(self, run: State) -> State:
         """Return what a checkpoint says now. `run`: the part that is the same for all steps."""
@@ -117,17 +120,23 @@ class Due:
         return self.compare or self.evaluate or self.save or self.sample
 
 
-class Schedule:
-    """Answers alike on all ranks."""
+class Intervals:
+    """Says what is due after a step: by --eval-every and the like, and checkpoints by the clock.
+
+    All ranks get the same answer.
+    """
 
     def __init__(self, t: TrainConfig, comm: Comm, rounds: Rounds, is_evaluated: bool, step: int) -> None:
-        """`step`: the finished steps by now."""
-        self._t, self._rounds, self._is_evaluated = t, rounds, is_evaluated
+        """`step` steps are finished by now."""
+        self._t = t
+        self._rounds = rounds
+        self._is_evaluated = is_evaluated
         self._timer = SaveTimer(comm, 0 if t.save_every else t.save_minutes, step)
 
-    def after(self, step: int, is_last: bool) -> Due:
+    def due_after(self, step: int, is_last: bool) -> Due:
         """Return what is due after this many steps. Collective."""
         due = due_after(self._t, step, self._rounds, self._is_evaluated, is_last)
+        # Collective: all ranks ask the timer, also where a checkpoint is due in any case.
         if self._rounds.ends(step) and self._timer.is_due(step):
             due = replace(due, save=True)
         return due
@@ -147,7 +156,8 @@ def due_after(t: TrainConfig, step: int, rounds: Rounds, is_evaluated: bool, is_
         return bool(every) and step // every > before // every
 
     return Due(
-        compare=is_due(t.verify_every),
+        # First and last, too: an exchange that is not right shows at once, and no bad model is the result.
+        compare=is_due(t.verify_every) or (bool(t.verify_every) and (is_last or not before)),
         evaluate=is_evaluated and (is_due(t.eval_every) or is_last),
         save=is_due(t.save_every) or is_last,
         sample=is_due(t.sample_every),
@@ -163,7 +173,8 @@ class SaveTimer:
     """
 
     def __init__(self, comm: Comm, minutes: float, step: int) -> None:
-        self._comm, self._seconds = comm, 60 * minutes
+        self._comm = comm
+        self._seconds = 60 * minutes
         self._first = step
         self._begun = self._saved_at = time.monotonic()
         self._next_look = step + 1
@@ -180,7 +191,8 @@ class SaveTimer:
         self._saved_at = time.monotonic()
 
     def _decide(self, step: int) -> tuple[bool, int]:
-        now, done = time.monotonic(), step - self._first
+        now = time.monotonic()
+        done = step - self._first
         left = self._seconds - (now - self._saved_at)
         if left <= 0:
             return True, step + 1

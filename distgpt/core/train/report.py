@@ -1,28 +1,124 @@
-"""Reports of rank 0, shown and written while a run goes on: steps, evaluations, samples, bad steps."""
+"""Reports of rank 0: facts and notes as a run begins; steps, evaluations and samples while it goes on."""
 
 from __future__ import annotations
 
-import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from distgpt.core.base.errors import StorageError
+from distgpt.core.base.errors import Say, StorageError, escape
+from distgpt.core.base.formatting import count, size, size_in_column
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.config import DEFAULT_TEMPERATURE, RunConfig
+from distgpt.core.config import DEFAULT_TEMPERATURE, PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
 from distgpt.core.cpu.first_use import compiling_for
-from distgpt.core.data.batches import SAMPLE_PIECE, Batches
+from distgpt.core.cpu.stages import Stage
+from distgpt.core.data.batches import Batches
+from distgpt.core.data.loading import Corpus
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.engine_setup import engine_for
+from distgpt.core.generate.engine import Engine
+from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.sample import default_prompt
 from distgpt.core.model.model import Model
+from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.assessment import bits_per_byte
+from distgpt.core.train.assessment import METRICS, Validation, bits_per_byte
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Finished
-from distgpt.core.train.seams import Clock, Listener
+from distgpt.core.train.resume import Change
+from distgpt.core.train.seams import Clock, Listener, Times, is_over, kind_of
+from distgpt.core.train.whereabouts import shown_hosts
 
-LOOKED_AT = 2000  # tokens of a text
+BY_HEART = 40  # times that a text is read, from which on a large model knows it
+
+
+def facts(
+    stage: Stage,
+    hosts: Sequence[str],
+    config: RunConfig,
+    directory: Path,
+    model: Model,
+    batches: Batches,
+    validation: Validation | None,
+    first_step: int,
+    times: Times,
+) -> dict[str, object]:
+    """Return what the display shows when the run starts."""
+    seconds = 60 * config.train.train_minutes
+    return {
+        "stage": stage.name,
+        "dtype": config.train.dtype,
+        "ranks": stage.comm.size,
+        "threads": stage.threads,
+        "hosts": shown_hosts(hosts),
+        "parameters": model.layout.elements,
+        "vocabulary": config.model.vocab_size,
+        "corpus_tokens": batches.n_tokens,
+        "held_out_tokens": validation.count if validation else 0,
+        "first_step": first_step,
+        "steps": config.train.steps,
+        "seconds": seconds,
+        "seconds_left": times.begun - times.spent + seconds - time.monotonic() if seconds else None,
+        "directory": str(directory),
+    }
+
+
+def note_settings(
+    config: RunConfig,
+    corpus: Corpus,
+    batches: Batches,
+    is_evaluated: bool,
+    changes: dict[str, Change],
+    step: int,
+    say: Say,
+) -> None:
+    """Say which settings are others from this step on, or do other things than one may expect. For rank 0."""
+    if changes:
+        listed = ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in changes.items())
+        say(f"changed from step {step} on: {listed}")
+    t = config.train
+    for line in batches.notes(t.steps):
+        say(line)
+    if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
+        say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
+    if config.model.window and not any(config.model.windows):
+        say(
+            "no window is shorter than the context: every layer attends to all of it (--window, --full-every)"
+        )
+    if t.warmup > t.steps > 0:
+        say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
+    for line in corpus.notes:
+        say(line)
+    if t.eval_every and not is_evaluated:
+        *others, last = ("--val", "--val-fraction", *(f"--{name}" for name in METRICS))
+        say(f"nothing is held out, so nothing is evaluated: see {', '.join(others)} and {last}")
+
+
+def note_resumed(t: TrainConfig, state: State, batches: Batches, say: Say) -> None:
+    """Say that a run from a checkpoint has nothing left to do, or another text. For rank 0."""
+    if is_over(state.seconds, t) if t.train_minutes else state.step == t.steps:
+        say(f"nothing is left to train: {'--within' if t.train_minutes else '--steps'} asks for more")
+    if state.corpus != batches.fingerprint:
+        say(f"{escape(t.data)} is another text than so far, and is read from here on")
+
+
+def note_new(t: TrainConfig, model: Model, batches: Batches, token_bytes: float | None, say: Say) -> None:
+    """Say what a new run begins with, and that it will learn its text by heart if it will. For rank 0."""
+    if t.init:
+        use = kind_of(t).use_of_init(t)
+        say(f"{escape(t.init)} {use}, with a peak learning rate of {t.lr:g} (--lr)")
+    parameters = model.layout.elements
+    steps = 0 if t.train_minutes else t.steps  # nobody knows those of a run by the clock
+    times = steps * t.batch_size * batches.seq_len / batches.n_tokens
+    enough = parameters / PARAMETERS_PER_TOKEN
+    if t.init or not token_bytes or times < BY_HEART or batches.n_tokens >= enough:
+        return
+    text, wanted = size(batches.n_tokens * token_bytes), size_in_column(enough * token_bytes)
+    say(
+        f"the text is short: {text}, read {round(times):,} times. A model of {parameters:,} parameters learns"
+        f" that by heart, and little else: give it {wanted} or more, or make it smaller (--depth)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +161,9 @@ class Report:
         checkpoints: Checkpoints,
         reading: Reading,
     ) -> None:
-        self._is_silent, self._run, self._directory = rank > 0, run, directory
+        self._is_silent = rank > 0
+        self._run = run
+        self._directory = directory
         self._listener, self._checkpoints, self.reading = listener, checkpoints, reading
 
     def report_step(self, step: int, done: Finished, more: dict[str, float], is_last: bool) -> None:
@@ -128,19 +226,12 @@ def _timed(metrics: dict[str, float]) -> dict[str, float]:
     return {**metrics, "time": round(time.time(), 3)}
 
 
-def word_of_text(batches: Batches, tokenizer: Tokenizer) -> str:
-    """Return a word of the training text, for a prompt; "" if none is found at once."""
-    text = tokenizer.decode(batches.sample(SAMPLE_PIECE)[:LOOKED_AT].tolist())
-    found = re.search(r"(?<=\s)[^\W\d_]{3,20}(?=\s)", text)
-    return found[0] if found else ""
-
-
 @compiling_for("the sample")
 def sample(
     model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
 ) -> str:
     """Write a short text from a line break, or the first token there is; shorter when a signal comes."""
-    engine = engine_for(model, tokenizer, 1)
+    engine = Engine(PlainSlots(model, 1), tokenizer)
     engine.submit(
         Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
     )

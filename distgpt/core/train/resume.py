@@ -14,7 +14,16 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import CHANGEABLE, RunConfig, TrainConfig
 from distgpt.core.config.asked import Asked
-from distgpt.core.saved.checkpoint import MANIFEST, STATE, Best, State, load_state, newest_intact, verify
+from distgpt.core.saved.checkpoint import (
+    MANIFEST,
+    STATE,
+    Best,
+    State,
+    left_in,
+    load_state,
+    newest_intact,
+    verify,
+)
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory, differing, place_for
 from distgpt.core.saved.tensors import read_header, verify_data
@@ -25,7 +34,7 @@ Change = tuple[object, object]  # what a setting was, and what it is now
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """`settings` are the run's so far; None where there is no run yet, which then begins."""
+    """The run that --resume names. `settings` are its own so far; None where it has yet to begin."""
 
     directory: RunDirectory  # to write to
     settings: RunConfig | None = None
@@ -34,7 +43,9 @@ class Resumption:
 
 
 def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
-    """`resume` is the path of a run or checkpoint, or "auto": the run in `out`, or else the last runs/<name>.
+    """Return the run that `resume` names: by a path, of a checkpoint too, or by "auto".
+
+    "auto" is the run in `out`, or else the last runs/<name>.
 
     Without `out` a path's own run resumes; with another directory in `out`, a branch of it begins there.
     """
@@ -44,7 +55,8 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
         return Resumption(own, own.saved(), _newest(own, say))
     path = Path(resume)
     if not path.is_dir():
-        raise DataError(f"--resume {resume}: there is no such checkpoint or run directory")
+        left = left_in(path.parent)
+        raise DataError(f"--resume {resume}: there is no such checkpoint or run directory{left}")
     if (own := RunDirectory(path)).saved():
         if out is None or _are_same(out, path):
             own.lock.refuse_second()
@@ -63,11 +75,6 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     assert checkpoint is not None
     held = read_description(checkpoint / "weights.safetensors")
     return Resumption(RunDirectory(out), held.run, checkpoint, in_place=False)
-
-
-def begins_anew(asked: Asked) -> bool:
-    """Return whether there is no run yet that is asked for by `resume`."""
-    return asked.resume is None or (asked.resume == "auto" and saved_run(asked) is None)
 
 
 def saved_run(asked: Asked) -> RunConfig | None:
@@ -100,8 +107,8 @@ def refuse_changed_text(checkpoint: Path, state: State, changes: Container[str],
     """Refuse to resume with another text under the same name."""
     if state.corpus != fingerprint and "data" not in changes:
         raise DataError(
-            f"the text has changed since {checkpoint} was written: resume with the old text, with --data"
-            " and another name, or start a new run"
+            f"the text or its tokenizer has changed since {checkpoint} was written: resume with the old one,"
+            " with --data and another name, or start a new run"
         )
 
 
@@ -122,10 +129,11 @@ def best_on_disk(directory: RunDirectory, checkpoint: Path, state: State, tokens
     return False
 
 
-def is_finished(found: Resumption, t: TrainConfig, state: State, changes: Container[str]) -> bool:
+def is_finished(
+    directory: RunDirectory, checkpoint: Path, t: TrainConfig, state: State, changes: Container[str]
+) -> bool:
     """Return whether a run has nothing left to do: it was finished at this step, and no more is wanted."""
-    directory = found.directory
-    if not found.checkpoint or not directory.owns(found.checkpoint):
+    if not directory.owns(checkpoint):
         return False
     if t.epochs and ("epochs" in changes or "data" in changes):  # the steps follow from the examples
         return False
@@ -160,7 +168,8 @@ def _ending(directory: RunDirectory, t: TrainConfig, spent: float) -> tuple[str,
     if t.epochs:
         over, more = f"all {t.epochs:g} epochs are done", f"{t.epochs:g} epochs more"
         return over, more, [*resumed, "--epochs", f"{2 * t.epochs:g}"]
-    over, origin = f"all {count(t.steps, 'step')} are done", directory.branched_from()
+    over = f"all {count(t.steps, 'step')} are done"
+    origin = directory.branched_from()
     if origin and origin.is_dir() and t.schedule == "wsd":
         fall = round(t.decay_fraction * t.steps)
         with suppress(DataError):  # a damaged one is no way to go
@@ -190,5 +199,5 @@ def _are_same(one: Path, other: Path) -> bool:
 
 
 def _as_given(path: Path, run: Path) -> Path:
-    """The run's directory by the user's own words, as far as these lead there."""
+    """Return the run's directory by the user's own words, as far as these lead there."""
     return next((way for way in (path, path.parent.parent) if _are_same(way, run)), run)

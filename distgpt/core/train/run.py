@@ -15,7 +15,7 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.saved.checkpoint import State
+from distgpt.core.saved.checkpoint import Outdated, State, beyond
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.assessment import Assessment, Validation
@@ -95,20 +95,16 @@ class Run:
         self.batches.skipped = state.skipped
 
 
-def plain_clock(
-    t: TrainConfig, last: int, times: Times, pace: Pace, model: Model, validation: Validation | None
-) -> Clock:
-    """Return a clock that counts steps, up to the `last` one for now."""
-    return Clock(last)
-
-
 @dataclass(frozen=True, slots=True)
 class Seams:
     """Functions that make a run's objects. Those that communicate do so alike on all ranks."""
 
     judge: Callable[[TrainConfig, Progress], Judge] = FiniteJudge
-    clock: Callable[[TrainConfig, int, Times, Pace, Model, Validation | None], Clock] = plain_clock
+    clock: Callable[[TrainConfig, int, Times, Pace, Model, Validation | None], Clock] = (
+        lambda t, last, *about: Clock(last)
+    )
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = lambda *about: Disk()
+    outdated: Callable[[TrainConfig], Outdated] = lambda t: beyond(t.keep)
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = lambda run: ()
 

@@ -9,6 +9,7 @@ Inspector   whether computed gradients are right           `Step.launch`; a plai
 Guard       watches finished steps; an observer            `settle`; a plain run has none
 Listener    shows and records progress; an observer        report.py
 Disk        writes what is saved                           checkpoints.py
+Outdated    which checkpoints may go                       save_checkpoint; `beyond` is the plain one
 
 A contract that is a class is its own plain version. How ranks share a step has a page of its own: sharing.py.
 `Seams` (run.py) has a function for each that makes it.
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from distgpt.core.base.errors import NonFiniteError, StorageError
+from distgpt.core.base.errors import DistgptError, NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals, first_of
 from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import shared
@@ -90,7 +91,7 @@ class WholeModel:
         return t.init
 
     def load_frozen(self, comm: Comm, model: Model, t: TrainConfig) -> None:
-        """Nothing is frozen."""
+        """Do nothing: nothing is frozen."""
 
     def use_of_init(self, t: TrainConfig) -> str:
         return "is trained further"
@@ -101,7 +102,7 @@ class WholeModel:
             origin.refuse_incomplete(weights)
 
     def refuse_moved(self, t: TrainConfig) -> None:
-        """Its own checkpoint is all that it needs."""
+        """Refuse nothing: its own checkpoint is all that it needs."""
 
 
 MODEL_KINDS: Table[ModelKind] = Table("models", "kind of model", {"whole": WholeModel()})
@@ -231,9 +232,14 @@ class Votes:
         return [*self.signals.counts(), int(self.disk.lost is not None), elapsed]
 
     @staticmethod
-    def read_votes(sums: Sequence[float]) -> Heard:
-        """Return what the sums of a step say."""
+    def read_votes(sums: Sequence[float], grad_sync: str) -> Heard:
+        """Return what the sums of a step say. `grad_sync` names the exchange that has summed them."""
         *signals, disk, elapsed = sums
+        if any(count < 0 or count % 1 for count in (*signals, disk)):
+            raise DistgptError(
+                f"--grad-sync {grad_sync} has mixed the ranks' votes with other numbers: do all ranks sum the"
+                " same elements in each call?"
+            )
         return Heard(first_of(signals), bool(disk), float(elapsed))
 
 
@@ -263,7 +269,7 @@ class Guard(Protocol):
         /,
     ) -> None: ...
 
-    def settled(self, done: Finished) -> dict[str, float]:
+    def after_step(self, done: Finished) -> dict[str, float]:
         """Take note of a finished step. Return what to add to its metrics."""
 
 

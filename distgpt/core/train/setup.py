@@ -10,62 +10,83 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.base.errors import Say, UsageError
+from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_every_rank, on_root, shared
 from distgpt.core.comm.api import Comm
-from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.comm.layout import layout
+from distgpt.core.comm.resources import granted_cores
+from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.batches import Batches
-from distgpt.core.data.loading import AUTO, Corpus, DataRequest, load_corpus
-from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.engine_setup import lanes_for
-from distgpt.core.generate.lanes import Feed
-from distgpt.core.model.model import Model, small
+from distgpt.core.data.loading import Corpus, DataRequest, load_corpus
+from distgpt.core.data.tokenizers import AUTO, Tokenizer
+from distgpt.core.model.model import Model, miniature
 from distgpt.core.model.muon import OPTIMIZERS
-from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import Kernels
-from distgpt.core.saved.checkpoint import State
-from distgpt.core.saved.modelfile import Description, load_description
+from distgpt.core.model.passes import Pass, cache_shape
+from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.saved.checkpoint import State, load_group
+from distgpt.core.saved.modelfile import Description, read_shortened
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.announce import facts, note_changes, note_new, note_resumed, note_settings
+from distgpt.core.saved.tensors import Tensors
 from distgpt.core.train.assessment import METRICS, Assessment, Validation, bytes_per_token
 from distgpt.core.train.checkpoints import Checkpoints
-from distgpt.core.train.memory import fit_to_memory, have_memory
-from distgpt.core.train.plan import Plan, refuse_unsuited
+from distgpt.core.train.memory import fit_to_memory
+from distgpt.core.train.plan import Plan
 from distgpt.core.train.progress import EVALUATING, Activity, Pace, Progress
-from distgpt.core.train.report import Reading, Report
-from distgpt.core.train.restore import begin_anew, learned_first, restore
+from distgpt.core.train.report import (
+    Reading,
+    Report,
+    facts,
+    note_new,
+    note_resumed,
+    note_settings,
+)
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Run, Seams
 from distgpt.core.train.seams import Listener, ModelKind, Times, kind_of
-from distgpt.core.train.sharing import Choose, OptimizerState, Start, Strategy, agree_on_strategy
+from distgpt.core.train.sharing import (
+    WEIGHTS,
+    OptimizerState,
+    Start,
+    Strategy,
+    agree_on_strategy,
+    strategy_for,
+)
 from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
 
 PLAIN = Seams()
 
 
-def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams: Seams = PLAIN) -> Run:
+def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN) -> Run:
     """Set up a run: texts, memory, model, weights, files, compiled loops, and what watches it. Collective.
 
-    `choose` returns the strategy that the settings ask for. All ranks take the same steps in this order.
+    All ranks take the same steps in this order.
     """
-    comm, say, checkpoint, directory = stage.comm, listener.noted, plan.checkpoint, plan.directory
+    comm = stage.comm
+    say = listener.noted
+    checkpoint = plan.checkpoint
+    directory = plan.directory
     before = plan.origin.run if checkpoint and plan.origin else None
 
     # Texts come first: the size of the vocabulary and the steps of epochs follow from them.
     report_compiling(comm, say)  # also what tokenizes may have to be compiled
     tokenizer = AUTO if checkpoint else plan.config.train.tokenizer  # a resumed run has its own
     texts = read_texts(comm, plan.config, tokenizer, plan.origin, directory.path.parent, say)
-    config, corpus, batches = texts.config, texts.corpus, texts.batches
+    config = texts.config
+    corpus = texts.corpus
+    batches = texts.batches
     if checkpoint:
         on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, batches.fingerprint))
-    seq_len, validation = config.model.seq_len, None
+    seq_len = config.model.seq_len
+    validation = None
     if corpus.val is not None:
         windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, config.train.val_tokens))
         validation = Validation(windows, corpus.is_text)
@@ -77,13 +98,16 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
 
     # Memory is counted before the model is made: too little of it is refused in words, and decides how the
     # model computes. A GPU compiles meanwhile.
-    preferred = micro_batches_so_far(plan.state, before, choose, comm.size)
-    setup = set_up(config, stage, choose, is_evaluated, preferred)
-    settings, strategy, placement = setup.settings, setup.strategy, setup.strategy.placement
+    preferred = micro_batches_so_far(plan.state, before, comm.size) if before else 0
+    setup = set_up(config, stage, is_evaluated, preferred)
+    settings = setup.settings
+    strategy = setup.strategy
+    placement = setup.strategy.placement
 
     # Weights come before the run's directory: of a run that cannot begin nothing is left on the disk.
     described = setup.kind.describe(comm, config, corpus.tokenizer)
     model, state = setup.build()
+    on_root(comm, lambda: described.refuse_unreadable(model.layout))  # now, not after hours of training
     progress = Progress()
     setup.kind.load_frozen(comm, model, settings)
     if checkpoint:
@@ -107,36 +131,35 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
     token_bytes = on_root(comm, lambda: bytes_per_token(corpus, batches))
     times = Times(stage.begun + plan.uncounted, plan.state.seconds)
     if comm.rank == 0:
-        note_changes(plan.changes, plan.state.step, say)
-        note_settings(config, corpus, batches, is_evaluated, say)
+        note_settings(config, corpus, batches, is_evaluated, plan.changes, plan.state.step, say)
         if checkpoint:
             note_resumed(config.train, plan.state, batches, say)
         else:
             note_new(config.train, model, batches, token_bytes, say)
         if directory.lock.lacks_locks():
             say(without_locks(directory.path))
-        hosts, first = where["hosts"], progress.step
+        hosts = where["hosts"]
+        first = progress.step
         shown = facts(stage, hosts, config, directory.path, model, batches, validation, first, times)
         listener.started(shown)
         stage.notes.report_to(say)
 
     # Loops are compiled after the first lines, as that may take a minute, and before anything measures time.
     compile_once_per_node(stage, setup.kernels, config, strategy)
-    start = Start(
-        comm,
-        stage.threads,
-        known=partial(shares_so_far, plan.state, settings, comm.size),
-        fits=partial(have_memory, setup.fitted, stage, setup.kernels, strategy, is_evaluated),
-        say=say,
-    )
+    fitted = replace(config, train=settings)
+    start = Start(comm, stage.threads, stage.free_memory, fitted, plan.state, is_evaluated, say)
     micro_batches = strategy.micro_batches(settings, comm.rank, model, start)  # some measure the ranks
     exchange = strategy.exchange(comm, state, settings, say)  # some are tried out, in the model's buffers
 
     # What watches the run, and is watched: each is made of those above it.
-    signals, activity, judge = PendingSignals(), Activity(), seams.judge(settings, progress)
-    disk, gathering = seams.disk(directory, settings, model, described, say), state.gathering(comm)
+    signals = PendingSignals()
+    activity = Activity()
+    judge = seams.judge(settings, progress)
+    disk = seams.disk(directory, settings, model, described, say)
+    gathering = state.gathering(comm)
+    outdated = seams.outdated(settings)
     checkpoints = Checkpoints(
-        model, state.optimizer, directory, described, settings, say, comm, best, disk, gathering
+        model, state.optimizer, directory, described, settings, say, comm, best, disk, gathering, outdated
     )
     last = settings.steps if plan.until is None else plan.until
     clock = seams.clock(settings, last, times, Pace(progress, placement.rounds), model, validation)
@@ -188,22 +211,10 @@ def open_run(plan: Plan, stage: Stage, choose: Choose, listener: Listener, seams
     return replace(run, guards=tuple(seams.guards(run)))
 
 
-def open_steps(asked: RunConfig, stage: Stage, choose: Choose, say: Say) -> tuple[Step, Batches]:
-    """Return only the steps of a run, with data and weights, without directory and evaluation. Collective."""
-    comm, t = stage.comm, asked.train
-    on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=stage.on_gpu))
-    on_root(comm, choose(t, comm.size).refuse_unmeasurable)
-    origin = load_description(Path(t.init), comm) if t.init else None
-    if origin is not None:
-        on_root(comm, lambda: kind_of(t).refuse_origin(origin, Path(t.init), t, resumed=False))
-    texts = read_texts(comm, asked, t.tokenizer, origin, Path("runs"), say)
-    return make_steps(texts.config, stage, choose, say), texts.batches
-
-
-def make_steps(config: RunConfig, stage: Stage, choose: Choose, say: Say) -> Step:
+def make_steps(config: RunConfig, stage: Stage, say: Say) -> Step:
     """Return the steps of a run, with random weights or those of --init. Collective."""
     comm = stage.comm
-    setup = set_up(config, stage, choose)
+    setup = set_up(config, stage)
     model, state = setup.build()
     setup.kind.load_frozen(comm, model, setup.settings)
     begin_anew(comm, state, setup.settings, None)
@@ -269,53 +280,44 @@ class Setup:
     kind: ModelKind
     strategy: Strategy
 
-    @property
-    def fitted(self) -> RunConfig:
-        """Return the configuration with automatic values resolved."""
-        return replace(self.config, train=self.settings)
-
     def build(self) -> tuple[Model, OptimizerState]:
         """Return the model and the optimizer's state of this rank, whose values are not there yet."""
-        comm, placement = self.stage.comm, self.strategy.placement
+        comm = self.stage.comm
+        placement = self.strategy.placement
         model = self.kind.build(self.config, self.kernels)
         model.train(comm.size, placement.own(model.layout, comm.rank))
+        self.strategy.make_gradients(comm, model, self.stage.notes.add)
         return model, placement.state(model, comm.rank)
 
 
-def set_up(
-    config: RunConfig, stage: Stage, choose: Choose, is_evaluated: bool = False, preferred: int = 0
-) -> Setup:
+def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferred: int = 0) -> Setup:
     """Choose how ranks share a step, the kernels, and what fits into memory. Collective.
 
     `preferred` is the number of micro-batches to take if they fit.
     """
-    comm, t = stage.comm, config.train
-    strategy = choose(t, comm.size)
+    comm = stage.comm
+    t = config.train
+    strategy = strategy_for(t, comm.size)
     agree_on_strategy(comm, strategy)  # first: ranks that differ would wait for each other
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
+    kind = kind_of(t)
+    if not kind.trained(config).specs:  # kinds that are handed in may find none in this model
+        raise shared(UsageError(f"this model has nothing that a kind of model {t.model_kind!r} trains"))
     kernels = stage.kernels(t.dtype, t.matmul_backend, "training")
     settings = fit_to_memory(config, stage, kernels, strategy, is_evaluated, preferred)
     # A GPU compiles for the sizes of this run, in threads: that needs no weights.
     stage.compile_ahead(t.dtype, partial(rehearse, config=config, strategy=strategy))
-    return Setup(config, settings, stage, kernels, kind_of(t), strategy)
+    return Setup(config, settings, stage, kernels, kind, strategy)
 
 
-def micro_batches_so_far(state: State, before: RunConfig | None, choose: Choose, ranks: int) -> int:
+def micro_batches_so_far(state: State, before: RunConfig, ranks: int) -> int:
     """Return the micro-batches of a step so far, which keep the order of sums; 0: memory decides anew.
 
-    `before`: the configuration so far, of a run that resumes. If that has fixed their number, a change of it
-    may ask for another one.
+    `before`: the configuration so far. If that has fixed their number, a change may ask for another one.
     """
-    if before is None or state.ranks != ranks or choose(before.train, ranks).counted_by:
+    if state.ranks != ranks or strategy_for(before.train, ranks).counted_by:
         return 0
     return state.micro_batches
-
-
-def shares_so_far(state: State, settings: TrainConfig, ranks: int, hosts: int) -> list[int] | None:
-    """Return the sequences of each rank in a micro-batch so far; None if that cannot be so again."""
-    known = state.shares or []
-    is_same = state.ranks == len(known) == ranks and state.hosts == hosts
-    return known if is_same and sum(known) * settings.grad_accum == settings.batch_size else None
 
 
 def _write(
@@ -327,13 +329,13 @@ def _write(
     event: dict[str, object],
 ) -> None:
     """Create the run's directory, and note in its history where it begins, and from what."""
-    directory.create(config, tokenizer.to_json(), progress.step, progress.evaluation_pending)
-    if directory.finished_at() not in (None, progress.step):  # a run that goes on from elsewhere is not
-        directory.summary.unlink(missing_ok=True)
     origin: dict[str, object] = {"from": None, "branch": False}
     if checkpoint:
         origin = {"from": str(checkpoint.absolute()), "branch": not directory.owns(checkpoint)}
-    directory.remember({"step": progress.step, **origin, **event})
+    begins = {"step": progress.step, **origin, **event}
+    directory.create(config, tokenizer.to_json(), begins, progress.step, progress.evaluation_pending)
+    if directory.finished_at() not in (None, progress.step):  # a run that goes on from elsewhere is not
+        directory.summary.unlink(missing_ok=True)
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
@@ -343,7 +345,7 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, str
     """
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            rehearse(kernels, replace(config, model=small(config.model)), strategy)
+            rehearse(kernels, replace(config, model=miniature(config.model)), strategy)
         stage.comm.barrier()
 
 
@@ -357,4 +359,68 @@ def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     OPTIMIZERS[config.train.optimizer](model, TrainConfig()).step(0, 1.0)
     strategy.rehearse(model)
-    lanes_for(model, 1).feed([Feed(0, 0, [0], 1, likeliest=1)])  # samples
+    # A sample takes a token at a time, which attends to a cache: other loops, and other kernels on a GPU.
+    sample, cache = Pass(model, 1, 1, training=False), kernels.zeros(*cache_shape(config.model))
+    hidden = sample.hidden(tokens[:1], cache, kernels.integers([0]))
+    sample.logits(kernels.zeros(1, config.model.padded_vocab), hidden)
+
+
+# Weights and moments of a checkpoint, or first weights
+
+
+class FirstWeights(Protocol):
+    """A row of the table of first weights: what random ones are replaced by, learned from the text."""
+
+    note: str  # about it, for people
+    tokens: int  # of the text, that it looks at
+
+    def learn(self, tokens: Array, weights: Tensors, config: ModelConfig, threads: int) -> None:
+        """Change these weights in place. Called on rank 0 alone, while the others wait."""
+
+
+FIRST_WEIGHTS: Table[FirstWeights] = Table("first weights", "first weights", {})  # by init_weights
+
+
+def restore(comm: Comm, state: OptimizerState, checkpoint: Path) -> None:
+    """Fill weights and moments from a verified checkpoint. Collective."""
+    state.load_weights(comm, partial(load_group, checkpoint, WEIGHTS))
+    state.restore(comm, checkpoint)
+
+
+def begin_anew(comm: Comm, state: OptimizerState, t: TrainConfig, batches: Batches | None) -> None:
+    """Bring model and optimizer into their state before the first step. Collective.
+
+    Weights are those of the file that --init names, or new ones. Some of these are learned from the tokens in
+    `batches`, where the model wants that.
+    """
+    model = state.optimizer.model
+    if init := kind_of(t).begins_with(t):
+        state.load_weights(comm, partial(read_shortened, Path(init)))
+        if not model.is_finite():
+            raise shared(DataError(f"{init} holds weights that are not finite"))
+    else:
+        state.load_weights(comm, partial(_draw, comm, model, t, batches))
+    state.begin()  # last: it may keep a copy of the weights
+
+
+def learned_first(model: ModelConfig, t: TrainConfig) -> FirstWeights | None:
+    """Return what first weights are learned by; None where they are random, or those of a file."""
+    return None if t.init else FIRST_WEIGHTS.get(model.init_weights)
+
+
+def _draw(comm: Comm, model: Model, t: TrainConfig, batches: Batches | None, host: Tensors) -> None:
+    """Fill tensors on rank 0 with new weights."""
+    for name, values in model.initial(t.seed):
+        host[name][...] = values
+    learned = learned_first(model.config, t)
+    if learned is not None and batches is not None:
+        tokens = batches.sample(learned.tokens)
+        with layout().unbound():  # the cores of ranks that wait, too
+            learned.learn(tokens, host, model.config, _threads_of_waiting(comm, model))
+
+
+def _threads_of_waiting(comm: Comm, model: Model) -> int:
+    """Return how many threads rank 0 may use here: its own, and those of the ranks that wait for it."""
+    own = comm.cores if model.kernels.capabilities.is_async else model.kernels.threads
+    ranks = comm.local_size if comm.size > 1 else 1  # a stage of its own may lie beside others that work
+    return max(1, min(granted_cores().whole, int(own * ranks + 1e-6)))

@@ -1,8 +1,8 @@
-"""How ranks share a step: who holds which weights, who computes which rows, and what is summed when.
+"""How ranks share a step: who computes which sequences, what is summed when, and who holds which weights.
 
 The plain way is data parallelism: every rank has a replica of the model and takes an even part of the
 batch, and an Allreduce sums the gradients after the backward pass. Each contract below is that plain way;
-the other ways (`parallel/`) are derived from it.
+the other ways (`parallel/`) are derived from it. `Strategy` makes them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from distgpt.core.base.errors import Say, UsageError
+from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import gather_bytes, named_ranks, on_root, ranks_by_text, shared
 from distgpt.core.comm.api import Comm
-from distgpt.core.config import TrainConfig
-from distgpt.core.data.batches import rank_rows
+from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.data.batches import rank_sequences
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Ready
 from distgpt.core.ops.api import Array
-from distgpt.core.saved.checkpoint import load_group
+from distgpt.core.saved.checkpoint import State, load_group
 from distgpt.core.saved.modelfile import fill
 from distgpt.core.saved.tensors import Tensors
 
@@ -35,79 +36,220 @@ RECENT = 100  # steps whose duration counts
 Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → its tensors
 
 
-class Rounds:
-    """Steps after which all ranks hold the same weights: plainly, each one."""
+class MicroBatches:
+    """Even parts of the batch. The gradients of each are added to those of the ones before it.
 
-    length = 1
+    micro.sequences_of(rank, i)  # of the global batch, in micro-batch i of a rank
+    micro.accumulates(i)         # whether the backward pass adds to the gradients that are there
+    micro.collect(i)             # after the backward pass
+    """
 
-    def ends(self, done: int) -> bool:
-        """Return whether all ranks hold the same weights after this many steps."""
-        return True
+    name = "even"
+    shares: list[int] | None = None  # sequences of each rank, if a checkpoint has to keep them
+    hosts = 0  # a checksum of the hosts that these shares are for
 
-    def before(self, done: int) -> int:
-        """Return the step before this one after which all ranks last held the same weights."""
-        return done - 1
+    def __init__(self, config: TrainConfig, ranks: int) -> None:
+        """`config.grad_accum` is known by now (memory.py)."""
+        self.count = config.grad_accum or 1
+        self.n_sequences = config.batch_size // (self.count * ranks)  # of this rank in one of them
+        # Of the mean over one micro-batch: their sum is then the mean over this rank's sequences, of which
+        # `Exchange.scales` makes the mean over ranks.
+        self.weight = 1 / self.count
+        self._batch_size = config.batch_size
+        self._ranks = ranks
 
-    def recent(self, done: int, seconds: list[float]) -> list[float]:
-        """Return those of the last steps, where `seconds` are of all steps up to `done`."""
-        return seconds[-RECENT:]
+    def sequences_of(self, rank: int, i: int) -> slice:
+        """Return the sequences of a rank's micro-batch."""
+        return rank_sequences(self._batch_size, rank, self._ranks, i, self.count)
 
-    def usual(self, recent: Sequence[float]) -> float:
-        """Return the seconds of a usual step."""
-        return median(recent)
+    def accumulates(self, i: int) -> bool:
+        """Return whether gradients are added to those of the micro-batch before, or replace them."""
+        return i > 0
 
-    def mean(self, first: int, seconds: Sequence[float]) -> float:
-        """Return the seconds of a typical step: here the median. `first`: the steps before them."""
-        return median(seconds)
+    def collect(self, i: int) -> None:
+        """Take the gradients of a micro-batch from the buffer, if they are to be added in another order."""
 
 
-class Gathering:
-    """Brings to rank 0 what is to be saved: it has everything already."""
+class Scales(NamedTuple):
+    """Factors of what the ranks have summed: they make means over the tokens that count.
 
-    has_all = True  # whether rank 0 can save without the others
+    They differ only where ranks sum the loss and the norm, but no gradients (`parallel/local_steps.py`).
+    """
 
-    def __init__(self, comm: Comm) -> None:
+    loss: float
+    gradients: float
+    norm: float  # of the square root of `optimizer.norm`
+
+
+class Exchange:
+    """The exchange of a rank that is alone: it sums nothing. Those of several ranks are derived from it.
+
+    All calls but `ready` and `scales` are collective.
+    """
+
+    name = "alone"  # for the summary: the value of --grad-sync, or the way that it came down to
+    # Called in the backward pass; None: nothing is sent meanwhile. A recorded pass calls it while it is
+    # recorded: what is to be done at each repetition, it hands to `Kernels.between`.
+    ready: Ready | None = None
+    is_final = True  # whether it stays as it is: `auto` tries several first
+    waits_after_update = False  # whether `after_update` waits for other ranks
+    mean_factor = 1.0  # makes the mean over ranks of their sum
+
+    def before_backward(self, step: int) -> None:
+        """Prepare for the last backward pass of a step."""
+
+    def sum_gradients(self, step: int) -> None:
+        """Replace the gradients that this rank needs, and the loss and votes behind them, by their sums."""
+
+    def scales(self, counted: float) -> Scales:
+        """Return the scales of a step; `counted` is the fraction of the batch's targets that the loss counts.
+
+        The optimizer takes the mean in its only pass over the gradients.
+        """
+        mean = self.mean_factor / counted
+        return Scales(mean, mean, mean)
+
+    def compute_norm(self, optimizer: AdamW) -> None:
+        """Compute optimizer.norm ← Σ g² of all summed gradients."""
+        optimizer.compute_norm()
+
+    def after_update(self, step: int, is_changed: bool) -> None:
+        """Send the weights that this rank has updated to those that need them."""
+
+    def end_round(self, step: int) -> None:
+        """Give all ranks the same weights after `step` steps, where their own steps have parted them."""
+
+    def waits(self, model: Model) -> list[tuple[str, Array]]:
+        """Return the methods that wait for other ranks, in the order of a step, with what each sends."""
+        return [("sum_gradients", model.grads.with_flags)]
+
+
+class Reduction(Protocol):
+    """Sums elements start … stop of the flat buffer."""
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        """Replace these elements by their sum over ranks. `step` seeds random rounding. Collective."""
+
+
+class Allreduce(Reduction):
+    """One Allreduce over the whole stretch; or one for each piece that stays in a cache."""
+
+    def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
         self._comm = comm
+        self._flat = flat
+        self._chunked = chunked
 
-    def groups(self, weights_alone: bool) -> Groups:
-        """For rank 0: files of a checkpoint, or only of weights, in place of what this rank has of them."""
-        return {}
-
-    def on_root(self, act: Callable[[], None]) -> None:
-        """Call act() on rank 0 as `agree.on_root` does, while `act` may use the tensors. Collective."""
-        on_root(self._comm, act)
-
-
-def whole_moments(optimizer: AdamW) -> dict[str, FlatBuffer]:
-    """Return moments by what their names in a file begin with; none where this rank has a part of them."""
-    moments = {"m/": optimizer.m, "v/": optimizer.v}
-    return {prefix: moment for prefix, moment in moments.items() if isinstance(moment, FlatBuffer)}
+    def sum(self, start: int, stop: int, step: int) -> None:
+        whole = start == 0 and stop == len(self._flat)  # then the same object at every step
+        part = self._flat if whole else self._flat[start:stop]
+        if self._chunked:
+            self._comm.sum_chunked(part)
+        else:
+            self._comm.sum(part)
 
 
-class OptimizerState:
-    """The weights and moments that one rank keeps: before the first step, and from and to a checkpoint."""
+class AfterBackward(Exchange):
+    """One reduction of the whole flat buffer; every rank then updates all weights."""
 
-    def __init__(self, optimizer: AdamW) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self, name: str, reduction: Reduction, size: int, sum_votes: Callable[[], None], mean_factor: float
+    ) -> None:
+        """`reduction` sums the first `size` elements of the flat buffer, `sum_votes` those after them.
 
-    def load_weights(self, comm: Comm, read: Callable[[Tensors], None]) -> None:
-        """Let rank 0 read weights, of which each rank gets what it keeps. Collective."""
-        model = self.optimizer.model
-        fill(comm, model, {"": model.weights}, read)
+        The plain reduction sums all. One that rounds gradients on their way must not round loss and votes.
+        """
+        self.name = name
+        self._size = size
+        self._sum_votes = sum_votes
+        self._reduction = reduction
+        self.mean_factor = mean_factor
 
-    def begin(self) -> None:
-        """Bring moments into their state before the first step. The weights are there."""
-        for moment in (self.optimizer.m, self.optimizer.v):
-            self.optimizer.model.kernels.zero(moment.flat)
+    def sum_gradients(self, step: int) -> None:
+        self._reduction.sum(0, self._size, step)
+        self._sum_votes()
 
-    def restore(self, comm: Comm, checkpoint: Path) -> None:
-        """Fill moments from a verified checkpoint, whose weights are there. Collective."""
-        moments = whole_moments(self.optimizer)
-        fill(comm, self.optimizer.model, moments, partial(load_group, checkpoint, OPTIMIZER))
 
-    def gathering(self, comm: Comm) -> Gathering:
-        """Return what brings weights and moments to rank 0, which saves them."""
-        return Gathering(comm)
+class Strategy:
+    """Makes what a step needs to share its work with other ranks."""
+
+    def __init__(self, config: TrainConfig, ranks: int, placement: Placement | None = None) -> None:
+        self.config, self.ranks = config, ranks
+        self.count = 0  # micro-batches of a step, where neither memory nor --grad-accum decides how many
+        self.counted_by = ""  # the option that does
+        self.placement = placement or Placement(config, ranks)
+
+    def names(self) -> list[str]:
+        """Return the names of all that was chosen, on which ranks have to agree."""
+        return [self.placement.name, MicroBatches.name, self.config.grad_sync]
+
+    def micro_batches(
+        self, t: TrainConfig, rank: int, model: Model, start: Start | None = None
+    ) -> MicroBatches:
+        """Return the micro-batches of a rank. Collective with `start`; without, even ones to count memory.
+
+        `t`: the settings with automatic values resolved.
+        """
+        return MicroBatches(t, self.ranks)
+
+    def make_gradients(self, comm: Comm, model: Model, say: Say) -> None:
+        """Make the memory for this rank's gradients. Collective."""
+        model.make_gradients()
+
+    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
+        """Return the exchange. Collective."""
+        if comm.size == 1:
+            return Exchange()
+        whole = state.optimizer.model.grads.with_flags  # as it lies in memory: the loss and the votes with it
+        reduction = Allreduce(comm, whole, chunked=t.grad_sync == "chunked")
+        return AfterBackward(t.grad_sync, reduction, len(whole), lambda: None, 1.0 / comm.size)
+
+    def refuse_unmeasurable(self) -> None:
+        """Raise a UsageError where only a run that trains finds out how ranks share their work."""
+
+    def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
+        """Raise on all ranks a UsageError about what this job's MPI cannot do. Collective."""
+
+    def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
+        """Allocate what an exchange of this model allocates on a GPU, to be counted."""
+
+    def rehearse(self, model: Model) -> None:
+        """Compile every loop that placement, micro-batches and exchange may call, with a small model."""
+        self.placement.rehearse(model)
+
+
+USUAL = "several ranks"  # what they take where no setting asks for another way
+# By the component that a setting asks for (TrainConfig.components): ways other than the plain one.
+STRATEGIES: Table[type[Strategy]] = Table("strategies", "how ranks share a step by", {})
+
+
+def strategy_for(t: TrainConfig, ranks: int) -> Strategy:
+    """Return the strategy that the settings ask for, the plain one if they ask for no other."""
+    others = [kind for name in t.components if (kind := STRATEGIES.get(name))]
+    if ranks > 1 and USUAL in STRATEGIES:
+        others += (kind for _, kind in STRATEGIES.rows([USUAL]))  # none where it is not installed
+    return (others or [Strategy])[0](t, ranks)
+
+
+def agree_on_strategy(comm: Comm, strategy: Strategy) -> None:
+    """Refuse to start if ranks have chosen differently: they would wait for each other. Collective."""
+    mine = ", ".join(strategy.names())
+    owners = ranks_by_text(name.decode() for name in gather_bytes(comm, mine.encode()))
+    if len(owners) > 1:
+        found = "; ".join(f"{named_ranks(ranks)}: {names}" for names, ranks in owners.items())
+        raise shared(UsageError(f"ranks share a step in different ways: {found}; start all alike"))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Facts that micro-batches may need of a run that starts."""
+
+    comm: Comm
+    threads: int | None
+    free_memory: Callable[[], tuple[int, str]]  # bytes, and where
+    config: RunConfig  # with what memory has decided
+    state: State  # of the checkpoint from which it starts
+    is_evaluated: bool
+    say: Say
 
 
 class Placement:
@@ -143,186 +285,76 @@ class Placement:
         """Compile the loops by which weights are placed, with a small model."""
 
 
-class MicroBatches:
-    """Even parts of the batch. The gradients of each are added to those of the ones before it.
+class OptimizerState:
+    """The weights and moments that one rank keeps: before the first step, and from and to a checkpoint."""
 
-    micro.rows_of(rank, i)  # of the global batch, in micro-batch i of a rank
-    micro.accumulates(i)    # whether the backward pass adds to the gradients that are there
-    micro.collect(i)        # after the backward pass
-    """
+    def __init__(self, optimizer: AdamW) -> None:
+        self.optimizer = optimizer
 
-    name = "even"
-    shares: list[int] | None = None  # sequences of each rank, if a checkpoint has to keep them
-    hosts = 0  # a checksum of the hosts that these shares are for
+    def load_weights(self, comm: Comm, read: Callable[[Tensors], None]) -> None:
+        """Let rank 0 read weights, of which each rank gets what it keeps. Collective."""
+        model = self.optimizer.model
+        fill(comm, model, {"": model.weights}, read)
 
-    def __init__(self, config: TrainConfig, ranks: int) -> None:
-        """`config.grad_accum` is known by now (memory.py)."""
-        self.count = config.grad_accum or 1
-        self.sequences = config.batch_size // (self.count * ranks)  # of this rank in one of them
-        # Gradients are then the mean over this rank's rows. `Exchange.scales` makes that the mean over ranks.
-        self.weight = self.sequences * ranks / config.batch_size
-        self._batch_size, self._ranks = config.batch_size, ranks
+    def begin(self) -> None:
+        """Bring moments into their state before the first step. The weights are there."""
+        for moment in (self.optimizer.m, self.optimizer.v):
+            self.optimizer.model.kernels.zero(moment.flat)
 
-    def rows_of(self, rank: int, i: int) -> slice:
-        """Return the rows of a rank's micro-batch."""
-        return rank_rows(self._batch_size, rank, self._ranks, i, self.count)
+    def restore(self, comm: Comm, checkpoint: Path) -> None:
+        """Fill moments from a verified checkpoint, whose weights are there. Collective."""
+        moments = whole_moments(self.optimizer)
+        fill(comm, self.optimizer.model, moments, partial(load_group, checkpoint, OPTIMIZER))
 
-    def accumulates(self, i: int) -> bool:
-        """Return whether gradients are added to those of the micro-batch before, or replace them."""
-        return i > 0
-
-    def collect(self, i: int) -> None:
-        """Take the gradients of a micro-batch from the buffer, if they are to be added in another order."""
+    def gathering(self, comm: Comm) -> Gathering:
+        """Return what brings weights and moments to rank 0, which saves them."""
+        return Gathering(comm)
 
 
-class Scales(NamedTuple):
-    """Factors of what the ranks have summed: they make means over the tokens that count."""
-
-    loss: float
-    gradients: float
-    norm: float  # of the square root of `optimizer.norm`
+def whole_moments(optimizer: AdamW) -> dict[str, FlatBuffer]:
+    """Return moments by what their names in a file begin with; none where this rank has a part of them."""
+    moments = {"m/": optimizer.m, "v/": optimizer.v}
+    return {prefix: moment for prefix, moment in moments.items() if isinstance(moment, FlatBuffer)}
 
 
-class Exchange:
-    """The protocol, and the exchange of a single rank. All calls but `ready` and `scales` are collective."""
+class Gathering:
+    """Brings to rank 0 what is to be saved: it has everything already."""
 
-    name = "alone"  # the value of --grad-sync that asks for it
-    ready: Ready | None = None  # None: nothing is sent during the backward pass
-    is_settled = True  # whether it stays as it is: `auto` tries several first
-    waits_after_update = False  # whether `after_update` waits for other ranks
-    mean = 1.0  # the factor that makes the mean over ranks of their sum
+    has_all = True  # whether rank 0 can save without the others
 
-    def before_backward(self, step: int) -> None:
-        """Prepare for the last backward pass of a step."""
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
 
-    def sum_gradients(self, step: int) -> None:
-        """Replace the gradients that this rank needs, and the numbers appended to them, by their sums."""
+    def groups(self, weights_alone: bool) -> Groups:
+        """Return files of a checkpoint, or only of weights, to write in place of this rank's. For rank 0."""
+        return {}
 
-    def scales(self, learned: float) -> Scales:
-        """Return the scales of a step; `learned` is the part of the batch's tokens that counts.
-
-        The optimizer takes the mean in its only pass over the gradients.
-        """
-        mean = self.mean / learned
-        return Scales(mean, mean, mean)
-
-    def compute_norm(self, optimizer: AdamW) -> None:
-        """Compute optimizer.norm ← Σ g² of all summed gradients."""
-        optimizer.compute_norm()
-
-    def after_update(self, step: int, is_changed: bool) -> None:
-        """Send the weights that this rank has updated to those that need them."""
-
-    def end_round(self, step: int) -> None:
-        """Give all ranks the same weights after `step` steps, where their own steps have parted them."""
-
-    def waits(self, model: Model) -> list[tuple[str, Array]]:
-        """Return the methods that wait for other ranks, in the order of a step, with what each sends."""
-        return [("sum_gradients", model.grads.with_flags)]
+    def on_root(self, act: Callable[[], None]) -> None:
+        """Call act() on rank 0 as `agree.on_root` does, while `act` may use the tensors. Collective."""
+        on_root(self._comm, act)
 
 
-class Reduction(Protocol):
-    """Sums elements start … stop of the flat buffer."""
+class Rounds:
+    """Steps after which all ranks hold the same weights: plainly, each one."""
 
-    def sum(self, start: int, stop: int, step: int) -> None:
-        """Replace these elements by their sum over ranks. `step` seeds random rounding. Collective."""
+    length = 1
 
+    def ends(self, done: int) -> bool:
+        """Return whether all ranks hold the same weights after this many steps."""
+        return True
 
-class Allreduce(Reduction):
-    """One Allreduce over the whole stretch; or one for each piece that stays in a cache."""
+    def before(self, done: int) -> int:
+        """Return the step before this one after which all ranks last held the same weights."""
+        return done - 1
 
-    def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
-        self._comm, self._flat, self._chunked = comm, flat, chunked
+    def recent(self, done: int, seconds: list[float]) -> list[float]:
+        """Return those of the last steps, where `seconds` are of all steps up to `done`."""
+        return seconds[-RECENT:]
 
-    def sum(self, start: int, stop: int, step: int) -> None:
-        whole = start == 0 and stop == len(self._flat)  # then the same object at every step
-        part = self._flat if whole else self._flat[start:stop]
-        if self._chunked:
-            self._comm.sum_chunked(part)
-        else:
-            self._comm.sum(part)
+    def usual(self, recent: Sequence[float]) -> float:
+        """Return the seconds of a usual step."""
+        return median(recent)
 
-
-class AfterBackward(Exchange):
-    """One reduction of the whole flat buffer; every rank then updates all weights."""
-
-    def __init__(
-        self, name: str, reduction: Reduction, size: int, sum_flags: Callable[[], None], mean: float
-    ) -> None:
-        """`reduction` sums the first `size` elements of the flat buffer, `sum_flags` those after them."""
-        self.name, self._size, self._sum_flags = name, size, sum_flags
-        self._reduction, self.mean = reduction, mean
-
-    def sum_gradients(self, step: int) -> None:
-        self._reduction.sum(0, self._size, step)
-        self._sum_flags()
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Answers that micro-batches may need of a run that starts. All calls are collective."""
-
-    comm: Comm
-    threads: int | None
-    known: Callable[[int], list[int] | None]  # (hosts): the shares of the checkpoint, if from these hosts
-    fits: Callable[[Sequence[int]], bool]  # (shares): whether each rank has memory for its share
-    say: Say
-
-
-class Strategy:
-    """Makes what a step needs to share its work with other ranks."""
-
-    def __init__(self, config: TrainConfig, ranks: int, placement: Placement | None = None) -> None:
-        self.config, self.ranks = config, ranks
-        self.counted_by = ""  # an option that decides how many micro-batches a step has, instead of memory
-        self.placement = placement or Placement(config, ranks)
-
-    def names(self) -> list[str]:
-        """Return the names of all that was chosen, on which ranks have to agree."""
-        return [self.placement.name, MicroBatches.name, self.config.grad_sync]
-
-    def fixed_count(self, t: TrainConfig) -> int:
-        """Return the micro-batches of a step, where memory does not decide how many; else 0."""
-        return t.grad_accum
-
-    def micro_batches(
-        self, t: TrainConfig, rank: int, model: Model, start: Start | None = None
-    ) -> MicroBatches:
-        """Return the micro-batches of a rank. Collective with `start`; without, even ones to count memory.
-
-        `t`: the settings with automatic values resolved.
-        """
-        return MicroBatches(t, self.ranks)
-
-    def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-        """Return the exchange. Collective."""
-        if comm.size == 1:
-            return Exchange()
-        whole = state.optimizer.model.grads.with_flags  # as it lies in memory: the loss and flags with it
-        reduction = Allreduce(comm, whole, chunked=t.grad_sync == "chunked")
-        return AfterBackward(t.grad_sync, reduction, len(whole), lambda: None, 1.0 / comm.size)
-
-    def refuse_unmeasurable(self) -> None:
-        """Raise a UsageError where only a run that trains finds out how ranks share their work."""
-
-    def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
-        """Raise on all ranks a UsageError about what this job's MPI cannot do. Collective."""
-
-    def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
-        """Allocate what an exchange of this model allocates on a GPU, to be counted."""
-
-    def rehearse(self, model: Model) -> None:
-        """Compile every loop that placement, micro-batches and exchange may call, with a small model."""
-        self.placement.rehearse(model)
-
-
-Choose = Callable[[TrainConfig, int], Strategy]  # (settings, number of ranks)
-
-
-def agree_on_strategy(comm: Comm, strategy: Strategy) -> None:
-    """Refuse to start if ranks have chosen differently: they would wait for each other. Collective."""
-    mine = ", ".join(strategy.names())
-    owners = ranks_by_text(name.decode() for name in gather_bytes(comm, mine.encode()))
-    if len(owners) > 1:
-        found = "; ".join(f"{named_ranks(ranks)}: {names}" for names, ranks in owners.items())
-        raise shared(UsageError(f"ranks share a step in different ways: {found}; start all alike"))
+    def typical(self, first: int, seconds: Sequence[float]) -> float:
+        """Return the seconds of a typical step: here the median. `first`: the steps before them."""
+        return median(seconds)

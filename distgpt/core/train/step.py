@@ -1,7 +1,8 @@
-"""One training step on one rank: the passes over its rows, the exchange, the update; steps in flight.
+"""One training step on one rank: the passes over its sequences, the exchange, the update; steps in flight.
 
-On a GPU nothing here waits for a result, so that its queue has the next step meanwhile. On a CPU `_update`
-looks at loss and norm before the weights change.
+With an `objection`, `_update` waits for loss and norm, and asks it before the weights change: always on a
+CPU, on a GPU where a judge needs that, as for --spike-zscore. Without one nothing here waits for a result, so
+that a GPU's queue has the next step meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from distgpt.core.train.progress import COMPUTING, EXCHANGING, UPDATING, Activit
 from distgpt.core.train.seams import Inspector
 from distgpt.core.train.sharing import Exchange, MicroBatches
 
-Flags = Callable[[], Sequence[float]]
-Objection = Callable[[float, float], str]
-Launch = Callable[[int, Batches, Flags, float | None], "StepResult"]
+OwnVotes = Callable[[], Sequence[float]]  # of this rank; see `Votes` in seams.py
+Objection = Callable[[float, float], str]  # (loss, norm) → why not; see `Judge` in seams.py
+Launch = Callable[[int, Batches, OwnVotes, float | None], "StepResult"]
 
 
-def no_flags() -> Sequence[float]:
+def no_votes() -> Sequence[float]:
     return (0.0,) * (FLAG_COUNT - 1)
 
 
@@ -45,34 +46,34 @@ class StepResult:
     """
 
     lr: float
-    _loss_scale: float
-    _norm_scale: float
-    _numbers: Callable[[], Array]  # the loss and the flags, summed over the ranks
-    _squares: Callable[[], Array]
+    _loss_scale: float  # makes the mean loss of the ranks' sum
+    _norm_scale: float  # makes the norm of the mean gradient of the square root of `_squares`
+    _sums: Callable[[], Array]  # over the ranks: the loss, votes, seconds
+    _squares: Callable[[], Array]  # Σ g² of the gradients as they were summed, not yet scaled
     rejected: str | None = None
 
     def read(self) -> tuple[float, float]:
         """Wait for the step and return (loss, gradient norm)."""
         norm = math.sqrt(float(self._squares()[0])) * self._norm_scale
-        return float(self._numbers()[0]) * self._loss_scale, norm
+        return float(self._sums()[0]) * self._loss_scale, norm
 
     def then(self, call: Callable[[], None]) -> StepResult:
         """Return this result with a call that is made once, as soon as it was read."""
 
-        def numbers() -> Array:  # what `read` waits for last
-            found = self._numbers()
+        def sums() -> Array:  # `read` waits for these last
+            found = self._sums()
             call()
             return found
 
-        return replace(self, _numbers=cache(numbers))
+        return replace(self, _sums=cache(sums))
 
-    def flags(self) -> list[float]:
-        """Return the ranks' flags, each summed over the ranks. Call `read` first."""
-        return list(map(float, self._numbers()[1:FLAG_COUNT]))
+    def votes(self) -> list[float]:
+        """Return the ranks' votes, each summed over the ranks. Call `read` first."""
+        return list(map(float, self._sums()[1:FLAG_COUNT]))
 
     def rank_seconds(self) -> list[float]:
-        """Return each rank's seconds between two exchanges, none if unknown. Call `read` first."""
-        return list(map(float, self._numbers()[FLAG_COUNT:]))
+        """Return each rank's seconds between two exchanges, 0 or none if unknown. Call `read` first."""
+        return list(map(float, self._sums()[FLAG_COUNT:]))
 
 
 class Step:
@@ -94,14 +95,21 @@ class Step:
         inspector: Inspector | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """`objection(loss, norm)` returns why a step must not change the weights, "" if it may; it makes each
-        step wait for its result. `inspector` checks the computed gradients."""
-        self.optimizer, self.model, self.comm, self.config = optimizer, optimizer.model, comm, config
-        self.exchange, self._objection, self.activity = exchange, objection, activity or Activity()
-        self.at_rest = threading.Lock()  # held while weights change: whoever else holds it may read them
-        k, seq_len = self.model.kernels, self.model.config.seq_len
+        """`objection(loss, norm)` is the judge's, where it needs the result before the update (setup.py). It
+        returns why a step must not change the weights, "" if it may. `inspector` checks what was computed.
+        """
+        self.optimizer = optimizer
+        self.model = optimizer.model
+        self.comm = comm
+        self.config = config
+        self.exchange = exchange
+        self._objection = objection
+        self.activity = activity or Activity()
+        self.weights_lock = threading.Lock()  # held while weights change: whoever else holds it may read them
+        k = self.model.kernels
+        seq_len = self.model.config.seq_len
         self._micro_batches = micro_batches or MicroBatches(config, comm.size)
-        n_seq = self._micro_batches.sequences
+        n_seq = self._micro_batches.n_sequences
         # Tokens, targets and, for examples side by side, positions.
         self._host = tuple(
             np.zeros((n_seq, seq_len), np.int32) for _ in range(3 if config.is_of_examples else 2)
@@ -119,43 +127,53 @@ class Step:
             for adds in (False, True)
             for sends in (False, True)
         }
-        self._launched, self._had_flags = 0, False
+        self._launched = 0
+        self._has_appended = False  # whether the last step has left votes behind the gradients
         self._exchanged_at: float | None = None
 
     def launch(
-        self, number: int, batches: Batches, flags: Flags = no_flags, elapsed: float | None = None
+        self, number: int, batches: Batches, votes: OwnVotes = no_votes, elapsed: float | None = None
     ) -> StepResult:
         """Do step `number`, counted from 0, or put it into the backend's queue. Collective.
 
-        `flags` is called just before the exchange. Its numbers are summed over the ranks, with the gradients.
+        `votes` is called just before the exchange. Its votes are summed over the ranks, with the gradients.
         `elapsed`: the fraction of the run's time that is over, where the learning rate follows the clock.
         """
-        if self._launched == 1:  # the first step has tuned all kernels, and no exchange runs: ranks can agree
+        # Before the second step: the first has tuned all kernels, and no exchange runs, so ranks can agree.
+        if self._launched == 1:
             self.model.kernels.agree(partial(gather_bytes, self.comm))
         self._launched += 1
         self._exchanged_at = self._exchanged_at or time.perf_counter()
-        # First, as it may compute another rank's gradients, in the buffer that is then for this rank's.
-        compute = partial(self._compute, number, batches, 0)
-        compare = self._inspector.begin(number, compute) if self._inspector else None
+        compare = None
+        if self._inspector:
+            # First, as it may compute another rank's gradients, in the buffer that is then for this rank's.
+            first_gradients_of = partial(self._compute, number, batches, 0)  # of a rank's first micro-batch
+            compare = self._inspector.begin(number, first_gradients_of)
         last = self._micro_batches.count - 1
         for micro_batch in range(last + 1):
             sends = False
             if micro_batch == last:
                 self.exchange.before_backward(number)
-                # Gradients that are to be compared must not be sums yet.
+                # Where the last micro-batch is also the first, `compare` is still to see its gradients,
+                # which must not be sums yet.
                 sends = compare is None and self.exchange.ready is not None
             self._compute(number, batches, micro_batch, self.comm.rank, sends)
             if compare and micro_batch == 0:  # before `collect`, and before the next one adds to them
                 self.activity.enter(EXCHANGING)
                 compare()
             self._micro_batches.collect(micro_batch)
-        self._append([*flags(), *self._seconds()])  # as late as can be: signals came meanwhile
+        self._append(votes())  # as late as can be: signals came meanwhile
         self.activity.enter(EXCHANGING)
         self.exchange.sum_gradients(number)
         self._exchanged_at = time.perf_counter()
-        with self.at_rest:  # only now: meanwhile another thread may save the weights of the last step
-            learned = batches.learned_fraction(number)
-            return self._update(number, learning_rate(self.config, number, elapsed), learned)
+        # Only now: if the exchange never ends, another thread may save the weights of the last step.
+        with self.weights_lock:
+            counted = batches.counted_fraction(number)
+            return self._update(number, learning_rate(self.config, number, elapsed), counted)
+
+    def restart_clock(self) -> None:
+        """Let what was done between two steps not count as this rank's time in the next one."""
+        self._exchanged_at = None
 
     def waits(self) -> list[tuple[object, str, Array]]:
         """Return the methods that wait for other ranks, each with its object and what it sums or sends."""
@@ -181,56 +199,57 @@ class Step:
         `sends`: whether the exchange takes gradients as they become final, within the backward pass.
         """
         self.activity.enter(COMPUTING)
-        batches.fill(number, self._micro_batches.rows_of(rank, micro_batch), *self._host)
+        batches.fill(number, self._micro_batches.sequences_of(rank, micro_batch), *self._host)
         for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
         run_forward_backward = self._recorded[self._micro_batches.accumulates(micro_batch), sends]
         run_forward_backward()
 
     def _forward_backward(self, adds: bool, sends: bool) -> None:
-        """Compute the loss and gradients of the rows that lie in `_inputs`."""
+        """Compute the loss and gradients of the sequences that lie in `_inputs`."""
         tokens, targets = self._inputs[:2]
         ready = self.exchange.ready if sends else None
         self._pass.loss_and_gradients(tokens, targets, self._micro_batches.weight, adds, ready)
 
-    def _update(self, number: int, lr: float, learned: float) -> StepResult:
+    def _update(self, number: int, lr: float, counted: float) -> StepResult:
         """Update the weights, unless the summed gradients are bad.
 
-        The gradients are those of a mean over all tokens of the batch, of which `learned` is the part that
-        counts: the mean is to be over these.
+        The gradients are those of a mean over all targets of the batch, of which the loss counts this
+        fraction: the mean is to be over these.
         """
-        k, grads = self.model.kernels, self.model.grads
+        k = self.model.kernels
+        grads = self.model.grads
         self.activity.enter(UPDATING)
-        scales = self.exchange.scales(learned)
+        scales = self.exchange.scales(counted)
         self.exchange.compute_norm(self.optimizer)
-        numbers, squares = k.later(grads.flags), k.later(self.optimizer.norm)
-        result = StepResult(lr, scales.loss, scales.norm, cache(numbers), cache(squares))  # each is read once
+        sums = k.later(grads.flags)
+        squares = k.later(self.optimizer.norm)
+        result = StepResult(lr, scales.loss, scales.norm, cache(sums), cache(squares))  # each is read once
         if self._objection:
             result.rejected = self._objection(*result.read())
         if not result.rejected:
             self.optimizer.prepare(number, lr, scales.gradients, scales.norm)
             self.gather_updates()
+            # Where nobody was asked, the kernel itself does nothing if the norm is not finite.
             self.optimizer.apply()
         if self.exchange.waits_after_update:
             self.activity.enter(EXCHANGING)
         self.exchange.after_update(number, not result.rejected)
         return result
 
-    def _append(self, numbers: list[float]) -> None:
-        """Write them behind the gradients, where several ranks find the sums of the last step."""
-        if self.comm.size > 1 or any(numbers) or self._had_flags:
-            k = self.model.kernels
-            k.put(self.model.grads.flags[1 : 1 + len(numbers)], np.array(numbers, k.wide))
-            self._had_flags = any(numbers)
-
-    def _seconds(self) -> list[float]:
-        """Return this rank's seconds since the last exchange, 0 for others; [] where a queue hides it."""
-        if self.comm.size == 1 or self.model.kernels.capabilities.is_async:
-            return []
-        assert self._exchanged_at
-        seconds = [0.0] * self.comm.size
-        seconds[self.comm.rank] = time.perf_counter() - self._exchanged_at
-        return seconds
+    def _append(self, votes: Sequence[float]) -> None:
+        """Write the votes, and this rank's seconds since the last exchange, behind the gradients."""
+        k = self.model.kernels
+        appended = list(votes)
+        if self.comm.size > 1 and not k.capabilities.is_async:  # a queue hides how long the work took
+            assert self._exchanged_at
+            seconds = [0.0] * self.comm.size  # 0 in the places of others: the sum has those of all ranks
+            seconds[self.comm.rank] = time.perf_counter() - self._exchanged_at
+            appended += seconds
+        # Several ranks find the sums of the last step there. One rank finds its own votes, mostly zeros.
+        if self.comm.size > 1 or any(appended) or self._has_appended:
+            k.put(self.model.grads.flags[1 : 1 + len(appended)], np.array(appended, k.wide))
+            self._has_appended = any(appended)
 
 
 class InFlight:
@@ -252,12 +271,13 @@ class InFlight:
 
     def wait_for_oldest(self) -> Finished:
         """Wait for the oldest step."""
-        result, begun = self._results.popleft(), self._finished_at
+        result = self._results.popleft()
+        begun = self._finished_at
         loss, norm = result.read()
         self.restart_clock()
-        flags, rank_seconds = result.flags(), result.rank_seconds()
+        seconds = self._finished_at - begun
         return Finished(
-            loss, norm, result.lr, result.rejected, flags, rank_seconds, self._finished_at - begun
+            loss, norm, result.lr, result.rejected, result.votes(), result.rank_seconds(), seconds
         )
 
     def restart_clock(self) -> None:

@@ -14,12 +14,13 @@ from distgpt.core.base.files import atomic_file
 from distgpt.core.base.formatting import count
 from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import gather_ints, on_root
-from distgpt.core.comm.cores import peak_memory
+from distgpt.core.comm.resources import peak_memory
 from distgpt.core.config import TrainConfig
 from distgpt.core.saved.checkpoint import newest_step
 from distgpt.core.train.run import Run
 
-FACTS: Table[Callable[[], object]] = Table("summary", "facts", {})  # that components add, by their name there
+# What components add, by its name there; None: nothing.
+FACTS: Table[Callable[[Run], object]] = Table("summary", "facts", {})
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
 
 
@@ -58,6 +59,7 @@ def write_stopped(run: Run, error: BaseException) -> None:
     """Write the summary of a run that an error or an interruption ends, as far as rank 0 alone knows it."""
     if run.comm.rank == 0:
         with suppress(DistgptError, OSError):  # the error itself is what the user has to see
+            run.directory.lock.refuse_taken()
             _write(run.directory.summary, _found(run, _reason(error)))
 
 
@@ -103,7 +105,7 @@ def _about(run: Run) -> dict[str, object]:
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
         "allreduce": _allreduce(run),
-        **{name: tell() for name, tell in FACTS.rows()},
+        **{name: found for name, tell in FACTS.rows() if (found := tell(run)) is not None},
     }
 
 
@@ -128,7 +130,7 @@ def _speed(run: Run) -> dict[str, object]:
     if seconds:
         left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
         first = run.progress.step - len(seconds) + left_out
-        step = run.placement.rounds.mean(first, seconds[left_out:])
+        step = run.placement.rounds.typical(first, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found
 

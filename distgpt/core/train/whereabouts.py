@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.system import sysctl_text
-from distgpt.core.comm.agree import gather_bytes
-from distgpt.core.comm.batch import batch_job
-from distgpt.core.comm.launched import launcher_name
+from distgpt.core.comm.agree import gather_texts
+from distgpt.core.comm.job import this_job
 from distgpt.core.config import WITH_MPI
 from distgpt.core.cpu.stages import Stage
 
@@ -20,13 +19,17 @@ MOST_SHOWN = 4  # hosts
 
 def whereabouts(stage: Stage) -> dict[str, Any]:
     """Return the facts that are known, ready for JSON. Collective."""
-    hosts, processors = (_of_ranks(stage, fact) for fact in (platform.node(), processor_name()))
+    job, mpi = this_job(), ""
+    if stage.name in WITH_MPI:
+        from distgpt.core.comm.mpi import library  # which loads MPI
+
+        mpi = library()
     found = {
-        "hosts": compact(hosts),
-        "processors": list(dict.fromkeys(processors)),
-        "job": batch_job(),
-        "launcher": launcher_name(),
-        "mpi": _mpi(stage),
+        "hosts": compact(gather_texts(stage.comm, platform.node())),
+        "processors": list(dict.fromkeys(gather_texts(stage.comm, processor_name()))),  # each once
+        "job": job.batch,
+        "launcher": job.launcher,
+        "mpi": mpi,
     }
     return {name: fact for name, fact in found.items() if fact}
 
@@ -38,24 +41,12 @@ def compact(hosts: Sequence[str]) -> list[str]:
 
 
 def shown_hosts(hosts: Sequence[str]) -> str:
-    """Return the hosts in words for a line; "" for a single one."""
+    """Return the hosts in words for a line; "" for a single one, unless a batch system has chosen it."""
     if len(hosts) < 2:
-        return ""
+        return hosts[0].partition(":")[0] if this_job().batch else ""
     if len(hosts) <= MOST_SHOWN:
         return ", ".join(hosts)
     return f"{hosts[0]}, {hosts[1]} … {hosts[-1]}"
-
-
-def _of_ranks(stage: Stage, fact: str) -> list[str]:
-    return [found.decode() for found in gather_bytes(stage.comm, fact.encode(errors="replace"))]
-
-
-def _mpi(stage: Stage) -> str:
-    if stage.name not in WITH_MPI:
-        return ""
-    from distgpt.core.comm.mpi import library  # which loads MPI
-
-    return library()
 
 
 def processor_name() -> str:
@@ -66,16 +57,14 @@ def processor_name() -> str:
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    return sysctl_text("machdep.cpu.brand_string") or _core_name() or platform.machine()
+    if brand := sysctl_text("machdep.cpu.brand_string"):
+        return brand
+    name = platform.processor()
+    if platform.machine() == "aarch64":  # which Linux names nowhere, but LLVM knows
+        try:
+            from distgpt.core.cpu.compiling.processor import processor
 
-
-def _core_name() -> str:
-    """Return LLVM's name of the processor, for arm64 on Linux, which names none."""
-    if platform.machine() != "aarch64":
-        return platform.processor()
-    try:
-        from distgpt.core.cpu.compiling.processor import processor
-
-        return processor()[0]
-    except (ImportError, OSError):  # `distgpt doctor` says why
-        return ""
+            name = processor()[0]
+        except (ImportError, OSError):  # `distgpt doctor` says why
+            name = ""
+    return name or platform.machine()

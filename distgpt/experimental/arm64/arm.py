@@ -9,8 +9,7 @@ import ctypes
 import sys
 
 from distgpt.core.base.system import sysctl_number
-from distgpt.core.cpu.compiling.processor import Processor
-from distgpt.core.cpu.compiling.registers import Shape
+from distgpt.core.cpu.compiling.processor import Processor, Shape
 
 NEON = Shape(lanes=4, vectors=4, rows=6, dot=False, neon=True)
 NEON_BF16 = Shape(lanes=4, vectors=4, rows=6, dot=True, neon=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from distgpt.core.cpu.compiling.registers import Shape
+from distgpt.core.cpu.compiling.processor import Shape
 from distgpt.core.cpu.matmul import microkernel
 from distgpt.core.cpu.matmul.microkernel import Sums
 from distgpt.core.cpu.matmul.vectors import loop_over_rows
@@ -23,9 +23,9 @@ ZIPS = ((0, 4, 1, 5), (2, 6, 3, 7))  # the lanes of two steps that make two colu
 _INTS, _FLOATS, _LOW = "<4 x i32>", "<4 x float>", "<8 x bfloat>"
 
 
-def module(shape: Shape, factor: str, out: str) -> str:
+def module(shape: Shape, operand: str, out: str) -> str:
     """Return the IR of `tile`, for a C of this type."""
-    return microkernel.module(shape, factor, out, MmlaTile)
+    return microkernel.module(shape, operand, out, MmlaTile)
 
 
 def fours(vectors: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distgpt.core.cpu.compiling.registers import BFLOAT16, Shape
+from distgpt.core.cpu.compiling.processor import BFLOAT16, Shape
 from distgpt.core.cpu.matmul import microkernel
 from distgpt.core.cpu.matmul.microkernel import BIAS, Sums, Tile
 from distgpt.core.cpu.matmul.vectors import BYTES, LLVM
@@ -19,19 +19,19 @@ MEMCPY = "declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)"
 MMLA = "declare <4 x float> @llvm.aarch64.neon.bfmmla(<4 x float>, <8 x bfloat>, <8 x bfloat>)"
 
 
-def module(shape: Shape, factor: str, out: str) -> str:
-    """Return the IR of `tile`, for factors and a C of these types."""
-    return microkernel.module(shape, factor, out, NeonTile)
+def module(shape: Shape, operand: str, out: str) -> str:
+    """Return the IR of `tile`, for A, B and C of these types."""
+    return microkernel.module(shape, operand, out, NeonTile)
 
 
 class NeonTile(Tile):
-    """Writes the function for one number of rows: factors are taken from a lane, and memory has no masks."""
+    """Writes the function for one number of rows: operands are taken from a lane, and memory has no masks."""
 
     attributes = SCHEDULED
 
     @staticmethod
-    def declarations(shape: Shape, factor: str, out: str) -> list[str]:
-        pairs = shape.dot and factor == BFLOAT16
+    def declarations(shape: Shape, operand: str, out: str) -> list[str]:
+        pairs = shape.dot and operand == BFLOAT16
         return [microkernel.fma(shape), MEMCPY, *([MMLA] if pairs else [])]
 
     @staticmethod

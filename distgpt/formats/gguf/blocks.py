@@ -33,7 +33,7 @@ class Type:
 
 
 def _half(block: Array, field: str = "d") -> Array:
-    """The scale of each block, in a column."""
+    """Return the scale of each block, in a column."""
     return block[field].astype(np.float32)[:, None]
 
 

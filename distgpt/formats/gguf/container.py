@@ -239,7 +239,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """The kind of a value and the value: whole numbers as uint32, others as float32, lists of one kind."""
+    """Return kind and value: whole numbers as uint32, others as float32, lists of one kind."""
     if isinstance(value, str):
         return struct.pack("<I", _TEXT) + _text(value)
     if isinstance(value, list):

@@ -46,7 +46,7 @@ _TENSORS = dict(pair.split("=") for pair in _RENAMED.split())
 
 
 def named(mapping: TensorMapping) -> str:
-    """The name in GGUF of a tensor of transformers."""
+    """Return the name in GGUF of a tensor of transformers."""
     stem, _, kind = mapping.theirs.rpartition(".")
     if layer := re.fullmatch(r"(?:h|layers)\.(\d+)\.(.+)", stem):
         return f"blk.{layer[1]}.{_TENSORS[layer[2]]}.{kind}"
@@ -118,7 +118,7 @@ def factors_for(config: ModelConfig) -> Array | None:
 
 
 def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
-    """The family and our configuration of the model in a file, or a DataError that says why not."""
+    """Return the family and our configuration of the model in a file; a DataError says why not."""
     metadata, path = container.metadata, container.path
     if metadata.get("split.count", 1) not in (0, 1):
         raise DataError(f"{path} is a part of a model: merge its files first (llama-gguf-split --merge)")
@@ -139,7 +139,7 @@ def model_in(container: Container, tied: bool) -> tuple[Family, ModelConfig]:
 
 
 def _settings(container: Container, family: Family, tied: bool) -> dict[str, Any]:
-    """The file's metadata as a config.json of transformers would say them."""
+    """Return the file's metadata as a config.json of transformers would say them."""
     metadata, arch = container.metadata, family.model_type
     keys = _keys(arch)
     found: dict[str, Any] = {ours: metadata.get(f"{arch}.{key}") for ours, key in keys.items()}

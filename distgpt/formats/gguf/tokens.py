@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.data.plain import ByteTokenizer, Tokenizer, refuse_repeated
+from distgpt.core.data.tokenizers import ByteTokenizer, Tokenizer
 from distgpt.formats.gguf.container import Container, Numbers
 from distgpt.texts.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
 from distgpt.texts.tokenizers.chat_template import chat_of, checked_chat, with_chat
+from distgpt.texts.tokenizers.collected import refuse_repeated
 from distgpt.texts.tokenizers.foreign import from_document
 from distgpt.texts.tokenizers.library import library_errors
 from distgpt.texts.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer
@@ -73,7 +74,7 @@ def metadata_of(tokenizer: Tokenizer, size: int, source: object) -> dict[str, An
 
 
 def _own(tokenizer: Tokenizer, source: object) -> tuple[dict[str, Any], dict[int, str]]:
-    """One of our kinds: what GGUF says of it, and its tokens. Bytes are BPE without merges."""
+    """Return one of our kinds: what GGUF says of it, and its tokens. Bytes are BPE without merges."""
     special = tokenizer.specials
     merges: Sequence[tuple[str, str]] = ()
     vocabulary: Sequence[str] = symbols()
@@ -167,7 +168,7 @@ def _sentencepiece(document: Mapping[str, Any], source: object) -> dict[str, Any
 
 
 def _splits(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The pairs of entries that a piece is made of, in the order of their ids."""
+    """Return the pairs of entries that a piece is made of, in the order of their ids."""
     cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
     known = [(a, b) for a, b in cuts if a in vocab and b in vocab]
     return sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
@@ -177,7 +178,7 @@ def _splits(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def tokenizer_of(container: Container) -> Tokenizer | None:
-    """The tokenizer in a file with its chat template, None if there is none."""
+    """Return the tokenizer in a file with its chat template, None if there is none."""
     found = {k.removeprefix(KEY): v for k, v in container.metadata.items() if k.startswith(KEY)}
     source, model = str(container.path), found.get("model", "none")
     if model in ("none", "no_vocab"):
@@ -270,7 +271,7 @@ def _added(token_id: int, text: str, special: bool) -> dict[str, Any]:
 
 
 def _begin(text: str, token_id: int) -> dict[str, Any]:
-    """A post-processor that puts one token in front."""
+    """Return a post-processor that puts one token in front."""
     token = {"SpecialToken": {"id": text, "type_id": 0}}
     single = [token, {"Sequence": {"id": "A", "type_id": 0}}]
     known = {text: {"id": text, "ids": [token_id], "tokens": [text]}}

@@ -153,7 +153,7 @@ def export_gguf(path: Path, out: Path, dtype: str, note: Note = lambda text: Non
 
 
 def _kind(name: str, shape: tuple[int, ...], dtype: str, tied: bool) -> str:
-    """The type of a tensor in a file of this dtype. The output layer needs more than four bits."""
+    """Return the type of a tensor in a file of this dtype. The output layer needs more than four bits."""
     if len(shape) == 1 or name == _POSITIONS:
         return "F32"
     if dtype.startswith("q") and shape[-1] % 32:
@@ -163,7 +163,7 @@ def _kind(name: str, shape: tuple[int, ...], dtype: str, tied: bool) -> str:
 
 
 def _encoded(array: NDArray[Any], kind: str, name: str, path: Path) -> Iterator[NDArray[Any]]:
-    """The tensor in this type, some rows at a time."""
+    """Yield the tensor in this type, some rows at a time."""
     step = max(1, (1 << 20) // array.shape[-1])
     for first in range(0, len(array), step):
         rows = array[first : first + step]

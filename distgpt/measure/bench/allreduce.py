@@ -15,28 +15,23 @@ import numpy as np
 from distgpt.core.base.errors import DistgptError, UsageError
 from distgpt.core.base.formatting import count, duration, parse_size
 from distgpt.core.base.formatting import size as in_bytes
-from distgpt.core.comm.agree import gather_bytes, gather_ints, on_root, shared
+from distgpt.core.comm.agree import gather_bytes, gather_ints, on_every_rank, on_root, shared
 from distgpt.core.comm.api import Array, Comm
-from distgpt.core.comm.launched import launched_as
 from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
-from distgpt.core.train.sharing import Allreduce, Reduction
-from distgpt.gpu.stage import GpuStage, on_gpu
+from distgpt.core.train.sharing import Allreduce
 from distgpt.jobs.launchers import find_launcher
+from distgpt.launch.launched import launched_as
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
 from distgpt.parallel.choose import ONE_CALL
-from distgpt.parallel.reductions import (
-    HostWire,
-    ReduceScatterGather,
-    fastest_between_nodes,
-    one_by_one,
-)
+from distgpt.parallel.node_memory import shared_rows
+from distgpt.parallel.reductions import Hierarchical, SharedSum, one_by_one
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, Paragraph, tabulated
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
-ON_HOST = (*ONE_CALL, "hierarchical")  # values of --grad-sync
+SHARED = "shared memory"  # as summary.json calls it
 ON_GPU = ("nccl", "host", "host-chunked", "cuda-aware")
 FEWEST = 3  # repetitions of a size
 LATENCY_BOUND = 64 << 10  # arrays below this size take about as long as each other
@@ -100,8 +95,8 @@ def bench(options: AllreduceOptions) -> None:
         options.finish("allreduce", name, found, blocks(found), {"": time_chart(found)})
 
 
-def start(options: AllreduceOptions) -> Row:
-    """Start the ranks and return what they measure."""
+def start(options: AllreduceOptions, timeout: float | None = None) -> Row:
+    """Start the ranks and return what they measure; they are ended after `timeout` seconds."""
     words = ["bench", "allreduce", "--measure-only"]
     for key in ("stage", "max_bytes", "repeats", "seconds", "sizes", "algorithms"):
         value = getattr(options, key)
@@ -109,7 +104,7 @@ def start(options: AllreduceOptions) -> Row:
     launcher = find_launcher(options.launcher, options.hostfile)
     what = f"bench allreduce on {count(options.ranks, 'rank')}"
     say(f"{what}: about {duration(options.seconds)} at most")
-    return ask(what, words, launcher, options.ranks)
+    return ask(what, words, launcher, options.ranks, timeout)
 
 
 def _as_rank(options: AllreduceOptions) -> Row | None:
@@ -142,45 +137,67 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
     """Return the stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
-    known = ON_GPU if stage.on_gpu else ON_HOST if stage.comm.split_by_node() else ONE_CALL
+    known = ON_GPU if stage.on_gpu else _known_on_host(stage.comm)
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
-    gpu, found = on_gpu(stage), dict[str, Sum]()
+    found: dict[str, Sum] = {}
     reasons: dict[str, str] = {}
     for name in known:
         if wanted and name not in wanted:
             continue
         try:
-            found[name] = _on_device(gpu, name) if gpu else _on_host(stage.comm, name)
+            found[name] = _on_device(stage, name) if stage.on_gpu else _on_host(stage.comm, name)
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
     return found, reasons
 
 
+def _known_on_host(comm: Comm) -> tuple[str, ...]:
+    """Return MPI's own algorithms, and the one for nodes that have several of the ranks. Collective."""
+    if comm.size == comm.local_size:
+        return (*ONE_CALL, SHARED)
+    return (*ONE_CALL, "hierarchical") if comm.split_by_node() else ONE_CALL
+
+
 def _on_host(comm: Comm, name: str) -> Sum:
-    """Return a sum that keeps what it makes for an array, for the next sum of the same one."""
-    made: dict[int, Reduction] = {}
-
-    def parts(array: Array, comm: Comm, wire: str) -> ReduceScatterGather:
-        return ReduceScatterGather(comm, array, wire, 0, HostWire(one_by_one, 1))
-
-    def add_up(array: Array) -> None:
-        if id(array) not in made:
-            made.clear()
-            one_call = Allreduce(comm, array, name == "chunked")
-            levels = name == "hierarchical"
-            made[id(array)] = (
-                fastest_between_nodes(comm, array, "float32", partial(parts, array)) if levels else one_call
-            )
-        made[id(array)].sum(0, array.size, 0)
-
-    return add_up
+    if name in ONE_CALL:
+        return comm.sum_chunked if name == "chunked" else comm.sum
+    return InNodeMemory(comm)
 
 
-def _on_device(stage: GpuStage, name: str) -> Sum:
+class InNodeMemory:
+    """Sums arrays that lie in memory of a node, and then the sums of nodes."""
+
+    def __init__(self, comm: Comm) -> None:
+        """Raises a UsageError where ranks of a node share no memory. Collective."""
+        self._comm, self._node = comm, comm
+        self._peers: Comm | None = None
+        if levels := comm.split_by_node():
+            self._node, self._peers = levels
+        on_every_rank(comm, lambda: shared_rows(self._node, 1, FLOAT))
+
+    def zeros(self, shape: tuple[int], dtype: np.dtype) -> Array:
+        """Return an array, the only one that can be summed from now on. Collective.
+
+        Raises a UsageError on all ranks where one node cannot share so much.
+        """
+        rows = on_every_rank(self._comm, lambda: shared_rows(self._node, shape[0], dtype))
+        array = rows[self._node.rank, : shape[0]]
+        within = SharedSum(self._node, rows, one_by_one, 1)
+        peers = self._peers
+        self._way = Hierarchical(self._node, within, Allreduce(peers, array)) if peers else within
+        return array
+
+    def __call__(self, array: Array) -> None:
+        self._way.sum(0, array.size, 0)
+
+
+def _on_device(stage: Stage, name: str) -> Sum:
+    from distgpt.gpu.stage import GpuStage
     from distgpt.gpu.transport import choose_transport
 
+    assert isinstance(stage, GpuStage)
     way = choose_transport(name.removesuffix("-chunked"), stage.comm, stage.device, stage.sharing)
     return partial(way.sum, chunked=name.endswith("-chunked"))
 
@@ -229,7 +246,11 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
         if lack:
             yield {"algorithm": name, "bytes": size, "left_out": lack}
             continue
-        row = _row(stage, table[name], size, options.repeats, remaining / (len(to_do) - done))
+        try:
+            row = _row(stage, table[name], size, options.repeats, remaining / (len(to_do) - done))
+        except UsageError:  # on all ranks at once: a node cannot share so much
+            yield {"algorithm": name, "bytes": size, "left_out": "memory"}
+            continue
         last[name] = size, row["seconds"]
         yield {"algorithm": name, **row}
 
@@ -237,10 +258,10 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
 def _row(stage: Stage, add_up: Sum, size: int, repeats: int, seconds: float) -> Row:
     """Time one size about `seconds` long: each sum from when all ranks begin to when the slowest is done."""
     comm = stage.comm
-    gpu = on_gpu(stage)
-    device: Any = gpu.device if gpu else Host
+    device: Any = stage.device if stage.on_gpu else Host  # type: ignore[attr-defined]  # of a GpuStage
     count = max(1, size // FLOAT.itemsize)
-    array, pattern = device.zeros((count,), FLOAT), np.resize(np.arange(PERIOD, dtype=FLOAT), count)
+    zeros = add_up.zeros if isinstance(add_up, InNodeMemory) else device.zeros
+    array, pattern = zeros((count,), FLOAT), np.resize(np.arange(PERIOD, dtype=FLOAT), count)
     pattern += comm.rank
 
     def once() -> float:

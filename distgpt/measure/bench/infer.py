@@ -14,12 +14,13 @@ import numpy as np
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import duration
-from distgpt.core.comm.limits import granted_cores
+from distgpt.core.comm.layout import layout
+from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ROUNDED_DTYPES, ModelConfig
 from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.generate.engine import Engine
-from distgpt.core.generate.engine_setup import chunk_for, lanes_for, rehearse
+from distgpt.core.generate.engine_setup import rehearse, slots_for
 from distgpt.core.generate.request import Request
 from distgpt.core.saved.opening import random_model
 from distgpt.measure import jobs
@@ -60,7 +61,7 @@ def job_of(options: InferOptions) -> Row:
             f"{options.prompt} + {options.new} tokens do not fit the context of {config.seq_len}: "
             "choose --prompt and --new"
         )
-    threads = options.threads or granted_cores().whole
+    threads = options.threads or layout().threads(SerialComm())
     return {"threads": threads, "prompt": options.prompt, "new": options.new, "repeats": REPEATS}
 
 
@@ -83,8 +84,9 @@ def measure(
     }  # fmt: skip
 
 
-def own_seconds(job: Row) -> dict[str, Any]:
-    return jobs.ask("distgpt bench infer", ["bench", "infer", "--measure", json.dumps(job)])
+def own_seconds(job: Row, timeout: float | None = None) -> dict[str, Any]:
+    words = ["bench", "infer", "--measure", json.dumps(job)]
+    return jobs.ask("distgpt bench infer", words, timeout=timeout)
 
 
 def config_of(name: str) -> ModelConfig:
@@ -117,14 +119,14 @@ def measure_own(asked: str) -> None:
     stage = open_stage("serial", job["threads"])
     model = random_model(config_of(job["preset"]), dtype, partial(stage.kernels, use="generating text"), 1)
     rehearse(model)
-    lanes = lanes_for(model, requests)
+    slots = slots_for(model, requests)
     random = np.random.default_rng(1)
     shape = requests, job["prompt"]
     prompts = random.integers(0, model.config.vocab_size, shape).tolist()
 
     def seconds(new: int) -> float:
         begun = time.perf_counter()
-        engine = Engine(lanes, None, chunk_for(model))
+        engine = Engine(slots, None)
         for prompt in prompts:
             engine.submit(Request(prompt, new))
         while not engine.is_idle:

@@ -62,12 +62,18 @@ def save(folder: Path, kind: str, name: str, found: Row, charts: Mapping[str, Ch
     """Write {kind}-{name}.json, replacing an earlier one, and {kind}-{name}{key}.svg for each chart."""
     words = re.sub(r"[^\w.]+", "-", name).strip("-")
     path = folder / f"{kind}-{words or 'unnamed'}.json"
-    with storage_errors("make", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"kind": kind, "name": name, "environment": environment(), **found}, indent=1)
-    with atomic_file(path) as file:
-        file.write(text.encode() + b"\n")
+    write_result(path, kind, name, found)
     for ending, chart in (charts or {}).items():
         with atomic_file(path.with_name(f"{path.stem}{ending}.svg")) as file:
             file.write(svg(chart, alone=True).encode())
+    return path
+
+
+def write_result(path: Path, kind: str, name: str, found: Row) -> Path:
+    """Write a file of results with the machine that they were found on, and return its path."""
+    with storage_errors("make", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"kind": kind, "name": name, "environment": environment(), **found}, indent=1)
+    with atomic_file(path) as file:
+        file.write(text.encode() + b"\n")
     return path

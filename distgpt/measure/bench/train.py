@@ -17,10 +17,10 @@ from distgpt.core.comm.agree import gather_ints
 from distgpt.core.config import WITH_MPI, GpuConfig, RunConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.cpu.stages import open_stage
-from distgpt.core.model.counts import operations
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.plan import DTYPE, new_run
+from distgpt.counts import operations
 from distgpt.doctor.speed import measure_peaks
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs

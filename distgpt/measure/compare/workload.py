@@ -26,7 +26,8 @@ PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project
 # Settings that may differ from the project's without making it another workload.
 FREE = {
     *("steps", "min_lr", "seed", "dtype", "matmul", "log_every", "sample_every"),
-    *("save_every", "save_minutes", "save", "keep", "on_disk_error"),
+    *("save_every", "save_minutes", "save", "on_disk_error"),
+    *("keep", "keep_every", "keep_every_minutes", "keep_minutes"),
     *("on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
     *("verify_every", "verify_data", "grad_accum", "grad_sync", "reproducible_parts", "recompute"),
 }

@@ -1,6 +1,6 @@
 """The operations of a step: the line of each in a profile, the FLOPs it computes, the bytes it moves.
 
-FLOPs are of matmuls, as `core/model/counts.py` counts them: padding, and what a backward pass computes
+FLOPs are of matmuls, as `counts.py` counts them: padding, and what a backward pass computes
 again, are left out. Bytes are those of every array read or written, once. Both are counted from the
 arguments of a call, `a`, by the names that `core/ops/api.py` gives them.
 """
@@ -12,8 +12,8 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from distgpt.core.model.counts import BACKWARD, attention_flops, matmul_flops
-from distgpt.core.ops.api import POLAR, Kernels
+from distgpt.core.ops.api import Kernels
+from distgpt.counts import BACKWARD, attention_flops, matmul_flops
 
 FORWARD, INTO_INPUT = "Matmul forward", "Matmul backward into input"
 INTO_WEIGHTS = "Matmul backward into weights"
@@ -102,8 +102,8 @@ def _seen(a: Any) -> int:
     return int(a.window or a.cache.shape[3])
 
 
-def _lanes(a: Any) -> int:
-    return int(a.cache.shape[1]) if a.lanes is None else len(a.lanes)
+def _slots(a: Any) -> int:
+    return int(a.cache.shape[1]) if a.slots is None else len(a.slots)
 
 
 def _head(a: Any) -> float:
@@ -119,9 +119,9 @@ def _adamw(a: Any) -> float:
 
 
 def _orthogonalise(a: Any) -> float:
-    """Count the matmuls, of squares one half."""
+    """Count the matmuls, of squares one half, as the backend does that needs the fewest."""
     sides = (sorted(u.shape) for u in a.updates)
-    return float(len(POLAR) * sum(3 * low * low * long + low**3 for low, long in sides))
+    return float(sum(low * low * min(15 * long + 5 * low, 3 * long + 17 * low) for low, long in sides))
 
 
 def _nothing(a: Any) -> float:
@@ -182,7 +182,7 @@ OPERATIONS = {
     # Of the whole cache, or a window of it: only the device knows how much of it is filled.
     "attention_cached": Operation(
         "Attention forward",
-        lambda a: moved(a.y, a.qkv) + _lanes(a) * moved(a.cache[:, :1]) * _seen(a) // a.cache.shape[3],
+        lambda a: moved(a.y, a.qkv) + _slots(a) * moved(a.cache[:, :1]) * _seen(a) // a.cache.shape[3],
         lambda a: matmul_flops(len(a.y), 2 * _seen(a) * a.y.shape[1]),
     ),
     "move_cached": Operation(DATA, lambda a: 2 * moved(a.caches[:, :, :1]) * a.kept // a.caches.shape[4]),

@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.batches import Batches
 from distgpt.core.ops.api import Array, Kernels
-from distgpt.gpu.device import CupyDevice
 from distgpt.measure.profile.operations import OPERATIONS, ORDER, WORKERS, Cost, cost_of, line_of
+
+if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
+    from distgpt.gpu.device import CupyDevice
 
 SIDE_BY_SIDE, TOGETHER = "each", "run_together"  # calls during which each worker has operations of its own
 

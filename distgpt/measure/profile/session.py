@@ -8,31 +8,50 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import compress, decompress
 
+from distgpt.core.base.errors import Say
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.base.formatting import count
+from distgpt.core.base.interrupts import ignore_further
 from distgpt.core.comm.agree import gather_bytes, on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.launched import ignore_further
-from distgpt.core.config import TrainConfig
+from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
-from distgpt.core.train.step import Flags, Step, StepResult, no_flags
+from distgpt.core.saved.modelfile import load_description
+from distgpt.core.train.plan import refuse_unsuited
+from distgpt.core.train.seams import kind_of
+from distgpt.core.train.setup import make_steps, read_texts
+from distgpt.core.train.sharing import strategy_for
+from distgpt.core.train.step import OwnVotes, Step, StepResult, no_votes
 from distgpt.doctor.facts import environment
 from distgpt.doctor.speed import Peaks, measure_peaks
-from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.stage import on_gpu
 from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
+
+if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/
+    from distgpt.gpu.device import CupyDevice
 
 WARM_UP = 2  # steps that compile, record and choose algorithms
 TRACED = 10  # steps whose every operation is kept
 TABLE, TRACE = "profile.json", "trace.json"
 
 Print = Callable[[str], None]
+
+
+def open_steps(asked: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
+    """Return the steps of a run alone, without its directory and evaluation. Collective."""
+    comm, t = stage.comm, asked.train
+    on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=stage.on_gpu))
+    on_root(comm, strategy_for(t, comm.size).refuse_unmeasurable)
+    origin = load_description(Path(t.init), comm) if t.init else None
+    if origin is not None:
+        on_root(comm, lambda: kind_of(t).refuse_origin(origin, Path(t.init), t, resumed=False))
+    texts = read_texts(comm, asked, t.tokenizer, origin, Path("runs"), say)
+    return make_steps(texts.config, stage, say), texts.batches
 
 
 class Profiler:
@@ -56,17 +75,17 @@ class Profiler:
         self._zero = self.clock.now()
 
     def launch(
-        self, number: int, batches: Batches, flags: Flags = no_flags, elapsed: float | None = None
+        self, number: int, batches: Batches, votes: OwnVotes = no_votes, elapsed: float | None = None
     ) -> StepResult:
         """Launch a step as `Step.launch` does, and measure it after the warm-up."""
         step = self._step
-        if self.skipped < self.warm_up or not step.exchange.is_settled:
+        if self.skipped < self.warm_up or not step.exchange.is_final:
             self.skipped += 1
-            return step.launch(number, batches, flags, elapsed)
+            return step.launch(number, batches, votes, elapsed)
         if self._recorder is None:
             self._recorder = Recorder(self.clock, step.model.kernels, step.comm, batches, step.waits())
         with self._recorder.step() as taken:
-            outcome = step.launch(number, batches, flags, elapsed)
+            outcome = step.launch(number, batches, votes, elapsed)
         if self._last is not None:  # a GPU's wait in between belongs to the earlier step
             self._last.end = taken.begin
         self._last = taken
@@ -111,8 +130,13 @@ class Session:
     def __init__(self, stage: Stage, step: Step, train: TrainConfig, warm_up: int = WARM_UP) -> None:
         """`step`: what `profiler.launch` launches. Collective."""
         self._stage, self._comm, model = stage, stage.comm, step.model
-        gpu = on_gpu(stage)
-        self.profiler = Profiler(step, gpu.device if gpu else None, warm_up)
+        device = None
+        if stage.on_gpu:
+            from distgpt.gpu.stage import GpuStage
+
+            assert isinstance(stage, GpuStage)
+            device = stage.device
+        self.profiler = Profiler(step, device, warm_up)
         self._about = {
             "environment": environment() if self._comm.rank == 0 else {},
             "stage": stage.name,

@@ -8,7 +8,7 @@ int8.py.
 
 from __future__ import annotations
 
-from distgpt.core.cpu.compiling.registers import Shape
+from distgpt.core.cpu.compiling.processor import Shape
 from distgpt.rounded.loops.int8 import TILES, Dot, Int8Tile, module_of
 from distgpt.rounded.loops.integers import BLOCKS, LEVELS
 

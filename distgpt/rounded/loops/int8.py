@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distgpt.core.base.tables import Table
-from distgpt.core.cpu.compiling.registers import FLOAT32, Shape
+from distgpt.core.cpu.compiling.processor import FLOAT32, Shape
 from distgpt.core.cpu.matmul.microkernel import Sums, Tile
 from distgpt.rounded.loops.integers import BLOCKS
 

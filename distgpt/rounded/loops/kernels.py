@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distgpt.core.cpu.decoding.operands import UNIT
 from distgpt.core.cpu.kernels import FLOATS, CpuKernels, Operand
 from distgpt.core.cpu.pool import ROWS
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.ops.api import Array
-from distgpt.core.ops.low_precision import BITS
+from distgpt.decoding.loops.operands import UNIT
 from distgpt.rounded.loops import operands
 
 
@@ -35,17 +34,17 @@ class Integers(Operand[Packed]):
 
     def linear(self, y: Array, x: Array, w: Packed, b: Array | None) -> None:
         count = 1 << (len(x) - 1).bit_length()  # so that batches of many sizes share their memory
-        a = self._memory.of(operands.operand_rows, count, w.k, w.parts[0].dtype.name)
-        self._pool.ranges(len(x), ROWS, operands.quantise_rows, a, x)
+        a = self._memory.scratch(operands.operand_rows, count, w.k, w.parts[0].dtype.name)
+        self._pool.split_range(len(x), ROWS, operands.quantise_rows, a, x)
         column = 0
         for panels, rows in zip(w.parts, w.rows, strict=True):
             out, bias = y[:, column : column + rows], None if b is None else b[column : column + rows]
-            self._pool.ranges(rows, UNIT, operands.multiply_columns, out, a, panels, bias, w.k)
+            self._pool.split_range(rows, UNIT, operands.multiply_columns, out, a, panels, bias, w.k)
             column += rows
 
     def lookup(self, w: Packed, tokens: Array) -> tuple[Array, Array]:
         rows = np.empty((len(tokens), w.k), np.float32)
-        self._pool.ranges(len(tokens), ROWS, operands.unpack_rows, rows, w.parts[0], tokens)
+        self._pool.split_range(len(tokens), ROWS, operands.unpack_rows, rows, w.parts[0], tokens)
         return rows, np.arange(len(tokens))
 
     def unpadded(self, w: Packed, vocab: int) -> Packed:
@@ -64,11 +63,9 @@ class Integers(Operand[Packed]):
 class Int8Kernels(CpuKernels):
     """CpuKernels that multiply by matrices in integers, too. `rounded`: int4, where those of layers are."""
 
-    cache_dtype = BITS.name
-
     def __init__(self, threads: int = 1, rounded: str = "int8") -> None:
         of = {**FLOATS, Packed: Integers}
-        super().__init__("float32", threads, operands=of, rows=operands.operand_rows)
+        super().__init__("float32", threads, operands=of)
         self.rounded = rounded
         self.capabilities = replace(self.capabilities, rounded=rounded)
 

@@ -12,11 +12,11 @@ from numba import types
 
 from distgpt.core.cpu.compiling.jit import FORCED, also_for, by_types, get, inline, jit
 from distgpt.core.cpu.compiling.processor import features, shape
-from distgpt.core.cpu.decoding import operands
 from distgpt.core.cpu.matmul.assembled import external
 from distgpt.core.cpu.matmul.microkernel import BIAS
 from distgpt.core.cpu.matmul.packing import COLUMNS, aligned, zeros_as_used
 from distgpt.core.ops.api import Array
+from distgpt.decoding.loops import operands
 from distgpt.rounded.loops import int4, int8, integers
 from distgpt.rounded.loops.integers import BLOCKS, MOST, Quantised
 

@@ -25,7 +25,7 @@ def rounded(w: Floats2d, bits: int, threads: int, importance: Array | None = Non
     n, k = w.shape
     q, scales = np.empty((n, k), np.int8), np.empty((n, -(-k // BLOCK)), BITS)
     each = np.ones(k, np.float32) if importance is None else importance
-    pool_of(threads).ranges(n, 16, _round_rows, q, scales, w, each)
+    pool_of(threads).split_range(n, 16, _round_rows, q, scales, w, each)
     return Quantised(q, scales, 4)
 
 

@@ -69,23 +69,25 @@ class ExampleBatches(Batches):
     def notes(self, steps: int) -> Iterator[str]:
         examples, rows = self.examples, self.windows_per_epoch
         full, learned = len(examples) / (rows * self.seq_len), examples.learned / len(examples)
-        batch_size = len(self._rows)
+        batch_size = len(self._numbers)
         yield (
             f"{count(examples.count, 'example')} of {len(examples):,} tokens, of which {learned:.0%} are"
             f" learned, in {count(rows, 'sequence')}, {full:.0%} full: {batch_size * steps / rows:.3g} epochs"
             f" are {count(steps, 'step')} of {count(batch_size, 'sequence')}"
         )
 
-    def learned_fraction(self, step: int) -> float:
+    def counted_fraction(self, step: int) -> float:
         rows = self._order(step, slice(None))[0]
         return float(self._learned[rows].sum()) / (len(rows) * self.seq_len)
 
     def fill(
-        self, step: int, rows: slice, x_out: Array, y_out: Array, positions_out: Array | None = None
+        self, step: int, which: slice, x_out: Array, y_out: Array, positions_out: Array | None = None
     ) -> None:
         assert positions_out is not None
         x_out[:], y_out[:] = 0, IGNORED
-        for row, x, y, positions in zip(self._order(step, rows)[0], x_out, y_out, positions_out, strict=True):
+        for row, x, y, positions in zip(
+            self._order(step, which)[0], x_out, y_out, positions_out, strict=True
+        ):
             at = 0
             for start, length in self.plan.row(int(row)):
                 here, there = slice(at, at + length), slice(start, start + length)
@@ -134,7 +136,7 @@ class _Chats:
         if tokenizer is None:
             raise shared(DataError("chats are read by the tokenizer of the weights, and these have none"))
         found = load_examples(comm, path, tokenizer, request.seq_len, request.val_fraction, say)
-        return ChatCorpus(tokenizer, dict(found))
+        return ChatCorpus(tokenizer, found["train"], found.get("val"))
 
 
 CHATS = _Chats()

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distgpt.core.base.errors import DataError, nearest
-from distgpt.core.data.plain import Ids
-from distgpt.core.data.tokenizers import Tokenizer
+from distgpt.core.data.tokenizers import Ids, Tokenizer
 from distgpt.core.saved.modelfile import read_description
 from distgpt.texts.chats.template import renderer
 from distgpt.texts.tokenizers.chat_template import chat_of
+from distgpt.texts.tokenizers.parts import encode_parts
 
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]  # "role" and "content"
@@ -94,7 +94,7 @@ class ChatFormat:
         self.ends = tuple(dict.fromkeys(tokenizer.ends + self._end_of_answer()))
 
     def describe(self) -> str:
-        """A short description for people."""
+        """Return a short description for people."""
         if not self.is_own:
             return "the model's own chat template"
         return "no chat template: " + ("User and Assistant as plain text" if self.stops else "ChatML")
@@ -106,7 +106,7 @@ class ChatFormat:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens behind which the next answer comes."""
-        ids: list[int] = self.tokenizer.encode_parts(self._rendered(messages, True).parts)[0].tolist()
+        ids: list[int] = encode_parts(self.tokenizer, self._rendered(messages, True).parts)[0].tolist()
         return ids
 
     def example(self, messages: Sequence[Message]) -> Example:
@@ -119,7 +119,7 @@ class ChatFormat:
             raise DataError(
                 "the model's chat template changes or drops an answer: what is learned is not known"
             )
-        ids, ends = self.tokenizer.encode_parts(parts)
+        ids, ends = encode_parts(self.tokenizer, parts)
         starts, learned = np.concatenate([[0], ends[:-1]]), np.zeros(len(ids), np.uint8)
         for first, last in answers:
             learned[(ends > first) & (starts < last)] = 1

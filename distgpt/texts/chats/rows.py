@@ -112,7 +112,7 @@ def _chat(messages: list[Message], chat: ChatFormat) -> Example:
 
 
 def _plain(text: str, chat: ChatFormat) -> Example:
-    """The tokens of a text between what a prompt begins with, which is not learned, and what ends a text."""
+    """Return a text's tokens behind those that begin a prompt, which are not learned, and its end."""
     tokenizer = chat.tokenizer
     if not text.strip():
         raise DataError("the text is empty")

@@ -29,7 +29,7 @@ from distgpt.core.base.errors import DataError, StorageError, UsageError, escape
 from distgpt.core.base.files import open_regular, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_in_words
-from distgpt.core.data.unreadable import advice, refuse_by_name, way_out
+from distgpt.texts.unreadable import advice, refuse_by_name, remedy
 
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
@@ -81,7 +81,7 @@ def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
 
 def _no_text(name: Path | str, start: bytes, path: Path | None = None) -> DataError:
     what = f"{name} is no text in UTF-8, there are zero bytes in it"
-    return DataError(f"{what}: {way_out(path, start, start.find(0))}")
+    return DataError(f"{what}: {remedy(path, start, start.find(0))}")
 
 
 def _others(files: Sequence[Path]) -> str:
@@ -95,7 +95,7 @@ def _others(files: Sequence[Path]) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All files but hidden ones. Links are followed, each folder is entered once."""
+    """Return all files but hidden ones. Links are followed, each folder is entered once."""
 
     def refuse(error: OSError) -> NoReturn:
         raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -135,7 +135,7 @@ def _described(path: Path, name: str) -> Input:
 
 @contextmanager
 def opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The bytes of a file, uncompressed, from an offset on, and the file itself; failures become one line."""
+    """Yield a file's uncompressed bytes from an offset on, and the file itself; failures become one line."""
     with storage_errors("read", source.path), open_regular(source.path) as file:
         stream = gzip.GzipFile(fileobj=file) if source.compressed else file
         try:
@@ -147,7 +147,7 @@ def opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]
 
 @contextmanager
 def piped(stream: BinaryIO) -> Iterator[Input]:
-    """Everything that comes from there: lines of JSON if the first one begins so, else a text.
+    """Yield everything that comes from there: lines of JSON if the first one begins so, else a text.
 
     The file has no name, so that nothing is left however the process ends. The input's time is always the
     same: the same text from another pipe resumes what was interrupted.
@@ -220,13 +220,13 @@ class Part:
 
 
 def documents(paths: Sequence[Path | Input], field: str, max_document: int = MAX_DOCUMENT) -> Iterator[str]:
-    """The documents in these files and folders, a long text in several parts."""
+    """Return the documents in these files and folders, a long text in several parts."""
     found = pieces(find_inputs(paths), field, Offset(), max_document)
     return (part.text for piece in found for part in parts(piece, field))
 
 
 def parts(piece: Piece, field: str) -> Iterator[Part]:
-    """The documents of a piece that are not empty."""
+    """Yield the documents of a piece that are not empty."""
     for number, data in enumerate(piece.data, start=1):
         text, replaced = _decoded(data)
         if piece.kind == LINES:
@@ -280,7 +280,7 @@ def _good_length(data: bytes) -> int:
 
 
 def _between_characters(data: bytes) -> int:
-    """The last place that is in no character, and in no line break either."""
+    """Return the last place that is in no character, and in no line break either."""
     for cut in range(len(data) - 1, len(data) - 5, -1):
         if data[cut] & 0xC0 != 0x80 and data[cut - 1 : cut + 1] != b"\r\n":
             return cut
@@ -328,7 +328,7 @@ def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]
 
 
 def _texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[Any, int]]:
-    """One column from the row `skip` on: each text as a buffer, or None, with the number of all rows.
+    """Yield one column from the row `skip` on: each text as a buffer, or None, with the number of all rows.
 
     Some kilobytes of a compressed page can stand for many texts of a gigabyte each: one is decoded at a time.
     """
@@ -380,7 +380,7 @@ def _checked_type(schema: Any, field: str, path: Path, types: Any) -> Any:
 
 
 def _decoded(data: bytes) -> tuple[str, int]:
-    """The text, with U+FFFD for what is not UTF-8, and their number."""
+    """Return the text, with U+FFFD for what is not UTF-8, and their number."""
     try:
         return data.decode("utf-8"), 0
     except UnicodeDecodeError:
@@ -389,7 +389,7 @@ def _decoded(data: bytes) -> tuple[str, int]:
 
 
 def _member(line: str, field: str, where: str) -> tuple[str, int]:
-    """The text in a line of JSON; halves of surrogate pairs, which JSON can spell, are replaced as well."""
+    """Return the text in a line of JSON. Halves of surrogate pairs, which JSON can spell, are replaced."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import atomic_file
-from distgpt.core.data.collected import collect
-from distgpt.core.data.plain import Tokenizer
+from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.texts.prepare.documents import FIELD, MAX_DOCUMENT, documents
+from distgpt.texts.tokenizers.collected import collect
 from distgpt.texts.tokenizers.learn import LEAST_PAIRS, learn_bpe, not_empty
 
 

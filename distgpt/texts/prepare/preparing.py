@@ -18,15 +18,6 @@ import numpy as np
 from distgpt.core.base.errors import DataError, DistgptError, UsageError
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.data.shards import (
-    MANIFEST,
-    TOKENIZER,
-    Manifest,
-    Split,
-    check_front,
-    read_tokenizer,
-    shard_name,
-)
 from distgpt.core.data.tokenizers import (
     Ids,
     Tokenizer,
@@ -34,6 +25,7 @@ from distgpt.core.data.tokenizers import (
     fingerprint,
     id_dtype,
     load_tokenizer,
+    with_row,
 )
 from distgpt.core.ops.api import Array
 from distgpt.texts.prepare.documents import (
@@ -59,6 +51,15 @@ from distgpt.texts.prepare.progress import (
 )
 from distgpt.texts.prepare.shard_writer import ShardWriter
 from distgpt.texts.prepare.spool import Spool, files_for
+from distgpt.texts.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    Split,
+    check_front,
+    read_tokenizer,
+    shard_name,
+)
 from distgpt.texts.tokenizers.learn import not_empty
 
 LEAST = 2  # tokens: one to see, one to predict
@@ -110,7 +111,7 @@ class Request:
         kind, argument = find_kind(str(self.tokenizer))
         assert kind is not None and kind.learn is not None
         texts = documents(self.inputs, self.field, self.max_document)
-        return kind.learn(argument, not_empty(texts), True)
+        return with_row(kind.learn(argument, not_empty(texts), True), str(self.tokenizer))
 
     def settings(self, tokenizer: Tokenizer | None) -> Settings:
         """Return what the shards depend on, besides the inputs."""
@@ -201,7 +202,7 @@ class Preparation:
         progress.save(self._request.out)
 
     def _encoded(self) -> closing[Generator[Encoded, None, None]]:
-        """The ids of the pieces that are left."""
+        """Return the ids of the pieces that are left."""
         request = self._request
         todo = pieces(self._inputs, request.field, self._progress.place, request.max_document)
         work = partial(encode, tokenizer=self._tokenizer, field=request.field)
@@ -261,7 +262,7 @@ class Preparation:
             raise
 
     def _stream(self, split: Split) -> Iterator[Ids]:
-        """The ids of a split, a separator before each document, and before the rest of one that was cut."""
+        """Yield a split's ids: a separator before each document, and before the rest of one that was cut."""
         is_first = True
         for file, starts, lengths, is_whole in self._spans(split):
             lead = np.full(len(starts), len(self._separator.ids))
@@ -271,7 +272,7 @@ class Preparation:
             yield from self._blocks(file, starts, lengths, lead)
 
     def _blocks(self, file: int, starts: Array, lengths: Array, lead: Array) -> Iterator[Ids]:
-        """The ids of these documents, about `AT_ONCE` at a time. `lead`: ids of the separator before each."""
+        """Yield these documents' ids, about `AT_ONCE` at a time. `lead`: ids of the separator before each."""
         starts, lengths, lead = _in_pieces(starts, lengths, lead)
         ends = np.cumsum(lead + lengths)
         cuts = np.flatnonzero(np.diff(ends // AT_ONCE)) + 1

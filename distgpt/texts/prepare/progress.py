@@ -17,9 +17,9 @@ from distgpt.core.base.checked import Count, Must, checked, parse_json, parse_ob
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import atomic_file, locked, read_small, storage_errors
 from distgpt.core.base.formatting import count
-from distgpt.core.data.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
 from distgpt.texts.prepare.documents import Input, Offset
 from distgpt.texts.prepare.spool import MOST_FILES, spool_names
+from distgpt.texts.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
 
 PROGRESS = "progress.json"
 # To be raised when the same inputs are cut or tokenized differently: the rest would not fit.

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from distgpt.core.base.files import new_file, storage_errors, sync_directory, unfinished
-from distgpt.core.data.plain import Ids
-from distgpt.core.data.shards import Shard, Split, file_bytes, header
+from distgpt.core.data.tokenizers import Ids
+from distgpt.texts.shards import Shard, Split, file_bytes, header
 
 
 class ShardWriter:

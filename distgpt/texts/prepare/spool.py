@@ -16,9 +16,9 @@ import numpy as np
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import open_regular, storage_errors, sync_directory
 from distgpt.core.data.batches import seeded_hashes
-from distgpt.core.data.shards import read_at
 from distgpt.core.data.tokenizers import Ids
 from distgpt.core.ops.api import Array
+from distgpt.texts.shards import read_at
 
 BYTES_EACH = 1 << 29  # of input for each file
 MOST_FILES = 256
@@ -168,7 +168,7 @@ class Spool:
 
 
 def _reordered(ids: Ids, lengths: Array, order: Array) -> Ids:
-    """The ids of documents that follow each other, in another order of these."""
+    """Return the ids of documents that follow each other, in another order of these."""
     starts = (np.cumsum(lengths) - lengths)[order]
     lengths = lengths[order]
     ends = np.cumsum(lengths)

@@ -15,14 +15,14 @@ from distgpt.core.base.errors import DataError, Say, escape
 from distgpt.core.base.formatting import size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.limits import granted_cores
-from distgpt.core.data.loading import Corpus, DataRequest, load_shards, requested_tokenizer
-from distgpt.core.data.named import resolve_data
-from distgpt.core.data.shards import is_shards, read_manifest
+from distgpt.core.comm.resources import granted_cores
+from distgpt.core.data.loading import Corpus, DataRequest, requested_tokenizer
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import Tokenizer, fingerprint
 from distgpt.texts.prepare.documents import find_inputs
 from distgpt.texts.prepare.preparing import Request, prepare
 from distgpt.texts.prepare.progress import BeingPrepared, list_inputs, refuse_unfinished
+from distgpt.texts.shards import is_shards, load_shards, read_manifest
 
 FROM_TEXTS = ("char", "word", "bpe")  # kinds of tokenizers that may have been made for a run on these texts
 SECONDS_BETWEEN_LINES = 10.0
@@ -96,7 +96,8 @@ class _Documents:
     def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
         def made() -> str:
             path, tokenizer = resolve_data(request.data), requested_tokenizer(request)
-            return str(tokenized(path, tokenizer, request.val_fraction, request.kept, say))
+            found = tokenized(path, tokenizer, request.val_fraction, request.kept, say)
+            return str(found.resolve())  # a replay has a link to it, on rank 0's host alone
 
         return load_shards(comm, Path(on_root(comm, made)), request, say)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distgpt.core.data.loading import AUTO, BYTE, PLAIN, kind_of, read_text
-from distgpt.core.data.tokenizers import find_kind, load_tokenizer
-from distgpt.core.data.unreadable import refuse_by_name
+from distgpt.core.data.loading import PLAIN, kind_of
+from distgpt.core.data.textfile import read_text
+from distgpt.core.data.tokenizers import AUTO, BYTE, find_kind, load_tokenizer
 from distgpt.texts.prepare.documents import FIELD, documents
 from distgpt.texts.tokenizers.bpe import GPT2_SIZE
 from distgpt.texts.tokenizers.learn import learned_size, not_empty
+from distgpt.texts.unreadable import refuse_by_name
 
 
 def vocabulary_size(tokenizer: str, path: Path) -> int:

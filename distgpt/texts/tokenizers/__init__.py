@@ -1,4 +1,4 @@
 """Tokenizers that are learned or come from elsewhere: byte-level BPE, those of tokenizer.json and the hub.
 
-Not here: byte, char and word (core/data/plain.py), the files to learn from (texts/prepare/learn.py).
+Not here: bytes (core/data/tokenizers.py), the files to learn from (texts/prepare/learn.py).
 """

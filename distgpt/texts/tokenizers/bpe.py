@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.data.plain import (
+from distgpt.core.data.tokenizers import (
     BytesDecoder,
     Ids,
     encoded,
     fingerprint,
     id_dtype,
-    refuse_repeated,
 )
+from distgpt.texts.tokenizers.collected import refuse_repeated
 from distgpt.texts.tokenizers.library import Encoder, library_errors
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ SEPARATOR = "<|endoftext|>"
 
 @functools.cache
 def symbols() -> str:
-    """The character that stands for each byte in vocabularies.
+    """Return the character that stands for each byte in vocabularies.
 
     Printable characters of Latin-1 stand for themselves, the other bytes in turn for what follows U+0100.
     """
@@ -50,7 +50,7 @@ def latin1_of_symbol() -> dict[int, int]:
 
 
 def spelled(text: str) -> str:
-    """A text as vocabularies spell it: one symbol per byte of its UTF-8."""
+    """Return a text as vocabularies spell it: one symbol per byte of its UTF-8."""
     return encoded(text, "utf-8").decode("latin-1").translate(symbols())
 
 

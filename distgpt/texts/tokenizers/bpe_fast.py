@@ -16,7 +16,7 @@ import numpy as np
 
 from distgpt.core.cpu.compiling.jit import inline, jit
 from distgpt.core.cpu.first_use import compiling_for
-from distgpt.core.data.plain import Ids, id_dtype
+from distgpt.core.data.tokenizers import Ids, id_dtype
 from distgpt.core.ops.api import Array
 
 LETTER, NUMBER, BLANK, OTHER = 1, 2, 3, 4  # kinds of characters; 0 is not known yet
@@ -139,7 +139,7 @@ def _learn_kinds(text: bytes) -> None:
 
 @inline
 def _code_at(data: Array, at: int) -> tuple[Any, int]:
-    """The code point that begins here, and how many bytes it has."""
+    """Return the code point that begins here, and how many bytes it has."""
     first = np.int64(data[at])
     if first < 0x80:
         return first, 1
@@ -154,7 +154,7 @@ def _code_at(data: Array, at: int) -> tuple[Any, int]:
 
 @inline
 def _contraction(data: Array, at: int) -> int:
-    """The bytes of 's 't 'm 'd 're 've 'll at this apostrophe, 0 if it is none of them."""
+    """Return the bytes of 's 't 'm 'd 're 've 'll at this apostrophe, 0 if it is none of them."""
     a = data[at + 1] if at + 1 < data.size else np.uint8(0)
     b = data[at + 2] if at + 2 < data.size else np.uint8(0)
     if a == ord("s") or a == ord("t") or a == ord("m") or a == ord("d"):
@@ -282,7 +282,7 @@ def _merged(data: Array, start: int, end: int, merges: Merges, out: Array, at: i
 
 @inline
 def _kept(ids: Array, used: Array, length: Any, out: Array, at: Any, count: Any) -> Any:
-    """The last word of a new row: its piece has this length, and out[at : at + count] are its ids."""
+    """Return the last word of a new row: its piece has this length, and out[at : at + count] are its ids."""
     place = np.uint64(out[at])
     if count > 1:
         place = np.uint64(used[1])

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from distgpt.core.base.checked import checked
 from distgpt.core.base.errors import DataError
-from distgpt.core.data.plain import Tokenizer
+from distgpt.core.data.tokenizers import Tokenizer
 
 LONGEST_TEMPLATE = 1 << 18  # characters
 NAME = "chat"  # in the saved form of a tokenizer
@@ -45,7 +45,7 @@ def with_chat(tokenizer: T, chat: ChatTemplate | None) -> T:
 
 
 def checked_chat(value: Any, size: int, source: str) -> ChatTemplate:
-    """The template in the file of a tokenizer with `size` entries, or a DataError."""
+    """Return the template in the file of a tokenizer with `size` entries, or raise a DataError."""
     try:
         chat: ChatTemplate = checked(ChatTemplate, value, (NAME,))
     except ValueError as error:

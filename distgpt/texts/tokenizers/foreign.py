@@ -8,8 +8,7 @@ from typing import Any
 from distgpt.core.base.checked import JsonObject, parse_object
 from distgpt.core.base.errors import DataError
 from distgpt.core.base.files import read_small
-from distgpt.core.data.plain import Tokenizer, fingerprint
-from distgpt.core.data.tokenizers import TokenizerKind, read_json, unreadable
+from distgpt.core.data.tokenizers import Tokenizer, TokenizerKind, fingerprint, read_json, unreadable
 from distgpt.texts.tokenizers import hub
 from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT, SEPARATOR, BpeTokenizer, checked_bpe, spelled
 from distgpt.texts.tokenizers.chat_template import ChatTemplate, checked_chat, with_chat
@@ -21,8 +20,13 @@ GPT2_REPOSITORY = "openai-community/gpt2"
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # as templates know them
 
 
+def repository_of(name: str) -> str:
+    """Return where the hub has what `--tokenizer` calls gpt2 or hub:ORG/NAME."""
+    return GPT2_REPOSITORY if name == "gpt2" else name.removeprefix(hub.PREFIX)
+
+
 def from_foreign(document: dict[str, Any], path: Path) -> Tokenizer | None:
-    """The tokenizer in a file of Hugging Face or GPT-2, and the template beside it. None: it is neither."""
+    """Return the tokenizer in a file of Hugging Face or GPT-2, and the template beside it; else None."""
     found: Tokenizer
     if isinstance(document.get("model"), dict):
         found = from_document(document, str(path))
@@ -34,7 +38,7 @@ def from_foreign(document: dict[str, Any], path: Path) -> Tokenizer | None:
 
 
 def from_document(document: dict[str, Any], source: str) -> Tokenizer:
-    """The tokenizer that a document of tokenizer.json with a model describes."""
+    """Return the tokenizer that a document of tokenizer.json with a model describes."""
     is_ours = _is_like_gpt2(document)
     return _from_hugging_face(document, source) if is_ours else LibraryTokenizer(document, source)
 
@@ -94,7 +98,7 @@ def _is_like_gpt2(document: dict[str, Any]) -> bool:
 
 
 def _in_order(vocab: dict[str, Any], source: str) -> list[str]:
-    """The entries by id, which must run from 0 without a gap."""
+    """Return the entries by id, which must run from 0 without a gap."""
     vocabulary: list[str | None] = [None] * len(vocab)
     for entry, token_id in vocab.items():
         if type(token_id) is not int or not 0 <= token_id < len(vocab) or vocabulary[token_id] is not None:
@@ -107,7 +111,7 @@ def _in_order(vocab: dict[str, Any], source: str) -> list[str]:
 
 
 def _chat_beside(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template among these files, with what it needs to know; None if there is none."""
+    """Return the chat template among these files, with what it needs to know; None if there is none."""
     settings, generation, model = (_object(folder / name) for name in (CONFIG, *CHAT_FILES[2:]))
     source = settings.get("chat_template")
     if isinstance(source, list):  # several by name
@@ -141,13 +145,13 @@ def _ids(value: Any) -> list[int]:
 
 
 def _content(token: Any) -> str:
-    """The text of a token, which may be described by an object."""
+    """Return the text of a token, which may be described by an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _from_file(path: Path, document: Any) -> Tokenizer | None:
-    """The tokenizer in a file of others, or in a folder with vocab.json and merges.txt."""
+    """Return the tokenizer in a file of others, or in a folder with vocab.json and merges.txt."""
     if path.is_dir():
         _, vocab, merges = (path / name for name in hub.TOKENIZER_FILES)
         if not vocab.is_file() or not merges.is_file():

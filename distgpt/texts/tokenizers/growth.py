@@ -1,4 +1,4 @@
-"""How much longer a tokenizer.json may make a text before it is cut into tokens: bounded before it is used.
+"""A bound on how much longer a tokenizer.json makes a text before it is cut into tokens.
 
 A few steps that each write sixteen letters for one take all memory for a text of one letter.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from hashlib import file_digest
 from pathlib import Path
@@ -48,6 +49,9 @@ def _verify(path: Path) -> None:
 
 def download_tokenizer(repository: str) -> Path:
     """Return tokenizer.json or, where the repository has none, vocab.json beside merges.txt."""
+    here = installed(repository)
+    if found := next((here / name for name in TOKENIZER_FILES[:2] if (here / name).is_file()), None):
+        return found
 
     def download(hub: Any) -> Path:
         for local in (True, False):
@@ -65,6 +69,11 @@ def download_tokenizer(repository: str) -> Path:
     what = f"the tokenizer of {repository}"
     instead = "--tokenizer a directory with its vocab.json and merges.txt"
     return _from_hub(repository, what, instead, download)
+
+
+def installed(repository: str, folder: Path | None = None) -> Path:
+    """Return where a tokenizer lies that a bundle brought (bundling/), or where it lies in another folder."""
+    return (folder or Path(sys.prefix, "share", "distgpt", "tokenizers")) / repository
 
 
 def cache() -> Path:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from distgpt.core.base.checked import JsonObject
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.data.plain import Tokenizer
-from distgpt.core.data.tokenizers import TokenizerKind
+from distgpt.core.data.tokenizers import Tokenizer, TokenizerKind
 from distgpt.texts.tokenizers import bpe
 
 LEARNED = "bpe:"  # and the entries of a BPE to learn
@@ -54,7 +53,7 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
 
 
 def _short_pieces(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, cut where no piece of theirs would end for a long time."""
+    """Yield the texts, cut where no piece of theirs would end for a long time."""
     for text in texts:
         start = 0
         for found in _LONG.finditer(text):

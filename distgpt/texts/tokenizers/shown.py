@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from distgpt.core.base.errors import DataError, escape
 from distgpt.core.base.formatting import count
-from distgpt.core.data.plain import BytesDecoder, Tokenizer, fingerprint
+from distgpt.core.data.tokenizers import BytesDecoder, Tokenizer, fingerprint
 
 SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
 
@@ -33,7 +33,7 @@ def describe(tokenizer: Tokenizer, text: str | None) -> Iterator[str]:
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of one id on one line; bytes that are no whole character as \\xNN."""
+    """Return the text of one id on one line; bytes that are no whole character as \\xNN."""
     if isinstance(tokenizer, BytesDecoder):
         return escape(tokenizer.pieces[token_id].decode("utf-8", "backslashreplace"))
     return escape(tokenizer.decode([token_id]))

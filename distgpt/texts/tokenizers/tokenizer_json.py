@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.data.plain import BytesDecoder, Ids, Streamer, encoded, id_dtype
+from distgpt.core.data.tokenizers import BytesDecoder, Ids, Streamer, encoded, id_dtype
 from distgpt.texts.tokenizers.bpe import LARGEST, SEPARATOR, latin1_of_symbol, symbols
 from distgpt.texts.tokenizers.growth import may_be_slow, refuse_growth
 from distgpt.texts.tokenizers.library import Encoder, library_errors
@@ -112,7 +112,7 @@ class LibraryTokenizer(BytesDecoder):
 
     @functools.cached_property
     def _library(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer, with other names for special tokens and nothing that pads or cuts."""
+        """Return the library's tokenizer: other names for special tokens, and nothing that pads or cuts."""
         from tokenizers import Tokenizer
 
         renamed = [
@@ -168,7 +168,7 @@ class _Stripping:
 
 
 def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dict[str, tuple[int, bool]]]:
-    """The ids of the model's entries, and of the added tokens with if they are special; all checked."""
+    """Return the checked ids of the model's entries, and of the added tokens with if they are special."""
     vocab = document["model"].get("vocab")
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library ends the process over some
         if document["model"].get(name):
@@ -197,14 +197,14 @@ def _entries(document: dict[str, Any], source: str) -> tuple[dict[str, int], dic
 
 
 def _steps(part: Any, name: str) -> dict[str, dict[str, Any]]:
-    """The steps of a part of the document by type: of a Sequence, which calls them `name`, or it alone."""
+    """Return the steps of a part by type: of a Sequence, which calls them `name`, or the part alone."""
     steps = part.get(name, [part]) if isinstance(part, dict) else []
     known = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
     return {step["type"]: step for step in known if isinstance(step.get("type"), str)}
 
 
 def _first(document: dict[str, Any], special: Mapping[str, int]) -> tuple[int, ...]:
-    """The special tokens that the document's post-processor puts before a text."""
+    """Return the special tokens that the document's post-processor puts before a text."""
     found: list[int] = []
     template = _steps(document.get("post_processor"), "processors").get("TemplateProcessing", {})
     single = template.get("single")

@@ -1,18 +1,20 @@
 """Keep compiled loops on disk between starts: the site's, which are read only, then the user's own.
 
-A disk error ends no run: the loops are compiled again.
+Of processes that start at once, one compiles a loop and the others wait for it. A disk error ends no run: the
+loops are compiled again.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import cache
+from contextlib import ExitStack, suppress
+from functools import cache, wraps
 from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
@@ -28,44 +30,92 @@ from numba.core.cpu import CPUContext
 from numba.core.serialize import dumps
 from numba.core.types import Type
 
-from distgpt.core.base.caches import cache_folder, made_once, read_checked, write_checked
+from distgpt.core.base.caches import (
+    alone,
+    cache_folder,
+    cache_limit,
+    is_compiled,
+    keep,
+    note_use,
+    own_folders,
+    read_checked,
+    read_trusted,
+)
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.tables import paths_in
 from distgpt.core.cpu import first_use
-from distgpt.core.cpu.compiling import site_cache
 from distgpt.core.cpu.compiling.processor import processor, shape, unlisted_features
 
 PACKAGE = Path(__file__).parents[3]
+# The site's loops: one file for each kind of processor, as a node of a cluster reads it in one go. `distgpt
+# compile` writes it (measure/site_cache.py), users only read it.
+SITE = PACKAGE / "compiled"
 # Files of loops, and of the constants in them: Numba freezes what it finds under a global name.
 CORE = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
-OURS = re.compile(r"loops-[0-9a-f]{16}(-.*)?")  # NUMBA_CACHE_DIR may hold folders of others
 
 used: set[str] = set()  # names of all that this process has read or kept
+_full: list[Path] = []  # the user's folders that took no more
+
+
+def folder() -> Path | None:
+    """Return the user's folder for loops of these sources; None if there is no private place to write to."""
+    return _first_folder(tuple(_full))
 
 
 @cache
-def folder() -> Path | None:
-    """Return the user's folder for loops of these sources; None if there is no private place to write to.
-
-    Loops hold the size of a tile. AMX changes it without a change of the processor, which is in their names;
-    of arm64's features Numba knows few.
-    """
-    name = "-".join([f"loops-{digest(sources())}", *_kind()])
-    requested = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
-    found = cache_folder(name, Path(requested) if requested else Path(__file__).parent / "__pycache__")
+def _first_folder(full: tuple[Path, ...]) -> Path | None:
+    cache_limit()  # refused here if it is no size, on all ranks
+    found = cache_folder(folder_name(), beside(), full)
     if found is not None:
+        note_use(found)
         _drop_old(found)
     return found
 
 
 @cache
-def site() -> site_cache.Site:
-    """Return the site's loops for this processor, these sources and versions; it may hold none."""
+def folder_name() -> str:
+    """Return the name of a folder of these loops.
+
+    Loops hold the size of a tile. AMX changes it without a change of the processor, which is in their names;
+    of arm64's features Numba knows few.
+    """
+    return "-".join([f"loops-{digest(sources())}", *_kind()])
+
+
+def beside() -> Path:
+    """Return the place before the user's cache, where DISTGPT_CACHE names no other."""
+    requested = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
+    return Path(requested) if requested else Path(__file__).parent / "__pycache__"
+
+
+def site_path() -> Path:
+    """Return the file of the site's loops for this processor and these sources; it may be missing."""
     name, features = processor()
     kind = digest_of(features.encode(), *(word.encode() for word in _kind()))[:8]
-    return site_cache.Site(f"{name}-{sys.implementation.cache_tag}-{kind}", digest(sources()))
+    about = re.sub(r"[^\w.]+", "-", f"{name}-{sys.implementation.cache_tag}-{kind}")
+    return SITE / f"{about}-{digest(sources())}.loops"
+
+
+@cache
+def site() -> dict[str, bytes]:
+    """Return the site's loops by name; none if there is no file, or one that is damaged or not to be trusted.
+
+    Loops are run. So their file must be of root, of this user, or of whoever owns the package, whose code is
+    run anyway, and nobody else may write to it.
+    """
+    path = site_path()
+    content = read_trusted(path, {0, os.geteuid(), PACKAGE.stat().st_uid})
+    if content is None or site_digest(path, content[32:]) != content[:32]:
+        return {}
+    files: dict[str, bytes] = pickle.loads(content[32:])
+    return files
+
+
+def site_digest(path: Path, content: bytes) -> bytes:
+    """Return the digest before the content: of the name too, or one file could stand for another."""
+    return sha256(path.name.encode() + b"\0" + content).digest()
 
 
 def _kind() -> list[str]:
@@ -89,7 +139,8 @@ def digest_of(*texts: bytes) -> str:
 
 def _drop_old(found: Path) -> None:
     with suppress(OSError):
-        others = [path for path in found.parent.iterdir() if OURS.fullmatch(path.name) and path != found]
+        paths = (path for path in found.parent.iterdir() if path.name.startswith("loops-"))
+        others = [path for path in paths if is_compiled(path) and path != found]
         for old in sorted(others, key=lambda path: path.stat().st_mtime)[: 1 - VERSIONS]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -97,56 +148,90 @@ def _drop_old(found: Path) -> None:
 def read(name: str) -> bytes | None:
     """Return what is kept under this name: the site's, else the user's own; None if nobody has kept it."""
     used.add(name)
-    if (found := site().files.get(name)) is not None:
+    if (found := site().get(name)) is not None:
         return found
     own = folder()  # made only now: a user of a site's cache need not have one
-    return read_checked(own / name) if own else None
+    if own and (content := read_checked(own / name)) is not None:
+        return content
+    others = (read_checked(other / name) for other in _own_folders() if other != own)
+    return next((content for content in others if content is not None), None)
+
+
+@cache
+def _own_folders() -> list[Path]:
+    """List those that are full, or on a disk that is read-only, too."""
+    return own_folders(folder_name(), beside())
 
 
 def read_or_make(name: str, make: Callable[[], bytes]) -> bytes:
     """Return what is kept under this name. Make and keep it if need be."""
-    used.add(name)
-    if (found := site().files.get(name)) is not None:
+    if (found := read(name)) is not None:
         return found
+    with ExitStack() as turn:
+        not_kept = _wait_turn(turn, name)
+        if (found := read(name)) is not None:
+            return found
+        made = make()
+        _keep(name, made, not_kept)
+        return made
+
+
+def _wait_turn(turn: ExitStack, name: str) -> Callable[[], None]:
+    """Wait until no other process makes this. Return what to call if it cannot be kept."""
     own = folder()
-    return made_once(own and own / name, make)
+    return turn.enter_context(alone(own / name)) if own else lambda: None
 
 
-def share() -> Path:
-    """Move all that this process has used to the site's cache, too. Return the file that holds it now."""
-    files = {name: content for name in sorted(used) if (content := read(name)) is not None}
-    if files.keys() != used:
-        raise StorageError(f"compiled loops cannot be kept in {folder()}: is the disk full?")
-    files = {**site().files, **files}
-    path = site().write(files)
-    if site().files.keys() != files.keys():
-        raise StorageError(f"{path} was not read back whole, or others may write to its folder")
-    if own := folder():
-        for name in files:
-            (own / name).unlink(missing_ok=True)
-    return path
+def _keep(name: str, content: bytes, not_kept: Callable[[], None]) -> None:
+    """Keep this under its name, in the temporary folder from now on if the user's own has no more room."""
+    trouble: StorageError | None = None
+    while (own := folder()) and own not in _full:
+        try:
+            keep(own / name, content)
+            break
+        except StorageError as error:
+            trouble = error
+            _full.append(own)
+    if trouble:
+        not_kept()  # where the others wait for it
+        where = f"kept in {own.parent}" if own else "not kept"
+        first_use.note(f"{trouble}; compiled loops are {where}")
 
 
 class Compiled(Protocol):
     """A loop as Numba has made it."""
 
     py_func: FunctionType
+    compile: Callable[..., object]
     _cache: NullCache
 
 
 def keep_on_disk(compiled: Compiled) -> None:
     """Give a loop its cache."""
-    compiled._cache = _Cache(compiled.py_func)
+    compiled._cache = kept = _Cache(compiled.py_func)
+    compiled.compile = kept.by_turns(compiled.compile)
 
 
 class _Cache(NullCache):  # type: ignore[misc]
     """A loop's machine code, a file for each type of its arguments, behind a checksum.
 
-    Numba's own files have none, and an index that ranks which compile at once overwrite for each other.
+    Numba's own files have none, and an index that ranks which compile at once overwrite for each other. A
+    process has its turn from where it finds no file to where `compile` returns; loops that this one calls are
+    compiled meanwhile, in turns of their own. They form no circle, so no two processes wait for each other.
     """
 
     def __init__(self, loop: FunctionType) -> None:
         self._loop = loop
+        self._turn = ExitStack()
+        self._not_kept: Callable[[], None] = lambda: None
+
+    def by_turns(self, compile: Callable[..., object]) -> Callable[..., object]:
+        @wraps(compile)
+        def compiled(*arguments: object) -> object:
+            with self._turn:
+                return compile(*arguments)
+
+        return compiled
 
     def _name(self, types: tuple[Type, ...], codegen: JITCPUCodegen) -> str:
         source = _digest_of_file(inspect.getfile(self._loop))  # tests and tokenizers have loops, too
@@ -156,9 +241,13 @@ class _Cache(NullCache):  # type: ignore[misc]
 
     def load_overload(self, sig: tuple[Type, ...], target_context: CPUContext) -> CompileResult | None:
         target_context.refresh()
-        content = read(self._name(sig, target_context.codegen()))
-        if content is None:
+        name = self._name(sig, target_context.codegen())
+        self._not_kept = lambda: None  # that of an earlier turn has a descriptor that is closed
+        if (content := read(name)) is None:
             first_use.report(is_kept=folder() is not None)
+            self._not_kept = _wait_turn(self._turn, name)
+            content = read(name)
+        if content is None:
             return None
         with suppress(Exception):  # of code that names what this process lacks: it is compiled anew
             return CompileResult._rebuild(target_context, *pickle.loads(content))
@@ -166,10 +255,10 @@ class _Cache(NullCache):  # type: ignore[misc]
 
     def save_overload(self, sig: tuple[Type, ...], data: CompileResult) -> None:
         # As Numba does: what holds addresses of this process is not for another one.
-        is_portable = not data.lifted and not data.library.has_dynamic_globals
-        if is_portable and (own := folder()):
-            with suppress(StorageError):
-                write_checked(own / self._name(sig, data.codegen), dumps(data._reduce()))
+        if data.lifted or data.library.has_dynamic_globals:
+            self._not_kept()
+        else:
+            _keep(self._name(sig, data.codegen), dumps(data._reduce()), self._not_kept)
 
 
 @cache

@@ -4,14 +4,65 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import llvmlite.binding as llvm
 import numba
 
 from distgpt.core.base.tables import MissingComponent, Table
-from distgpt.core.cpu.compiling.registers import AVX2, AVX512, AVX512_BF16, Shape
+
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The use of a processor's registers.
+
+    `lanes` float32 a register, `vectors` registers of B by at most `rows` rows of A: rows · vectors sums,
+    the B of one step, and one element of A must fit the register file.
+    """
+
+    lanes: int
+    vectors: int
+    rows: int
+    dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16, BFMMLA)
+    amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
+    neon: bool = False  # of arm64: operands are taken from a lane, and memory has no masks
+    panel: int = 0  # columns of a panel of B, where they are more than the registers'
+
+    @property
+    def columns(self) -> int:
+        return self.panel or self.lanes * self.vectors
+
+    def narrow(self) -> Shape:
+        """Return the shape that takes the first register's columns of a panel."""
+        return replace(self, vectors=1, panel=self.columns)
+
+    @property
+    def at_once(self) -> int:
+        """Return the rows whose sums fit the vector registers; a tile of more is computed in parts."""
+        return AVX512_BF16.rows if self.amx else self.rows
+
+    def widens(self, operand: str) -> bool:
+        """Return whether operands become float32 before they are multiplied."""
+        return operand == BFLOAT16 and not self.dot
+
+    def tiles(self, operand: str) -> str:
+        """Return by which name a table may have a writer of tiles that beats microkernel.py; "" for none."""
+        low = operand == BFLOAT16
+        if self.neon:
+            return "bfmmla" if low and self.dot else "neon"
+        if self.amx:
+            return "amx" if low else ""
+        return "widened" if self.widens(operand) and self.lanes == 16 else ""
+
+
+# Of its 32 registers AVX-512 fills 28 with sums and 2 with the B of a step, of its 16 AVX2 12 and 2. More
+# rows would spill, with fewer B would be read too often (docs/explanation/matmul.md).
+AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
+AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
+AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
 
 
 @cache
@@ -61,7 +112,9 @@ def shape() -> Shape:
             return own
     if "avx512f" not in features():
         return AVX2
-    return AVX512_BF16 if multiplies_pairs_fast() else AVX512
+    # vdpbf16ps beats float32's multiply-adds on AMD alone: Intel's has a quarter of the rate.
+    pairs_are_fast = "avx512bf16" in features() and processor()[0].startswith("znver")
+    return AVX512_BF16 if pairs_are_fast else AVX512
 
 
 def hint() -> str:
@@ -72,8 +125,3 @@ def hint() -> str:
 def _kinds() -> list[Processor]:
     """Return the rows for this processor. The table is asked for no other, so none is imported in vain."""
     return [kind for _, kind in PROCESSORS.rows(name for name in PROCESSORS if name in features())]
-
-
-def multiplies_pairs_fast() -> bool:
-    """Return whether vdpbf16ps beats float32's multiply-adds: on AMD; Intel's has a quarter of the rate."""
-    return "avx512bf16" in features() and processor()[0].startswith("znver")

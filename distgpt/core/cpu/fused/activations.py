@@ -34,7 +34,9 @@ def gelu(first, last, y, pre):
 
 @inline
 def gelu_row(y, pre):
-    one, linear, cubic = number(y, 1), number(y, LINEAR), number(y, CUBIC)
+    one = number(y, 1)
+    linear = number(y, LINEAR)
+    cubic = number(y, CUBIC)
     for j in range(pre.shape[0]):
         value = gelu_of(get(pre, j), one, linear, cubic)
         put(y, j, value)
@@ -43,8 +45,10 @@ def gelu_row(y, pre):
 @jit
 def gelu_backward(first, last, y, pre):
     """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
-    one, linear = number(y, 1), number(y, LINEAR)
-    cubic, cubic3 = number(y, CUBIC), number(y, 3 * CUBIC)
+    one = number(y, 1)
+    linear = number(y, LINEAR)
+    cubic = number(y, CUBIC)
+    cubic3 = number(y, 3 * CUBIC)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
@@ -79,7 +83,8 @@ def relu_backward(first, last, y, pre):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
             x = get(pi, j)
-            dy, value = get(yi, j), zero if x < zero else x
+            dy = get(yi, j)
+            value = zero if x < zero else x
             gradient = dy if x > zero else zero
             put(pi, j, gradient)
             put(yi, j, value)
@@ -134,7 +139,9 @@ def swiglu_backward(first, last, y, pre):
     one = number(y, 1)
     width = y.shape[1]
     for i in range(first, last):
-        yi, left, right = y[i], pre[i, :width], pre[i, width:]
+        yi = y[i]
+        left = pre[i, :width]
+        right = pre[i, width:]
         for j in range(width):
             x = get(left, j)
             sigmoid = one / (one + exp(-x))

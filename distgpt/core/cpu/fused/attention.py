@@ -63,7 +63,8 @@ class Backward(NamedTuple):
 
 
 def forward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Forward:
-    length, columns = _row(seq_len), -(-size // COLUMNS) * COLUMNS
+    length = _row(seq_len)
+    columns = -(-size // COLUMNS) * COLUMNS
     return Forward(
         packed(size, seq_len, dtype),
         packed(seq_len, size, dtype),
@@ -75,7 +76,8 @@ def forward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Forward:
 
 
 def backward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Backward:
-    length, columns = _row(seq_len), -(-size // COLUMNS) * COLUMNS
+    length = _row(seq_len)
+    columns = -(-size // COLUMNS) * COLUMNS
     pair = 2 if dtype == "uint16" else 1
     rows = -(-seq_len // ROWS) * ROWS
     pairs, dpairs = (aligned((BLOCK // pair, pair * length), dtype) for _ in range(2))
@@ -106,7 +108,8 @@ def _row(seq_len: int) -> int:
 @jit
 def attention(first, last, y, lse, qkv, seq_len, s, positions, window):
     width, n_head = y.shape[1], lse.shape[1]
-    size, kv_width = width // n_head, (qkv.shape[1] - width) // 2
+    size = width // n_head
+    kv_width = (qkv.shape[1] - width) // 2
     group = width // kv_width  # heads of q that share k and v
     for unit in range(first, last):
         row, head = unit // n_head * seq_len, unit % n_head
@@ -146,7 +149,8 @@ def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions, wi
     Those before `key`, where a panel begins, are left out.
     """
     seen -= key
-    stop, scale = seen + n - 1, number(s.out, 1.0 / math.sqrt(size))
+    stop = seen + n - 1
+    scale = number(s.out, 1.0 / math.sqrt(size))
     _against(n, size, qkv[row:, column:], s.keys[key // COLUMNS :], stop, s.scores)
     for i in range(n):
         hide(s.scores[i], positions, window, row + i, seen + i)
@@ -155,7 +159,8 @@ def _attend(n, seen, key, y, lse, head, qkv, row, column, size, s, positions, wi
             lse[row + i, head] = s.sums[i, 0] * scale + np.log(s.sums[i, 1])
     _against(n, stop, s.probs, s.values[:, key * COLUMNS :], size, s.out)
     for i in range(n):
-        out, of = y[row + i, column : column + size], s.out[i, :size]
+        out = y[row + i, column : column + size]
+        of = s.out[i, :size]
         share = number(s.out, 1) / s.sums[i, 1]
         for j in range(of.shape[0]):
             put(out, j, of[j] * share)
@@ -177,7 +182,8 @@ def _padded(row, stop):
 @jit
 def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions, window):
     width, n_head = y.shape[1], lse.shape[1]
-    size, arrays = width // n_head, (dqkv, dy, y, lse, qkv, positions, window)
+    size = width // n_head
+    arrays = (dqkv, dy, y, lse, qkv, positions, window)
     kv_width = (qkv.shape[1] - width) // 2
     kv_heads, group = kv_width // size, width // kv_width
     for unit in range(first, last):
@@ -203,22 +209,26 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s, positions
 
 
 @inline
-def _query_gradients(n, start, place, key, arrays, row, head, size, s):
-    """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `place` on.
+def _query_gradients(n, start, line, key, arrays, row, head, size, s):
+    """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `line` on.
 
     Scores begin with `key`.
     """
     dqkv, dy, y, lse, qkv, positions, window = arrays
-    seen, stop, top, q = start + 1 - key, start + n - key, row + start, head * size
+    seen = start + 1 - key
+    stop = start + n - key
+    top = row + start
+    q = head * size
     _against(n, size, qkv[top:, q:], s.keys[key // COLUMNS :], stop, s.scores)
     _against(n, size, dy[top:, q:], s.values[key // COLUMNS :], stop, s.dprobs)
-    scale, end = number(s.dkeys, 1.0 / math.sqrt(size)), _padded(s.scores, stop)
+    scale = number(s.dkeys, 1.0 / math.sqrt(size))
+    end = _padded(s.scores, stop)
     for i in range(n):
         delta = _dot(y[top + i, q : q + size], dy[top + i, q : q + size])
         hide(s.scores[i], positions, window, top + i, seen + i)
         s.scores[i, seen + i : end] = UNSEEN
         _softmax_backward(s.scores[i, :end], s.dprobs[i, :end], scale, delta, lse[top + i, head])
-    _round_rows(n, place, end, s)
+    _round_rows(n, line, end, s)
     for panel in range((size + COLUMNS - 1) // COLUMNS):
         at = panel * COLUMNS
         columns = min(COLUMNS, size - at)
@@ -227,11 +237,11 @@ def _query_gradients(n, start, place, key, arrays, row, head, size, s):
 
 
 @inline
-def _round_rows(n, place, end, s):
+def _round_rows(n, line, end, s):
     """Round p and ds to the A of matmuls: transposed in the block, and ds as it is."""
     for i in range(0, n, 2):
-        put_pair(s.words, place + i, s.scores[i, :end], s.scores[i + 1, :end])
-        put_pair(s.dwords, place + i, s.dprobs[i, :end], s.dprobs[i + 1, :end])
+        put_pair(s.words, line + i, s.scores[i, :end], s.scores[i + 1, :end])
+        put_pair(s.dwords, line + i, s.dprobs[i, :end], s.dprobs[i + 1, :end])
     for i in range(n):
         to, of = s.dscores[i, :end], s.dprobs[i, :end]
         for j in range(end):
@@ -253,8 +263,11 @@ def _key_gradients(begin, end, seen, key, onto, s):
     another head, keys from `begin` on have none yet. Columns of p and ds begin with `key`."""
     two = pair(s.pairs)
     for start in range(seen, end, ROWS):
-        n, query, again = min(ROWS, end - start), max(begin, start), onto or start < begin
-        line, k = (query - begin) // two, end - query
+        n = min(ROWS, end - start)
+        query = max(begin, start)
+        again = onto or start < begin
+        line = (query - begin) // two
+        k = end - query
         p, ds = s.pairs[line:, (start - key) * two :], s.dpairs[line:, (start - key) * two :]
         for panel in range(s.grads.shape[0]):
             dv, dk = s.dvalues[start:, panel * COLUMNS :], s.dkeys[start:, panel * COLUMNS :]
@@ -265,27 +278,34 @@ def _key_gradients(begin, end, seen, key, onto, s):
 @inline
 def _write(out, row, seq_len, column, size, x):
     for i in range(seq_len):
-        oi, xi = out[row + i, column : column + size], x[i, :size]
+        oi = out[row + i, column : column + size]
+        xi = x[i, :size]
         for j in range(xi.shape[0]):
             put(oi, j, xi[j])
 
 
 @jit
-def attention_cached(first, last, y, cache, qkv, lane_starts, s, window):
-    """New rows of each sequence against the last keys up to their own. lane_starts: start, lane of each."""
-    width, n_seq, kv_heads, size = y.shape[1], lane_starts.shape[1], cache.shape[2], cache.shape[4]
-    new, kv_width = y.shape[0] // n_seq, kv_heads * size
+def attention_cached(first, last, y, cache, qkv, starts_and_slots, s, window):
+    """New rows of each sequence against the last keys up to their own; starts_and_slots is (2, sequences)."""
+    width, n_seq, kv_heads, size = y.shape[1], starts_and_slots.shape[1], cache.shape[2], cache.shape[4]
+    new = y.shape[0] // n_seq
+    kv_width = kv_heads * size
     for unit in range(first, last):
         seq, kv_head = unit // kv_heads, unit % kv_heads
-        start, lane, span = lane_starts[0, seq], lane_starts[1, seq], width // kv_heads
-        if lane < 0:
+        start = starts_and_slots[0, seq]
+        slot = starts_and_slots[1, seq]
+        span = width // kv_heads
+        if slot < 0:
             y[seq * new : (seq + 1) * new, kv_head * span : (kv_head + 1) * span] = 0
             continue
-        keys, values = cache[0, lane, kv_head], cache[1, lane, kv_head]
+        keys, values = cache[0, slot, kv_head], cache[1, slot, kv_head]
         for i in range(new):
-            row, key, value = qkv[seq * new + i, width + kv_head * size :], keys[start + i], values[start + i]
+            row = qkv[seq * new + i, width + kv_head * size :]
+            key = keys[start + i]
+            value = values[start + i]
             for j in range(size):
-                key[j], value[j] = row[j], row[kv_width + j]
+                key[j] = row[j]
+                value[j] = row[kv_width + j]
         if new > FEW:
             pack_head_transposed(s.keys, keys, 0, start + new, 0, size)
             pack_head(s.values, values, 0, start + new, 0, size)
@@ -296,7 +316,8 @@ def attention_cached(first, last, y, cache, qkv, lane_starts, s, window):
                 seen = slice(first_key(None, window, 0, start + i), start + i + 1)
                 _attend_one(q, keys[seen], values[seen], out, s)
             for begin in range(0, new if new > FEW else 0, ROWS):
-                n, row = min(ROWS, new - begin), seq * new + begin
+                n = min(ROWS, new - begin)
+                row = seq * new + begin
                 key = first_key(None, window, 0, start + begin) // COLUMNS * COLUMNS
                 _attend(n, start + begin + 1, key, y, None, 0, qkv, row, column, size, s, None, window)
 
@@ -305,7 +326,9 @@ def attention_cached(first, last, y, cache, qkv, lane_starts, s, window):
 def _attend_one(q, keys, values, out, s):
     """Attend with a single query: too little work for a matmul, so the keys are read in place."""
     seen, size = keys.shape
-    scores, probs, total_out = s.scores[0], s.scores[1], s.out[0, : keys.shape[1]]
+    scores = s.scores[0]
+    probs = s.scores[1]
+    total_out = s.out[0, : keys.shape[1]]
     for t in range(seen):
         scores[t] = _dot(q, keys[t])
     softmax(scores, probs, seen, seen, number(scores, 1.0 / math.sqrt(size)), s.sums[0])
@@ -370,7 +393,8 @@ def qk_norm_backward(first, last, dqkv, qkv, rstd, size):
     for i in range(first, last):
         for head in range(rstd.shape[1]):
             x, dx = qkv[i, size * head : size * (head + 1)], dqkv[i, size * head : size * (head + 1)]
-            along, factor = number(qkv, 0), number(qkv, QK_SCALE) * rstd[i, head]
+            along = number(qkv, 0)
+            factor = number(qkv, QK_SCALE) * rstd[i, head]
             for j in range(size):
                 along += get(x, j) * get(dx, j)
             along *= share
@@ -405,14 +429,16 @@ def qk_norm_gain(first, last, qkv, xhat, rstd, gain, eps):
 def qk_norm_gain_backward(first, last, dqkv, dgain, xhat, rstd, gain):
     """Rows first … last of `Kernels.qk_norm_gain_backward`."""
     size = gain.shape[0] // 2
-    queries, share = _query_heads(dqkv, rstd, size), number(dqkv, 1 / size)
+    queries = _query_heads(dqkv, rstd, size)
+    share = number(dqkv, 1 / size)
     for i in range(first, last):
         dgain[i] = 0
         for head in range(rstd.shape[1]):
             dx, x = dqkv[i, size * head : size * (head + 1)], xhat[i, size * head : size * (head + 1)]
             w = gain[:size] if head < queries else gain[size:]
             dw = dgain[i, :size] if head < queries else dgain[i, size:]
-            along, scale = number(dqkv, 0), rstd[i, head]
+            along = number(dqkv, 0)
+            scale = rstd[i, head]
             for j in range(size):
                 dw[j] += get(dx, j) * get(x, j)
                 along += get(dx, j) * get(w, j) * get(x, j)
@@ -454,7 +480,8 @@ def pack_head_transposed(out, x, row, seq_len, column, size):
     squares = size // two // LANES if size % two == 0 and x.itemsize < 8 else 0
     for panel in range((seq_len + COLUMNS - 1) // COLUMNS):
         start = panel * COLUMNS
-        to, count = out[panel], min(COLUMNS, seq_len - start)
+        to = out[panel]
+        count = min(COLUMNS, seq_len - start)
         words = to.view(np.uint32)
         whole = (count + LANES - 1) // LANES * LANES  # further rows are no keys, and may hold anything
         if row + start + whole > x.shape[0]:
@@ -484,19 +511,22 @@ def pack_panel(to, x, row, rows, column, count):
 
     def plain(to, x, row, rows, column, count):
         for t in range(rows):
-            out, of = to[t * COLUMNS : t * COLUMNS + count], x[row + t, column : column + count]
+            out = to[t * COLUMNS : t * COLUMNS + count]
+            of = x[row + t, column : column + count]
             for j in range(count):
                 out[j] = of[j]
 
     def zipped(to, x, row, rows, column, count):
         words = to.view(np.uint32)
         for t in range(rows // 2):
-            at, out = row + 2 * t, words[t * COLUMNS : t * COLUMNS + count]
+            at = row + 2 * t
+            out = words[t * COLUMNS : t * COLUMNS + count]
             first, second = x[at, column : column + count], x[at + 1, column : column + count]
             for j in range(count):
                 out[j] = zip_bits(first[j], second[j])
         if rows % 2:
-            out, of = words[rows // 2 * COLUMNS :], x[row + rows - 1, column : column + count]
+            out = words[rows // 2 * COLUMNS :]
+            of = x[row + rows - 1, column : column + count]
             for j in range(count):
                 out[j] = of[j]
 
@@ -534,7 +564,8 @@ def product(rows, k, a, transposed, b, c, columns, accumulate):
         tile(rows, k, a, row, step, b, c, c.strides[0], columns, b, ACCUMULATE if accumulate else 0)
 
     def by_blas(rows, k, a, transposed, b, c, columns, accumulate):
-        order, beta = TRANSPOSED if transposed else PLAIN, 1.0 if accumulate else 0.0
+        order = TRANSPOSED if transposed else PLAIN
+        beta = 1.0 if accumulate else 0.0
         lda, ldc = a.strides[0] // a.itemsize, c.strides[0] // c.itemsize
         gemm(order, PLAIN, rows, columns, k, a, lda, b, COLUMNS, beta, c, ldc)
 

@@ -1,4 +1,4 @@
-"""Loops over flat buffers: AdamW, Nesterov momentum, the gradient's norm; sums and rounding between ranks."""
+"""Loops over flat buffers: AdamW, Nesterov momentum, the gradient's norm; rounding at random."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from distgpt.core.cpu.compiling.jit import I16, I32, get, inline, jit, number
-from distgpt.core.cpu.fused.rowwise import add_to, round_to
+from distgpt.core.cpu.fused.rowwise import round_to
 from distgpt.core.ops.api import PIECE
 
 
@@ -24,7 +24,10 @@ def squares(first, last, parts, g):
 
 @jit
 def adamw(first, last, p, low, m, v, g, ranges, step, groups, constants):
-    """Elements first … last of p, and of `low`, their rounded copy, where there is one."""
+    """Elements first … last of p, and of `low`, their rounded copy, where there is one.
+
+    With a copy in pieces: what is rounded is then still in a cache.
+    """
     if low is None:
         _update(first, last, p, low, m, v, g, ranges, step, groups, constants)
         return
@@ -41,11 +44,18 @@ def _update(first, last, p, low, m, v, g, ranges, step, groups, constants):
     (beta1, beta2, eps).
     """
     for i in range(ranges.shape[0]):
-        start, stop, group = max(first, ranges[i, 0]), min(last, ranges[i, 1]), ranges[i, 2]
+        start = max(first, ranges[i, 0])
+        stop = min(last, ranges[i, 1])
+        group = ranges[i, 2]
         if start < stop and group >= 0:
             moved = ranges[i, 3] - ranges[i, 0]
-            pi, mi, vi, gi = p[start:stop], m[start:stop], v[start + moved : stop + moved], g[start:stop]
-            rate, factor, (beta1, beta2, eps) = groups[group, 0], groups[group, 1], constants
+            pi = p[start:stop]
+            mi = m[start:stop]
+            vi = v[start + moved : stop + moved]
+            gi = g[start:stop]
+            rate = groups[group, 0]
+            factor = groups[group, 1]
+            (beta1, beta2, eps) = constants
             _adamw(pi, mi, vi, gi, step[0], rate, factor, step[1], beta1, beta2, eps)
             if low is not None:
                 round_to(low[start:stop], pi)
@@ -61,7 +71,10 @@ def _adamw(p, m, v, g, grad_scale, step_size, decay, correction, beta1, beta2, e
         real(eps),
         real(correction),
     )
-    b1, b2, c1, c2 = real(beta1), real(beta2), real(1 - beta1), real(1 - beta2)
+    b1 = real(beta1)
+    b2 = real(beta2)
+    c1 = real(1 - beta1)
+    c2 = real(1 - beta2)
     for i in range(p.shape[0]):
         gi = g[i] * scale
         mi = b1 * m[i] + c1 * gi
@@ -69,6 +82,12 @@ def _adamw(p, m, v, g, grad_scale, step_size, decay, correction, beta1, beta2, e
         m[i] = mi
         v[i] = vi
         p[i] = decay * p[i] - step * mi / (np.sqrt(vi) * correction + eps)
+
+
+@jit
+def zero(first, last, x):
+    """Elements first … last of x ← 0."""
+    x[first:last] = 0
 
 
 @jit
@@ -101,9 +120,8 @@ def _nesterov(p, round_start, velocity, change, constants):
         p[i] = round_start[i]
 
 
-# -- between ranks
-
-WEYL, MIX = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35)  # of Murmur3's finalizer
+# Odd factors that spread an index over 32 bits: the golden ratio's, and those of Murmur3's finalizer.
+WEYL, MIX = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35)
 
 
 @intrinsic
@@ -128,58 +146,3 @@ def dithered(context, value=None, index=None, key=None):
         return builder.trunc(builder.lshr(chosen, I32(16)), I16)
 
     return types.uint16(types.float32, types.int64, types.int64), generate
-
-
-@jit
-def dither(first, last, out, x, index, key):
-    """Elements first … last of out, bfloat16 ← x, which begins at this index of a larger array."""
-    oi, xi = out[first:last], x[first:last]
-    for i in range(oi.shape[0]):
-        oi[i] = dithered(xi[i], index + first + i, key)
-
-
-@jit
-def widen(first, last, out, x):
-    """Elements first … last of out ← x, bfloat16."""
-    oi, xi = out[first:last], x[first:last]
-    for i in range(oi.shape[0]):
-        oi[i] = get(xi, i)
-
-
-@jit
-def join(first, last, out, x, branches):
-    """Elements first … last of out ← x + Σ over rows of branches, in their order; out may be x."""
-    for start in range(first, last, PIECE):
-        stop = min(start + PIECE, last)
-        oi, xi = out[start:stop], x[start:stop]
-        for i in range(oi.shape[0]):
-            oi[i] = xi[i]
-        for branch in range(branches.shape[0]):
-            add_to(oi, branches[branch, start:stop])
-
-
-@jit
-def add_tree(first, last, total, parts):
-    """Elements first … last of total ← Σ over rows of parts, neighbours first. Overwrites parts."""
-    for start in range(first, last, PIECE):
-        stop = min(start + PIECE, last)
-        stride = 1
-        while stride < parts.shape[0]:
-            for rank in range(0, parts.shape[0] - stride, 2 * stride):
-                add_to(parts[rank, start:stop], parts[rank + stride, start:stop])
-            stride *= 2
-        ti, pi = total[start:stop], parts[0, start:stop]
-        for i in range(ti.shape[0]):
-            ti[i] = pi[i]
-
-
-@jit
-def add_parts(first, last, total, parts):
-    """Elements first … last of total ← Σ over rows of parts, in their order."""
-    for start in range(first, last, PIECE):
-        stop = min(start + PIECE, last)
-        ti, pi = total[start:stop], parts[0, start:stop]
-        for i in range(ti.shape[0]):
-            ti[i] = get(pi, i)
-        for rank in range(1, parts.shape[0]):
-            add_to(ti, parts[rank, start:stop])

@@ -1,23 +1,34 @@
-"""Loops of Muon: momentum, orthogonalised updates, and the step along them. A matrix is one worker's."""
+"""Loops of Muon: momentum, orthogonalised updates, and the step along them.
+
+A matrix is one thread's, or a team's (teams.py), each of whose members calls the loop. The bits are the same:
+a member computes whole rows, or whole columns, and sums over them are added up in order.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from distgpt.core.cpu.compiling.jit import get, inline, jit, put
+from distgpt.core.cpu.compiling.barrier import wait_for_all
+from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put
 from distgpt.core.cpu.fused.rowwise import round_to
 from distgpt.core.cpu.matmul import blocked
-from distgpt.core.cpu.matmul.blas import PLAIN, gemm, squared
+from distgpt.core.cpu.matmul.blas import PLAIN, gemm, rows_round_alike, squared
 from distgpt.core.cpu.matmul.blocked import rows_conflict
-from distgpt.core.cpu.matmul.packing import aligned
+from distgpt.core.cpu.matmul.packing import COLUMNS, ROWS, aligned
+from distgpt.core.cpu.teams import Cost
 from distgpt.core.ops.api import TINY, Array
 from distgpt.core.ops.low_precision import BITS
 
-BLOCK = 16  # rows and columns that are transposed at once
-Memory: TypeAlias = "tuple[Array | Memory, ...]"
+# Rows of a matrix, and its length by them, from which on products of squares stand for its steps, and it is
+# multiplied once (Gram Newton-Schulz, Dao-AILab 2026). Not in bfloat16: its rounding makes small values of a
+# square negative, and steps let these grow without end.
+LEAST_ROWS, LEAST_RATIO = 128, 2
+BLOCK = 16  # rows and columns that are transposed at once: a cache line of float32
+Memory: TypeAlias = "tuple[Array | int | Memory, ...]"
 HALF = 192  # rows of a square whose columns behind the diagonal are left out
 
 
@@ -25,7 +36,8 @@ HALF = 192  # rows of a square whose columns behind the diagonal are left out
 def momentum(first, last, m, g, scale, mu):
     """Elements first … last of m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m."""
     real = m.dtype.type
-    keep, new = real(mu), real((1 - mu) * scale)
+    keep = real(mu)
+    new = real((1 - mu) * scale)
     mi, gi = m[first:last], g[first:last]
     for i in range(mi.shape[0]):
         fresh = new * gi[i]
@@ -34,167 +46,331 @@ def momentum(first, last, m, g, scale, mu):
         gi[i] = fresh + keep * moved
 
 
-def order(shape: tuple[int, ...]) -> int:
-    """Sort matrices by the work to orthogonalise them, the largest first."""
-    return -prod(shape) * min(shape)
+class Part(NamedTuple):
+    """A member's part of the matmuls, for a matrix that lies: its rows are the shorter side."""
+
+    top: int  # rows of a square, of which the lower half is computed
+    bottom: int
+    first: int  # columns of the whole matrix
+    last: int
+
+
+def parts_of(short: int, long: int, members: int, most: int, rows: int, columns: int) -> list[Part]:
+    """Cut for a team, rows and columns at multiples of these. Members beyond `most` get nothing."""
+    n = min(members, most)
+    ends = (round(short * (i / n) ** 0.5 / rows) * rows for i in range(n))  # of equal areas
+    tops = [*(min(end, short) for end in ends), short]
+    firsts = [-(-long // columns) * i // n * columns for i in range(n)] + [long]
+    found = [Part(*tops[i : i + 2], *firsts[i : i + 2]) for i in range(n)]
+    return found + [Part(short, short, long, long)] * (members - n)
+
+
+def by_squares(short: int, long: int) -> bool:
+    """Return whether the BLAS takes the steps of a matrix with these sides by products of squares."""
+    return short >= LEAST_ROWS and long >= LEAST_RATIO * short
+
+
+def polar_cost(shape: tuple[int, ...]) -> Cost:
+    """Return the multiplications of a step in bfloat16; each member has to have some 2²² of a square's."""
+    short, long = sorted(shape)
+    return Cost((3 * long + short) * short**2 / 2, max(1, short**3 >> 22))
+
+
+def blas_cost(shape: tuple[int, ...]) -> Cost:
+    """Return the same for the BLAS, which computes edges and small products otherwise than the rest.
+
+    It halves a long sum at a multiple of some 16: ssyrk and sgemm at the same one if 32 divides the sum.
+    """
+    most = polar_cost(shape).most if rows_round_alike() and not any(side % 32 for side in shape) else 1
+    return Cost(whole_cost(shape).work, most)
+
+
+def whole_cost(shape: tuple[int, ...]) -> Cost:
+    """Return the same for matrices that must not be cut."""
+    short, long = sorted(shape)
+    work = (3 * long + 17 * short) * short**2 / 10 if by_squares(short, long) else polar_cost(shape).work
+    return Cost(work, 1)
+
+
+def step_cost(shape: tuple[int, ...]) -> Cost:
+    """Return the elements; each member has to have some 2²⁰, half a millisecond, or waking it costs more."""
+    size = prod(shape)
+    return Cost(size, max(1, size >> 20))
 
 
 def bytes_of(memory: Memory) -> int:
-    """Return the size of scratch memory: arrays, and tuples of them."""
-    return sum(bytes_of(each) if isinstance(each, tuple) else each.nbytes for each in memory)
+    """Return the size of scratch memory: arrays, and tuples of them. What members share counts once."""
+    return sum(array.nbytes for array in {id(array): array for array in _arrays(memory)}.values())
 
 
-def scratch(low: int, long: int, dtype: str) -> Memory:
-    """Make two (low, long) buffers and two (low, low) ones. A matrix taller than wide is transposed."""
-    return tuple(np.empty(shape, dtype) for shape in ((low, long), (low, long), (low, low), (low, low)))
+def _arrays(memory: Memory) -> Iterator[Array]:
+    for each in memory:
+        if isinstance(each, np.ndarray):
+            yield each
+        elif isinstance(each, tuple):
+            yield from _arrays(each)
+
+
+class BlasMemory(NamedTuple):
+    """Memory of one member to orthogonalise a matrix by the BLAS; the team shares all arrays."""
+
+    x: Array
+    y: Array
+    square: Array
+    factor: Array
+    product: Array
+    spare: Array
+    sums: Array  # of a matrix's rows
+    by_squares: bool
+    part: Part
+
+
+def scratch(short: int, long: int, dtype: str, members: int, most: int) -> tuple[BlasMemory, ...]:
+    """Make two (short, long) buffers, and (short, short) ones. A matrix taller than wide is transposed."""
+    lies = by_squares(short, long)
+    x, y = (np.empty((short, long), dtype) for _ in range(2))
+    made = [np.empty((short, short), dtype) for _ in range(4 if lies else 2)]
+    # Else the product of all steps is this step's factor, and nothing is spared.
+    square, factor, product, spare = made if lies else (*made, made[1], made[1])
+    shared = x, y, square, factor, product, spare, np.empty(long), lies
+    return tuple(BlasMemory(*shared, part) for part in parts_of(short, long, members, most, BLOCK, BLOCK))
 
 
 @jit
-def orthogonalise(u, memory, coefficients):
+def orthogonalise(u, memory, coefficients, member):
     """See `Kernels.orthogonalise`. A matrix with more rows than columns is transposed first."""
-    x, y, square, fourth = memory
-    _lay_down(x, u)
-    low, long = x.shape
-    for i in range(coefficients.shape[0]):
-        squared(square, x)
-        _mirror(square)
-        squared(fourth, square)
-        _combine(square, fourth, coefficients[i, 0], coefficients[i, 1], coefficients[i, 2])
-        gemm(PLAIN, PLAIN, low, long, low, square, low, x, long, 0.0, y, long)
-        x, y = y, x
-    _put_back(u, x)
+    x = memory.x
+    y = memory.y
+    square = memory.square
+    factor = memory.factor
+    product = memory.product
+    spare = memory.spare
+    top, bottom, first, last = memory.part
+    arrivals = _lay_down(x, u, memory.sums, member)
+    short, long = x.shape
+    last_step = coefficients.shape[0] - 1
+    for i in range(last_step + 1):
+        begins = i == 0 or not memory.by_squares
+        if begins:
+            squared(top, bottom, square, x)
+            _mirror(top, bottom, square)
+            arrivals = wait_for_all(member.counter, arrivals, member.members)
+        squared(top, bottom, factor, square)
+        _combine(top, bottom, factor, square, factor, coefficients[i])
+        _mirror(top, bottom, factor)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)
+        this = factor
+        if begins:
+            product, factor = factor, product
+        else:
+            arrivals = _multiplied(top, bottom, spare, this, product, member, arrivals)
+            product, spare = spare, product
+        if i == last_step or not memory.by_squares:
+            if first < last:
+                columns, out = x[:, first:], y[:, first:]
+                gemm(PLAIN, PLAIN, short, last - first, short, product, short, columns, long, 0.0, out, long)
+            arrivals = wait_for_all(member.counter, arrivals, member.members)
+            x, y = y, x
+        else:  # the square of (this · x) from that of x
+            arrivals = _multiplied(top, bottom, spare, this, square, member, arrivals)
+            arrivals = _multiplied(top, bottom, square, spare, this, member, arrivals)
+    _put_back(u, x, member)
 
 
-class LowMemory(NamedTuple):
-    """Memory to orthogonalise a matrix in bfloat16: sums of matmuls stay float32."""
+@inline
+def _multiplied(top, bottom, c, a, b, member, arrivals):
+    """Rows top … bottom of c ← a b, of which all three are symmetric: polynomials of one square."""
+    n = c.shape[0]
+    for start in range(top, bottom, HALF):
+        stop = min(start + HALF, bottom)
+        gemm(PLAIN, PLAIN, stop - start, stop, n, a[start:], n, b, n, 0.0, c[start:], n)
+    _mirror(top, bottom, c)
+    return wait_for_all(member.counter, arrivals, member.members)
+
+
+class Bfloat16Memory(NamedTuple):
+    """Memory of one member to orthogonalise a matrix in bfloat16: sums of matmuls stay float32.
+
+    The team shares all but what matmuls pack.
+    """
 
     x: Array
     y: Array
     square: Array
     fourth: Array
     factor: Array  # a square, rounded
+    sums: Array  # of a matrix's rows
     long: blocked.Scratch  # of matmuls over the longer side
     short: blocked.Scratch
+    part: Part
 
 
-def low_scratch(low: int, long: int, wide: str) -> LowMemory:
+def bfloat16_scratch(short: int, long: int, sums: str, members: int, most: int) -> tuple[Bfloat16Memory, ...]:
     """Make the memory for matrices with these shorter and longer sides."""
-    lying, square = (low, long), (low, low)
-    shapes = (lying, BITS.name), (lying, BITS.name), (square, wide), (square, wide), (square, BITS.name)
+    lying, square = (short, long), (short, short)
+    shapes = (lying, BITS.name), (lying, BITS.name), (square, sums), (square, sums), (square, BITS.name)
     x, y, square_sums, fourth, factor = (aligned(*each) for each in shapes)
-    over_long = blocked.scratch(BITS, low, long, rows_conflict(x))
-    over_short = blocked.scratch(BITS, low, low, rows_conflict(factor))
-    return LowMemory(x, y, square_sums, fourth, factor, over_long, over_short)
+    of_rows = np.empty(long)
+    return tuple(
+        Bfloat16Memory(
+            *(x, y, square_sums, fourth, factor, of_rows),
+            long=blocked.scratch(BITS, short, long, rows_conflict(x)),
+            short=blocked.scratch(BITS, short, short, rows_conflict(factor)),
+            part=part,
+        )
+        for part in parts_of(short, long, members, most, ROWS, COLUMNS)
+    )
 
 
 @jit
-def orthogonalise_low(u, memory, coefficients):
+def orthogonalise_bfloat16(u, memory, coefficients, member):
     """Do the same by our own matmuls of bfloat16."""
-    x, y = memory.x, memory.y
-    square, fourth, factor = memory.square, memory.fourth, memory.factor
-    _lay_down(x, u)
+    x = memory.x
+    y = memory.y
+    square = memory.square
+    fourth = memory.fourth
+    factor = memory.factor
+    top, bottom, first, last = memory.part
+    arrivals = _lay_down(x, u, memory.sums, member)
     for i in range(coefficients.shape[0]):
-        _squared_low(square, x, memory.long)
-        _mirror(square)
-        _round_all(factor, square)
-        _squared_low(fourth, factor, memory.short)
-        _combine(square, fourth, coefficients[i, 0], coefficients[i, 1], coefficients[i, 2])
-        _round_all(factor, square)
-        blocked.backward(0, x.shape[0], 0, x.shape[1], y, factor, x, memory.short)
+        _squared_bfloat16(top, bottom, square, x, memory.long)
+        _round_lower(top, bottom, factor, square)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)
+        _squared_bfloat16(top, bottom, fourth, factor, memory.short)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)  # nobody reads this factor any more
+        _combine(top, bottom, square, square, fourth, coefficients[i])
+        _round_lower(top, bottom, factor, square)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)
+        blocked.backward(0, x.shape[0], first, last, y, factor, x, memory.short)
+        arrivals = wait_for_all(member.counter, arrivals, member.members)
         x, y = y, x
-    _put_back(u, x)
+    _put_back(u, x, member)
 
 
 @inline
-def _squared_low(c, a, scratch):
-    """The lower half of c ← a aᵀ, and at most HALF - 1 columns more."""
-    n = a.shape[0]
-    for top in range(0, n, HALF):
-        bottom = min(top + HALF, n)
-        blocked.forward(top, bottom, 0, bottom, c, a, a, None, scratch)
+def _squared_bfloat16(top, bottom, c, a, scratch):
+    """Rows top … bottom of the lower half of c ← a aᵀ, and at most HALF - 1 columns more."""
+    for start in range(top, bottom, HALF):
+        stop = min(start + HALF, bottom)
+        blocked.forward(start, stop, 0, stop, c, a, a, None, scratch)
 
 
 @inline
-def _combine(square, fourth, a, b, c):
-    """square ← a + b · square + c · fourth, of which only the lower halves are given."""
+def _combine(top, bottom, out, square, fourth, coefficients):
+    """Rows top … bottom of out ← a + b · square + c · fourth, of which only the lower halves are given."""
     real = square.dtype.type
-    ra, rb, rc = real(a), real(b), real(c)
-    for i in range(square.shape[0]):
-        row, other = square[i], fourth[i]
+    ra, rb, rc = real(coefficients[0]), real(coefficients[1]), real(coefficients[2])
+    for i in range(top, bottom):
+        to, row, other = out[i], square[i], fourth[i]
         for j in range(i + 1):
-            row[j] = rb * row[j] + rc * other[j]
-        row[i] += ra
-    _mirror(square)
+            to[j] = rb * row[j] + rc * other[j]
+        to[i] += ra
 
 
 @inline
-def _mirror(square):
-    """Copy the lower half of a matrix to its upper half."""
-    for start in range(0, square.shape[0], BLOCK):
-        for i in range(start, square.shape[0]):
+def _mirror(top, bottom, square):
+    """Copy rows top … bottom of the lower half to the upper one, where nobody else writes these columns."""
+    for start in range(0, bottom, BLOCK):
+        for i in range(max(start, top), bottom):
             for j in range(start, min(start + BLOCK, i)):
                 square[j, i] = square[i, j]
 
 
 @inline
-def _round_all(low, x):
-    for i in range(x.shape[0]):
-        round_to(low[i], x[i])
+def _round_lower(top, bottom, low, square):
+    """Both halves of low ← rows top … bottom of the lower half of a square, rounded."""
+    for i in range(top, bottom):
+        round_to(low[i, : i + 1], square[i, : i + 1])
+    _mirror(top, bottom, low)
 
 
 @inline
-def _lay_down(x, u):
-    """x ← u / (1.02 ‖u‖), transposed if u has more rows than columns."""
-    total = 0.0
-    for i in range(u.shape[0]):
-        row, part = u[i], u.dtype.type(0)
+def _own(member, count, grain):
+    """Return a member's stretch of range(count), cut at multiples of `grain`."""
+    blocks = (count + grain - 1) // grain
+    first = blocks * member.number // member.members * grain
+    return first, min(blocks * (member.number + 1) // member.members * grain, count)
+
+
+@by_types(**FORCED)
+def _total(sums, count):
+    """Return the sum in this order: compiled with no leave to change it, or members could round otherwise."""
+
+    def in_order(sums, count):
+        total = 0.0
+        for i in range(count):
+            total += sums[i]
+        return total
+
+    return in_order
+
+
+@inline
+def _lay_down(x, u, sums, member):
+    """x ← u / (1.02 ‖u‖), transposed if u has more rows than columns: x xᵀ is then the smaller square.
+
+    Polar Express leaves 2 %, so that rounding brings no singular value above 1, where its steps diverge.
+    """
+    first, last = _own(member, u.shape[0], 1)
+    for i in range(first, last):
+        row = u[i]
+        part = u.dtype.type(0)
         for j in range(row.shape[0]):
             part += row[j] * row[j]
-        total += part
+        sums[i] = part
+    arrivals = wait_for_all(member.counter, 0, member.members)
+    total = _total(sums, u.shape[0])
     scale = u.dtype.type(1 / (1.02 * np.sqrt(total) + TINY))
     if u.shape[0] > u.shape[1]:
-        _transpose(x, u, scale)
+        _transpose(x, u, scale, member)
     else:
-        _copy(x, u, scale)
+        _copy(x, u, scale, member)
+    return wait_for_all(member.counter, arrivals, member.members)
 
 
 @inline
-def _put_back(u, x):
+def _put_back(u, x, member):
     if u.shape[0] > u.shape[1]:
-        _transpose(u, x, u.dtype.type(1))
+        _transpose(u, x, u.dtype.type(1), member)
     else:
-        _copy(u, x, u.dtype.type(1))
+        _copy(u, x, u.dtype.type(1), member)
 
 
 @inline
-def _copy(y, x, scale):
-    for i in range(y.shape[0]):
+def _copy(y, x, scale, member):
+    first, last = _own(member, y.shape[0], 1)
+    for i in range(first, last):
         yi, xi = y[i], x[i]
         for j in range(xi.shape[0]):
             put(yi, j, get(xi, j) * scale)
 
 
 @inline
-def _transpose(y, x, scale):
-    """y ← scale · xᵀ, by blocks that stay in the cache."""
-    for start in range(0, y.shape[0], BLOCK):
+def _transpose(y, x, scale, member):
+    """A member's rows of y ← scale · xᵀ, by blocks that stay in the cache."""
+    first, last = _own(member, y.shape[0], BLOCK)
+    for start in range(first, last, BLOCK):
         for j in range(y.shape[1]):
-            for i in range(start, min(start + BLOCK, y.shape[0])):
+            for i in range(start, min(start + BLOCK, last)):
                 put(y[i], j, get(x[j], i) * scale)
 
 
 @jit
-def step(p, low, v, u, rate, decay, beta2):
-    """See `Kernels.muon`; `rate` has the factor for the matrix's shape."""
+def step(p, low, v, u, rate, decay, beta2, sums, member):
+    """See `Kernels.muon`; `rate` has the factor for the matrix's shape. sums: two for each row of u."""
     if u.shape[0] >= u.shape[1]:
-        _by_rows(v, u, beta2)
+        arrivals = _by_rows(v, u, beta2, sums, member)
     else:
-        _by_columns(v, u, beta2)
+        arrivals = _by_columns(v, u, beta2, sums, member)
     real = p.dtype.type
-    lr, shrink = real(rate), real(rate * decay)
-    for i in range(p.shape[0]):
+    lr = real(rate)
+    shrink = real(rate * decay)
+    wait_for_all(member.counter, arrivals, member.members)  # the next matrix may have the same sums
+    first, last = _own(member, p.shape[0], 1)
+    for i in range(first, last):
         pi, ui = p[i], u[i]
         for j in range(pi.shape[0]):
+            # Weight decay only where the step shrinks the weight too ("cautious").
             kept = shrink * pi[j] if ui[j] * pi[j] >= 0 else real(0)
             pi[j] -= lr * ui[j] + kept
         if low is not None:
@@ -202,47 +378,63 @@ def step(p, low, v, u, rate, decay, beta2):
 
 
 @inline
-def _by_rows(v, u, beta2):
-    """v ← the mean squares of rows; u ← each row / √v, then all scaled back to the norm of before."""
+def _by_rows(v, u, beta2, sums, member):
+    """NorMuon: v ← the mean squares of rows; u ← each row / √v, then all scaled to the norm of before."""
     real = u.dtype.type
-    before = after = 0.0
-    for i in range(u.shape[0]):
-        row, part = u[i], real(0)
+    before, after = sums[0], sums[1]
+    first, last = _own(member, u.shape[0], 1)
+    for i in range(first, last):
+        row = u[i]
+        part = real(0)
         for j in range(row.shape[0]):
             part += row[j] * row[j]
         v[i] = real(beta2) * v[i] + real(1 - beta2) * (part / real(row.shape[0]))
-        before += part
-        after += part / (np.sqrt(v[i]) + real(TINY)) ** 2
-    factor = np.sqrt(before / (after + TINY))
-    for i in range(u.shape[0]):
-        row, scale = u[i], real(factor) / (np.sqrt(v[i]) + real(TINY))
+        before[i] = part
+        after[i] = part / (np.sqrt(v[i]) + real(TINY)) ** 2
+    arrivals = wait_for_all(member.counter, 0, member.members)
+    factor = np.sqrt(_total(before, u.shape[0]) / (_total(after, u.shape[0]) + TINY))
+    for i in range(first, last):
+        row = u[i]
+        scale = real(factor) / (np.sqrt(v[i]) + real(TINY))
         for j in range(row.shape[0]):
             row[j] *= scale
+    return arrivals
 
 
 @inline
-def _by_columns(v, u, beta2):
+def _by_columns(v, u, beta2, sums, member):
     """Do the same by columns. v holds the squares' sums in between."""
     real = u.dtype.type
-    old, new = real(beta2), real((1 - beta2) / u.shape[0])
-    before = after = 0.0
-    for j in range(v.shape[0]):
-        v[j] *= old
+    old = real(beta2)
+    new = real((1 - beta2) / u.shape[0])
+    before, after = sums[0], sums[1]
+    first, last = _own(member, u.shape[0], 1)
+    left, right = _own(member, u.shape[1], BLOCK)
+    own = v[left:right]
+    for j in range(own.shape[0]):
+        own[j] *= old
     for i in range(u.shape[0]):
-        row, part = u[i], real(0)
+        if first <= i < last:
+            row = u[i]
+            part = real(0)
+            for j in range(row.shape[0]):
+                part += row[j] * row[j]
+            before[i] = part
+        row = u[i, left:right]
         for j in range(row.shape[0]):
-            square = row[j] * row[j]
-            part += square
-            v[j] += new * square
-        before += part
-    for i in range(u.shape[0]):
-        row, part = u[i], real(0)
+            own[j] += new * (row[j] * row[j])
+    arrivals = wait_for_all(member.counter, 0, member.members)
+    for i in range(first, last):
+        row = u[i]
+        part = real(0)
         for j in range(row.shape[0]):
             row[j] /= np.sqrt(v[j]) + real(TINY)
             part += row[j] * row[j]
-        after += part
-    factor = real(np.sqrt(before / (after + TINY)))
-    for i in range(u.shape[0]):
+        after[i] = part
+    arrivals = wait_for_all(member.counter, arrivals, member.members)
+    factor = real(np.sqrt(_total(before, u.shape[0]) / (_total(after, u.shape[0]) + TINY)))
+    for i in range(first, last):
         row = u[i]
         for j in range(row.shape[0]):
             row[j] *= factor
+    return arrivals

@@ -13,7 +13,8 @@ from distgpt.core.cpu.compiling.jit import exp, get, inline, jit, largest, numbe
 @jit
 def embed(first, last, x, tokens, wte, wpe):
     for i in range(first, last):
-        xi, token_row = x[i], wte[tokens[i]]
+        xi = x[i]
+        token_row = wte[tokens[i]]
         if wpe is None:
             for j in range(xi.shape[0]):
                 xi[j] = token_row[j]  # of one type: nothing is rounded
@@ -26,7 +27,9 @@ def embed(first, last, x, tokens, wte, wpe):
 @jit
 def embed_at_positions(first, last, x, tokens, wte, wpe, positions):
     for i in range(first, last):
-        xi, token_row, position = x[i], wte[tokens[i]], wpe[positions[i]]
+        xi = x[i]
+        token_row = wte[tokens[i]]
+        position = wpe[positions[i]]
         for j in range(xi.shape[0]):
             put(xi, j, get(token_row, j) + get(position, j))
 
@@ -47,7 +50,8 @@ def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len, positions):
 def add_embedding(first, last, x, tokens, w):
     begin = x.shape[1] - w.shape[1]
     for i in range(first, last):
-        xi, row = x[i, begin:], w[tokens[i]]
+        xi = x[i, begin:]
+        row = w[tokens[i]]
         for j in range(row.shape[0]):
             put(xi, j, get(xi, j) + get(row, j))
 
@@ -92,6 +96,7 @@ def add_norm(first, last, y, s, mean, rstd, x, r, w, b, eps):
                 mu += get(si, j)
             mu *= share
             mean[i] = mu
+        # The squares in a pass of their own, over a row that is in a cache: E[x²] - E[x]² would cancel.
         square = real(0)
         for j in range(width):
             square += (get(si, j) - mu) * (get(si, j) - mu)
@@ -197,11 +202,12 @@ def _cross_entropy(row, target, scale, backward):
 
 
 @jit
-def cross_entropy_narrow(first, last, losses, targets, logits, scale, backward):
+def cross_entropy_bfloat16(first, last, losses, targets, logits, scale, backward):
     """Compute as `cross_entropy`, in bfloat16: exponentials are not kept, or they would be rounded twice."""
     for i in range(first, last):
         row, target = logits[i], targets[i]
-        top, hit = largest(row), get(row, target)
+        top = largest(row)
+        hit = get(row, target)
         total = _sum_of_exponentials(row, top)
         losses[i] = top + np.log(total) - hit
         if backward:

@@ -23,13 +23,12 @@ from distgpt.core.cpu.compiling.jit import (
     largest,
     number,
 )
-from distgpt.core.cpu.compiling.processor import shape
-from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32
+from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, shape
 from distgpt.core.cpu.matmul.assembled import NAMES, external
 from distgpt.core.cpu.matmul.vectors import BYTES, LLVM, Vectors
 
-UNSEEN = -1e30  # in the place of a score that does not count
-EDGE = 16  # rows have room up to a multiple of this, so that loops over them take whole vectors
+UNSEEN = -1e30  # stands for a score that does not count; -inf less -inf, in a row of none, would be NaN
+EDGE = 16  # rows have room up to a multiple of this, the widest vector, so that loops take whole ones
 
 
 @by_types()
@@ -41,7 +40,8 @@ def softmax(row, probs, seen, stop, scale, found):
 
     def one_by_one(row, probs, seen, stop, scale, found):
         row[seen:stop] = UNSEEN
-        top, total = largest(row[:stop]), number(row, 0)
+        top = largest(row[:stop])
+        total = number(row, 0)
         for j in range(stop):
             probs[j] = exp((row[j] - top) * scale)
             total += probs[j]
@@ -63,7 +63,9 @@ class Exponentials(Vectors):
 
     def exp(self, x: str) -> str:
         """Return eˣ for x ≤ 0 or NaN, as jit.exp has it."""
-        n, v, ints = self.shape.lanes, self.vector, f"<{self.shape.lanes} x i32>"
+        n = self.shape.lanes
+        v = self.vector
+        ints = f"<{self.shape.lanes} x i32>"
         below = self.new(f"fcmp olt {v} {x}, {constant(LEAST)}")
         bounded = self.new(f"select <{n} x i1> {below}, {v} {constant(LEAST)}, {v} {x}")
         of_two = self.multiply_add(bounded, constant(LOG2_E), constant(0.5))
@@ -101,7 +103,8 @@ class _Function(Exponentials):
     """Writes the function for one type of probabilities."""
 
     def text(self, out: str) -> str:
-        n, v = self.shape.lanes, self.vector
+        n = self.shape.lanes
+        v = self.vector
         self.add(
             f"declare {v} @llvm.floor.v{n}f32({v})\n"
             f"declare float @llvm.vector.reduce.fmax.v{n}f32({v})\n"
@@ -126,9 +129,9 @@ class _Function(Exponentials):
         counts, score = self._scores("%j", seen)
         e = self.exp(self.new(f"fmul {v} {self.new(f'fsub {v} {score}, {tops}')}, {scale}"))
         e = self.new(f"select <{n} x i1> {counts}, {v} {e}, {v} zeroinitializer")
-        place = self.new(f"getelementptr {LLVM[out]}, ptr %probs, i64 %j")
+        address = self.new(f"getelementptr {LLVM[out]}, ptr %probs, i64 %j")
         value = self.rounded(e) if out == BFLOAT16 else e
-        self.add(f"  store <{n} x {LLVM[out]}> {value}, ptr {place}, align {BYTES[out]}")
+        self.add(f"  store <{n} x {LLVM[out]}> {value}, ptr {address}, align {BYTES[out]}")
         self.add(f"  %more = fadd {v} %total, {e}")
         self._again("j", "second", "done")
         total = self.new(f"call reassoc float @llvm.vector.reduce.fadd.v{n}f32(float 0.0, {v} %more)")
@@ -142,8 +145,8 @@ class _Function(Exponentials):
         lanes = ", ".join(f"i64 {lane}" for lane in range(n))
         places = self.new(f"add <{n} x i64> {self.everywhere('i64', at)}, <{lanes}>")
         counts = self.new(f"icmp ult <{n} x i64> {places}, {seen}")
-        place = self.new(f"getelementptr float, ptr %row, i64 {at}")
-        return counts, self.new(f"load {self.vector}, ptr {place}, align 4")
+        address = self.new(f"getelementptr float, ptr %row, i64 {at}")
+        return counts, self.new(f"load {self.vector}, ptr {address}, align 4")
 
     def _again(self, i: str, loop: str, after: str) -> None:
         self.add(f"  %{i}1 = add i64 %{i}, {self.shape.lanes}")

@@ -14,8 +14,7 @@ from numba import types
 from distgpt.core.base.tables import MissingComponent, Table
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.core.cpu.compiling.jit import by_types, inline
-from distgpt.core.cpu.compiling.processor import processor, shape
-from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32, Shape
+from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape, processor, shape
 from distgpt.core.cpu.matmul import microkernel
 from distgpt.core.cpu.matmul.vectors import moves
 
@@ -58,26 +57,27 @@ def external(
     return found
 
 
-_I, _P = types.int64, types.voidptr
+_I = types.int64
+_P = types.voidptr
 
 
-# Writers of tiles for instruction sets, by `Shape.tiles`: (shape, type of the factors, of C) → IR.
+# Writers of tiles for instruction sets, by `Shape.tiles`: (shape, type of the operands, of C) → IR.
 TILES: Table[Callable[[Shape, str, str], str]] = Table("tiles", "tiles", {})
 # By the same: what rearranges packed steps for such tiles, and the flag that tells them.
 STEPS: Table[tuple[Callable[[], str], int]] = Table("steps", "steps", {})
 
 
-def tile_text(shape: Shape, factor: str, out: str) -> str:
+def tile_text(shape: Shape, operand: str, out: str) -> str:
     """Return the IR of the tiles of these types."""
     with suppress(MissingComponent):  # the microkernel computes the same, slower
-        if write := TILES.get(shape.tiles(factor)):
-            return write(shape, factor, out)
-    return microkernel.module(shape, factor, out)
+        if write := TILES.get(shape.tiles(operand)):
+            return write(shape, operand, out)
+    return microkernel.module(shape, operand, out)
 
 
-def _tile_of(factor: str, out: str) -> types.ExternalFunction:
-    text = partial(tile_text, shape(), factor, out)
-    return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
+def _tile_of(operand: str, out: str) -> types.ExternalFunction:
+    text = partial(tile_text, shape(), operand, out)
+    return external(f"tile-{operand}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
 
 
 NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}
@@ -119,7 +119,8 @@ def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
 def strip(x, row, to, step, rows):
     """Copy `rows` rows of one vector's width inside compiled loops; of bfloat16 two rows side by side."""
     pairs = x.dtype == types.uint16
-    routine, at_once = _MOVES["zip" if pairs else "copy"], 2 if pairs else 1
+    routine = _MOVES["zip" if pairs else "copy"]
+    at_once = 2 if pairs else 1
 
     def call(x, row, to, step, rows):
         routine(x.ctypes, row, to.ctypes, step, rows // at_once)
@@ -130,7 +131,8 @@ def strip(x, row, to, step, rows):
 @by_types()
 def rearranged(panels, count, k):
     """Rearrange the steps of packed bfloat16 where tiles want it. Return the flag that tells them."""
-    routine, bytes = _STEPS, 8 * shape().columns
+    routine = _STEPS
+    bytes = 8 * shape().columns
     if routine is None or panels.dtype != types.uint16:
         return lambda panels, count, k: 0
 

@@ -17,47 +17,40 @@ from numba import types
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.cpu.compiling.jit import by_types, get, inline, jit, number, put
 
-ROW_MAJOR, PLAIN, TRANSPOSED, LOWER = 101, 111, 112, 122
+ROW_MAJOR, PLAIN, TRANSPOSED, LOWER = 101, 111, 112, 122  # as cblas.h numbers them
 GEMM, SYRK = "fffnnnrpnpnrpn", "fffnnrpnrpn"  # arguments of the BLAS's routines, as `_external` reads them
 KINDS = {"s": types.float32, "d": types.float64}
 
 
-def _numpy_blas() -> ctypes.CDLL:
-    """Open the shared library whose symbols include those of NumPy's BLAS."""
-    core = sys.modules.get("numpy._core._multiarray_umath") or sys.modules["numpy.core._multiarray_umath"]
-    return ctypes.CDLL(core.__file__)
+# The shared library whose symbols include those of NumPy's BLAS.
+_numpy = sys.modules.get("numpy._core._multiarray_umath") or sys.modules["numpy.core._multiarray_umath"]
+_library = ctypes.CDLL(_numpy.__file__)
 
 
-def _find(library: ctypes.CDLL, routine: str) -> tuple[int | None, bool]:
-    """Return the address of a routine, whatever builds name it, and whether its integers have 64 bits."""
-    for name, wide in (
-        (f"scipy_cblas_{routine}64_", True),
-        (f"cblas_{routine}64_", True),
-        (f"cblas_{routine}$NEWLAPACK$ILP64", True),
-        (f"scipy_cblas_{routine}", False),
-        (f"cblas_{routine}", False),
-    ):
-        if hasattr(library, name):
-            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value, wide
-    raise DistgptError(f"this NumPy carries no BLAS with {routine}; `pip install numpy` brings one")
-
-
-def _external(library: ctypes.CDLL, routine: str, real: types.Type, arguments: str) -> types.ExternalFunction:
-    """Make the routine known to the compiler under a name that includes its integer width.
+def _external(routine: str, real: types.Type, arguments: str) -> types.ExternalFunction:
+    """Make a routine known to the compiler under a name that includes the width of its integers.
 
     `arguments`: f, a flag; n, a count; r, a number; p, an array.
     """
-    address, wide = _find(library, routine)
-    symbol = f"distgpt_{routine}_{64 if wide else 32}"
-    llvm.add_symbol(symbol, address)
-    count = types.int64 if wide else types.int32
+    builds = {  # as they name it → bits of their integers
+        f"scipy_cblas_{routine}64_": 64,  # OpenBLAS in wheels of NumPy
+        f"cblas_{routine}64_": 64,  # OpenBLAS built with 64-bit integers
+        f"cblas_{routine}$NEWLAPACK$ILP64": 64,  # Apple's Accelerate
+        f"scipy_cblas_{routine}": 32,
+        f"cblas_{routine}": 32,  # of distributions and conda: OpenBLAS, MKL, BLIS
+    }
+    name = next((name for name in builds if hasattr(_library, name)), None)
+    if name is None:
+        raise DistgptError(f"this NumPy carries no BLAS with {routine}; `pip install numpy` brings one")
+    symbol = f"distgpt_{routine}_{builds[name]}"
+    llvm.add_symbol(symbol, ctypes.cast(getattr(_library, name), ctypes.c_void_p).value)
+    count = types.int64 if builds[name] == 64 else types.int32
     of_letter = {"f": types.int32, "n": count, "r": real, "p": types.CPointer(real)}
     return types.ExternalFunction(symbol, types.void(*(of_letter[letter] for letter in arguments)))
 
 
-_library = _numpy_blas()
-_sgemm, _dgemm = (_external(_library, f"{kind}gemm", real, GEMM) for kind, real in KINDS.items())
-_ssyrk, _dsyrk = (_external(_library, f"{kind}syrk", real, SYRK) for kind, real in KINDS.items())
+_sgemm, _dgemm = (_external(f"{kind}gemm", real, GEMM) for kind, real in KINDS.items())
+_ssyrk, _dsyrk = (_external(f"{kind}syrk", real, SYRK) for kind, real in KINDS.items())
 
 
 def single_threaded_blas() -> None:
@@ -81,6 +74,16 @@ def blas_core_name() -> str:
     return ""
 
 
+# OpenBLAS's names of processors whose sgemm and ssyrk round an element alike however rows and columns are
+# cut, but in small products. On a Haswell they do not; others were not tried.
+_ALIKE = frozenset({"SkylakeX"})
+
+
+def rows_round_alike() -> bool:
+    """Return whether several threads may each compute some rows of what one would round in the same way."""
+    return blas_core_name() in _ALIKE
+
+
 @by_types()
 def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
     """c ← op(a) op(b) + beta c, inside compiled loops. op(a) is (m, k), op(b) (k, n), c (m, n), row-major."""
@@ -94,14 +97,19 @@ def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
 
 
 @by_types()
-def squared(c, a):
-    """The lower half of c ← a aᵀ, inside compiled loops."""
+def squared(top, bottom, c, a):
+    """Rows top … bottom of the lower half of c ← a aᵀ, inside compiled loops."""
     routine, real = (_ssyrk, np.float32) if c.dtype == types.float32 else (_dsyrk, np.float64)
     one, zero = real(1), real(0)
 
-    def call(c, a):
+    def call(top, bottom, c, a):
         n, k = a.shape
-        routine(ROW_MAJOR, LOWER, PLAIN, n, k, one, a.ctypes, k, zero, c.ctypes, n)
+        rows, out = a[top:], c[top:]
+        if 0 < top < bottom:
+            gemm(PLAIN, TRANSPOSED, bottom - top, top, k, rows, k, a, k, 0.0, out, n)
+        if top < bottom:
+            square = out[:, top:]
+            routine(ROW_MAJOR, LOWER, PLAIN, bottom - top, k, one, rows.ctypes, k, zero, square.ctypes, n)
 
     return call
 
@@ -136,7 +144,8 @@ def linear_columns(first, last, y, x, w, b):
     if b is not None:
         beta = 1.0
         _repeat(y[:, first:last], b[first:last])
-    n, columns = last - first, y.reshape(-1)[first:]
+    n = last - first
+    columns = y.reshape(-1)[first:]
     gemm(PLAIN, TRANSPOSED, rows, n, inputs, x, inputs, w[first:], inputs, beta, columns, outputs)
 
 
@@ -160,7 +169,8 @@ def linear_few_rows(first, last, y, x, w, b):
 def linear_backward(first, last, dx, dy, w):
     """Rows first … last of dx ← dy w."""
     outputs, inputs = w.shape
-    n, width = last - first, dy.strides[0] // dy.itemsize
+    n = last - first
+    width = dy.strides[0] // dy.itemsize
     gemm(PLAIN, PLAIN, n, inputs, outputs, dy[first:], width, w, inputs, 0.0, dx[first:], inputs)
 
 

@@ -11,8 +11,8 @@ from distgpt.core.cpu.compiling.processor import processor
 from distgpt.core.cpu.matmul import blas, blocked, packing
 from distgpt.core.cpu.matmul.blocked import rows_conflict
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory
-from distgpt.core.ops.api import Array, DType, Floats1d, Floats2d, Wide2d
-from distgpt.core.ops.low_precision import BITS, from_bfloat16
+from distgpt.core.ops.api import DType, Floats1d, Floats2d, Wide2d
+from distgpt.core.ops.low_precision import BITS
 
 
 class Matmuls(Protocol):
@@ -41,15 +41,15 @@ class BlasMatmuls:
 
     def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
         if len(x) < len(w):
-            self._pool.ranges(len(w), COLUMNS, blas.linear_columns, y, x, w, bias)
+            self._pool.split_range(len(w), COLUMNS, blas.linear_columns, y, x, w, bias)
         else:
-            self._pool.ranges(len(x), ROWS, blas.linear, y, x, w, bias)
+            self._pool.split_range(len(x), ROWS, blas.linear, y, x, w, bias)
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
-        self._pool.ranges(len(dx), ROWS, blas.linear_backward, dx, dy, w)
+        self._pool.split_range(len(dx), ROWS, blas.linear_backward, dx, dy, w)
 
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        self._pool.ranges(dy.shape[1], COLUMNS, blas.linear_backward_weights, dw, dy, x, accumulate)
+        self._pool.split_range(dy.shape[1], COLUMNS, blas.linear_backward_weights, dw, dy, x, accumulate)
 
 
 class OwnMatmuls:
@@ -58,42 +58,55 @@ class OwnMatmuls:
     words = "own kernels"
 
     def __init__(self, pool: Pool, dtype: DType) -> None:
-        self._pool, self._dtype = pool, np.dtype(dtype).name
+        self._pool = pool
+        self._dtype = np.dtype(dtype).name
         self._memory = WorkerMemory(pool)
 
     def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
-        if bias is not None and bias.dtype == BITS:
-            bias = from_bfloat16(bias)
-        self._cut(blocked.forward, len(x) < len(w), len(w), y, x, w, bias)
+        self._split(blocked.forward, len(x) < len(w), len(w), y, x, w, bias)
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         """dx ← dy w"""
         width = w.shape[1]
-        self._cut(blocked.backward, len(dx) < len(w) and self._share_panels(width), width, dx, dy, w)
+        self._split(blocked.backward, len(dx) < len(w) and self._share_panels(width), width, dx, dy, w)
 
-    def _cut(
+    def _split(
         self,
         loop: Callable[..., None],
         by_columns: bool,
         width: int,
         c: Floats2d,
         a: Floats2d,
-        *of: Array | None,
+        w: Floats2d,
+        *bias: Floats1d | None,
     ) -> None:
         """Let workers compute rows of C (…, width), or columns."""
 
         def part(first: int, last: int) -> None:
             rows, columns = ((0, len(a)), (first, last)) if by_columns else ((first, last), (0, width))
-            count = _up(rows[1] - rows[0])
-            own = self._memory.of(blocked.scratch, self._dtype, count, a.shape[1], rows_conflict(a))
-            loop(*rows, *columns, c, a, *of, own)
+            # The next power of two, so that prompts of many lengths share their scratch memory.
+            count = 1 << (rows[1] - rows[0] - 1).bit_length()
+            own = self._memory.scratch(blocked.scratch, self._dtype, count, a.shape[1], rows_conflict(a))
+            self._pool.call(loop, *rows, *columns, c, a, w, *map(self._in_float32, bias), own)
 
         total, grain = (width, packing.COLUMNS) if by_columns else (len(a), packing.ROWS)
-        self._pool.ranges(total, grain, part)
+        self._pool.split_range(total, grain, part)
+
+    def _in_float32(self, bias: Floats1d | None) -> Floats1d | None:
+        """Return a bias as tiles add it, in this worker's memory."""
+        if bias is None or bias.dtype != BITS:
+            return bias
+        wide = self._memory.scratch(np.empty, len(bias), "float32")
+        self._pool.call(blocked.widen, wide, bias)
+        return wide
 
     def _share_panels(self, columns: int) -> bool:
-        """Return whether threads that take panels get about the same: then nobody packs another's."""
-        panels, threads = -(-columns // packing.COLUMNS), self._pool.threads
+        """Return whether threads that take panels get at most an eighth more than the mean.
+
+        Then each packs its own panels alone. Otherwise they share out rows, and each packs all of w.
+        """
+        panels = -(-columns // packing.COLUMNS)
+        threads = self._pool.threads
         return 8 * threads * -(-panels // threads) <= 9 * panels
 
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
@@ -102,34 +115,29 @@ class OwnMatmuls:
         if inputs <= packing.COLUMNS < outputs:
             self._turned_weights(dw, dy, x, accumulate)
             return
-        by_rows, is_thin = outputs >= inputs, outputs <= packing.COLUMNS
+        by_rows = outputs >= inputs
+        is_thin = outputs <= packing.COLUMNS
 
         def part(first: int, last: int) -> None:
             top, bottom = (first, last) if by_rows else (0, outputs)
             begin, end = (0, inputs) if by_rows else (first, last)
-            own = self._memory.of(blocked.product_scratch, self._dtype, len(x), end - begin, is_thin)
-            blocked.products(top, bottom, begin, end, dw, dy, x, own, int(accumulate))
+            own = self._memory.scratch(blocked.product_scratch, self._dtype, len(x), end - begin, is_thin)
+            self._pool.call(blocked.products, top, bottom, begin, end, dw, dy, x, own, int(accumulate))
 
         grain = packing.ROWS if by_rows else packing.COLUMNS
-        self._pool.ranges(max(outputs, inputs), grain, part)
+        self._pool.split_range(max(outputs, inputs), grain, part)
 
     def _turned_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
         """dw ← [dw +] (xᵀ dy)ᵀ: for few inputs, where packing dy as rows would take longer than the sums."""
         outputs, inputs = dw.shape
 
         def part(first: int, last: int) -> None:
-            own = self._memory.of(blocked.product_scratch, self._dtype, len(x), last - first, True)
-            sums = self._memory.of(np.empty, (inputs, outputs), "float32")
-            blocked.products(0, inputs, first, last, sums, x, dy, own, 0)
-            turned = sums[:, first:last].T
-            dw[first:last] = dw[first:last] + turned if accumulate else turned
+            own = self._memory.scratch(blocked.product_scratch, self._dtype, len(x), last - first, True)
+            sums = self._memory.scratch(np.empty, (inputs, outputs), "float32")
+            self._pool.call(blocked.products, 0, inputs, first, last, sums, x, dy, own, 0)
+            self._pool.call(blocked.turn, first, last, dw, sums, accumulate)
 
-        self._pool.ranges(outputs, packing.COLUMNS, part)
-
-
-def _up(rows: int) -> int:
-    """Return the next power of two, so that prompts of many lengths share their scratch memory."""
-    return 1 << (rows - 1).bit_length()
+        self._pool.split_range(outputs, packing.COLUMNS, part)
 
 
 # The processors, by LLVM's names, on which our own kernels multiply float32 faster than the BLAS: a Zen 4 by

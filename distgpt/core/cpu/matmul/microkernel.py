@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
-from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32, Shape
+from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape
 from distgpt.core.cpu.matmul.vectors import BYTES, LLVM, SUFFIX, Vectors
 
 ACCUMULATE, BIAS = 1, 2  # flags
@@ -28,17 +28,18 @@ ARGUMENTS = (
 )
 
 
-def module(shape: Shape, factor: str, out: str, tile: type[Tile] | None = None) -> str:
-    """Return the IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
-    writer, at_once = tile or Tile, shape.at_once
+def module(shape: Shape, operand: str, out: str, tile: type[Tile] | None = None) -> str:
+    """Return the IR of `tile`, which computes up to `shape.rows` rows, for A, B and C of these types."""
+    writer = tile or Tile
+    at_once = shape.at_once
     shapes = writer.shapes(shape)
     tiles = [
-        writer(each, factor, out, rows, name).text()
+        writer(each, operand, out, rows, name).text()
         for name, each in shapes.items()
         for rows in range(1, at_once + 1)
     ]
     chosen = writer.choice(shape, shape.rows, at_once, ARGUMENTS, out, tuple(shapes))
-    return "\n".join([*writer.declarations(shape, factor, out), *tiles, chosen])
+    return "\n".join([*writer.declarations(shape, operand, out), *tiles, chosen])
 
 
 def fma(shape: Shape) -> str:
@@ -46,9 +47,10 @@ def fma(shape: Shape) -> str:
     return f"declare {v} @llvm.fma.v{shape.lanes}f32({v}, {v}, {v})"
 
 
-def declarations(shape: Shape, factor: str, out: str) -> list[str]:
+def declarations(shape: Shape, operand: str, out: str) -> list[str]:
     n = shape.lanes
-    stored, pairs = LLVM[out], shape.dot and factor == BFLOAT16
+    stored = LLVM[out]
+    pairs = shape.dot and operand == BFLOAT16
     declared = [
         fma(shape),
         f"declare <{n} x float> @llvm.masked.load.v{n}f32.p0(ptr, i32, <{n} x i1>, <{n} x float>)",
@@ -118,17 +120,20 @@ class Tile(Vectors):
         """Return `tile`, given the type of C."""
         return choice(shape, most, at_once, arguments, names)
 
-    def __init__(self, shape: Shape, factor: str, out: str, rows: int, name: str = "tile") -> None:
+    def __init__(self, shape: Shape, operand: str, out: str, rows: int, name: str = "tile") -> None:
         super().__init__(shape)
-        self.factor, self.out, self.rows, self.name = factor, out, rows, name
-        self._widens = shape.widens(factor)
+        self.operand = operand
+        self.out = out
+        self.rows = rows
+        self.name = name
+        self._widens = shape.widens(operand)
         self.totals: Sums = {}
 
     def text(self) -> str:
         self.begin(ARGUMENTS)
         self._starts()
         self._loop()
-        if self.factor == BFLOAT16:
+        if self.operand == BFLOAT16:
             self._last_of_an_odd_number()
         self._write()
         return "\n".join([*self.lines, "  ret void\n}"])
@@ -154,7 +159,7 @@ class Tile(Vectors):
     def _starts(self) -> None:
         """Compute the address of each row of A, and the number of whole steps."""
         self._row_starts()
-        self.steps = "%k" if self.factor == FLOAT32 else self.new("lshr i64 %k, 1")
+        self.steps = "%k" if self.operand == FLOAT32 else self.new("lshr i64 %k, 1")
         some = self.new(f"icmp ne i64 {self.steps}, 0")
         self.add(f"  br i1 {some}, label %loop, label %summed")
 
@@ -238,16 +243,16 @@ class Tile(Vectors):
 
     def element(self, r: int, second: bool) -> str:
         """Return one half of the pair of row r in all lanes, widened."""
-        place = self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 %at")
-        return self._a(place, partial(self.half, second=second))
+        address = self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 %at")
+        return self._a(address, partial(self.half, second=second))
 
-    def _a(self, place: str, widened: Callable[[str], str] = str, half: bool = False) -> str:
+    def _a(self, address: str, widened: Callable[[str], str] = str, half: bool = False) -> str:
         """Return one element of A, or pair, in all lanes; of a `half` pair only the first is there."""
-        if self.factor == FLOAT32:
-            return self._in_all("float", self.new(f"load float, ptr {place}, align 4"), widened)
+        if self.operand == FLOAT32:
+            return self._in_all("float", self.new(f"load float, ptr {address}, align 4"), widened)
         if not half:
-            return self._in_all("i32", self.new(f"load i32, ptr {place}, align 2"), widened)
-        single = self.new(f"load i16, ptr {place}, align 2")
+            return self._in_all("i32", self.new(f"load i32, ptr {address}, align 2"), widened)
+        single = self.new(f"load i16, ptr {address}, align 2")
         return self._in_all("i32", self.new(f"zext i16 {single} to i32"), widened)
 
     def _in_all(self, type: str, value: str, widened: Callable[[str], str] = str) -> str:
@@ -255,15 +260,15 @@ class Tile(Vectors):
         return widened(self.everywhere(type, value))
 
     def _b(self, panel: str, v: int, load: str = "load") -> str:
-        place = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
-        type = "float" if self.factor == FLOAT32 else "i32"
+        address = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
+        type = "float" if self.operand == FLOAT32 else "i32"
         align = 4 * self.shape.lanes
-        return self.new(f"{load} <{self.shape.lanes} x {type}>, ptr {place}, align {align}")
+        return self.new(f"{load} <{self.shape.lanes} x {type}>, ptr {address}, align {align}")
 
     def _multiplied(self, total: str, a: str, b: str) -> str:
         """Return the sum with a product added, of float32 or of pairs."""
         n = self.shape.lanes
-        if self.factor == FLOAT32 or self._widens:
+        if self.operand == FLOAT32 or self._widens:
             return self.fma(a, b, total)
         pairs = [self.new(f"bitcast <{n} x i32> {x} to <{2 * n} x bfloat>") for x in (a, b)]
         given = ", ".join(f"<{2 * n} x bfloat> {pair}" for pair in pairs)
@@ -309,13 +314,14 @@ class Tile(Vectors):
                 self._store(self.totals[r, v], row, v, masks)
 
     def _store(self, value: str, row: str, v: int, masks: list[str]) -> None:
-        n, size = self.shape.lanes, BYTES[self.out]
+        n = self.shape.lanes
+        size = BYTES[self.out]
         if self.out == BFLOAT16:
             value = self.rounded(value)
-        place = self.new(f"getelementptr i8, ptr {row}, i64 {size * n * v}")
+        address = self.new(f"getelementptr i8, ptr {row}, i64 {size * n * v}")
         self.add(
             f"  call void @llvm.masked.store.v{n}{SUFFIX[self.out]}.p0(<{n} x {LLVM[self.out]}> {value}, "
-            f"ptr {place}, i32 {size}, <{n} x i1> {masks[v]})"
+            f"ptr {address}, i32 {size}, <{n} x i1> {masks[v]})"
         )
 
     def asked(self, flag: int) -> str:
@@ -338,10 +344,10 @@ class Tile(Vectors):
 
     def _loaded(self, row: str, v: int, masks: list[str]) -> str:
         n = self.shape.lanes
-        place = self.new(f"getelementptr i8, ptr {row}, i64 {4 * n * v}")
+        address = self.new(f"getelementptr i8, ptr {row}, i64 {4 * n * v}")
         return self.new(
             f"call {self.vector} @llvm.masked.load.v{n}f32.p0"
-            f"(ptr {place}, i32 4, <{n} x i1> {masks[v]}, {self.vector} zeroinitializer)"
+            f"(ptr {address}, i32 4, <{n} x i1> {masks[v]}, {self.vector} zeroinitializer)"
         )
 
     def _add_where(self, name: str, condition: str, loaded: Callable[[int, int], str]) -> None:
@@ -355,6 +361,7 @@ class Tile(Vectors):
             added[r, v] = self.new(f"fadd {self.vector} {self.totals[r, v]}, {more}")
         self.add(f"  br label %after_{name}\nafter_{name}:")
         for r, v in self.cells():
-            value, without = f"%{name}{r}_{v}", self.totals[r, v]
+            value = f"%{name}{r}_{v}"
+            without = self.totals[r, v]
             self.add(f"  {value} = phi {self.vector} [{without}, %{before}], [{added[r, v]}, %with_{name}]")
             self.totals[r, v] = value

@@ -24,7 +24,8 @@ LINE = 64
 def packed(k: int, columns: int, dtype: DType) -> Array:
     """Make memory for a packed matrix (k, columns); bfloat16 as uint16."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
-    panels, elements = -(-columns // COLUMNS), -(-k // pair) * pair * COLUMNS
+    panels = -(-columns // COLUMNS)
+    elements = -(-k // pair) * pair * COLUMNS
     return aligned((panels, elements), dtype)
 
 
@@ -58,7 +59,8 @@ def pack_transposed(first, last, out, w, begin, end):
     width = end - begin
     words = w.itemsize * width // 4  # a pair, or a float32, is one word of 32 bits
     for start in range(first, last, COLUMNS):
-        to, count = out[(start - first) // COLUMNS], min(COLUMNS, last - start)
+        to = out[(start - first) // COLUMNS]
+        count = min(COLUMNS, last - start)
         _no_partner(to, width, COLUMNS)
         whole = count // LANES * LANES if w.itemsize * width % 4 == 0 else 0
         for j in range(0, whole, LANES):
@@ -86,44 +88,44 @@ def pack_rows_transposed(first, last, out, w):
 
 
 @inline
-def _pack_columns(first, last, out, w, wide):
-    """Panels of `wide` columns, some rows of all of them before the next rows."""
+def _pack_columns(first, last, out, w, width):
+    """Panels of `width` columns, some rows of all of them before the next rows."""
     depth = w.shape[0]
     for top in range(0, depth, DEPTH):
         bottom = min(top + DEPTH, depth)
-        for start in range(first, last, wide):
-            to = out[(start - first) // wide]
+        for start in range(first, last, width):
+            to = out[(start - first) // width]
             if bottom == depth:
-                _no_partner(to, depth, wide)
-            _columns(to[top * wide :], w, top, bottom, start, min(wide, last - start), wide)
+                _no_partner(to, depth, width)
+            _columns(to[top * width :], w, top, bottom, start, min(width, last - start), width)
 
 
 @inline
-def _no_partner(to, k, wide):
+def _no_partner(to, k, width):
     """Zeros beside the last of an odd number of bfloat16."""
     if to.itemsize == 2 and k % 2:
-        to[(k - 1) * wide : (k + 1) * wide] = 0
+        to[(k - 1) * width : (k + 1) * width] = 0
 
 
 @inline
-def _columns(to, w, top, bottom, start, count, wide):
-    """to ← `count` columns of w from `start` on, rows of `wide`; in bfloat16 two rows side by side.
+def _columns(to, w, top, bottom, start, count, width):
+    """to ← `count` columns of w from `start` on, rows of `width`; in bfloat16 two rows side by side.
 
     Whole vectors are moved where they are there, the last ones of all rows first: what is too much is written
     over by the next row, or lies in the slack behind the last one.
     """
     words = to.view(np.uint32)
     left = top
-    if count == wide and start + (wide + LANES - 1) // LANES * LANES <= w.shape[1]:
-        for j in range((wide - 1) // LANES * LANES, -1, -LANES):
-            strip(w[top:, start + j :], w.strides[0], words[j:], 4 * wide, bottom - top)
+    if count == width and start + (width + LANES - 1) // LANES * LANES <= w.shape[1]:
+        for j in range((width - 1) // LANES * LANES, -1, -LANES):
+            strip(w[top:, start + j :], w.strides[0], words[j:], 4 * width, bottom - top)
         left = bottom - (bottom - top) % (4 // w.itemsize)
     for k in range(left, bottom):
         for j in range(count):
             if w.itemsize == 4:
-                to[(k - top) * wide + j] = w[k, start + j]
+                to[(k - top) * width + j] = w[k, start + j]
             else:
-                to[((k - top) // 2 * wide + j) * 2 + (k - top) % 2] = w[k, start + j]
+                to[((k - top) // 2 * width + j) * 2 + (k - top) % 2] = w[k, start + j]
 
 
 def packed_rows(rows: int, k: int, dtype: DType) -> Array:

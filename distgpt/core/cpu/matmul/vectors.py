@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distgpt.core.cpu.compiling.registers import BFLOAT16, FLOAT32, Shape
+from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape
 
 LLVM = {FLOAT32: "float", BFLOAT16: "i16"}
 SUFFIX = {FLOAT32: "f32", BFLOAT16: "i16"}
@@ -118,7 +118,9 @@ def transpose(lanes: int) -> str:
 
 def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
     """Rows j and j + distance change the words off the diagonal of each pair of blocks `distance` wide."""
-    vector, a, b = f"<{lanes} x i32>", f"%r{stage}_{j}", f"%r{stage}_{j + distance}"
+    vector = f"<{lanes} x i32>"
+    a = f"%r{stage}_{j}"
+    b = f"%r{stage}_{j + distance}"
     near = [lane if not lane & distance else lanes + lane - distance for lane in range(lanes)]
     far = [lane + distance if not lane & distance else lanes + lane for lane in range(lanes)]
     return [

@@ -1,0 +1,166 @@
+"""Time a training step whose kernels do nothing: what Python, threads and locks cost, by number of threads.
+
+    python benchmarks/python_cost.py [--presets tiny fast gpt2] [--threads 1 2 4 8 16 32 64]
+        [--steps 20] [--by-python]
+
+No compiled loop computes anything, so this needs no cores to be true: as many threads as one likes wait for
+each other as they would on a node. Beside it stands what the step takes with its kernels on one thread,
+divided by the threads: the step that the kernels allow. `--floor-only` leaves that out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from cProfile import Profile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distgpt.core.config.presets import preset
+
+# One sequence or more for each of 16 threads, as who has them would choose.
+CHANGES: dict[str, dict[str, Any]] = {
+    "tiny": {"vocab_size": 256},
+    "fast": {"vocab_size": 2048},
+    "gpt2": {"vocab_size": 50257, "batch_size": 16, "seq_len": 512, "grad_accum": 1},
+}
+
+
+def do_nothing() -> None:
+    """Let every loop that is compiled from now on return at once."""
+    from distgpt.core.cpu.compiling import jit
+    from distgpt.recorded.loops import replay  # which is Python's substitute, and stays
+
+    assert replay
+    compiled = jit.njit
+
+    def emptied(function: Callable[..., Any]) -> Any:
+        names = ", ".join(inspect.signature(function).parameters)
+        made: dict[str, Any] = {}
+        exec(f"def {function.__name__}({names}): pass", made)
+        return compiled(nogil=True, _nrt=False)(made[function.__name__])
+
+    jit.jit = emptied
+
+
+def forget_recordings() -> None:
+    """Let Python make every call, as the core alone does."""
+    from distgpt.components import TABLES
+
+    TABLES["parts"].pop("record")
+
+
+def step_cost(name: str, threads: int, dtype: str, steps: int, is_empty: bool) -> tuple[float, int]:
+    """Return the median seconds of a step, and the calls that its first thread makes."""
+    if is_empty:
+        do_nothing()
+    import numpy as np
+
+    from distgpt.core.cpu.stages import open_stage
+    from distgpt.core.data.batches import Batches
+    from distgpt.core.data.loading import ArrayTokens
+    from distgpt.core.train.setup import make_steps
+
+    run = preset(name, CHANGES[name] | {"dtype": dtype, "recompute": "mlp", "matmul": "own"})
+    count = run.train.batch_size * run.model.seq_len
+    ids = np.random.default_rng(0).integers(0, run.model.vocab_size, count + 1, np.uint32)
+    batches = Batches.of_run(ArrayTokens(ids), run)
+    step = make_steps(run, open_stage("serial", threads), lambda text: None)
+    kernels: Any = step.model.kernels
+    if is_empty:  # what nobody has written would be no number
+        kind = type(kernels)
+        summed = kind.sum_squares
+
+        def one(self: Any, total: Any, g: Any) -> None:
+            summed(self, total, g)
+            total[0] = 1.0
+
+        kind.sum_squares = one
+    seconds = []
+    for number in range(3 + steps):
+        begun = time.perf_counter()
+        step.launch(number, batches).read()
+        seconds.append(time.perf_counter() - begun)
+    profile = Profile()
+    profile.runcall(lambda: step.launch(number + 1, batches).read())
+    return median(seconds[3:]), sum(entry.callcount for entry in profile.getstats())
+
+
+def measured(
+    name: str, threads: int, dtype: str, steps: int, is_empty: bool, flags: Sequence[str]
+) -> tuple[float, int]:
+    """Return the same, of a process of its own: a loop is empty or is not."""
+    words = [
+        sys.executable,
+        __file__,
+        *flags,
+        "--alone",
+        name,
+        str(threads),
+        dtype,
+        str(steps),
+        str(int(is_empty)),
+    ]
+    seconds, calls = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+    return float(seconds), int(calls)
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    known = dict(line.split("\t:", 1) for line in lines if "\t:" in line)
+    return " ".join(known.get(key, "").strip() for key in ("model name", "cpu family\t", "model\t")).strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time a step whose kernels do nothing.")
+    parser.add_argument("--presets", nargs="+", choices=CHANGES, default=list(CHANGES))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--floor-only", action="store_true")
+    parser.add_argument("--by-python", action="store_true", help="leave out recorded steps")
+    parser.add_argument("--out", type=Path, help="JSON of all rows")
+    parser.add_argument("--alone", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.by_python:
+        forget_recordings()
+    if args.alone:
+        name, threads, dtype, steps, is_empty = args.alone
+        print(*step_cost(name, int(threads), dtype, int(steps), bool(int(is_empty))))
+        return
+    rows = []
+    flags = ["--by-python"] * args.by_python
+    for name in args.presets:
+        whole = 0.0 if args.floor_only else measured(name, 1, args.dtype, 3, False, flags)[0]
+        for threads in args.threads:
+            seconds, calls = measured(name, threads, args.dtype, args.steps, True, flags)
+            row = {"preset": name, "threads": threads, "ms": 1e3 * seconds, "calls": calls}
+            allowed = 1e3 * whole / threads
+            if whole:
+                row |= {"kernels_ms": allowed, "share": row["ms"] / allowed}
+            rows.append(row)
+            share = f"{allowed:10.1f} ms allowed {row['share']:8.1%}" if whole else ""
+            cost = f"{row['ms']:9.2f} ms of Python, {calls:6,} calls"
+            print(f"{name:6} {threads:3} threads {cost}{share}", flush=True)
+    if args.out:
+        args.out.write_text(
+            json.dumps(
+                {"processor": processor(), "dtype": args.dtype, "by_python": args.by_python, "rows": rows},
+                indent=1,
+            )
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

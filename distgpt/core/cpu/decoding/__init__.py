@@ -1,4 +1,0 @@
-"""New tokens of many sequences in one compiled call: packed weights, and one pass over all layers.
-
-Not here: which tokens come when (core/generate/), the operations that training shares (fused/, matmul/).
-"""

@@ -1,0 +1,93 @@
+"""Teams of threads: how the threads of a pool share jobs, and which jobs several of them share."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import NamedTuple
+
+from distgpt.core.base.interrupts import signals_deferred
+from distgpt.core.cpu.compiling.barrier import RELEASED, Member, counters
+from distgpt.core.cpu.pool import Pool
+
+WORTHWHILE = 0.9  # of the time with a thread for each job: a larger team must not take more
+LOSS = 0.03  # of a member's time, for each further member: they wait for each other, and pack the same
+
+Shape = tuple[int, ...]
+
+
+class Cost(NamedTuple):
+    """The work of a job, in any unit, and the most threads that can share it."""
+
+    work: float
+    most: int
+
+
+class Team(NamedTuple):
+    """Threads from `first` on that do these jobs, one after the other, each of them together."""
+
+    first: int
+    members: int
+    jobs: tuple[int, ...]
+
+
+@cache
+def share_out(shapes: tuple[Shape, ...], threads: int, cost: Callable[[Shape], Cost]) -> tuple[Team, ...]:
+    """Return teams for jobs of these shapes: one for each thread if none would wait long for another.
+
+    The largest jobs begin, each in the team that would be through with it first.
+    """
+    costs = [cost(shape) for shape in shapes]
+    found: tuple[Team, ...] = ()
+    least = 0.0
+    for count in range(min(threads, len(shapes)), 0, -1):
+        firsts = [threads * i // count for i in range(count)]
+        sizes = [stop - first for first, stop in zip(firsts, [*firsts[1:], threads], strict=True)]
+        ends = [0.0] * count
+        jobs: list[list[int]] = [[] for _ in sizes]
+        for i in sorted(range(len(costs)), key=lambda i: -costs[i].work):
+            after = [end + _time(costs[i], size) for end, size in zip(ends, sizes, strict=True)]
+            team = after.index(min(after))
+            jobs[team].append(i)
+            ends[team] = after[team]
+        if not found or max(ends) < WORTHWHILE * least:
+            most = [max((costs[job].most for job in some), default=0) for some in jobs]
+            found = tuple(map(Team, firsts, map(min, sizes, most), map(tuple, jobs)))
+            least = max(ends)
+    return found
+
+
+def _time(cost: Cost, members: int) -> float:
+    at_work = min(members, cost.most)
+    return cost.work / at_work * (1 + LOSS * (at_work - 1))
+
+
+def by_job(teams: tuple[Team, ...]) -> list[tuple[int, Team]]:
+    """Return all jobs in order, each with its team."""
+    return sorted((job, team) for team in teams for job in team.jobs)
+
+
+def run_in_teams(pool: Pool, teams: tuple[Team, ...], work: Callable[[int, Member], None]) -> None:
+    """Call work(job, member) on each thread for the jobs of its team.
+
+    All members have to come to where they meet: no signal may keep one away, and one that fails before lets
+    the others pass.
+    """
+    firsts = [team.first for team in teams]
+    of_jobs = counters(sum(len(team.jobs) for team in teams), pool.threads)
+
+    def take_part(thread: int) -> None:
+        first, members, jobs = teams[bisect_right(firsts, thread) - 1]
+        if thread - first < members:
+            try:
+                for job in jobs:
+                    work(job, Member(thread - first, members, of_jobs[job]))
+            except BaseException:
+                of_jobs[list(jobs), 0] = RELEASED
+                raise
+
+    is_shared = any(team.members > 1 for team in teams)
+    with signals_deferred() if is_shared else nullcontext():
+        pool.run_parts(take_part, teams[-1].first + teams[-1].members if teams else 0)

@@ -1,0 +1,54 @@
+"""A text in a file: found by its name, and read strictly."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import BinaryIO
+
+from distgpt.core.base.errors import DataError, nearest
+from distgpt.core.base.files import bundled, open_regular
+from distgpt.core.base.tables import part
+
+BUNDLED_TEXTS = ("corpus", "names", "story")
+LONGEST_PROMPT = 64 << 20  # bytes
+
+
+def resolve_data(name: str) -> Path:
+    """Return what `--data` names: a bundled text, else the path of a file or a folder."""
+    if name in BUNDLED_TEXTS:
+        return bundled("data", f"{name}.txt")
+    try:
+        Path(name).stat()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(
+            f"{name!r} is no readable file ({reason}) and no bundled text{nearest(name, BUNDLED_TEXTS)}"
+        ) from None
+    return Path(name)
+
+
+def no_remedy(path: Path | None, content: bytes, at: int = 0) -> str:
+    """Return the likely kind of a file whose byte `at` is not UTF-8, and a remedy; "": none is known."""
+    return ""
+
+
+def read_text(path: Path, stream: BinaryIO | None = None) -> str:
+    """Return a file's text: strict UTF-8, without a byte order mark, with \\n for line breaks, never empty.
+
+    Where a `stream` is given, it is read instead, up to a length that no prompt has.
+    """
+    try:
+        with nullcontext(stream) if stream else open_regular(path) as file:
+            text = file.read(LONGEST_PROMPT if stream else -1).decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = part("remedy", no_remedy)(None if stream else path, error.object, error.start)
+        raise DataError(
+            f"{path} is not UTF-8 text, byte {error.start} cannot be decoded{found and f': {found}'}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    if not text:
+        raise DataError(f"{path} is empty; give a file with some text in it")
+    return text

@@ -1,0 +1,112 @@
+"""Slots on the vocabulary of operations: the plain kind, for every architecture, on CPUs and GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from distgpt.core.generate.slots import CHUNK, Feed, SlotKind, check_drop
+from distgpt.core.model.model import Model
+from distgpt.core.model.passes import Pass, cache_shape
+from distgpt.core.ops.api import Angles, Array
+
+KEPT = 16  # rows up to which the views of a pass are kept: drafts come again and again
+
+
+class PlainSlots:
+    """A pass of its own for each feed, one after the other: so a sequence cannot depend on another's.
+
+    Logits have the kernels' wide type, which is float64 where they compute in it. A slot's memory is made
+    when it is first used.
+    """
+
+    chunk = CHUNK
+    is_exact = False  # matmuls of few rows add in another order than those of many
+
+    def __init__(self, model: Model, count: int) -> None:
+        self.model = model
+        self.count, self.length = count, model.config.seq_len
+        self.can_drop = not model.config.has_position_vectors
+        self._caches: list[Array | None] = [None] * count
+        self._longest = Pass(model, 1, 1, training=False)
+        self._shorter: dict[int, Pass] = {}  # by their rows, in the memory of the longest
+        self._logits = model.kernels.zeros(1, model.config.padded_vocab)
+
+    def feed(self, work: Sequence[Feed]) -> Array:
+        """Compute logits, as `Slots` says."""
+        assert not any(each.variant for each in work), "only compiled slots have variants"
+        k, config = self.model.kernels, self.model.config
+        rows = sum(each.wanted for each in work)
+        if rows > len(self._logits):
+            self._logits = k.zeros(rows, config.padded_vocab)
+        end = 0
+        for each in work:
+            one = self._pass_for(len(each.tokens))
+            hidden = one.hidden(k.integers(each.tokens), self._cache(each.slot), k.integers([each.start]))
+            if each.wanted:
+                out = self._logits[end : end + each.wanted]
+                one.logits(out, hidden[len(hidden) - each.wanted :])
+                end += each.wanted
+        if not rows:
+            return np.zeros((0, config.vocab_size), np.float32)
+        return np.array(k.to_host(self._logits[:rows])[:, : config.vocab_size])
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy as `Slots` says. On GPUs all goes by way of the host: their arrays know no strided copies."""
+        k = self.model.kernels
+        old, new = self._cache(source), self._cache(target)
+        if k.capabilities.is_async:
+            k.put(new, k.to_host(old))
+        else:
+            new[..., :length, :] = old[..., :length, :]
+
+    def drop(self, slot: int, count: int, kept: int) -> None:
+        """Drop as `Slots` says, on the host for GPUs too: it happens once in half a context."""
+        check_drop(self, slot, count, kept)
+        k = self.model.kernels
+        cache = self._cache(slot)
+        turn = None
+        if (angles := self.model.positions.angles) is not None:
+            turn = Angles(*(k.to_host(table[count : count + 1]) for table in angles))
+        whole = np.array(k.to_host(cache))
+        drop_first(whole, turn, count, kept)
+        k.put(cache, whole)
+
+    def _pass_for(self, count: int) -> Pass:
+        if count > self._longest.n_rows:
+            self._longest = Pass(self.model, 1, count, training=False)
+            self._shorter.clear()
+        if count == self._longest.n_rows:
+            return self._longest
+        found = self._shorter.get(count) or self._longest.reshaped(1, count)
+        if count <= KEPT:
+            self._shorter[count] = found
+        return found
+
+    def _cache(self, slot: int) -> Array:
+        cache = self._caches[slot]
+        if cache is None:
+            cache = self._caches[slot] = self.model.kernels.zeros(*cache_shape(self.model.config))
+        return cache
+
+
+def drop_first(cache: Array, turn: Angles | None, count: int, kept: int) -> None:
+    """cache (layers, 2, …, T, head): positions 0 … kept ← those from `count` on, keys turned back."""
+    found = cache[..., count : count + kept, :].copy()
+    if turn is not None:
+        left, right = np.split(found[:, 0], 2, axis=-1)
+        found[:, 0] = np.concatenate(
+            (left * turn.cos + right * turn.sin, right * turn.cos - left * turn.sin), axis=-1
+        )
+    cache[..., :kept, :] = found
+
+
+def slot_bytes(model: Model) -> int:
+    """Return the memory of a slot: its keys and values, and the logits of its next token."""
+    elements = prod(cache_shape(model.config)) + model.config.padded_vocab
+    return elements * int(model.kernels.dtype.itemsize)
+
+
+PLAIN = SlotKind(lambda model, count, _: PlainSlots(model, count), slot_bytes)

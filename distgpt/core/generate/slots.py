@@ -1,0 +1,108 @@
+"""Slots: each holds a sequence in one cache of keys and values. What the engine asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from distgpt.core.generate.request import Likelihood, Sampling
+from distgpt.core.model.model import Model
+from distgpt.core.ops.api import Array
+
+CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
+
+
+class Choice(NamedTuple):
+    """How a token is going to be chosen, for slots that know to do most of it where the logits are."""
+
+    sampling: Sampling
+    uniform: float  # the random number of [0, 1) that draws it
+    alternatives: int  # the number of likeliest tokens whose log-probabilities are asked for, too
+
+
+class Feed(NamedTuple):
+    """New tokens of one sequence."""
+
+    slot: int
+    start: int  # how many tokens the slot holds so far
+    tokens: Sequence[int]  # that follow: one when decoding, a chunk in prefill, a draft with prompt lookup
+    wanted: int  # logits are wanted after this many of the last tokens (0: none, 1: usual, all: verification)
+    variant: int = 0  # of the weights, where slots have some: they count from 1; 0: the model itself
+    choice: Choice | None = None  # what alone the logits are for; None: all of them are wanted
+
+
+class LogitsElsewhere(Protocol):
+    """The logits of a token that stayed on a device, with what its `Choice` needs."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Tell whether all of them are."""
+
+    def choose(self, sampling: Sampling, uniform: float) -> int:
+        """Choose a token as `sampling.choose` does."""
+
+    def likelihood(self, token: int, alternatives: int) -> Likelihood:
+        """Return log-probabilities as `sampling.likelihood` does."""
+
+
+Logits: TypeAlias = "Array | LogitsElsewhere"  # (V,), of one token
+Rows: TypeAlias = "Sequence[Logits] | Array"
+
+
+class Slots(Protocol):
+    """A cache for `count` sequences. What a slot holds beyond a feed's `start` is forgotten by that feed.
+
+    What comes out for a sequence does not depend on the others: in one call each slot occurs at most once.
+    """
+
+    count: int
+    length: int  # positions of each: the context
+    can_drop: bool  # whether positions may move: not where the model has learned a vector for each
+    chunk: int  # tokens of prompts to compute at once
+    is_exact: bool  # whether the same bits come out however a sequence is cut into feeds
+
+    def feed(self, work: Sequence[Feed]) -> Rows:
+        """Compute these tokens; return logits (Σ wanted, V), in the order of `work`; V without padding.
+
+        They are float32 on the host. Where feeds name a choice, a list of rows, some of which may stay
+        elsewhere.
+        """
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` keys and values: several samples share a prefill."""
+
+    def drop(self, slot: int, count: int, kept: int) -> None:
+        """Forget the first `count` positions, and move the `kept` behind them to the front.
+
+        Their keys are rotated back by `count` positions, as attention sees distances alone. They still carry
+        what they saw of those that went.
+        """
+
+
+class SlotKind(NamedTuple):
+    """A kind of slots: how to make a number of them for a model, and the bytes that one takes.
+
+    The third argument are variants of the weights, for kinds that have some; None: there are none.
+    """
+
+    make: Callable[[Model, int, object], Slots]
+    slot_bytes: Callable[[Model], int]
+
+
+def are_finite(rows: Rows) -> bool:
+    """Tell whether all logits are, also those that stayed on a device."""
+    if isinstance(rows, np.ndarray):
+        return bool(np.isfinite(rows).all())
+    for row in rows:
+        is_finite = bool(np.isfinite(row).all()) if isinstance(row, np.ndarray) else row.is_finite
+        if not is_finite:
+            return False
+    return True
+
+
+def check_drop(slots: Slots, slot: int, count: int, kept: int) -> None:
+    """Refuse what does not fit, as compiled loops do not look."""
+    if not (slots.can_drop and 0 <= slot < slots.count and 0 <= count < count + kept <= slots.length):
+        raise ValueError(f"slot {slot} cannot keep {kept} of {slots.length} positions behind {count}")

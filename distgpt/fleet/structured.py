@@ -1,0 +1,125 @@
+"""A log of JSON: each line that a command writes becomes one object, of an event or of its text.
+
+Only what is written past Python stays as it is: by MPI, by a process that has to leave at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, TextIO
+
+from distgpt.core.base.interrupts import as_interrupt
+from distgpt.core.comm.job import exit_code, this_job
+from distgpt.core.train.lines import Facts, Lines, Metrics, Output, remaining, summary
+
+ERROR_PREFIXES = ("distgpt: ", "Error: ")  # of lines by which a command ends, its own and click's
+
+
+class Log:
+    """Makes the lines of this process; all of them have its host, its rank and its last step."""
+
+    def __init__(self) -> None:
+        job = this_job()
+        batch = job.batch or {}
+        self._common = {"host": platform.node(), "rank": job.rank} | ({"job": batch["id"]} if batch else {})
+        self.step: int | None = None
+        self.exit_code: int | None = None  # once it is known
+        self.ending = "error"  # the level of the end; where a signal asked for it, it is none
+
+    def line(self, event: str, level: str = "info", **facts: Any) -> str:
+        """Return an object in one line. Numbers that are not finite are null, as in metrics.jsonl."""
+        now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        known = {"time": now, "level": level, **self._common, "step": self.step, "event": event, **facts}
+        known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
+        return json.dumps(known, default=str) + "\n"
+
+    def told(self, text: str, is_error: bool) -> str:
+        """Return the object of a line of text. `is_error`: it was written to standard error."""
+        prefix = next((known for known in ERROR_PREFIXES if is_error and text.startswith(known)), "")
+        if not prefix:
+            return self.line("message", "warning" if is_error else "info", message=text)
+        return self.line("end", self.ending, exit_code=self.exit_code, message=text.removeprefix(prefix))
+
+
+class JsonStream:
+    """Standard output or standard error, each line of which becomes an object."""
+
+    encoding = "utf-8"  # of what is written here; what goes on is ASCII
+
+    def __init__(self, log: Log, plain: TextIO, is_error: bool) -> None:
+        self.log, self.plain, self._is_error = log, plain, is_error
+        self._begun = ""  # of a line without its end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            if line.strip():
+                self.plain.write(self.log.told(line, self._is_error))  # whole: other ranks write, too
+        return len(text)
+
+
+class JsonLines(Lines):
+    """Shows a run in objects, as often as `Lines` does."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        super().__init__(seconds)
+        known = sys.stdout
+        self._log = known.log if isinstance(known, JsonStream) else Log()
+        if isinstance(known, JsonStream):
+            self.stream = Output(known.plain)
+
+    def say(self, text: str, style: str = "") -> None:
+        self._emit("note", "notice", facts={"message": text})
+
+    def started(self, facts: Facts) -> None:
+        self._end, self._log.step = remaining(facts), facts["first_step"]
+        self._emit("start", facts={"message": summary(facts), "batch": this_job().batch, **facts})
+
+    def stepped(self, metrics: Metrics) -> None:
+        self._log.step = int(metrics["step"])
+        if self._is_due(metrics):
+            self._emit("step", facts=metrics)
+
+    def evaluated(self, metrics: Metrics) -> None:
+        self._emit("evaluation", facts=metrics)
+
+    def sampled(self, step: int, text: str) -> None:
+        self._emit("sample", facts={"message": text.strip()})
+
+    def _emit(self, event: str, level: str = "info", *, facts: Mapping[str, Any]) -> None:
+        known = {k: v for k, v in facts.items() if k != "time"}  # each object has its own
+        self.stream.write(self._log.line(event, level, **known))
+        self.stream.flush()
+
+
+@contextmanager
+def as_json() -> Iterator[None]:
+    """Turn what this process writes into JSON from now on; at the end of a command say how that has ended.
+
+    The streams stay as they are then: what reports an error comes later.
+    """
+    log = Log()
+    sys.stdout = JsonStream(log, sys.stdout, is_error=False)
+    sys.stderr = JsonStream(log, sys.stderr, is_error=True)
+    try:
+        yield
+    finally:
+        error = sys.exception()
+        log.exit_code = 0
+        if error is not None:  # its line follows
+            error = as_interrupt(error)
+            log.ending = "warning" if isinstance(error, KeyboardInterrupt) else "error"
+            own = getattr(error, "exit_code", None)
+            log.exit_code = own if isinstance(own, int) else exit_code(error)
+        elif this_job().rank == 0:
+            sys.stdout.plain.write(log.line("end", exit_code=0))
+            sys.stdout.flush()

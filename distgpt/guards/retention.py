@@ -1,0 +1,52 @@
+"""Retention of checkpoints beside the newest: some for good, others until they are of an age.
+
+Nothing here removes the newest `keep`, of which the last is whole: it was just written.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from distgpt.core.config import TrainConfig
+from distgpt.core.saved.checkpoint import MANIFEST, step_of
+
+# An empty file in a checkpoint that stays for good. That is decided once, when it is the newest, and not by
+# its time, which a copy on another disk may not have. Whoever looks after a run may make or remove it.
+MARK = "kept"
+
+
+def is_kept(checkpoint: Path) -> bool:
+    return (checkpoint / MARK).exists()
+
+
+class Retention:
+    """Says which checkpoints may go: an `Outdated` (core/saved/checkpoint.py)."""
+
+    def __init__(self, t: TrainConfig) -> None:
+        self._t = t
+
+    def __call__(self, saved: Sequence[Path]) -> list[Path]:
+        """Mark the newest one if it is to stay for good. Return those that may go. `saved`: newest first."""
+        if saved and self._is_due(saved[0], next(filter(is_kept, saved[1:]), None)):
+            with suppress(OSError):  # no room: the next one is due, too
+                (saved[0] / MARK).touch()
+        youngest = time.time() - 60 * self._t.keep_minutes
+        return [path for path in saved[self._t.keep :] if not is_kept(path) and _saved_at(path) <= youngest]
+
+    def _is_due(self, newest: Path, last: Path | None) -> bool:
+        """Return whether the newest is to stay, where `last` is the one before it that does."""
+        every, minutes = self._t.keep_every, self._t.keep_every_minutes
+        if every:
+            return step_of(newest) // every > (step_of(last) // every if last else 0)
+        return bool(minutes) and (last is None or _saved_at(newest) - _saved_at(last) >= 60 * minutes)
+
+
+def _saved_at(checkpoint: Path) -> float:
+    """Return when a checkpoint was finished; long ago where that is not known."""
+    with suppress(OSError):
+        return (checkpoint / MANIFEST).stat().st_mtime
+    return -math.inf

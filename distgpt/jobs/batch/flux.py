@@ -1,0 +1,79 @@
+"""Flux's part of a batch script. Written from the manual of flux-core, and not run.
+
+A batch job is a Flux instance of its own, whose broker gets the job's signals. There are no arrays of batch
+jobs: the script is submitted once for each element.
+"""
+
+from __future__ import annotations
+
+from distgpt.core.base.errors import UsageError
+from distgpt.jobs.batch import array
+from distgpt.jobs.batch.job import Job
+from distgpt.jobs.batch.script import END, System
+
+
+class Flux(System):
+    name, word, sentinel = "Flux", "flux", "# flux:"
+    submits, programs = ("flux", "batch"), ("flux",)
+    element, elements = "$ELEMENT", ()
+    limit = "--time-limit"
+    example = "--queue=batch"
+    advice = """\
+Submit it with flux batch. Of an array
+# each element is submitted alone: flux batch --env=ELEMENT=1 SCRIPT."""
+    signals = """\
+# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM comes before
+# `flux cancel` kills: the job saves and ends."""
+    passed_on = "flux job kill -s USR1 $(flux job last)"  # flux run itself would be killed by it
+
+    def options(self, job: Job) -> list[str]:
+        if job.memory:
+            raise UsageError("--memory: Flux gives cores, and no part of a node's memory: leave it out")
+        if "%" in job.array:
+            raise UsageError(
+                f"--array {job.array}: Flux starts all that fit at once: leave out % and its number"
+            )
+        return [
+            f"--job-name={job.name}",
+            f"--nodes={job.nodes}",
+            f"--nslots={job.ranks}",
+            f"--cores-per-slot={job.cpus_per_task}",
+            *([f"--gpus-per-slot={_gpus(job)}"] if job.gpus_per_node else []),
+            f"--time-limit={int(job.seconds)}s",
+            f"--output={job.name}-{{{{id}}}}.log",
+        ]
+
+    def number(self, job: Job) -> str:
+        return "$number"
+
+    def begin(self, job: Job) -> str:
+        return (
+            f"{END.format(int(job.seconds))}"
+            f'number=$(flux job id --to=dec "$(flux getattr jobid)")\n{super().begin(job)}'
+        )
+
+    def launch(self, job: Job) -> str:
+        gpus = f" --gpus-per-task={_gpus(job)}" if job.gpus_per_node else ""
+        pmi = "" if job.mpi in ("simple", "none") else f" -o pmi={job.mpi}"
+        return (
+            f"flux run --nodes={job.nodes} --ntasks={job.ranks} --cores-per-task={job.cpus_per_task}"
+            f"{gpus} \\\n  -o cpu-affinity=per-task{pmi}"
+        )
+
+    def successor(self, job: Job) -> str:
+        return f'flux --parent batch {"--env=ELEMENT=$ELEMENT " * job.is_array}"$0"'
+
+    def mpi(self, vendor: str) -> str | None:
+        # Flux's shell offers PMI-1, which MPICH and its kin speak; Open MPI 5 needs the plugin for PMIx.
+        return {"Open MPI": "pmix"}.get(vendor, "simple")
+
+    def submissions(self, job: Job) -> list[list[str]]:
+        numbers = array.elements(job.array, "--array")
+        return [["flux", "batch", f"--env=ELEMENT={number}"] for number in numbers] or [["flux", "batch"]]
+
+
+def _gpus(job: Job) -> int:
+    return max(1, job.gpus_per_node // job.ranks_per_node)
+
+
+FLUX = Flux()

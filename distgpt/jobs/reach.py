@@ -1,0 +1,143 @@
+"""Hosts by their names: which one is this machine, which answer over ssh, and what is left running there."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+SSH = ("ssh", "-xT", "-o", "BatchMode=yes")
+AT_ONCE = 32  # hosts
+SECONDS_TO_ANSWER = 5
+# A connection of its own: one that ssh shares with others would say nothing about the host. Why it fails is
+# printed from the level ERROR on.
+ALONE = (
+    *("-o", "ControlMaster=no", "-o", "ControlPath=none", "-o", "LogLevel=ERROR"),
+    *("-o", f"ConnectTimeout={SECONDS_TO_ANSWER}"),
+)
+# Ends a connection after 6 s without an answer from the host.
+KEPT_ALIVE = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=2")
+# Words of ssh for a host that is there, and does not let it in.
+REFUSED = ("refused", "denied", "closed by", "reset by")
+_SIGN = "distgpt-host"
+# Kills what has this variable in its environment, and answers with the host's name. A killed process may
+# need a moment, and may have started another one meanwhile. In one line: csh, which may be the login shell,
+# quotes no others.
+_CLEAN = """
+for turn in 1 2 3 4 5 6 7 8 9 10; do
+  left=;
+  for file in $(grep -lszxF {variable} /proc/[0-9]*/environ 2>/dev/null); do
+    number=${{file#/proc/}};
+    kill -9 "${{number%/environ}}" 2>/dev/null && left=yes;
+  done;
+  [ "$left" ] || break;
+  sleep 0.1;
+done;
+echo {sign} "$(uname -n)"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer of a host: its own name if a job can start there."""
+
+    name: str = ""
+    problem: str = ""
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether anything answers at the host's address."""
+        return bool(self.name) or any(word in self.problem for word in REFUSED)
+
+
+@cache
+def addresses(name: str) -> list[str]:
+    """Return the addresses of a host, which may have a user before it."""
+    try:
+        found = socket.getaddrinfo(name.rpartition("@")[2], None)
+    except (OSError, UnicodeError):
+        return []
+    return sorted({str(each[4][0]) for each in found})
+
+
+def has_address(address: str) -> bool:
+    """Return whether this machine has the address: only its own can be bound."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.bind(place)
+        return True
+    except OSError:
+        return False
+
+
+def is_here(host: str) -> bool:
+    """Return whether the host is this machine."""
+    name = host.rpartition("@")[2]
+    return name in ("localhost", platform.node()) or any(map(has_address, addresses(host)[:4]))
+
+
+def clean(hosts: Iterable[str], variable: str) -> dict[str, Answer]:
+    """Kill on each host what has this `NAME=value` in its environment, and return what each host answers."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(pool.map(lambda host: (host, _clean(host, variable)), dict.fromkeys(hosts)))
+
+
+def clean_here(variable: str) -> Answer:
+    """Kill what has this `NAME=value` in its environment on this machine."""
+    return _answer(["sh", "-c", _script(variable)])
+
+
+def _clean(host: str, variable: str) -> Answer:
+    if is_here(host):
+        return clean_here(variable)
+    if shutil.which("ssh") is None:
+        return Answer(problem="there is no ssh here: install an OpenSSH client")
+    # By way of sh, as the login shell there may be another one.
+    return _answer([*SSH, *ALONE, *KEPT_ALIVE, "--", host, shlex.join(["sh", "-c", _script(variable)])])
+
+
+def _script(variable: str) -> str:
+    script = " ".join(line.strip() for line in _CLEAN.splitlines())
+    return script.format(variable=shlex.quote(variable), sign=_SIGN)
+
+
+def _answer(words: list[str]) -> Answer:
+    """Take the name from the last line: login scripts may print others before."""
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=3 * SECONDS_TO_ANSWER
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(problem="no answer")
+    sign, _, name = (done.stdout.decode(errors="replace").splitlines() or [""])[-1].partition(" ")
+    if sign == _SIGN and name:
+        return Answer(name)
+    said = done.stderr.decode(errors="replace").strip().splitlines() or ["no answer"]
+    return Answer(problem=said[-1][:200])
+
+
+class Line:
+    """A connection to a host, open until `close`, and ended soon after the host no longer answers."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        words = [*SSH, *ALONE, *KEPT_ALIVE, "--", host, "cat"]  # which ends when this process does
+        nothing = subprocess.DEVNULL
+        self._child = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+
+    @property
+    def is_open(self) -> bool:
+        return self._child.poll() is None
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.communicate()

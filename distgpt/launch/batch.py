@@ -1,0 +1,154 @@
+"""Batch systems: what they tell a job in environment variables, its end and what it is granted among that."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from distgpt.core.comm.resources import Grants
+
+Environ = Mapping[str, str]
+
+JOB_END = "DISTGPT_JOB_END"  # in seconds since 1970
+LONGEST_NAME = 200  # characters
+MIB = 1 << 20
+SLURM_MEMORY = {  # MiB, and what they are given for
+    "SLURM_MEM_PER_NODE": "",
+    "SLURM_MEM_PER_CPU": "SLURM_CPUS_ON_NODE",
+    "SLURM_MEM_PER_GPU": "SLURM_GPUS_ON_NODE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSystem:
+    """The variables of a batch system's jobs. One that also says what it grants them derives from this."""
+
+    name: str
+    job: str  # the variable with the number of a job
+    job_name: str
+    sign: str  # a variable that no other system sets
+
+    def end(self, environ: Environ) -> float | None:
+        """Return when it ends the job, in seconds since 1970; None if it does not say."""
+        return None
+
+    def memory(self, environ: Environ) -> Iterator[tuple[int, str]]:
+        """Yield bytes that it grants all ranks of this host, and the name of each limit."""
+        yield from ()
+
+    def cores(self, environ: Environ, ranks: int) -> tuple[float, str] | None:
+        """Return cores that it grants each of some ranks on this host, and the limit's name, or None."""
+        return None
+
+
+class Slurm(BatchSystem):
+    """Slurm, which also says when it ends a job, and what it grants one."""
+
+    def end(self, environ: Environ) -> float | None:
+        return _time(environ, "SLURM_JOB_END_TIME")
+
+    def memory(self, environ: Environ) -> Iterator[tuple[int, str]]:
+        """Yield what was asked for. Slurm may end a job that takes more, also without a control group."""
+        for name, times in SLURM_MEMORY.items():
+            given, many = environ.get(name, ""), environ.get(times, "") if times else "1"
+            if given.isdigit() and many.isdigit() and int(given) and int(many):  # 0 is all of a node
+                by = f"{name}={given}" + (f" × {times}={many}" if times else "")
+                yield int(given) * int(many) * MIB, by
+
+    def cores(self, environ: Environ, ranks: int) -> tuple[float, str] | None:
+        # A batch script's own steps have it too, but are no task: what they may run on is their affinity.
+        return _limit(environ, "SLURM_CPUS_PER_TASK") if "SLURM_STEP_NUM_TASKS" in environ else None
+
+
+class Pbs(BatchSystem):
+    """PBS, which binds no process where its hook for control groups is not installed."""
+
+    def cores(self, environ: Environ, ranks: int) -> tuple[float, str] | None:
+        # The job's ompthreads, which are of each process, or all ncpus of its first chunk. What that one's
+        # processes share nobody tells: rather too few threads than several on a core.
+        is_of_each = environ.get("OMP_NUM_THREADS") == environ.get("NCPUS")
+        return _limit(environ, "NCPUS", 1 if is_of_each else ranks) if environ.get(self.sign) else None
+
+
+class Lsf(BatchSystem):
+    """LSF, whose slots are cores unless the job asked for an affinity, by which its processes are bound."""
+
+    def cores(self, environ: Environ, ranks: int) -> tuple[float, str] | None:
+        # "host slots host slots …": of several hosts, this one's name may be another than LSF's.
+        is_alone = len(environ.get("LSB_MCPU_HOSTS", "").split()) == 2
+        is_bound = bool(environ.get("LSB_AFFINITY_HOSTFILE"))
+        return _limit(environ, "LSB_DJOB_NUMPROC", ranks) if is_alone and not is_bound else None
+
+
+class GridEngine(BatchSystem):
+    """Grid Engine, which binds no process by default, and tells how many slots all hosts have together."""
+
+    def cores(self, environ: Environ, ranks: int) -> tuple[float, str] | None:
+        return _limit(environ, "NSLOTS", ranks) if environ.get("NHOSTS") == "1" else None
+
+
+def _time(environ: Environ, name: str) -> float | None:
+    """Return a variable's seconds since 1970; None where it holds none."""
+    known = environ.get(name, "")
+    return int(known) if known.isdecimal() and len(known) < 16 else None
+
+
+def _limit(environ: Environ, name: str, ranks: int = 1) -> tuple[float, str] | None:
+    """Return a variable's number for each of the ranks that share it, and its text; None without one."""
+    given = environ.get(name, "")
+    return (int(given) / ranks, f"{name}={given}") if given.isdecimal() and int(given) else None
+
+
+SLURM = Slurm("Slurm", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_ID")
+PBS = Pbs("PBS", "PBS_JOBID", "PBS_JOBNAME", "PBS_JOBID")
+LSF = Lsf("LSF", "LSB_JOBID", "LSB_JOBNAME", "LSB_JOBID")
+GRID_ENGINE = GridEngine("Grid Engine", "JOB_ID", "JOB_NAME", "SGE_TASK_ID")
+FLUX = BatchSystem("Flux", "FLUX_JOB_ID", "", "FLUX_JOB_ID")
+SYSTEMS = (SLURM, PBS, LSF, GRID_ENGINE, FLUX)
+
+
+def systems(environ: Environ) -> list[BatchSystem]:
+    """Return the batch systems that have set variables of this process: those of one begin alike."""
+    prefixes = {name.partition("_")[0] for name in environ}
+    return [system for system in SYSTEMS if system.sign.partition("_")[0] in prefixes]
+
+
+def batch_job(environ: Environ = os.environ) -> dict[str, str] | None:
+    """Return "system", "id" and, if it has one, "name" of the job; None outside a batch system."""
+    for system in systems(environ):
+        if environ.get(system.sign) and environ.get(system.job):
+            name = environ.get(system.job_name)
+            named = {"name": name[:LONGEST_NAME]} if name else {}
+            return {"system": system.name, "id": environ[system.job][:LONGEST_NAME], **named}
+    return None
+
+
+def job_end(seconds: float | None, environ: Environ = os.environ) -> float | None:
+    """Return when to be gone: after these seconds, else as the batch job ends; None if none is known."""
+    now = time.monotonic()
+    if seconds is not None:
+        return now + seconds
+    # Scripts for systems that tell a job nothing of its end set JOB_END (jobs/batch/).
+    for end in (_time(environ, JOB_END), *(system.end(environ) for system in systems(environ))):
+        if end is not None and end > time.time():  # one that is past is another job's, or was prolonged
+            return now + end - time.time()
+    return None
+
+
+class BatchGrants(Grants):
+    """The limits of all batch systems that have set variables of this process."""
+
+    def __init__(self, environ: Environ = os.environ) -> None:
+        self._environ = environ
+
+    def memory(self) -> Iterator[tuple[int, str]]:
+        for system in systems(self._environ):
+            yield from system.memory(self._environ)
+
+    def cores(self, ranks: int) -> Iterator[tuple[float, str]]:
+        yield from filter(None, (system.cores(self._environ, ranks) for system in systems(self._environ)))
+
+
+GRANTS = BatchGrants()

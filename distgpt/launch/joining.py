@@ -1,0 +1,204 @@
+"""The start of a job of several ranks: MPI, and a first exchange of what each rank was asked to do.
+
+A rank that cannot do it joins as well, and says so there: the others would wait for it in MPI's start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+
+import click
+
+from distgpt.core.base.errors import UsageError, error_for
+from distgpt.core.base.version import __version__
+from distgpt.core.comm.agree import gather_bytes, named_ranks, ranks_by_text, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.comm.job import require_mpi, say
+from distgpt.launch.launched import (
+    MPICH,
+    OPEN_MPI,
+    Launcher,
+    is_first_of_host,
+    launched_as,
+    launched_rank,
+    launchers,
+)
+from distgpt.launch.leaving import let_rank_0_speak
+
+# Options that each rank has for itself, and those of the display, which is rank 0's. All others are rank 0's
+# for all ranks, or decide what is collective.
+MAY_DIFFER = ("threads", "progress", "log_lines")
+SECONDS_TO_JOIN = 60  # for the others to come; then nobody else may have started distgpt
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """Says what a rank is to do, or why it cannot. A version without this exchange says nothing of it."""
+
+    complaint: str = ""
+    code: int = 0  # to exit with
+    version: str = "an older version"
+    command: str = ""
+    options: dict[str, str] = field(default_factory=dict)  # those given
+
+
+def start_mpi(if_sure: bool = False) -> Comm:
+    """Start MPI, which waits for all ranks; refuse an MPI that is not here, or not the launcher's.
+
+    `if_sure`: also one that may fail to start, and then ends the process with pages of its own.
+    """
+    with _without_warnings():
+        require_mpi()
+        from distgpt.core.comm.mpi import MpiComm
+    doubt = doubtful_launcher()
+    if problem := foreign_launcher() or (doubt if if_sure else ""):
+        raise UsageError(problem)
+    watch: AbstractContextManager[None] = nullcontext()
+    if _launcher() and launched_rank() == 0:  # where MPI ends one it ends all, and each has a wall of text
+        from distgpt.launch.starting import watched
+
+        watch = watched()
+    with _without_warnings(), watch:
+        return MpiComm()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence mpi4py's warnings about the launcher: one line of ours replaces them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def foreign_launcher() -> str:
+    """Return what is wrong if the launcher belongs to another MPI; "" if nothing is.
+
+    Called before MPI starts. A launcher that this cannot recognise, such as the srun of another MPI, is
+    detected later: the world then has one rank.
+    """
+    from distgpt.core.comm import mpi
+
+    launcher, vendor = _launcher(), mpi.vendor()
+    if launcher is None:
+        return ""
+    if (launcher == OPEN_MPI and vendor != "Open MPI") or (launcher == MPICH and vendor == "Open MPI"):
+        return f"launched by {launcher.name}, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
+    return launcher.refusal(vendor, mpi.configuration(), os.environ)
+
+
+def doubtful_launcher() -> str:
+    """Return why MPI may fail to start under this launcher; "" if nothing is known."""
+    from distgpt.core.comm import mpi
+
+    launcher = _launcher()
+    return launcher.doubt(mpi.vendor(), os.environ) if launcher else ""
+
+
+def _launcher() -> Launcher | None:
+    """Return the launcher of this process, None if there is none, or nothing for it to get wrong."""
+    found = launchers()
+    return found[0] if found and (found[0] == OPEN_MPI or launched_as() > 1) else None
+
+
+def meet(comm: Comm) -> None:
+    """Raise on all ranks what one of them complains of, or that their commands differ.
+
+    Collective, and the first exchange of a job: it also meets those ranks that `complain`.
+    """
+    if comm.size == 1:
+        return
+    ranks = _gather(comm, "", 0)
+    if complaints := _complaints(ranks):
+        raise shared(error_for(_exit_code(ranks))("; ".join(complaints.values())))
+    if problem := _difference(ranks):
+        raise shared(UsageError(problem))
+
+
+def complain(complaint: str, code: int) -> int:
+    """Join, if this rank can, to tell the others why it leaves. Return the exit code of all ranks.
+
+    Rank 0 has printed its own complaint before: MPI may end a process that starts it.
+    """
+    comm, why, complaint = None, "", complaint or "internal error"
+    former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends MPI's code, too
+    signal.alarm(SECONDS_TO_JOIN)
+    try:
+        comm = start_mpi(if_sure=True)
+    except Exception as error:  # also of MPI itself: the complaint is what counts
+        why = str(error)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, former)
+    if comm is None or comm.size == 1:  # nobody is to be met here
+        if launched_rank():
+            let_rank_0_speak()
+            if why == complaint and is_first_of_host():  # each host may lack an MPI of its own
+                say(f"rank {launched_rank()} on {platform.node()}: {complaint}")
+        return code
+    ranks = _gather(comm, complaint, code)
+    if comm.rank == 0 and (others := [text for own, text in _complaints(ranks).items() if own != complaint]):
+        say("; ".join(others))
+    return _exit_code(ranks)
+
+
+def _gather(comm: Comm, complaint: str, code: int) -> list[Introduction]:
+    context = click.get_current_context(silent=True)  # none in a program that uses distgpt as a library
+    mine = Introduction(complaint, code, __version__)
+    if context is not None and not complaint:
+        mine = replace(mine, command=context.command_path, options=_given(context))
+    return [_read(text) for text in gather_bytes(comm, json.dumps(asdict(mine)).encode())]
+
+
+def _read(text: bytes) -> Introduction:
+    """Return what a rank has sent. A version without this exchange sends something else first."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return Introduction(**{name: found[name] for name in Introduction.__slots__ if name in found})
+    return Introduction()
+
+
+def _given(context: click.Context) -> dict[str, str]:
+    """Return the options that the user gave, by their first spelling."""
+    default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    return {
+        param.opts[0]: str(context.params[name])
+        for param in context.command.params
+        if (name := param.name or "") in context.params and name not in MAY_DIFFER
+        if context.get_parameter_source(name) not in default
+    }
+
+
+def _complaints(ranks: list[Introduction]) -> dict[str, str]:
+    """Return what some ranks complain of, each text with the ranks named in front of it."""
+    owners = ranks_by_text(asked.complaint for asked in ranks)
+    return {text: f"{named_ranks(those)}: {text}" for text, those in owners.items()}
+
+
+def _exit_code(ranks: list[Introduction]) -> int:
+    return max(int(asked.code) for asked in ranks)
+
+
+def _difference(ranks: list[Introduction]) -> str:
+    """Describe in what the first rank unlike rank 0 differs from it; "" if none does."""
+    first = ranks[0]
+    for rank, asked in enumerate(ranks):
+        if asked.version != first.version:
+            theirs, ours = asked.version, first.version
+            return f"rank {rank} has distgpt {theirs}, rank 0 has {ours}: install the same on all hosts"
+        if asked.command != first.command:
+            return f"rank 0 runs {first.command}, rank {rank} {asked.command}: a job runs one command"
+        for option in {**first.options, **asked.options}:
+            here, there = (each.options.get(option, "not given") for each in (asked, first))
+            if here != there:
+                return (
+                    f"{option} is {here:.80} on rank {rank}, but {there:.80} on rank 0: all ranks of a job"
+                    " need the same command line (only --threads and --progress may differ)"
+                )
+    return ""

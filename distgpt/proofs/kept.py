@@ -1,0 +1,141 @@
+"""Notes in a run's history, at each start, what its bits depend on beside its settings.
+
+`note` is a part of a run (`components.py`), called once the run is open, before its guards are made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from distgpt.core.base.checked import Count, checked
+from distgpt.core.base.version import __version__
+from distgpt.core.comm.agree import gather_texts
+from distgpt.core.saved.tensors import fingerprint
+from distgpt.core.train.run import Run
+
+KEY = "bits"  # of the event in history.jsonl
+PACKAGE = Path(__file__).parents[1]
+# Folders of the package that change no bit of a step: those that show, serve, measure, install or start runs.
+ELSEWHERE = (
+    *("bundling", "commands", "decoding", "doctor", "energy", "evaluation", "fleet", "formats", "generation"),
+    *("jobs", "launch", "measure", "proofs", "serving", "show", "supervise", "sweep"),
+)
+LIBRARIES = ("numpy", "numba", "llvmlite")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that the bits of a process's steps depend on. Lists have an entry for each rank, in their order."""
+
+    sources: str  # a checksum of the files that compute
+    versions: dict[str, str]
+    processors: list[str]  # each kind once; of a GPU stage its GPUs
+    threads: list[Count]  # 0: of a GPU
+    nodes: list[Count]  # ranks on each host
+    matmul: str  # what multiplies matrices, and the BLAS
+    exchange: str  # how gradients are summed, as far as that is known at the start
+    transport: str
+    mpi: str
+    micro_batches: Count
+    recompute: str
+    data: str  # the fingerprint of the training text
+    init: str = ""  # the checksum of the file that a new run begins with
+    gpu: dict[str, str] = field(default_factory=dict)  # the options by which a GPU computes
+
+    @property
+    def ranks(self) -> int:
+        return len(self.threads)
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Facts:
+        """Read a document, or raise a ValueError; keys of later versions are ignored."""
+        return checked(Facts, {name: document[name] for name in Facts.__slots__ if name in document})
+
+
+def note(run: Run) -> None:
+    """Write the facts into the run's history. Collective."""
+    facts = facts_of(run)
+    run.report.remember({"step": run.progress.step, KEY: asdict(facts)})
+
+
+def facts_of(run: Run) -> Facts:
+    """Return the facts of a run that is open. Collective."""
+    stage, t, comm = run.stage, run.settings, run.comm
+    kernels: Any = run.model.kernels
+    on_gpu = stage.on_gpu
+    own = json.dumps([_gpu_name(stage) if on_gpu else _processor(), stage.threads])
+    ranks = [json.loads(text) for text in gather_texts(comm, own)]
+    hosts = gather_texts(comm, platform.node())
+    init = t.init if t.init and run.start is None and comm.rank == 0 else ""
+    return Facts(
+        sources=sources() if comm.rank == 0 else "",  # what other ranks return is looked at by nobody
+        versions={"distgpt": __version__, **(_gpu_libraries() if on_gpu else _libraries())},
+        processors=list(dict.fromkeys(processor for processor, _ in ranks)),
+        threads=[threads for _, threads in ranks],
+        nodes=[len(list(of_host)) for _, of_host in groupby(hosts)],
+        matmul="" if on_gpu else _matmul(kernels),
+        exchange=run.exchange.name,
+        transport=stage.transport,
+        mpi=str(run.where.get("mpi", "")),
+        micro_batches=t.grad_accum,
+        recompute=t.recompute,
+        data=run.batches.fingerprint,
+        init=fingerprint(Path(init)) if init else "",
+        gpu=_gpu_options(stage) if on_gpu else {},
+    )
+
+
+@cache
+def sources() -> str:
+    """Return a checksum of the files of this package that compute: 250 files, 10 ms."""
+    found = sha256()
+    for folder, inside, names in os.walk(PACKAGE):
+        inside[:] = sorted(set(inside) - {"__pycache__", *(ELSEWHERE if folder == str(PACKAGE) else ())})
+        for name in sorted(names):
+            if name.endswith((".py", ".cu")):
+                found.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _libraries() -> dict[str, str]:
+    """Return the versions of the libraries of CPU stages, which this process has loaded."""
+    return {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
+
+
+def _processor() -> str:
+    """Return the kind of processor that loops are compiled for: its name, and a checksum of its features."""
+    from distgpt.core.cpu.compiling.processor import processor
+
+    name, features = processor()
+    return f"{name}-{sha256(features.encode()).hexdigest()[:8]}"
+
+
+def _gpu_name(stage: Any) -> str:
+    return str(stage.device.name)
+
+
+def _gpu_options(stage: Any) -> dict[str, str]:
+    return {name: str(value) for name, value in asdict(stage.gpu).items()}
+
+
+def _gpu_libraries() -> dict[str, str]:
+    from distgpt.gpu import probe
+
+    found = probe.driver()
+    return {**probe.packages(), "driver": found.release if found else ""}
+
+
+def _matmul(kernels: Any) -> str:
+    """Name what multiplies matrices, and the BLAS: Muon uses it whatever the layers use."""
+    from distgpt.core.cpu.matmul.blas import blas_core_name
+
+    return f"{kernels.matmuls.words}; BLAS for {blas_core_name() or 'any processor'}"

@@ -1,0 +1,146 @@
+"""Calls of compiled loops as words of memory: what compiled code needs to make them again.
+
+A loop's machine code takes an array as seven or more numbers (address, shape, strides, ...). These are
+written into memory once, a word of 64 bits each. A caller, one for each sequence of types, reads them there
+and calls: the machine code is the same that Python would call, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import typeof, types
+from numba.core.codegen import JITCPUCodegen
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
+
+from distgpt.core.cpu.compiling.jit import Loop, entry
+from distgpt.core.ops.api import Array
+from distgpt.recorded.loops.replay import END, WIDTH
+
+_I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+WORD = 8
+
+
+class NotRecordable(Exception):
+    """Says that work is more than calls of loops whose arrays stay where they are."""
+
+
+class Calls:
+    """Calls of one thread, in order: `add` writes them down, `program` has them as `replay` reads them."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int]] = []  # (what, function, the first of its words)
+        self._words: list[int] = []
+        self.loops: list[tuple[int, Loop]] = []  # by row
+        self._kept: list[object] = []  # what holds arrays, whose addresses are written down
+        self.arrays: list[Array] = []  # those that loops get by themselves, not in tuples of scratch memory
+        self._arguments: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, loop: Loop, arguments: Sequence[Any]) -> None:
+        """Write down a call of a loop."""
+        kinds = tuple(map(typeof, arguments))
+        self.loops.append((len(self._rows), loop))
+        self._rows.append((_caller(kinds), _machine_code(loop, kinds, arguments), len(self._words)))
+        for kind, value in zip(kinds, arguments, strict=True):
+            _flatten(kind, value, self._words)
+        self._kept.append([each for each in arguments if not isinstance(each, np.ndarray)])
+        self.arrays += (each for each in arguments if isinstance(each, np.ndarray))
+
+    def mark(self, what: int) -> None:
+        """Write down a row that is no call."""
+        self._rows.append((what, 0, 0))
+
+    def program(self) -> Array:
+        """Return the rows with addresses in place of places. To be called once."""
+        self.mark(END)
+        self._arguments = np.array(self._words, np.uint64)
+        base = self._arguments.ctypes.data
+        rows = [(what, function, base + WORD * first) for what, function, first in self._rows]
+        program = np.array(rows, np.int64).reshape(-1, WIDTH)
+        self._rows.clear()  # Python's numbers take four times the memory
+        self._words.clear()
+        return program
+
+
+def _machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[Any]) -> int:
+    """Return the address of a loop's code for these types, which is compiled or loaded if need be."""
+    assert isinstance(loop, Dispatcher)
+    key = loop, kinds
+    if key not in _addresses:
+        entry(loop, *arguments)
+        compiled = loop.overloads[kinds]
+        if compiled.signature.return_type != types.none:
+            raise NotRecordable(f"{loop} returns a value, which nobody would read")
+        _addresses[key] = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    return _addresses[key]
+
+
+def _flatten(kind: types.Type, value: Any, words: list[int]) -> None:
+    """Append what machine code takes for a value: the numbers that Numba's calling convention makes of it."""
+    if isinstance(kind, types.Array):
+        # Who holds the array's memory: two that loops do not use (`_nrt` is off), then what they do.
+        words += (0, 0, value.size, value.itemsize, value.__array_interface__["data"][0])
+        words += value.shape
+        words += (stride % (1 << 64) for stride in value.strides)  # may be negative
+    elif isinstance(kind, types.BaseTuple):
+        for each, part in zip(kind, value, strict=True):
+            _flatten(each, part, words)
+    elif isinstance(kind, types.Float):
+        size = kind.bitwidth // 8
+        words.append(int(np.array(value, f"<f{size}").view(f"<u{size}")))
+    elif isinstance(kind, types.Integer | types.Boolean):
+        words.append(int(value) % (1 << 64))
+    elif kind == types.none:
+        words.append(0)
+    else:
+        raise NotRecordable(f"no words for {kind}")
+
+
+def _caller(kinds: tuple[types.Type, ...]) -> int:
+    """Return the address of code that calls a function with arguments of these types.
+
+    Its own arguments are the function's address, and that of the words. It returns the function's status.
+    """
+    context = cpu_target.target_context
+    convention = context.call_conv.get_function_type(types.none, kinds)
+    leaves = convention.args[2:]
+    key = " ".join(map(str, leaves))
+    if key not in _callers:
+        codegen = context.codegen()
+        assert isinstance(codegen, JITCPUCodegen)
+        library = codegen.create_library("callers")
+        module = library.create_ir_module("caller")
+        name = f"distgpt_caller_{len(_callers)}"
+        function = ir.Function(module, ir.FunctionType(_I32, [_I64, _I64]), name)
+        builder = ir.IRBuilder(function.append_basic_block())
+        result = builder.alloca(convention.args[0].pointee)
+        error = builder.alloca(convention.args[1].pointee)
+        values = [_load(builder, function.args[1], i, leaf) for i, leaf in enumerate(leaves)]
+        target = builder.inttoptr(function.args[0], convention.as_pointer())
+        builder.ret(builder.call(target, [result, error, *values]))
+        library.add_ir_module(module)
+        with global_compiler_lock:
+            library.finalize()
+        _libraries.append(library)
+        _callers[key] = library.get_pointer_to_function(name)
+    return _callers[key]
+
+
+def _load(builder: ir.IRBuilder, words: ir.Value, i: int, kind: ir.Type) -> ir.Value:
+    address = builder.add(words, _I64(WORD * i))
+    if isinstance(kind, ir.IntType) and kind.width < 8:  # a bool
+        return builder.trunc(builder.load(builder.inttoptr(address, _I8.as_pointer())), kind)
+    return builder.load(builder.inttoptr(address, kind.as_pointer()))
+
+
+_addresses: dict[tuple[Loop, tuple[types.Type, ...]], int] = {}
+_callers: dict[str, int] = {}  # by the types of what a function takes, in LLVM's words
+_libraries: list[object] = []  # keeps their code

@@ -1,0 +1,258 @@
+"""Write down what work on CPU cores calls, without doing it: which thread calls which loop with what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from sys import getrefcount
+from threading import Lock, get_ident
+from typing import Any
+
+from numba.core.dispatcher import Dispatcher
+
+from distgpt.core.cpu.kernels import CpuKernels, every_cross_entropy
+from distgpt.core.cpu.pool import ALONE, IN_PARTS, TOGETHER, Pool
+from distgpt.core.ops.api import Array, Kernels, Work
+from distgpt.recorded.calls import Calls, NotRecordable
+from distgpt.recorded.loops.replay import MEET, PAUSE
+from distgpt.recorded.segment import Segment
+
+# Operations that are nothing but calls of loops on arrays that stay where they are. All others may look into
+# arrays, or make some: these are done in Python again at each replay.
+OF_LOOPS = frozenset(
+    (
+        *("add", "add_embedding", "add_low_rank", "add_norm", "attention", "attention_backward"),
+        *("embed", "embed_backward", "linear", "linear_act", "linear_backward", "linear_backward_act"),
+        *("linear_backward_weights", "norm_backward", "norm_backward_weights", "qk_norm"),
+        *("qk_norm_backward", "qk_norm_gain", "qk_norm_gain_backward", "rope", "sum_rows", "zero"),
+    )
+)
+# Of these, the ones that look into an argument, by its place: where the tokens of a sequence follow others.
+START = {"embed": 5, "rope": 4}
+# Operations in Python that wake no other thread: these wait meanwhile where they are.
+ALONE_AND_SHORT = frozenset(("sum",))
+# Holders of an array while its holders are counted: a table, a variable, the argument of getrefcount.
+BESIDE = 3
+_one_at_a_time = Lock()  # or the first to end would leave the second one's methods behind
+# Operations that give an answer, which there is none of yet while work is written down.
+ANSWERS = frozenset(
+    (
+        *("zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "free_memory"),
+        *("orthogonalise_bytes", "agree"),
+    )
+)
+# What steers, or gives back what was put in.
+STEERS = frozenset(("each", "run_together", "precisely", "sort_tokens", "record"))
+
+
+def _begin_anew() -> None:
+    global _one_at_a_time
+    _one_at_a_time = Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+class Capture:
+    """Writes some work down. `entries` are to be called in order to do it."""
+
+    def __init__(self, kernels: CpuKernels, pool: Pool, counts_all: bool = True) -> None:
+        """`counts_all`: whether all targets count, as in most steps. What to compute depends on it."""
+        self.entries: list[Work] = []
+        self.targets: list[Array] = []  # that were spoken of
+        self._counts_all = counts_all
+        self._kernels, self._pool = kernels, pool
+        self._threads = [Calls() for _ in range(pool.threads)]
+        self._at_pauses: list[Work] = []
+        self._written: list[Calls] = []
+        self._mode = ALONE
+        self._has_met = True  # whether all threads wait for each other already where the next call comes
+
+    def finish(self) -> list[Work]:
+        """Return the entries. The work has returned by now, so that what it made for itself is gone."""
+        self._end_segment()
+        if _has_of_nobody([calls.arrays for calls in self._written]):
+            raise NotRecordable("an array that the work made for itself")
+        return self.entries
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Take the place of the pool's methods, and of the operations that are not of loops alone."""
+        with _one_at_a_time, ExitStack() as stack:
+            for name in ("split_range", "run_parts", "run_together", "call"):
+                stack.enter_context(_instead(self._pool, name, getattr(self, name)))
+            for name in _operations() - OF_LOOPS - STEERS:
+                instead = self._refused if name in ANSWERS else self._in_python
+                stack.enter_context(_instead(self._kernels, name, partial(instead, name)))
+            for name in START:
+                stack.enter_context(_instead(self._kernels, name, partial(self._unless_started, name)))
+            loss = self._linear_cross_entropy
+            stack.enter_context(_instead(self._kernels, "linear_cross_entropy", loss))
+            stack.callback(setattr, self._pool.state, "index", self._pool.state.index)
+            yield
+
+    # -- in place of the pool's
+
+    def split_range(self, total: int, grain: int, job: Callable[..., object], *args: Any) -> None:
+        if self._mode == IN_PARTS:
+            self._do(job, 0, total, *args)
+            return
+        parts = min(self._pool.threads, -(-total // grain))
+        if self._mode == TOGETHER:
+            first, last = self._pool.part_of(self._pool.thread, self._pool.threads, total, grain)
+            if first < last:
+                self._within(IN_PARTS, lambda: self._do(job, first, last, *args))
+            return
+
+        def part(i: int) -> None:
+            self._do(job, *self._pool.part_of(i, parts, total, grain), *args)
+
+        self.run_parts(part, parts)
+
+    def run_parts(self, work: Callable[[int], None], count: int) -> None:
+        if self._mode != ALONE or count == 1:  # of one part each operation is split, as in the pool
+            for part in range(count):
+                work(part)
+            return
+        self._meet()
+        for part in range(count):
+            self._pool.state.index = part % self._pool.threads
+            self._within(IN_PARTS, partial(work, part))
+        self._pool.state.index = 0
+        self._meet()
+        self._pause(_nothing)  # Python notes signals here, which come in the main thread
+
+    def run_together(self, work: Work) -> None:
+        if self._mode != ALONE:
+            work()
+            return
+        self._meet()
+        for index in range(self._pool.threads):
+            self._pool.state.index = index
+            self._within(TOGETHER, work)
+        self._pool.state.index = 0
+        self._meet()
+
+    def call(self, loop: Callable[..., object], *args: Any) -> None:
+        self._threads[self._pool.thread].add(loop, args)
+        self._has_met = False
+
+    def _do(self, job: Callable[..., object], *args: Any) -> None:
+        """Write down a loop; a function of Python's calls `Pool.call` for its loops."""
+        if isinstance(job, Dispatcher):
+            self.call(job, *args)
+        else:
+            job(*args)
+
+    def _within(self, mode: int, work: Work) -> None:
+        former, self._mode = self._mode, mode
+        try:
+            work()
+        finally:
+            self._mode = former
+
+    def _meet(self) -> None:
+        """Let all threads wait for each other, unless they have just done so."""
+        if not self._has_met and self._pool.threads > 1:
+            for calls in self._threads:
+                calls.mark(MEET)
+        self._has_met = True
+
+    def _pause(self, work: Work) -> None:
+        self._threads[0].mark(PAUSE)
+        self._at_pauses.append(work)
+
+    # -- in place of operations
+
+    def _in_python(self, name: str, *args: Any, **named: Any) -> None:
+        if self._mode != ALONE:
+            raise NotRecordable(f"{name} by some threads")
+        work = partial(getattr(type(self._kernels), name), self._kernels, *args, **named)
+        if name in ALONE_AND_SHORT and any(map(len, self._threads)):
+            self._meet()
+            self._pause(work)
+            self._has_met = False  # the others wait for this, too
+            self._meet()
+        else:
+            self._end_segment()
+            self.entries.append(work)
+
+    def _refused(self, name: str, *args: Any, **named: Any) -> None:
+        raise NotRecordable(name)
+
+    def _unless_started(self, name: str, *args: Any) -> None:
+        if args[START[name]] is not None:
+            self._in_python(name, *args)
+        else:
+            getattr(type(self._kernels), name)(self._kernels, *args)
+
+    def _linear_cross_entropy(self, *args: Any) -> None:
+        self.targets.append(args[5])
+        if self._counts_all:
+            every_cross_entropy(self._kernels, *args)
+        else:
+            self._in_python("linear_cross_entropy", *args)
+
+    def _end_segment(self) -> None:
+        if any(map(len, self._threads)):
+            self.entries.append(Segment(self._pool, self._threads, self._at_pauses))
+            self._written += self._threads
+        self._threads = [Calls() for _ in self._threads]
+        self._at_pauses = []
+        self._has_met = True
+
+
+def _has_of_nobody(lists: Sequence[Sequence[Array]]) -> bool:
+    """Tell whether nobody but these lists holds one of their arrays: its next version would lie elsewhere.
+
+    A view is somebody's if he holds it, another view of the same memory, or that memory itself.
+    """
+    arrays: dict[int, tuple[Array, int]] = {}  # by id: how often the lists hold each
+    for each in lists:
+        for array in each:
+            arrays[id(array)] = array, arrays.get(id(array), (array, 0))[1] + 1
+    if not arrays:
+        return False
+    views: dict[int, tuple[object, int]] = {}  # owners of memory, and how many of these views hold each
+    held = set()
+    for array, count in arrays.values():
+        owner: object = array if array.base is None else array.base
+        if owner is not array:
+            views[id(owner)] = owner, views.get(id(owner), (owner, 0))[1] + 1
+        if getrefcount(array) > count + BESIDE + (owner is array):
+            held.add(id(owner))
+    del array, owner, each
+    for memory, count in views.values():
+        ours = arrays.get(id(memory), (memory, 0))
+        if getrefcount(memory) > count + ours[1] + BESIDE + 1:  # and that of `ours`
+            held.add(id(memory))
+    return any(id(array if array.base is None else array.base) not in held for array, _ in arrays.values())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _operations() -> frozenset[str]:
+    return frozenset(name for name, of in vars(Kernels).items() if callable(of) and not name.startswith("_"))
+
+
+@contextmanager
+def _instead(of: object, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Let a method of an object be another one, for this thread."""
+    genuine, own = getattr(of, name), get_ident()
+
+    def either(*args: Any, **named: Any) -> Any:
+        return (call if get_ident() == own else genuine)(*args, **named)
+
+    had = vars(of).get(name)
+    setattr(of, name, either)
+    try:
+        yield
+    finally:
+        if had is None:
+            delattr(of, name)
+        else:
+            setattr(of, name, had)

@@ -1,0 +1,395 @@
+"""Token shards: a folder of .npy files with a manifest that says what they hold and shows any damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+
+from distgpt.core.base.checked import Must, checked, parse_json
+from distgpt.core.base.errors import DataError, DistgptError, Say
+from distgpt.core.base.files import open_regular, read_small, storage_errors
+from distgpt.core.base.formatting import count
+from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
+from distgpt.core.comm.api import Comm
+from distgpt.core.data.batches import Tokens
+from distgpt.core.data.loading import Corpus, DataRequest
+from distgpt.core.data.textfile import resolve_data
+from distgpt.core.data.tokenizers import (
+    AUTO,
+    Ids,
+    Tokenizer,
+    can_mean,
+    find_kind,
+    fingerprint,
+    id_dtype,
+    tokenizer_from_json,
+)
+
+HEADER_BYTES = 128  # of every one-dimensional .npy file
+_READ_BYTES = 1 << 22  # bytes verified together
+_MOST = 1 << 48  # tokens or bytes of anything
+_NAME = re.compile(r"(train|val)-\d{6,12}\.npy")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+Split = Literal["val", "train"]
+Size = Annotated[int, Must("be a count", lambda number: 0 <= number < _MOST)]
+Sha256 = Annotated[str, Must("be a SHA-256", _SHA256.fullmatch)]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The manifest's entry for one file. `split` is "train" or "val", `largest` the largest id in it."""
+
+    name: Annotated[str, Must("be the name of a shard", _NAME.fullmatch)]
+    split: Split
+    tokens: Annotated[Size, Must("be at least 1", bool)]
+    bytes: Size
+    sha256: Sha256
+    largest: Size
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:06d}.npy"
+
+
+def header(dtype: str, tokens: int) -> bytes:
+    """Return the first bytes of the file, as numpy.save writes them."""
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({tokens},), }}"
+    length = HEADER_BYTES - 10
+    return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1).encode() + b"\n"
+
+
+def file_bytes(dtype: str, tokens: int) -> int:
+    return HEADER_BYTES + tokens * np.dtype(dtype).itemsize
+
+
+class ShardReader:
+    """Reads ids of a file. Not by a memory map, since what is lost from a mapped file kills the process."""
+
+    def __init__(self, folder: Path, shard: Shard, dtype: str, vocab_size: int) -> None:
+        self._path, self._dtype, self._vocab_size = folder / shard.name, np.dtype(dtype), vocab_size
+        self._descriptor: int | None = None
+        check_front(self._path, shard, dtype)
+
+    def read(self, out: Ids, start: int) -> None:
+        """out ← the ids from `start` on; a DataError if the file is too short by now, or an id is impossible.
+
+        Models index memory by ids, and these were verified long ago, or not at all.
+        """
+        offset = HEADER_BYTES + start * self._dtype.itemsize
+        with storage_errors("read", self._path):
+            if self._descriptor is None:
+                with open_regular(self._path) as file:
+                    self._descriptor = os.dup(file.fileno())
+            if not read_at(self._descriptor, out.view(np.uint8).data, offset):
+                raise DataError(f"{self._path} has been cut short since it was opened")
+        if (largest := int(out.max(initial=0))) >= self._vocab_size:
+            at = start + int(out.argmax())
+            raise DataError(f"{_impossible(self._path, largest, self._vocab_size)} (at position {at:,})")
+
+    def close(self) -> None:
+        """Close the file until the next `read`."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    __del__ = close
+
+
+def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
+    """out ← the bytes of a file from `offset` on. Return False if it ends before."""
+    while out:
+        if not (count := os.preadv(descriptor, [out], offset)):
+            return False
+        out, offset = out[count:], offset + count
+    return True
+
+
+def check_front(path: Path, shard: Shard, dtype: str) -> None:
+    """Raise a DataError unless size and header of a file are those in the manifest."""
+    with storage_errors("read", path):
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                front = file.read(HEADER_BYTES)
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing") from None
+    if size != shard.bytes:
+        raise DataError(f"{path} is damaged: it has {size:,} bytes, in the manifest {shard.bytes:,}")
+    if front != header(dtype, shard.tokens):
+        raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
+
+
+SHARDS_FORMAT, SHARDS_VERSION = "distgpt-shards", 2
+WITHOUT_SOURCES = 1  # an earlier version
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
+SPLITS = ("val", "train")  # in the order they are written
+MOST_OPEN = 128  # files of one split: a process may often have no more than 1,024, other files included
+_Plain = Annotated[object, Must("be a plain value", lambda value: not isinstance(value, list | dict))]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A folder of shards. `tokenizer` is a fingerprint, `separator` the ids beside each document.
+
+    The fields from `settings` on tell where the tokens come from; nothing depends on them. `text_bytes`
+    counts the documents' UTF-8, `replaced` the U+FFFD in it that stand for bytes which were no UTF-8.
+    """
+
+    tokenizer: Sha256
+    description: str
+    vocab_size: Annotated[int, Must("be possible", lambda size: 0 < size <= 1 << 24)]
+    dtype: str
+    shards: tuple[Shard, ...]
+    separator: tuple[Size, ...]
+    settings: dict[str, _Plain]
+    inputs: tuple[tuple[str, Size], ...]  # name and bytes
+    sources: tuple[tuple[Size, Size], ...]  # of each input, documents and their tokens; empty if not known
+    documents: Size
+    text_bytes: Size
+    replaced: Size
+
+    @property
+    def fingerprint(self) -> str:
+        return self.fingerprint_of(SPLITS)
+
+    def fingerprint_of(self, splits: tuple[str, ...]) -> str:
+        """Return a hash of the ids in these splits and of their tokenizer."""
+        hashes = [shard.sha256 for split in splits for shard in self.of(split)]
+        return "sha256:" + hashlib.sha256("\n".join([self.tokenizer, *splits, *hashes]).encode()).hexdigest()
+
+    def of(self, split: str) -> list[Shard]:
+        return [shard for shard in self.shards if shard.split == split]
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.of(split))
+
+    def to_json(self) -> str:
+        return (
+            json.dumps({"format": SHARDS_FORMAT, "version": SHARDS_VERSION, **asdict(self)}, indent=1) + "\n"
+        )
+
+    @staticmethod
+    def from_json(text: str, source: str) -> Manifest:
+        """Parse a manifest that is not trusted; `source` names it in errors."""
+        try:
+            document = parse_json(text)
+        except ValueError as error:
+            raise DataError(f"{source} is no manifest of shards: it is not JSON ({error})") from None
+        if not isinstance(document, dict) or document.get("format") != SHARDS_FORMAT:
+            raise DataError(f"{source} is no manifest of shards: its format is not {SHARDS_FORMAT!r}")
+        version = document.get("version")
+        if type(version) is not int or not WITHOUT_SOURCES <= version <= SHARDS_VERSION:
+            raise DataError(
+                f"{source} has format version {version!r:.20}, this distgpt reads up to {SHARDS_VERSION}:"
+                " upgrade it"
+            )
+        if version == WITHOUT_SOURCES:
+            document["sources"] = []
+        try:
+            manifest = checked(Manifest, {k: document[k] for k in document.keys() - {"format", "version"}})
+            _refuse_contradictions(manifest)
+        except ValueError as error:
+            raise DataError(f"{source} is damaged: {error}") from None
+        return manifest
+
+
+def _refuse_contradictions(manifest: Manifest) -> None:
+    """Raise a ValueError unless the parts of a manifest fit each other."""
+    size, names = manifest.vocab_size, [shard.name for shard in manifest.shards]
+    dtype = np.dtype(id_dtype(size)).newbyteorder("<").str
+    for fits, complaint in (
+        (manifest.dtype == dtype, f"its dtype is not {dtype}, as its vocab_size needs"),
+        (all(token < size for token in manifest.separator), "its separator is no list of ids"),
+        (len(manifest.sources) in (0, len(manifest.inputs)), "its sources are not two counts for each input"),
+        (bool(names), "it has no list of shards"),
+        (
+            names == [shard_name(split, i) for split in SPLITS for i in range(len(manifest.of(split)))],
+            "its shards are not numbered one by one",
+        ),
+        *(
+            (shard.bytes == file_bytes(dtype, shard.tokens), f"{shard.name} cannot have so many bytes")
+            for shard in manifest.shards
+        ),
+        *((shard.largest < size, f"{shard.name} has an impossible id") for shard in manifest.shards),
+    ):
+        if not fits:
+            raise ValueError(complaint)
+
+
+def verify_shards(
+    folder: Path,
+    manifest: Manifest,
+    shards: Iterable[Shard],
+    advanced: Callable[[int], None] = lambda n: None,
+) -> None:
+    """Read these files and compare them with the manifest; a DataError names one that differs.
+
+    `advanced` is called with the number of bytes that were read.
+    """
+    kind, vocab_size = np.dtype(manifest.dtype), manifest.vocab_size
+    for shard in shards:
+        path, largest = folder / shard.name, 0
+        check_front(path, shard, manifest.dtype)
+        with storage_errors("read", path), open_regular(path) as file:
+            digest = hashlib.sha256(file.read(HEADER_BYTES))
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+                ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
+                largest = max(largest, int(ids.max(initial=0)))
+                advanced(len(piece))
+        if digest.hexdigest() != shard.sha256:
+            raise DataError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
+        if largest >= vocab_size:
+            raise DataError(_impossible(path, largest, vocab_size))
+        if largest != shard.largest:
+            raise DataError(f"{path}: its largest token is {largest}, in the manifest it is {shard.largest}")
+
+
+def _impossible(path: Path, token: int, vocab_size: int) -> str:
+    return f"{path} has the token {token}, but the vocabulary ends at {vocab_size - 1}"
+
+
+def is_shards(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    return Manifest.from_json(read_small(path).decode("utf-8", "replace"), str(path))
+
+
+def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
+    """Return the tokenizer that the shards were made with, which lies beside them."""
+    tokenizer = read_tokenizer(folder)
+    if fingerprint(tokenizer) != manifest.tokenizer or tokenizer.size != manifest.vocab_size:
+        raise DataError(f"{folder / TOKENIZER} is not the tokenizer that the shards beside it were made with")
+    return tokenizer
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / TOKENIZER
+    return tokenizer_from_json(read_small(path).decode("utf-8", "replace"), str(path))
+
+
+class ShardTokens:
+    """The shards of a split end to end, as Tokens. Opening reads headers and sizes alone."""
+
+    def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
+        shards = manifest.of(split)
+        size = manifest.vocab_size
+        self._files = [ShardReader(folder, shard, manifest.dtype, size) for shard in shards]
+        self._open: list[ShardReader] = []  # the last one read at the end
+        self._starts = [0, *accumulate(shard.tokens for shard in shards)]
+        self._dtype = np.dtype(manifest.dtype)
+        self.fingerprint = manifest.fingerprint_of((split,))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> Ids:
+        ids = np.empty(stop - start, self._dtype)
+        at = bisect_right(self._starts, start) - 1
+        done = 0
+        while done < len(ids):
+            first, end = self._starts[at : at + 2]
+            count = min(stop, end) - start
+            self._recent(at).read(ids[done : done + count], start - first)
+            done, start, at = done + count, end, at + 1
+        return ids
+
+    def _recent(self, at: int) -> ShardReader:
+        """Return a file to read. If too many are open, close the least recently read one."""
+        file = self._files[at]
+        if file in self._open:
+            self._open.remove(file)
+        elif len(self._open) == MOST_OPEN:
+            self._open.pop(0).close()
+        self._open.append(file)
+        return file
+
+
+class _Shards:
+    """A row of the table of texts: a folder of token shards."""
+
+    def refuse_missing(self, request: DataRequest) -> None:
+        path = resolve_data(request.data)
+        made_with = shards_tokenizer(path, read_manifest(path))
+        kind, _ = find_kind(request.tokenizer)
+        if kind is None or kind.means is not None:  # else it had to be fetched
+            _refuse_other_tokenizer(made_with, request, path)
+
+    def load(self, comm: Comm, request: DataRequest, say: Say) -> Corpus:
+        folder = Path(on_root(comm, lambda: str(resolve_data(request.data))))
+        corpus = load_shards(comm, folder, request, say)
+        if request.val_fraction:
+            note = "--val-fraction has no effect: shards have a part of their own for validation"
+            return replace(corpus, notes=(note,))
+        return corpus
+
+
+SHARDS = _Shards()
+SHARDS_ROW = f"/{MANIFEST}"  # of the table of texts: the file that a folder of shards holds
+
+
+def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Corpus:
+    """Load a folder of shards by rank 0's manifest; the ranks of a node share the verifying. Collective."""
+
+    def describe() -> tuple[str, str]:
+        manifest = read_manifest(folder)
+        tokenizer = shards_tokenizer(folder, manifest)
+        _refuse_other_tokenizer(tokenizer, request, folder)
+        return manifest.to_json(), tokenizer.to_json()
+
+    text, saved = on_root(comm, describe)
+    manifest = Manifest.from_json(text, "rank 0's manifest")
+    tokenizer = tokenizer_from_json(saved, str(folder))
+    wanted = [shard for shard in manifest.shards if shard.split in request.splits]
+    shards = wanted or list(manifest.shards)
+    if request.verify and comm.rank == 0:
+        say(f"verifying {sum(shard.tokens for shard in shards):,} tokens in {count(len(shards), 'shard')}")
+    splits: dict[str, Tokens] = {}
+
+    def problem() -> str:
+        if not folder.is_dir():
+            return f"{folder} is not there on this node: all nodes must share the disk it lies on"
+        try:
+            for split in dict.fromkeys(shard.split for shard in shards):
+                splits[split] = ShardTokens(folder, manifest, split)
+                if len(splits[split]) < 2:
+                    return f"{folder} has a single token of split {split!r}: at least 2 are needed"
+            if request.verify:
+                verify_shards(folder, manifest, shards[comm.local_rank :: comm.local_size])
+        except DistgptError as error:
+            return str(error)
+        return ""
+
+    refuse_anywhere(comm, problem(), DataError)
+    if "train" in request.splits and "train" not in splits:
+        raise shared(DataError(f"{folder} holds no shards of split 'train'"))
+    is_separated = manifest.separator == (tokenizer.separator,)
+    val = splits.get("val")
+    train = splits.get("train", val)  # which has those for validation, where they alone were asked for
+    assert train is not None
+    return Corpus(tokenizer, train, val, tokenizer.separator if is_separated else None)
+
+
+def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: Path) -> None:
+    """Refuse shards whose ids are not those of the model's tokenizer, or of the requested one."""
+    made_with = f"{folder} holds tokens of {tokenizer.describe()}"
+    if request.existing is not None and fingerprint(request.existing) != fingerprint(tokenizer):
+        raise DataError(f"{made_with}, but the model's tokenizer is {request.existing.describe()}")
+    if not can_mean(request.tokenizer, tokenizer):
+        raise DataError(
+            f"{made_with}, not of {request.tokenizer!r}; --tokenizer {AUTO} takes the one they were made with"
+        )

@@ -1,0 +1,56 @@
+#!/bin/bash
+# Train, and begin again where it stopped until all steps are done. Submit it with flux batch. Of an array
+# each element is submitted alone: flux batch --env=ELEMENT=1 SCRIPT.
+# distgpt submit --system flux --nodes 2 --node 8x16 --time 12h --mpi simple --option --queue=batch -- train --preset gpt2 --data shards --batch-size 64 --out runs/flux
+# flux: --job-name=flux
+# flux: --nodes=2
+# flux: --nslots=16
+# flux: --cores-per-slot=16
+# flux: --time-limit=43200s
+# flux: --output=flux-{{id}}.log
+# flux: --queue=batch
+
+# What this site needs before a program starts goes here: module load …, export …
+
+export DISTGPT_JOB_END=$(($(date +%s) + 43200))  # the limit above, in seconds since 1970
+number=$(flux job id --to=dec "$(flux getattr jobid)")
+attempt=0
+while [ -e "flux-$number.$attempt.log" ]; do attempt=$((attempt + 1)); done
+log=flux-$number.$attempt.log
+newest() { ls runs/flux/checkpoints 2>/dev/null | tail -n 1; }
+before=$(newest)
+
+set -m  # flux in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
+flux run --nodes=2 --ntasks=16 --cores-per-task=16 \
+  -o cpu-affinity=per-task \
+  distgpt train --stage mpi --threads 16 --preset gpt2 --data shards --batch-size 64 \
+  --out runs/flux --resume auto \
+  >>"$log" 2>&1 &
+ranks=$!
+
+# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM comes before
+# `flux cancel` kills: the job saves and ends.
+trap 'came=USR1; flux job kill -s USR1 $(flux job last)' USR1
+trap 'came=TERM; ending=yes; flux job kill -s USR1 $(flux job last)' TERM
+while came=; wait $ranks; code=$?; [ "$came" ]; do :; done
+echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
+
+# 75 is "saved, start me again".
+again=
+if [ $code = 75 ] && [ "$(newest)" = "$before" ]; then
+  echo "no step was finished in this attempt: not queued again, as that might never end"
+elif [ $code = 75 ]; then
+  again=yes
+fi
+if [ "$again" ] && [ -z "$ending" ]; then
+  marker=runs/flux/followed-"$number"
+  if mkdir "$marker" 2>/dev/null; then
+    flux --parent batch "$0" && exit 0
+    echo "the successor could not be submitted: submit the script again"
+  elif [ -d "$marker" ]; then
+    echo "$marker is there: this job has submitted its successor already"
+  else
+    echo "$marker cannot be made, so no successor follows: submit the script again"
+  fi
+fi
+exit $code

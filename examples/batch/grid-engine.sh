@@ -1,0 +1,48 @@
+#!/bin/bash
+# Train, and begin again where it stopped until all steps are done. Submit it with qsub, whose options
+# override the lines below. `qconf -spl` lists the parallel environments that -pe may name.
+# distgpt submit --system sge --ranks-per-node 2 --cpus-per-task 8 --time 12h --mpi openmpi --option '-pe smp 16' -- train --preset gpt2 --data shards --batch-size 64 --out runs/grid-engine
+#$ -N grid-engine
+#$ -S /bin/bash
+#$ -cwd
+#$ -l h_rt=12:00:00
+#$ -l s_rt=11:58:00
+#$ -notify
+#$ -r y
+#$ -j y
+#$ -o grid-engine-$JOB_ID.log
+#$ -pe smp 16
+
+# What this site needs before a program starts goes here: module load …, export …
+
+attempt=0
+while [ -e "grid-engine-$JOB_ID.$attempt.log" ]; do attempt=$((attempt + 1)); done
+log=grid-engine-$JOB_ID.$attempt.log
+newest() { ls runs/grid-engine/checkpoints 2>/dev/null | tail -n 1; }
+before=$(newest)
+
+set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
+mpiexec -n 2 --map-by ppr:2:node --bind-to none \
+  distgpt train --stage mpi --threads 8 --preset gpt2 --data shards --batch-size 64 \
+  --out runs/grid-engine --resume auto \
+  >>"$log" 2>&1 &
+ranks=$!
+
+# Every rank saves and leaves on USR1, which this shell gets at s_rt, before the limit h_rt. USR2 comes before
+# qdel kills (-notify): the job saves and ends.
+trap 'came=USR1; kill -USR1 $ranks' USR1
+trap 'came=TERM; ending=yes; kill -USR1 $ranks' USR2 TERM
+while came=; wait $ranks; code=$?; [ "$came" ]; do :; done
+echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
+
+# 75 is "saved, start me again"; Grid Engine queues a job again that leaves with 99.
+again=
+if [ $code = 75 ] && [ "$(newest)" = "$before" ]; then
+  echo "no step was finished in this attempt: not queued again, as that might never end"
+elif [ $code = 75 ]; then
+  again=yes
+fi
+if [ "$again" ] && [ -z "$ending" ]; then
+  exit 99
+fi
+exit $code

@@ -1,0 +1,47 @@
+#!/bin/bash
+# Train, and begin again where it stopped until all steps are done. Submit it with bsub < SCRIPT, whose options
+# override the lines below.
+# distgpt submit --system lsf --nodes 2 --ranks-per-node 4 --cpus-per-task 8 --time 12h --mpi openmpi --array 1-4%2 -- train --preset gpt2 --data shards --batch-size 64 --seed '$ELEMENT' --out runs/lsf
+#BSUB -J "lsf[1-4]%2"
+#BSUB -n 64
+#BSUB -R "span[ptile=32]"
+#BSUB -W 12:00
+#BSUB -wa USR1
+#BSUB -wt 00:02
+#BSUB -Q "99"
+#BSUB -r
+#BSUB -o lsf-%J.%I.log
+
+# What this site needs before a program starts goes here: module load …, export …
+
+attempt=0
+while [ -e "lsf-$LSB_JOBID.$LSB_JOBINDEX.$attempt.log" ]; do attempt=$((attempt + 1)); done
+log=lsf-$LSB_JOBID.$LSB_JOBINDEX.$attempt.log
+newest() { ls runs/lsf/"$LSB_JOBINDEX"/checkpoints 2>/dev/null | tail -n 1; }
+before=$(newest)
+
+set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
+mpiexec -n 8 --map-by ppr:4:node --bind-to none \
+  distgpt train --stage mpi --threads 8 --preset gpt2 --data shards --batch-size 64 \
+  --seed "$LSB_JOBINDEX" --out runs/lsf/"$LSB_JOBINDEX" --resume auto \
+  >>"$log" 2>&1 &
+ranks=$!
+
+# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt). INT and TERM come before
+# bkill kills: the job saves and ends.
+trap 'came=USR1; kill -USR1 $ranks' USR1
+trap 'came=TERM; ending=yes; kill -USR1 $ranks' INT TERM USR2
+while came=; wait $ranks; code=$?; [ "$came" ]; do :; done
+echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
+
+# 75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).
+again=
+if [ $code = 75 ] && [ "$(newest)" = "$before" ]; then
+  echo "no step was finished in this attempt: not queued again, as that might never end"
+elif [ $code = 75 ]; then
+  again=yes
+fi
+if [ "$again" ] && [ -z "$ending" ]; then
+  exit 99
+fi
+exit $code

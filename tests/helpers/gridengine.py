@@ -1,0 +1,166 @@
+"""A Grid Engine of one host on this machine: sge_qmaster and sge_execd in a folder of their own.
+
+Root alone can start one. It knows nothing of a Grid Engine that is there already, and uses free ports.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+LIBRARY = Path("/usr/lib/gridengine")  # where Debian has the daemons
+SHARED = Path("/usr/share/gridengine")
+INSTALLED = Path("/var/lib/gridengine")
+SECONDS_TO_START = 30
+
+BOOTSTRAP = """\
+admin_user              none
+default_domain          none
+ignore_fqdn             true
+spooling_method         classic
+spooling_lib            libspoolc
+spooling_params         {spool}
+binary_path             /usr/sbin
+qmaster_spool_dir       {folder}/spool/qmaster
+security_mode           none
+listener_threads        2
+worker_threads          2
+scheduler_threads       1
+"""
+ENVIRONMENT = """\
+pe_name            mpi
+slots              999
+user_lists         NONE
+xuser_lists        NONE
+start_proc_args    NONE
+stop_proc_args     NONE
+allocation_rule    $fill_up
+control_slaves     TRUE
+job_is_first_task  FALSE
+urgency_slots      min
+accounting_summary FALSE
+qsort_args         NONE
+"""
+QUEUE = {"qname": "all.q", "hostlist": "localhost", "slots": "8", "pe_list": "mpi", "shell": "/bin/bash"}
+QUEUE |= {"load_thresholds": "NONE", "notify": "00:00:20", "rerun": "TRUE"}
+SCHEDULER = {"schedule_interval": "0:0:1", "flush_submit_sec": "1", "flush_finish_sec": "1"}
+
+
+def lacking():
+    """Why there can be none here; "" if there can."""
+    if not all((LIBRARY / name).exists() for name in ("sge_qmaster", "sge_execd", "qsub")):
+        return "needs Grid Engine: apt install gridengine-master gridengine-exec gridengine-client"
+    return "" if os.geteuid() == 0 else "a Grid Engine of our own needs root"
+
+
+class Cell:
+    """`environ` is what commands need to talk to it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        ports = dict(zip(("SGE_QMASTER_PORT", "SGE_EXECD_PORT"), map(str, _free_ports(2)), strict=True))
+        path = os.pathsep.join([str(LIBRARY), os.environ["PATH"]])
+        self.environ = {"SGE_ROOT": str(folder), "SGE_CELL": "default", "PATH": path, **ports}
+
+    def call(self, *words, check=True):
+        """Run a command of it; returns what it wrote."""
+        env = {**os.environ, **self.environ}
+        done = subprocess.run([*map(str, words)], env=env, capture_output=True, text=True, timeout=60)
+        assert not check or done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout if check else done
+
+    def queued(self):
+        """The numbers of its jobs that have not ended."""
+        return {int(line.split()[0]) for line in self.call("qstat").splitlines()[2:]}
+
+    def wait_for(self, what, seconds=150):
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline, self.call("qstat", "-f", check=False).stdout
+            time.sleep(0.1)
+        return found
+
+    def changed(self, show, change, values):
+        """Change some lines of what a command shows, and give it to another."""
+        rows = [line.split(None, 1) for line in self.call("qconf", show).splitlines() if line[:1] != " "]
+        file = self.folder / "changed"
+        file.write_text("".join(f"{row[0]} {values.get(row[0], row[-1])}\n" for row in rows))
+        self.call("qconf", change, file)
+
+
+@contextmanager
+def grid_engine():
+    """A cell with a queue that is ready for jobs, and gone afterwards."""
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="sge"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        cell = Cell(folder)
+        spool = _prepared(folder)
+        for kind, source in (
+            ("configuration", _configuration(folder)),
+            ("complexes", SHARED / "util/resources/centry"),
+            ("usersets", SHARED / "util/resources/usersets"),
+            ("managers", "root"),
+        ):
+            if kind == "configuration":
+                cell.call(LIBRARY / "spoolinit", "classic", "libspoolc", spool, "init")
+            cell.call(LIBRARY / "spooldefaults", kind, source)
+        stack.callback(_end_all, folder)
+        cell.call(LIBRARY / "sge_qmaster")
+        cell.wait_for(lambda: cell.call("qconf", "-sh", check=False).returncode == 0, SECONDS_TO_START)
+        cell.call("qconf", "-as", "localhost")
+        cell.call(LIBRARY / "sge_execd")
+        (folder / "pe").write_text(ENVIRONMENT)
+        cell.call("qconf", "-Ap", folder / "pe")
+        cell.changed("-sq", "-Aq", QUEUE)
+        cell.changed("-ssconf", "-Msconf", SCHEDULER)
+        cell.wait_for(lambda: "lx-amd64" in cell.call("qstat", "-f"), SECONDS_TO_START)
+        yield cell
+
+
+def _end_all(folder):
+    """Its daemons and whatever a job has left behind: all that has this cell in its environment."""
+    mine = f"SGE_ROOT={folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mine in (process / "environ").read_bytes().split(b"\0") and int(process.name) != os.getpid():
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def _prepared(folder):
+    """Write what a cell needs before its first start; returns where it spools."""
+    folder.chmod(0o755)
+    common = folder / "default" / "common"
+    common.mkdir(parents=True)
+    (folder / "spool" / "qmaster").mkdir(parents=True)
+    (folder / "spool" / "execd").mkdir()
+    for name in ("bin", "lib", "util", "utilbin"):
+        (folder / name).symlink_to(INSTALLED / name)
+    spool = f"{common};{folder}/spool/qmaster"
+    (common / "bootstrap").write_text(BOOTSTRAP.format(folder=folder, spool=spool))
+    (common / "act_qmaster").write_text("localhost\n")
+    (common / "host_aliases").write_text(f"localhost {socket.gethostname()}\n")
+    return spool
+
+
+def _configuration(folder):
+    own = {"execd_spool_dir": folder / "spool/execd", "min_uid": 0, "min_gid": 0}
+    own |= {"load_report_time": "00:00:02"}
+    rows = [line.split(None, 1) for line in (SHARED / "default-configuration").read_text().splitlines()]
+    path = folder / "configuration"
+    rows = [row for row in rows if len(row) == 2 and row[0] != "#"]
+    path.write_text("".join(f"{name} {own.get(name, value)}\n" for name, value in rows))
+    return path
+
+
+def _free_ports(count):
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,84 @@
+"""Which checkpoints stay: the newest, some for good, young ones; and what a message says is left."""
+
+import os
+
+import pytest
+from click.testing import CliRunner
+from conftest import SMALL, inside
+
+from distgpt.commands.train import train
+from distgpt.core.base.errors import DataError
+from distgpt.core.config import TrainConfig
+from distgpt.core.saved.checkpoint import drop, left_in, saved_checkpoints
+from distgpt.core.train.resume import find_run
+from distgpt.guards import retention
+from distgpt.guards.retention import MARK, Retention
+
+
+def saving(folder, t, steps, seconds=60.0, now=None):
+    """Save at these steps, `seconds` apart, and drop what may go. Return the steps that are left."""
+    for number, step in enumerate(steps):
+        manifest = folder / f"step-{step:08d}" / "manifest.json"
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        manifest.touch()
+        os.utime(manifest, (seconds * number,) * 2)
+        for path in Retention(t)(saved_checkpoints(folder, step)):
+            drop(path)
+    return left(folder)
+
+
+def left(folder):
+    return [int(path.name[5:]) for path in reversed(saved_checkpoints(folder))]
+
+
+def test_one_in_every_so_many_steps_stays_for_good(tmp_path):
+    assert saving(tmp_path, TrainConfig(keep=2, keep_every=100), range(30, 400, 30)) == [
+        120,
+        210,
+        300,
+        360,
+        390,
+    ]
+    # With other settings, too, what is marked stays, and what is not marked any more goes.
+    (tmp_path / "step-00000120" / MARK).unlink()
+    assert saving(tmp_path, TrainConfig(keep=1), [420]) == [210, 300, 420]
+
+
+def test_one_in_every_so_many_minutes_stays_for_good_also_in_a_copy(tmp_path):
+    t = TrainConfig(keep=1, keep_every_minutes=5)
+    assert saving(tmp_path, t, range(1, 13)) == [1, 6, 11, 12]
+    for path in saved_checkpoints(tmp_path):  # copied without their times
+        os.utime(path / "manifest.json", (10**6, 10**6))
+    assert saving(tmp_path, t, [13, 14], seconds=1) == [1, 6, 11, 14]
+
+
+def test_young_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(retention.time, "time", lambda: 60.0 * 9)
+    assert saving(tmp_path, TrainConfig(keep=2, keep_minutes=4), range(1, 11)) == [7, 8, 9, 10]
+    assert saving(tmp_path, TrainConfig(keep=2), [11]) == [10, 11]
+
+
+def test_the_newest_stay_whatever_is_asked(tmp_path):
+    assert saving(tmp_path, TrainConfig(keep=1, keep_every=1000, keep_minutes=0.001), [1, 2, 3]) == [3]
+    (tmp_path / "step-00000003" / "manifest.json").unlink()  # damaged: of no age that is known
+    assert saving(tmp_path, TrainConfig(keep=1, keep_minutes=1), [4]) == [4]
+
+
+def test_a_step_that_was_not_kept_is_missed_by_name(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    saving(folder, TrainConfig(keep=2), [5, 10, 15])
+    with pytest.raises(DataError, match=r"no such checkpoint or run directory; saved there: steps 10, 15$"):
+        find_run(str(folder / "step-00000005"), None, "", print)
+    saving(folder, TrainConfig(keep=20), range(20, 60))
+    assert left_in(folder) == "; saved there: steps 40, 41, 42, …, 53, 54, 55, 56, 57, 58, 59"
+    assert left_in(tmp_path) == left_in(tmp_path / "missing") == ""
+
+
+def test_a_run_keeps_what_its_options_ask_for_and_its_final_weights(tmp_path):
+    options = ("--keep", 1, "--keep-every", 4, "--save-every", 1, "--save", "sync", "--steps", 6)
+    done = inside("train", *SMALL, *map(str, options), "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert left(tmp_path / "run" / "checkpoints") == [4, 6]
+    assert (tmp_path / "run" / "weights.safetensors").exists()
+    shown = CliRunner().invoke(train, ["--keep-every", "soon"])
+    assert "neither a number of steps, nor a time as 10m, nor never" in shown.output
