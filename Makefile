@@ -45,7 +45,7 @@ test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm and 
 	$(BIN)/python -m pytest -m cluster $(ARGS)
 
 rehearse: .venv/sass ## every command of a session on a GPU, in minutes, on the stand-in: before a device is used
-	$(BIN)/python -m pytest -m rehearsal tests/gpu/test_session.py $(ARGS)
+	$(BIN)/python -m pytest -m rehearsal tests/gpu $(ARGS)
 
 mutations: .venv/test ## break the code in many places, and see the tests notice each
 	$(BIN)/python tests/mutations/run.py $(ARGS)

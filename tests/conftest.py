@@ -218,6 +218,17 @@ def pytest_configure(config):
         config.get_terminal_writer().fullwidth = 48
 
 
+def pytest_unconfigure(config):
+    """Say at the very end what went wrong, in which part of a test: often only the end of a log is kept."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    for word in ("failed", "error") if reporter else ():
+        for report in reporter.stats.get(word, ()):
+            lines = str(report.longrepr).splitlines()
+            reporter.write_line(f"{word} in {report.when or 'collecting'} of {report.nodeid}:")
+            for line in [line for line in lines if line.startswith("E ")][:3] or lines[-3:]:
+                reporter.write_line(f"  {line[:200]}")
+
+
 # What the workers of a session compile first, each in a format of its own: most tests need these loops, and
 # whoever finds one missing compiles it, though another is at it.
 FORMATS = {"gw0": "float32", "gw1": "bfloat16"}

@@ -15,11 +15,11 @@ RUN = Path(__file__).parent / "fuzz" / "run.py"
 @pytest.mark.xdist_group("ranks")
 @needs_mpi
 def test_a_rank_that_fails_where_it_meets_the_others_ends_the_job():
-    words = [sys.executable, str(RUN.with_name("collectives.py")), "--only", "overlapped", "--every", "30"]
+    words = [sys.executable, str(RUN.with_name("collectives.py")), "--only", "overlapped", "--every", "60"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280)
-    # One case in 30; how many there are depends on how often ranks meet.
+    # One case in 60; how many there are depends on how often ranks meet.
     cases = re.search(r"(\d+) cases, 0 failures", done.stdout)
-    assert done.returncode == 0 and cases and int(cases[1]) >= 6, done.stdout + done.stderr
+    assert done.returncode == 0 and cases and int(cases[1]) >= 3, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def finish(process, out):
     return json.loads(out.read_text())["found"], printed
 
 
-@pytest.mark.slow
+@pytest.mark.rehearsal
 @needs_the_processor
 def test_every_measurement_finds_what_it_is_for(tmp_path):
     peer = tmp_path / "peer.py"

@@ -178,7 +178,7 @@ def test_within_trains_what_it_chose_on_a_gpu(gpu, tmp_path, monkeypatch):
     monkeypatch.delenv(dtypes.VARIABLE)
     small = replace(within.GPU_PROBES, depths=(1, 2), tokens=2e4)
     monkeypatch.setattr(within, "GPU_PROBES", small)
-    words = ("--within", "40s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")
+    words = ("--within", "20s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")
     result = gpu("train", "--stage", "cuda", *words, "--batch-size", "4")
     assert result.returncode == 0, result.stderr
     said = result.stdout

@@ -103,7 +103,13 @@ def namespaces(word, count):
     finally:
         for space in made:
             kill_all_in(space)
-            call("ip", "netns", "del", space)
+            wait_for(lambda space=space: is_gone(space))
+
+
+def is_gone(space):
+    """Take a namespace away. Linux says it is busy while somebody just starts a program in another one."""
+    subprocess.run(["ip", "netns", "del", space], capture_output=True)
+    return not Path("/run/netns", space).exists()
 
 
 @contextmanager

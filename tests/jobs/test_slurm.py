@@ -1,5 +1,6 @@
 """`distgpt slurm`: the script it writes, and jobs of a real Slurm that are stopped and resume."""
 
+import ctypes.util
 import json
 import os
 import re
@@ -361,6 +362,25 @@ def test_ranks_that_srun_starts_without_a_way_to_meet_are_refused(cluster, tmp_p
     assert job.ended() == "FAILED" and cluster.job(job.number)["ExitCode"] == "2:0"
     assert "launched as 2 processes, but mpi4py found itself alone" in job.log(0)
     assert not job.run.exists()
+
+
+OPEN_MPI = ctypes.util.find_library("mpi") if shutil.which("mpirun.openmpi") else None
+
+
+@on_slurm_for_long
+@pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin libopenmpi-dev")
+def test_a_job_of_open_mpi_by_pmix_has_the_bits_of_mpich_and_is_saved_when_it_is_stopped(finished, tmp_path):
+    """As where a site has its own MPI: a module brings the library, Slurm the way to meet.
+
+    Of one node: two of them would take the same folder in /tmp, where Slurm leaves what PMIx needs.
+    """
+    of_the_site = ("--mpi", "pmix", "--setup", f"export MPI4PY_LIBMPI={OPEN_MPI}")
+    job = submit(finished.cluster, tmp_path, "--nodes", "1", "--ranks-per-node", "2", *of_the_site)
+    requeued(job)
+    assert job.ended() == "COMPLETED", (job.said(), job.log(0))
+    begun = json.loads((job.run / "history.jsonl").read_text().splitlines()[0])
+    assert begun["launcher"] == "srun" and begun["mpi"].startswith("Open MPI")
+    assert weights(job.run) == weights(finished.run)
 
 
 @on_slurm_for_long

@@ -17,6 +17,7 @@ from distgpt.core.base.caches import cache_folder
 from distgpt.core.base.files import storage_errors
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling import disk_cache
+from distgpt.core.cpu.compiling.jit import inline, jit
 
 PACKAGE = Path(disk_cache.__file__).parents[4]
 FOLDERS = {path.parent for path in disk_cache.sources()} - {disk_cache.PACKAGE / "core/ops"}
@@ -307,3 +308,23 @@ def test_what_is_compiled_is_reported_once_for_each_purpose(tmp_path, monkeypatc
     first_use.announce(lambda text: print(text, file=closed))
     loop_in(None, monkeypatch)(np.ones(3, np.int8))  # nobody hears it
     first_use.announce()
+
+
+def test_what_is_inlined_has_no_machine_code_of_its_own(own):
+    @inline
+    def tripled(x):
+        return 3 * x
+
+    @jit
+    def all_tripled(x):
+        for i in range(x.shape[0]):
+            x[i] = tripled(x[i])
+
+    x = np.ones(3)
+    all_tripled(x)
+    assert x.tolist() == [3, 3, 3]
+    inlined, loop = (next(iter(each.overloads.values())) for each in (tripled, all_tripled))
+    symbols = loop.library.codegen._engine.is_symbol_defined
+    assert symbols(loop.fndesc.llvm_func_name) and symbols(loop.fndesc.llvm_cpython_wrapper_name)
+    assert not symbols(loop.fndesc.llvm_cfunc_wrapper_name)
+    assert not symbols(inlined.fndesc.llvm_func_name)

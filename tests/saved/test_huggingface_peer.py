@@ -165,6 +165,7 @@ def test_the_sample_model_writes_the_same_text_there(tmp_path):
     assert theirs == [prompt + distgpt.load(sample).generate(prompt, 100, temperature=0)]
 
 
+@pytest.mark.xdist_group("greedy")  # beside the other worker's, since this file takes longest
 def test_greedy_tokens_are_theirs_alone_or_side_by_side_with_lookup_or_without(tmp_path):
     """Random models of odd sizes, and the trained one."""
     random, jobs, found = np.random.default_rng(0), [], []

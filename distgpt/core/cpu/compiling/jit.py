@@ -26,6 +26,7 @@ from numba.extending import (
 
 from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.cpu.compiling.disk_cache import keep_on_disk
+from distgpt.core.cpu.compiling.inlined import InlinedCompiler
 
 Loop = Callable[..., Any]
 
@@ -36,11 +37,14 @@ LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 TAYLOR = tuple(1 / math.factorial(k) for k in (7, 6, 5, 4, 3, 2))
 LEAST = -88.0
 # Inlined by LLVM. Numba's own inlining fails where an argument holds a condition.
-FORCED: dict[str, object] = {"forceinline": True, "error_model": "numpy"}
+_INLINED: dict[str, object] = {"forceinline": True, "pipeline_class": InlinedCompiler}
+FORCED: dict[str, object] = {**_INLINED, "error_model": "numpy"}
 # Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
-# Loops allocate nothing, so none needs to count who holds an array, with a call for every slice.
+# Loops allocate nothing, so none needs to count who holds an array, with a call for every slice. No C calls
+# them, so none needs a wrapper for it.
 _OPTIONS: dict[str, object] = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy"}
+_OPTIONS["no_cfunc_wrapper"] = True
 
 
 def jit(function: Loop) -> Loop:
@@ -83,7 +87,7 @@ def inline(function: Loop) -> Loop:
     As a call of its own it would be bound to one of two copies that round differently: one in the process
     that compiles, another in those that load the result from disk.
     """
-    compiled: Loop = njit(**_OPTIONS, forceinline=True)(function)
+    compiled: Loop = njit(**_OPTIONS, **_INLINED, no_cpython_wrapper=True)(function)
     return compiled
 
 
