@@ -7,12 +7,14 @@ from the seed and its number.
   python benchmarks/torturing/lost_hosts.py --trials 100 --seconds 280 --out FILE   a line of FILE per trial
   python benchmarks/torturing/lost_hosts.py table FILE                              what came out
 
-Needs root, iproute2, openssh-server and the mpich wheel.
+Needs root, iproute2, openssh-server and the mpich wheel; with --mpi openmpi also Debian's openmpi-bin and
+libopenmpi-dev.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import json
 import os
 import random
@@ -51,13 +53,43 @@ import os, signal
 from distgpt.core.train.progress import Progress
 count = Progress.count_step
 def dying(self, *args, **more):
-    if self.step == {SICK_AT} and os.environ.get("PMI_RANK") == "0":
+    if self.step == {SICK_AT} and "0" in map(os.environ.get, ("PMI_RANK", "OMPI_COMM_WORLD_RANK")):
         os.kill(os.getpid(), signal.SIGKILL)
     return count(self, *args, **more)
 Progress.count_step = dying
 from distgpt.cli import main
 main()
 """
+
+
+def _mpich(hosts: Hosts, mpirun: Path) -> list[str]:
+    return [str(mpirun), "-iface", "eth0", "-f"]
+
+
+def _open_mpi(hosts: Hosts, mpirun: Path) -> list[str]:
+    """Through the hosts' network alone: they are one machine, and Open MPI would look for other ways."""
+    chosen = {"plm_rsh_agent": hosts.folder / "ssh", "btl": "tcp,self"}
+    chosen |= {"btl_tcp_if_include": "eth0", "oob_tcp_if_include": "eth0"}
+    words = [word for name, value in chosen.items() for word in ("--mca", name, str(value))]
+    passed = [word for name in ("DISTGPT_BIND", "MPI4PY_LIBMPI") for word in ("-x", name)]
+    return ["orterun", "--allow-run-as-root", "--bind-to", "none", *words, *passed, "--hostfile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """An MPI that starts the ranks: words in the command lines of its programs, and how it is called."""
+
+    mpirun: str
+    proxy: str  # what it starts on each host
+    line: str  # of a hostfile
+    words: Callable[[Hosts, Path], list[str]]  # up to the hostfile
+    library: str | None = None
+
+
+MPIS = {
+    "mpich": Mpi("mpiexec.hydra", "hydra_pmi_proxy", "{host}:1", _mpich),
+    "openmpi": Mpi("orterun", "orted", "{host} slots=1", _open_mpi, ctypes.util.find_library("mpi")),
+}
 
 
 @dataclass(slots=True)
@@ -78,8 +110,8 @@ class Trial:
 class Hosts:
     """The hosts while they exist. Number 0 is the head."""
 
-    def __init__(self, folder: Path, spaces: list[str]) -> None:
-        self.folder, self.spaces = folder, spaces
+    def __init__(self, folder: Path, spaces: list[str], mpi: Mpi) -> None:
+        self.folder, self.spaces, self.mpi = folder, spaces, mpi
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._cut: set[int] = set()
 
@@ -116,7 +148,7 @@ class Hosts:
             self.join(number)
         for number, space in enumerate(self.spaces):
             if number:
-                self.kill(number, "hydra_pmi_proxy")
+                self.kill(number, self.mpi.proxy)
                 self.kill(number, RANK)
             if not self.processes(number, LISTENER):
                 for process in inhabitants(space):
@@ -150,12 +182,14 @@ class Supervised:
         self, hosts: Hosts, folder: Path, mpirun: Path, spares: int, *, distgpt: Path, disk: Path
     ) -> None:
         self.hosts, self.folder, self.out = hosts, folder, disk / "run"
-        (folder / "hosts").write_text("".join(f"{hosts.address(n)}:1\n" for n in range(1, 3 + spares)))
+        named = (hosts.mpi.line.format(host=hosts.address(n)) for n in range(1, 3 + spares))
+        (folder / "hosts").write_text("".join(f"{line}\n" for line in named))
         self.line = [str(distgpt), "train", *MODEL.split(), *HOW.split(), "--out", str(self.out)]
-        launch = [str(mpirun), "-iface", "eth0", "-n", "2", "-f", str(folder / "hosts"), *self.line]
+        launch = [*hosts.mpi.words(hosts, mpirun), str(folder / "hosts"), "-n", "2", *self.line]
         words = [str(BIN / "distgpt"), "supervise", "--", *launch]
         start = ["sh", "-c", 'hostname node1; exec "$0" "$@"']
         env = {**os.environ, "PATH": f"{hosts.folder}:{BIN}:{os.environ['PATH']}", "DISTGPT_BIND": "off"}
+        env |= {"MPI4PY_LIBMPI": hosts.mpi.library} if hosts.mpi.library else {}
         self.errors = (folder / "errors").open("wb")
         self.process = subprocess.Popen(
             [*inside(hosts.spaces[0], alone=True), *start, *words],
@@ -306,11 +340,11 @@ def kill_rank(campaign: Campaign, run: Supervised, trial: Trial) -> None:
 def kill_proxy(campaign: Campaign, run: Supervised, trial: Trial) -> None:
     """MPICH's ranks work on without it, to their end, which mpirun then takes for an error."""
     run.wait_for_step(trial.step)
-    campaign.hosts.kill(trial.victim, "hydra_pmi_proxy")
+    campaign.hosts.kill(trial.victim, campaign.hosts.mpi.proxy)
 
 
 def kill_mpirun(campaign: Campaign, run: Supervised, trial: Trial) -> None:
-    lose(run, trial, lambda victim: campaign.hosts.kill(0, "mpiexec.hydra"))
+    lose(run, trial, lambda victim: campaign.hosts.kill(0, campaign.hosts.mpi.mpirun))
 
 
 def cut(campaign: Campaign, run: Supervised, trial: Trial) -> None:
@@ -459,13 +493,13 @@ def choose(number: int, seed: int, kinds: list[str]) -> Trial:
 
 
 @contextmanager
-def campaign() -> Iterator[Campaign]:
+def campaign(mpi: Mpi) -> Iterator[Campaign]:
     with tempfile.TemporaryDirectory(prefix="lost-hosts-") as scratch:
         folder = Path(scratch)
         (disk := folder / "disk").mkdir()  # before the hosts, which have their own view of what is mounted
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "distgpt", str(disk)], check=True)
         with joined_hosts(folder, bridge, 4, alone=True) as (mpirun, _, spaces):
-            found = Campaign(folder, mpirun, Hosts(folder, spaces))
+            found = Campaign(folder, mpirun, Hosts(folder, spaces, mpi))
             try:
                 yield found
             finally:
@@ -492,6 +526,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["run", "table"], default="run")
     parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--mpi", choices=MPIS, default="mpich", help="what starts the ranks")
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no trial after this long")
@@ -505,7 +540,7 @@ def main() -> None:
     kinds, begun = args.kinds.split(";") if args.kinds else list(KINDS), time.monotonic()
     there = args.out.read_text() if args.out and args.out.exists() else ""
     done = {int(number) for number in re.findall(r'"number": (\d+)', there)}
-    with campaign() as running:
+    with campaign(MPIS[args.mpi]) as running:
         for number in (n for n in range(args.trials) if n not in done):
             if time.monotonic() > begun + args.seconds:
                 break

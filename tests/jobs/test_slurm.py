@@ -368,7 +368,7 @@ OPEN_MPI = ctypes.util.find_library("mpi") if shutil.which("mpirun.openmpi") els
 
 
 @on_slurm_for_long
-@pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin libopenmpi-dev")
+@pytest.mark.skipif(OPEN_MPI is None, reason="needs Open MPI: apt install openmpi-bin libopenmpi-dev")
 def test_a_job_of_open_mpi_by_pmix_has_the_bits_of_mpich_and_is_saved_when_it_is_stopped(finished, tmp_path):
     """As where a site has its own MPI: a module brings the library, Slurm the way to meet.
 

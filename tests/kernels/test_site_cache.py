@@ -227,9 +227,13 @@ def test_another_user_loads_it_and_needs_no_folder_of_his_own(place, monkeypatch
         assert not is_loaded()
         site_cache.share()
         if (child := os.fork()) == 0:
-            os.setuid(SOMEBODY)
-            monkeypatch.setattr(disk_cache, "folder", lambda: os._exit(2))
-            os._exit(0 if is_loaded() else 1)
+            code = 9
+            try:
+                os.setuid(SOMEBODY)
+                monkeypatch.setattr(disk_cache, "folder", lambda: os._exit(2))
+                code = 0 if is_loaded() else 1
+            finally:
+                os._exit(code)  # or it would go on with the tests
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
