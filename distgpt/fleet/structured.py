@@ -22,12 +22,16 @@ ERROR_PREFIXES = ("distgpt: ", "Error: ")  # of lines by which a command ends, i
 
 
 class Log:
-    """Makes the lines of this process; all of them have its host, its rank and its last step."""
+    """Makes the lines of this process; all of them have its host, its rank and its last step.
 
-    def __init__(self) -> None:
+    `before_end` is the event of lines that begin as that of an end does, while the command goes on.
+    """
+
+    def __init__(self, before_end: str = "end") -> None:
         job = this_job()
         batch = job.batch or {}
         self._common = {"host": platform.node(), "rank": job.rank} | ({"job": batch["id"]} if batch else {})
+        self.before_end = before_end
         self.step: int | None = None
         self.exit_code: int | None = None  # once it is known
         self.ending = "error"  # the level of the end; where a signal asked for it, it is none
@@ -44,6 +48,8 @@ class Log:
         prefix = next((known for known in ERROR_PREFIXES if is_error and text.startswith(known)), "")
         if not prefix:
             return self.line("message", "warning" if is_error else "info", message=text)
+        if self.exit_code is None and self.before_end != "end":
+            return self.line(self.before_end, "notice", message=text.removeprefix(prefix))
         return self.line("end", self.ending, exit_code=self.exit_code, message=text.removeprefix(prefix))
 
 
@@ -102,12 +108,12 @@ class JsonLines(Lines):
 
 
 @contextmanager
-def as_json() -> Iterator[None]:
+def as_json(before_end: str = "end") -> Iterator[None]:
     """Turn what this process writes into JSON from now on; at the end of a command say how that has ended.
 
     The streams stay as they are then: what reports an error comes later.
     """
-    log = Log()
+    log = Log(before_end)
     sys.stdout = JsonStream(log, sys.stdout, is_error=False)
     sys.stderr = JsonStream(log, sys.stderr, is_error=True)
     try:

@@ -78,8 +78,8 @@ def test_the_page_has_what_a_step_and_an_evaluation_reported(tmp_path, monkeypat
 
 def test_what_another_guard_adds_to_the_metrics_is_a_gauge(tmp_path):
     run = started(Exporter(), tmp_path)
-    run.stepped(step(1, joules=3.25))
-    assert value(run.page(), "joules") == 3.25
+    run.stepped(step(1, watts=3.25))
+    assert value(run.page(), "watts") == 3.25
 
 
 @pytest.mark.parametrize(

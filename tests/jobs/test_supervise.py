@@ -176,6 +176,18 @@ def test_why_a_job_ended_is_told_of_a_log_of_json_too():
     assert supervisor.Attempt([], 1, 2, errors=kept).why() == "exit code 2: no such data"
 
 
+def test_beside_a_log_of_json_what_the_supervisor_says_is_json_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+    words = [*job(tmp_path, [(5, 9), (9, 70), (9, 2)]), "--log-format", "json"]
+    result = inside("supervise", "--", *words)
+    said = [json.loads(line) for line in result.stderr.splitlines()]
+    assert result.returncode == 2 and {(each["event"], each["level"]) for each in said} == {
+        ("supervisor", "notice")
+    }
+    assert said[0]["message"] == "the job has ended after step 5: a rank was killed: reason 9"
+    assert said[-1]["message"] == "not started again, as it would end so again: exit code 2: reason 2"
+
+
 def test_what_cannot_be_supervised_is_refused():
     for words, why in (
         (["distgpt", "train"], "name the run's directory"),
