@@ -72,7 +72,10 @@ def _open_mpi(hosts: Hosts, mpirun: Path) -> list[str]:
     chosen |= {"btl_tcp_if_include": "eth0", "oob_tcp_if_include": "eth0"}
     words = [word for name, value in chosen.items() for word in ("--mca", name, str(value))]
     passed = [word for name in ("DISTGPT_BIND", "MPI4PY_LIBMPI") for word in ("-x", name)]
-    return ["orterun", "--allow-run-as-root", "--bind-to", "none", *words, *passed, "--hostfile"]
+    program = hosts.folder / "open-mpi" / "mpirun"  # by whose name the supervisor is not killed, too
+    if not program.exists():
+        program_file(program, '#!/bin/sh\nexec mpirun.openmpi "$@"\n')
+    return [str(program), "--allow-run-as-root", "--bind-to", "none", *words, *passed, "--hostfile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class Mpi:
 
 MPIS = {
     "mpich": Mpi("mpiexec.hydra", "hydra_pmi_proxy", "{host}:1", _mpich),
-    "openmpi": Mpi("orterun", "orted", "{host} slots=1", _open_mpi, ctypes.util.find_library("mpi")),
+    "openmpi": Mpi("mpirun.openmpi", "orted", "{host} slots=1", _open_mpi, ctypes.util.find_library("mpi")),
 }
 
 
@@ -389,7 +392,8 @@ def fill_disk(campaign: Campaign, run: Supervised, trial: Trial) -> None:
     used = int(
         subprocess.run(["du", "-s", str(campaign.disk)], capture_output=True, text=True).stdout.split()[0]
     )
-    (campaign.disk / "other").write_bytes(bytes(max(0, (64 << 10) - used - 16) << 10))
+    with suppress(OSError):  # the run has written meanwhile: it is full
+        (campaign.disk / "other").write_bytes(bytes(max(0, (64 << 10) - used - 16) << 10))
     subprocess.run(["mount", "-o", f"remount,size={(64 << 20) >> 10}k", str(campaign.disk)], check=True)
 
 
