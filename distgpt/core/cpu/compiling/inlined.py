@@ -24,10 +24,10 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 
     @property
     def codegen(self) -> object:
-        return self  # for `set_env` alone: once compiled, Numba tells the code where its globals are
+        return self  # for `set_env` alone
 
     def set_env(self, name: str, environment: object) -> None:
-        pass
+        """Do nothing: this tells the code where objects of Python are, of which loops hold none."""
 
 
 class InlinedCompiler(Compiler):  # type: ignore[misc]
