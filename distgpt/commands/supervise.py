@@ -12,8 +12,8 @@ from distgpt.commands.help import command
 from distgpt.commands.options import parsed_duration
 from distgpt.commands.train import train
 from distgpt.commands.tune import tune
+from distgpt.commands.watch_options import write_json
 from distgpt.core.base.errors import UsageError
-from distgpt.core.base.tables import COMPONENTS
 from distgpt.core.config import ON_GPU
 
 
@@ -66,8 +66,7 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
             " begin a branch without supervision"
         )
     if asked["log_format"] == "json":
-        as_json: Any = COMPONENTS["structured log"]
-        click.get_current_context().find_root().with_resource(as_json("supervisor"))
+        write_json(click.get_current_context(), "supervisor")
     more = [] if asked["resume"] else ["--resume", "auto"]
     limits = Limits(min_ranks, restarts, stall)
     code = Supervisor(line.with_options(more), out, asked["stage"] in ON_GPU, limits).run()

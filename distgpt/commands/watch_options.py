@@ -52,9 +52,14 @@ def _begin_log(context: click.Context, param: click.Parameter, value: str) -> st
     Not where another command only reads this one's options, as `distgpt submit` does: without a parent.
     """
     if value == "json" and context.parent and not context.resilient_parsing:
-        as_json: Any = COMPONENTS["structured log"]
-        context.find_root().with_resource(as_json())
+        write_json(context)
     return value
+
+
+def write_json(context: click.Context, *how: str) -> None:
+    """Let all that this command writes from now on be JSON; `how`: see fleet/structured.py."""
+    as_json: Any = COMPONENTS["structured log"]
+    context.find_root().with_resource(as_json(*how))
 
 
 _GROUP = option(
