@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from contextvars import ContextVar
 from functools import cache, wraps
 from hashlib import sha256
 from pathlib import Path
@@ -55,7 +56,11 @@ CORE = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
 
+Needed = tuple[FunctionType, tuple[Type, ...]]  # a loop, and the types of its arguments
+
 used: set[str] = set()  # names of all that this process has read or kept
+# Where it is set, loops that are called are noted there, and neither compiled nor run.
+noted: ContextVar[dict[Needed, None] | None] = ContextVar("noted", default=None)
 _full: list[Path] = []  # the user's folders that took no more
 
 
@@ -227,9 +232,12 @@ class _Cache(NullCache):  # type: ignore[misc]
 
     def by_turns(self, compile: Callable[..., object]) -> Callable[..., object]:
         @wraps(compile)
-        def compiled(*arguments: object) -> object:
+        def compiled(types: tuple[Type, ...]) -> object:
+            if (needed := noted.get()) is not None:
+                needed[self._loop, tuple(types)] = None
+                return _not_run
             with self._turn:
-                return compile(*arguments)
+                return compile(types)
 
         return compiled
 
@@ -259,6 +267,9 @@ class _Cache(NullCache):  # type: ignore[misc]
             self._not_kept()
         else:
             _keep(self._name(sig, data.codegen), dumps(data._reduce()), self._not_kept)
+
+
+def _not_run(*arguments: object) -> None: ...
 
 
 @cache
