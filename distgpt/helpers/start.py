@@ -5,7 +5,6 @@ Numba compiles one loop at a time in a process, so that all but one of the cores
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 import subprocess
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -27,22 +27,34 @@ from distgpt.core.ops.api import Array, Kernels
 MOST = 3  # helpers: with more, the loop that takes longest, a sixth of all, decides
 BYTES = 400 * MIB  # of a helper, with room
 Work = Callable[[Kernels], None]
+Name = tuple[str, str, object]  # module and name of a loop, and the types of its arguments
 
-_started: list[subprocess.Popen[bytes]] = []
 
+def start(stage: Stage, dtype: str, matmul: str, work: Work) -> Callable[[], None]:
+    """Start helpers for the loops that `work` needs, as far as this node's ranks have cores and memory.
 
-def start(stage: Stage, dtype: str, matmul: str, work: Work) -> None:
-    """Start helpers for the loops that `work` needs, as far as this node's ranks have cores and memory."""
+    Return what ends them, once nobody waits for their loops any more.
+    """
+    helpers: list[subprocess.Popen[bytes]] = []
     if folder() is None:  # nowhere to hand loops over
-        return
-    with suppress(Exception), layout().unbound():  # each loop is compiled where it is called, too
+        return partial(end, helpers)
+    with suppress(Exception), layout().unbound():  # without help each loop is compiled where it is called
         cores = min(stage.comm.local_size * stage.threads, len(usable_cores()))
         count = min(cores - 1, MOST, granted_memory().free // BYTES - 1)
         # From the last one on, as this process begins with the first.
-        loops = [name for needed in reversed(needed_loops(stage, dtype, matmul, work)) if (name := _name(needed))]
+        needed = reversed(needed_loops(stage, dtype, matmul, work))
+        loops = list(filter(None, map(_name, needed)))
         for number in range(count):
             if own := loops[number::count]:
-                _start(pickle.dumps(own))
+                helpers.append(_started())
+                _tell(helpers[-1], own)
+    return partial(end, helpers)
+
+
+def end(helpers: list[subprocess.Popen[bytes]]) -> None:
+    for helper in helpers:
+        helper.kill()
+        helper.wait()
 
 
 def needed_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Needed]:
@@ -69,7 +81,7 @@ def needed_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Need
     return list(found)
 
 
-def _name(needed: Needed) -> tuple[str, str, object] | None:
+def _name(needed: Needed) -> Name | None:
     """Return how another process finds a loop; None if it cannot, as one that was made inside a function."""
     loop, types = needed
     module, name = loop.__module__, loop.__qualname__
@@ -79,27 +91,19 @@ def _name(needed: Needed) -> tuple[str, str, object] | None:
     return None
 
 
-def _start(loops: bytes) -> None:
+def _started() -> subprocess.Popen[bytes]:
     # Modules are found where this process finds them, whatever has changed its path.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    helper = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "distgpt.helpers.helper"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environment,
     )
-    if not _started:
-        atexit.register(end)
-    _started.append(helper)
+
+
+def _tell(helper: subprocess.Popen[bytes], loops: list[Name]) -> None:
     assert helper.stdin
     with helper.stdin as pipe:
-        pipe.write(loops)
-
-
-def end() -> None:
-    """End the helpers that are still at work: nobody waits for their loops any more."""
-    while _started:
-        helper = _started.pop()
-        helper.kill()
-        helper.wait()
+        pickle.dump(loops, pipe)

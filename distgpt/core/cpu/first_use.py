@@ -13,7 +13,7 @@ COMPILING = "compiling kernels"  # how the line begins
 _say: Say = partial(print_lines, err=True)
 _purpose = ""  # of all threads: those of the pool compile what the main one calls for
 _reported: set[str] = set()
-_helpers: list[Callable[[], None]] = []  # at most one: what starts them
+_helpers: list[Callable[[], None]] = []  # what starts them, at most one
 
 
 def announce(say: Say | None = None) -> None:
@@ -30,13 +30,16 @@ def begin(purpose: str) -> None:
 
 
 @contextmanager
-def with_help(start: Callable[[], None]) -> Iterator[None]:
-    """Call `start` if a kernel has to be compiled inside, once: there will be more of them."""
-    _helpers.append(start)
+def with_help(start: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Call `start` once, if a kernel has to be compiled inside, and at the end what that returns."""
+    ends: list[Callable[[], None]] = []
+    _helpers.append(lambda: ends.append(start()))
     try:
         yield
     finally:
         _helpers.clear()
+        for end in ends:
+            end()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ texts, too; `settings` is its half about training, in which memory has decided w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -347,18 +348,19 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, str
     t = config.train
     work = partial(rehearse, config=replace(config, model=miniature(config.model)), strategy=strategy)
 
-    def call_helpers() -> None:
-        part("helpers", unhelped)(stage, t.dtype, t.matmul_backend, work)
+    def start() -> Callable[[], None]:
+        return part("helpers", unhelped)(stage, t.dtype, t.matmul_backend, work)
 
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            with first_use.with_help(call_helpers):
+            with first_use.with_help(start):
                 work(kernels)
         stage.comm.barrier(resting=True)  # the cores are for whoever compiles
 
 
-def unhelped(*about: object) -> None:
-    """Compile alone: the component for helpers is not installed."""
+def unhelped(stage: Stage, dtype: str, matmul: str, work: Callable[[Kernels], None]) -> Callable[[], None]:
+    """Start no processes that compile what `work` needs; return what ends them."""
+    return lambda: None
 
 
 def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
