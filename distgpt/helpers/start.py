@@ -20,11 +20,12 @@ import numpy as np
 
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import MIB, granted_memory, usable_cores
-from distgpt.core.cpu.compiling.disk_cache import Needed, folder, noted
+from distgpt.core.cpu.compiling.disk_cache import Missing, folder, noted
 from distgpt.core.cpu.stages import KERNELS, Stage
 from distgpt.core.ops.api import Array, Kernels
 
 MOST = 3  # helpers: with more, the loop that takes longest, a sixth of all, decides
+WORTHWHILE = 5  # loops: a process takes a second to begin
 BYTES = 400 * MIB  # of a helper, with room
 Work = Callable[[Kernels], None]
 Name = tuple[str, str, object]  # module and name of a loop, and the types of its arguments
@@ -41,10 +42,10 @@ def start(stage: Stage, dtype: str, matmul: str, work: Work) -> Callable[[], Non
     with suppress(Exception), layout().unbound():  # without help each loop is compiled where it is called
         cores = min(stage.comm.local_size * stage.threads, len(usable_cores()))
         count = min(cores - 1, MOST, granted_memory().free // BYTES - 1)
+        missing = missing_loops(stage, dtype, matmul, work)
         # From the last one on, as this process begins with the first.
-        needed = reversed(needed_loops(stage, dtype, matmul, work))
-        loops = list(filter(None, map(_name, needed)))
-        for number in range(count):
+        loops = list(filter(None, map(_name, reversed(missing))))
+        for number in range(count if len(missing) >= WORTHWHILE else 0):
             if own := loops[number::count]:
                 helpers.append(_started())
                 _tell(helpers[-1], own)
@@ -57,10 +58,10 @@ def end(helpers: list[subprocess.Popen[bytes]]) -> None:
         helper.wait()
 
 
-def needed_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Needed]:
-    """Return the loops that `work` calls and that this process does not have yet, in their order.
+def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Missing]:
+    """Return the loops that `work` calls and that nobody has compiled yet, in their order.
 
-    None of them runs: what they would write is not there, and nothing may depend on it.
+    Those that this process has not loaded do not run: what they would write is not there.
     """
     kernels: Any = KERNELS[dtype](replace(stage, threads=1), dtype, matmul)  # all calls in this thread
     kernels.record = lambda work: work
@@ -71,7 +72,7 @@ def needed_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Need
         total[0] = 1.0
 
     kernels.sum_squares = one
-    found: dict[Needed, None] = {}
+    found: dict[Missing, None] = {}
     before = noted.set(found)
     try:
         with np.errstate(all="ignore"):
@@ -81,9 +82,9 @@ def needed_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Need
     return list(found)
 
 
-def _name(needed: Needed) -> Name | None:
+def _name(missing: Missing) -> Name | None:
     """Return how another process finds a loop; None if it cannot, as one that was made inside a function."""
-    loop, types = needed
+    loop, types = missing
     module, name = loop.__module__, loop.__qualname__
     with suppress(AttributeError, KeyError):
         attrgetter(name)(sys.modules[module])
@@ -95,7 +96,7 @@ def _started() -> subprocess.Popen[bytes]:
     # Modules are found where this process finds them, whatever has changed its path.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
-        [sys.executable, "-m", "distgpt.helpers.helper"],
+        [sys.executable, "-P", "-m", "distgpt.helpers.helper"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

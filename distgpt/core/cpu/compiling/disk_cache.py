@@ -28,6 +28,7 @@ from numba.core.caching import NullCache
 from numba.core.codegen import JITCPUCodegen
 from numba.core.compiler import CompileResult
 from numba.core.cpu import CPUContext
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.core.types import Type
 
@@ -56,11 +57,11 @@ CORE = "core/cpu/*/*.py", "core/cpu/pool.py", "core/ops/*.py"
 MADE_BY = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
 VERSIONS = 3  # of the sources whose compiled loops stay
 
-Needed = tuple[FunctionType, tuple[Type, ...]]  # a loop, and the types of its arguments
+Missing = tuple[FunctionType, tuple[Type, ...]]  # a loop, and the types of its arguments
 
 used: set[str] = set()  # names of all that this process has read or kept
-# Where it is set, loops that are called are noted there, and neither compiled nor run.
-noted: ContextVar[dict[Needed, None] | None] = ContextVar("noted", default=None)
+# Where it is set, loops that nobody has compiled are noted there when they are called, and none runs.
+noted: ContextVar[dict[Missing, None] | None] = ContextVar("noted", default=None)
 _full: list[Path] = []  # the user's folders that took no more
 
 
@@ -153,6 +154,10 @@ def _drop_old(found: Path) -> None:
 def read(name: str) -> bytes | None:
     """Return what is kept under this name: the site's, else the user's own; None if nobody has kept it."""
     used.add(name)
+    return _find(name)
+
+
+def _find(name: str) -> bytes | None:
     if (found := site().get(name)) is not None:
         return found
     own = folder()  # made only now: a user of a site's cache need not have one
@@ -233,8 +238,9 @@ class _Cache(NullCache):  # type: ignore[misc]
     def by_turns(self, compile: Callable[..., object]) -> Callable[..., object]:
         @wraps(compile)
         def compiled(types: tuple[Type, ...]) -> object:
-            if (needed := noted.get()) is not None:
-                needed[self._loop, tuple(types)] = None
+            if (missing := noted.get()) is not None:
+                if _find(self._name(types, cpu_target.target_context.codegen())) is None:
+                    missing[self._loop, types] = None
                 return _not_run
             with self._turn:
                 return compile(types)
