@@ -1,8 +1,8 @@
 """New tokens of many sequences through all layers, in one compiled call of each thread.
 
 A phase splits rows, columns or heads over the threads, which wait for each other before the next one. A row
-is computed in
-the same way whatever the number of rows and of threads, so that nothing depends on who shares a batch.
+is computed in the same way whatever the number of rows and of threads, so that nothing depends on who shares
+a batch.
 """
 
 from __future__ import annotations
