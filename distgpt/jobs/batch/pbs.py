@@ -55,9 +55,12 @@ Submit it with qsub. A successor has
     def number(self, job: Job) -> str:
         return "$number"
 
+    def deadline(self, job: Job) -> str:
+        return END.format(int(job.seconds))
+
     def begin(self, job: Job) -> str:
         element = "ELEMENT=${ELEMENT:-$PBS_ARRAY_INDEX}  # the number of this run\n" if job.is_array else ""
-        return f"{END.format(int(job.seconds))}{element}number=${{PBS_JOBID%%.*}}\n{super().begin(job)}"
+        return f"{element}number=${{PBS_JOBID%%.*}}\n{super().begin(job)}"
 
     def shown_number(self, is_array: bool) -> str:
         return "JOB[ELEMENT]" if is_array else "JOB"
