@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -157,7 +156,7 @@ def test_a_job_whose_host_is_lost_begins_again_on_another(cluster, finished, fol
     with held(cluster, folder):
         cluster.lose("node2")
     cluster.wait_for(lambda: cluster.attribute(number, "job_state") in ("Q", "H"))
-    cluster.return_host("node2")
+    cluster.return_node("node2")
     cluster.wait_for(lambda: not cluster.queued())
     assert "attempt 1 left with 0" in said(cluster, folder, number)
     assert same(folder / "my run's", finished)

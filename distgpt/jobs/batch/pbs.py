@@ -62,6 +62,10 @@ Submit it with qsub. A successor has
         element = "ELEMENT=${ELEMENT:-$PBS_ARRAY_INDEX}  # the number of this run\n" if job.is_array else ""
         return f"{element}number=${{PBS_JOBID%%.*}}\n{super().begin(job)}"
 
+    def launch(self, job: Job) -> str:
+        # Open MPI without PBS's own library in it, as Debian's, finds the nodes in this file alone.
+        return super().launch(job) + (' --hostfile "$PBS_NODEFILE"' if job.mpi == "openmpi" else "")
+
     def shown_number(self, is_array: bool) -> str:
         return "JOB[ELEMENT]" if is_array else "JOB"
 
