@@ -12,9 +12,9 @@
 #PBS -q workq
 
 cd "$PBS_O_WORKDIR" || exit
+export DISTGPT_JOB_END=$(($(date +%s) + 43200))  # the limit above, in seconds since 1970
 # What this site needs before a program starts goes here: module load …, export …
 
-export DISTGPT_JOB_END=$(($(date +%s) + 43200))  # the limit above, in seconds since 1970
 number=${PBS_JOBID%%.*}
 attempt=0
 while [ -e "pbs-$number.$attempt.log" ]; do attempt=$((attempt + 1)); done
@@ -30,7 +30,8 @@ mpiexec -n 16 -ppn 8 -bind-to core:16 \
 ranks=$!
 
 # Every rank saves and leaves on USR1. PBS sends none before its limit: the run knows that by DISTGPT_JOB_END.
-# TERM comes before qdel kills: the job saves and ends, or PBS starts it again after a preemption.
+# TERM comes some seconds before qdel kills: the job saves and ends. qrerun kills at once, and the job resumes
+# from its newest checkpoint.
 trap 'came=USR1; kill -USR1 $ranks' USR1
 trap 'came=TERM; ending=yes; kill -USR1 $ranks' TERM
 while came=; wait $ranks; code=$?; [ "$came" ]; do :; done

@@ -151,13 +151,16 @@ def test_a_job_that_is_queued_again_resumes_from_its_checkpoint(cluster, finishe
 
 @needs_mpi
 def test_a_job_whose_host_is_lost_begins_again_on_another(cluster, finished, folder):
-    select = "-l select=1:ncpus=2:mpiprocs=2:ompthreads=1:host=node2"
-    number = submit(cluster, folder, "--ranks-per-node", "2", "--time", "10m", "--option", select)
+    cluster.call("pbsnodes", "-o", "node1")
+    number = submit(cluster, folder, "--ranks-per-node", "2", "--time", "10m")
     with held(cluster, folder):
+        cluster.call("pbsnodes", "-r", "node1")
         cluster.lose("node2")
-    cluster.wait_for(lambda: cluster.attribute(number, "job_state") in ("Q", "H"))
-    cluster.return_node("node2")
     cluster.wait_for(lambda: not cluster.queued())
+    cluster.return_node("node2")
+    begun = [(folder / f"my-run-s-{number}.{attempt}.log").read_text() for attempt in (0, 1)]
+    assert "2 ranks on node2" in begun[0] and "2 ranks on node1" in begun[1]
+    assert "resuming from my run's/checkpoints/step-" in begun[1]
     assert "attempt 1 left with 0" in said(cluster, folder, number)
     assert same(folder / "my run's", finished)
 

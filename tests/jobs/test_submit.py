@@ -90,7 +90,7 @@ def test_module_lines_come_before_and_a_prefix_stands_before_distgpt(system, tmp
 STARTED = {
     "mpich": "-n 16 -ppn 8 -bind-to core:4",
     "intel": "-n 16 -ppn 8 -genv I_MPI_PIN_DOMAIN 4:compact",
-    "openmpi": "-n 16 --map-by ppr:8:node:pe=4 --bind-to core",
+    "openmpi": "-n 16 --map-by ppr:8:node:pe=4 --bind-to core --hostfile '$PBS_NODEFILE'",
     "pals": "-n 16 --ppn 8 --depth=4 --cpu-bind=depth",
 }
 
@@ -191,6 +191,12 @@ def test_a_log_of_json_is_the_jobs_and_not_the_scripts(tmp_path):
 
 def test_a_gpu_has_more_than_one_cpu_beside_it(tmp_path):
     assert "--cpus-per-task=4" in directives("slurm", written("slurm", "--gpus-per-node", "1", cwd=tmp_path))
+
+
+@pytest.mark.parametrize("system", ["pbs", "flux"])
+def test_the_sites_own_lines_take_their_time_from_the_limit(system, tmp_path):
+    text = written(system, "--setup", "module load gcc", cwd=tmp_path)
+    assert text.index("export DISTGPT_JOB_END=$(($(date +%s) + 14400))") < text.index("\nmodule load gcc")
 
 
 def test_a_run_knows_the_end_that_a_script_has_set():

@@ -1,7 +1,8 @@
-"""The part of a batch script of PBS Pro and OpenPBS. Written from the manual of OpenPBS, and not run.
+"""The part of a batch script of PBS Pro and OpenPBS.
 
-PBS sends nothing before the limit, and TERM at it, a few seconds (kill_delay) before KILL. A user may not
-queue a running job again (qrerun is the operators'): a job submits its successor instead.
+As tried with OpenPBS 23.06.06: nothing comes before the limit. At it, and at qdel, TERM goes to all processes
+of the job's session, the script's and mpiexec among them, and KILL after kill_delay (10 s); qrerun sends KILL
+at once. A user may not queue a running job again (qrerun is the operators'): a job submits its successor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Submit it with qsub. A successor has
 # the options of these lines, and none of qsub's own: change them here."""
     signals = """\
 # Every rank saves and leaves on USR1. PBS sends none before its limit: the run knows that by DISTGPT_JOB_END.
-# TERM comes before qdel kills: the job saves and ends, or PBS starts it again after a preemption."""
+# TERM comes some seconds before qdel kills: the job saves and ends. qrerun kills at once, and the job resumes
+# from its newest checkpoint."""
     repeated = ("-l", "-W")
 
     def options(self, job: Job) -> list[str]:
