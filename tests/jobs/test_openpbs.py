@@ -105,8 +105,12 @@ def same(run, finished):
 def test_a_job_saves_before_its_limit_is_followed_once_and_ends_as_if_not_stopped(
     cluster, finished, folder, place
 ):
-    number = submit(cluster, folder, *place.split(), "--time", "45s")
+    (folder / "first.sh").write_text("true\n")
+    before = cluster.by_user("qsub", "first.sh", cwd=folder).strip()
+    waits = ("--option", f"-W depend=afterany:{before}")
+    number = submit(cluster, folder, *place.split(), "--time", "45s", *waits)
     stopped_at_the_limit(cluster, folder)
+    cluster.call("qdel", "-x", before)  # PBS forgets it, as it does by default
     cluster.wait_for(lambda: not cluster.queued())
     log = said(cluster, folder, number)
     assert "attempt 0 left with 75; newest checkpoint: step-" in log and f"{number + 1}.node1" in log, log

@@ -303,6 +303,14 @@ def test_an_elements_successor_is_a_job_of_its_own_with_the_same_number(tmp_path
     assert job.ended("8.server", ELEMENT="3")[0] == 0 and len(job.submitted) == 2
 
 
+def test_a_successor_waits_for_no_job_that_the_first_one_has_waited_for(tmp_path):
+    job = PlayedJob(tmp_path, "--option", "-Wdepend=afterok:5", "--option", "-W group_list=a")
+    job.program("qsub", 'echo "qsub $*" >>submitted.txt; cat >scripts.txt')
+    assert job.ended()[0] == 0 and job.submitted == ["qsub "]
+    first = (tmp_path / "job.sh").read_text()
+    assert (tmp_path / "scripts.txt").read_text() == first.replace("#PBS -Wdepend=afterok:5\n", "")
+
+
 def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tmp_path):
     (tmp_path / "flux").write_text('#!/bin/sh\necho "$*" >>calls.txt; cat >/dev/null\n')
     (tmp_path / "flux").chmod(0o755)

@@ -75,9 +75,11 @@ Submit it with qsub. A successor has
         return f"{name}.o{number.replace('[', '.').replace(']', '')}"  # PBS copies it when the job has ended
 
     def successor(self, job: Job) -> str:
-        if job.is_array:  # one job for this element alone
-            return "grep -v '^#PBS -J ' \"$0\" | qsub -v ELEMENT=$ELEMENT"
-        return 'qsub "$0"'
+        waits = any(self.key(line) == "-W depend" for line in job.lines)
+        # It is for this element alone. PBS deletes a job that waits for one which it has forgotten meanwhile.
+        left_out = "|".join([*(["J "] if job.is_array else []), *(["W *depend="] if waits else [])])
+        qsub = f"qsub{' -v ELEMENT=$ELEMENT' * job.is_array}"
+        return f"grep -Ev '^#PBS -({left_out})' \"$0\" | {qsub}" if left_out else f'{qsub} "$0"'
 
 
 PBS = Pbs()
