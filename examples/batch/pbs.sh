@@ -30,8 +30,7 @@ mpiexec -n 16 -ppn 8 -bind-to core:16 \
 ranks=$!
 
 # Every rank saves and leaves on USR1. PBS sends none before its limit: the run knows that by DISTGPT_JOB_END.
-# TERM comes some seconds before qdel kills: the job saves and ends. qrerun kills at once, and the job resumes
-# from its newest checkpoint.
+# TERM comes before qdel kills: the job saves and ends, or PBS starts it again after a preemption.
 trap 'came=USR1; kill -USR1 $ranks' USR1
 trap 'came=TERM; ending=yes; kill -USR1 $ranks' TERM
 while came=; wait $ranks; code=$?; [ "$came" ]; do :; done

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +20,7 @@ STEPS = 80
 MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
 WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
 WORDS += ["--save-every", "20"]
+ASKED = 1 << signal.SIGUSR1 - 1  # in a mask of signals
 SPARE = 6  # seconds before the limit at which ranks that stood still have to save
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
@@ -82,6 +85,16 @@ def held(cluster, folder, run="my run's"):
         yield ranks
 
 
+def is_asked(rank):
+    """Whether the script has passed on that it should save."""
+    masks = re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)", (rank / "status").read_text(), re.M)
+    return any(int(mask, 16) & ASKED for mask in masks)
+
+
+def newest_checkpoint(run):
+    return max(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+
 def stopped_at_the_limit(cluster, folder, run="my run's"):
     with held(cluster, folder, run) as ranks:
         end = int(variable(ranks[0], "DISTGPT_JOB_END"))
@@ -130,25 +143,29 @@ def test_a_job_saves_before_its_limit_is_followed_once_and_ends_as_if_not_stoppe
 @needs_mpi
 def test_a_job_that_is_deleted_has_saved_and_stays_so(cluster, finished, folder):
     number = submit(cluster, folder, "--ranks-per-node", "2", "--time", "10m")
-    with held(cluster, folder):
+    with held(cluster, folder) as ranks:
         cluster.by_user("qdel", number)
+        cluster.wait_for(lambda: all(map(is_asked, ranks)))
     cluster.wait_for(lambda: not cluster.queued())
     assert "attempt 0 left with 143; newest checkpoint" in said(cluster, folder, number)
-    saved = max(int(path.name[5:]) for path in (folder / "my run's" / "checkpoints").glob("step-*"))
-    assert saved == max(metrics(folder / "my run's")) < STEPS
+    assert newest_checkpoint(folder / "my run's") == max(metrics(folder / "my run's")) < STEPS
     time.sleep(3)
     assert not cluster.queued() and not [*(folder / "my run's").glob("followed-*")]
 
 
 @needs_mpi
-def test_a_job_that_is_queued_again_resumes_from_its_checkpoint(cluster, finished, folder):
+def test_a_job_that_is_queued_again_has_saved_and_resumes(cluster, finished, folder):
     number = submit(cluster, folder, "--nodes", "2", "--ranks-per-node", "1", "--time", "10m")
-    with held(cluster, folder):
-        assert cluster.by_user("qrerun", number, check=False).returncode != 0  # is the operators'
-        cluster.call("qrerun", number)
-        cluster.wait_for(lambda: not ranks_in(folder))
+    with ThreadPoolExecutor(1) as pool:
+        with held(cluster, folder) as ranks:
+            assert cluster.by_user("qrerun", number, check=False).returncode != 0  # is the operators'
+            rerun = pool.submit(cluster.call, "qrerun", number)  # which returns when the job has ended
+            cluster.wait_for(lambda: all(map(is_asked, ranks)))
+        rerun.result()
     cluster.wait_for(lambda: not cluster.queued())
-    assert "resuming from my run's/checkpoints/step-" in (folder / f"my-run-s-{number}.1.log").read_text()
+    first, second = ((folder / f"my-run-s-{number}.{attempt}.log").read_text() for attempt in (0, 1))
+    step = int(re.search(r"ended by SIGTERM; step (\d+) is saved", first)[1])
+    assert f"resuming from my run's/checkpoints/step-{step:08}" in second
     assert "attempt 1 left with 0" in said(cluster, folder, number)
     assert same(folder / "my run's", finished)
 

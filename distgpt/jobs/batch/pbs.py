@@ -1,8 +1,8 @@
 """The part of a batch script of PBS Pro and OpenPBS.
 
-As tried with OpenPBS 23.06.06: nothing comes before the limit. At it, and at qdel, TERM goes to all processes
-of the job's session, the script's and mpiexec among them, and KILL after kill_delay (10 s); qrerun sends KILL
-at once. A user may not queue a running job again (qrerun is the operators'): a job submits its successor.
+As tried with OpenPBS 23.06.06: nothing comes before the limit. At it, at qdel, qrerun and a preemption TERM
+goes to all processes of the job's session, the script's and mpiexec among them, and KILL after kill_delay
+(10 s). A user may not queue a running job again (qrerun is the operators'): a job submits its successor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ Submit it with qsub. A successor has
 # the options of these lines, and none of qsub's own: change them here."""
     signals = """\
 # Every rank saves and leaves on USR1. PBS sends none before its limit: the run knows that by DISTGPT_JOB_END.
-# TERM comes some seconds before qdel kills: the job saves and ends. qrerun kills at once, and the job resumes
-# from its newest checkpoint."""
+# TERM comes before qdel kills: the job saves and ends, or PBS starts it again after a preemption."""
     repeated = ("-l", "-W")
 
     def options(self, job: Job) -> list[str]:
