@@ -35,8 +35,9 @@ PBS_START_COMM={serves}
 PBS_START_MOM=1
 PBS_DATA_SERVICE_PORT={port}
 """
-# A scheduler that waits makes a test wait.
+# A job on any node may submit its successor (flatuid). A scheduler that waits makes a test wait.
 SERVER = """\
+set server flatuid = True
 set server job_history_enable = True
 set server scheduler_iteration = 2
 set server node_fail_requeue = 2

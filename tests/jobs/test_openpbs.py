@@ -76,9 +76,8 @@ def variable(process, name):
 
 @contextmanager
 def held(cluster, folder, run="my run's"):
-    """Its two ranks stand still after some steps, of which some are in a checkpoint."""
-    path = folder / run / "metrics.jsonl"
-    cluster.wait_for(lambda: path.exists() and len(path.read_bytes().splitlines()) > 25)
+    """Its two ranks stand still after a checkpoint and before the last step."""
+    cluster.wait_for(lambda: [*(folder / run / "checkpoints").glob("step-*")])
     ranks = cluster.wait_for(lambda: ranks_in(folder))
     assert len(ranks) == 2
     with standing_still(ranks):
@@ -132,9 +131,9 @@ def test_a_job_saves_before_its_limit_is_followed_once_and_ends_as_if_not_stoppe
         f"my-run-s-{number}.0.log",
         f"my-run-s-{number + 1}.0.log",
     ]
-    hosts = "node1, node2" if "--nodes" in place else "node1"
+    hosts = "node1, node2" if "--nodes" in place else "node[12]"
     first = (folder / f"my-run-s-{number}.0.log").read_text()
-    assert f"2 ranks on {hosts}" in first and "the time is up" in first
+    assert re.search(f"2 ranks on {hosts}, 1 thread", first) and "the time is up" in first
     assert (folder / "my run's" / f"followed-{number}").is_dir()
     assert cluster.attribute(number, "Exit_status") == "0"
     assert same(folder / "my run's", finished)
