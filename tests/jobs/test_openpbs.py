@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -22,6 +23,9 @@ WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} -
 WORDS += ["--save-every", "20"]
 ASKED = 1 << signal.SIGUSR1 - 1  # in a mask of signals
 SPARE = 6  # seconds before the limit at which ranks that stood still have to save
+# Debian's is built without PBS's library.
+IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"
+OPEN_MPI = next(Path("/usr/lib").glob("*/libmpi.so.40"), None) if IS_OPEN_MPIS else None
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
     pytest.mark.skipif(bool(lacking()), reason=lacking()),
@@ -218,6 +222,20 @@ def test_options_of_the_job_reach_pbs_and_the_ranks(cluster, finished, folder):
     assert "attempt 0 left with" in (folder / "mine.txt").read_text()
     begun = json.loads((folder / "my run's" / "history.jsonl").read_text().splitlines()[0])
     assert begun["job"] == {"system": "PBS", "id": f"{number}.node1", "name": "mine"}
+
+
+@needs_mpi
+@pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin")
+def test_open_mpi_finds_the_nodes_of_a_job_without_its_library(cluster, finished, folder):
+    asked = ["--mpi", "openmpi", "--nodes", "2", "--ranks-per-node", "1", "--time", "10m"]
+    # It gives ranks on other nodes the variables alone that are named here.
+    own = f"export MPI4PY_LIBMPI={OPEN_MPI} OMPI_MCA_plm_rsh_agent={cluster.folder / 'remote-start'}"
+    named = "export OMPI_MCA_mca_base_env_list=MPI4PY_LIBMPI"
+    number = submit(cluster, folder, *asked, "--setup", own, "--setup", named)
+    cluster.wait_for(lambda: not cluster.queued())
+    first = (folder / f"my-run-s-{number}.0.log").read_text()
+    assert "2 ranks on node1, node2" in first, first
+    assert same(folder / "my run's", finished)
 
 
 def test_threads_are_those_that_pbs_grants(cluster, finished, folder):
