@@ -10,9 +10,9 @@
 # flux: --output=flux-{{id}}.log
 # flux: --queue=batch
 
+export DISTGPT_JOB_END=$(($(date +%s) + 43200))  # the limit above, in seconds since 1970
 # What this site needs before a program starts goes here: module load …, export …
 
-export DISTGPT_JOB_END=$(($(date +%s) + 43200))  # the limit above, in seconds since 1970
 number=$(flux job id --to=dec "$(flux getattr jobid)")
 attempt=0
 while [ -e "flux-$number.$attempt.log" ]; do attempt=$((attempt + 1)); done

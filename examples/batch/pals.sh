@@ -12,10 +12,10 @@
 #PBS -A project
 
 cd "$PBS_O_WORKDIR" || exit
+export DISTGPT_JOB_END=$(($(date +%s) + 21600))  # the limit above, in seconds since 1970
 # What this site needs before a program starts goes here: module load …, export …
 module load cray-pals
 
-export DISTGPT_JOB_END=$(($(date +%s) + 21600))  # the limit above, in seconds since 1970
 number=${PBS_JOBID%%.*}
 attempt=0
 while [ -e "pals-$number.$attempt.log" ]; do attempt=$((attempt + 1)); done

@@ -12,9 +12,9 @@
 #PBS -q workq
 
 cd "$PBS_O_WORKDIR" || exit
+export DISTGPT_JOB_END=$(($(date +%s) + 43200))  # the limit above, in seconds since 1970
 # What this site needs before a program starts goes here: module load …, export …
 
-export DISTGPT_JOB_END=$(($(date +%s) + 43200))  # the limit above, in seconds since 1970
 number=${PBS_JOBID%%.*}
 attempt=0
 while [ -e "pbs-$number.$attempt.log" ]; do attempt=$((attempt + 1)); done

@@ -90,7 +90,7 @@ def test_module_lines_come_before_and_a_prefix_stands_before_distgpt(system, tmp
 STARTED = {
     "mpich": "-n 16 -ppn 8 -bind-to core:4",
     "intel": "-n 16 -ppn 8 -genv I_MPI_PIN_DOMAIN 4:compact",
-    "openmpi": "-n 16 --map-by ppr:8:node:pe=4 --bind-to core",
+    "openmpi": "-n 16 --map-by ppr:8:node:pe=4 --bind-to core --hostfile '$PBS_NODEFILE'",
     "pals": "-n 16 --ppn 8 --depth=4 --cpu-bind=depth",
 }
 
@@ -191,6 +191,12 @@ def test_a_log_of_json_is_the_jobs_and_not_the_scripts(tmp_path):
 
 def test_a_gpu_has_more_than_one_cpu_beside_it(tmp_path):
     assert "--cpus-per-task=4" in directives("slurm", written("slurm", "--gpus-per-node", "1", cwd=tmp_path))
+
+
+@pytest.mark.parametrize("system", ["pbs", "flux"])
+def test_the_sites_own_lines_take_their_time_from_the_limit(system, tmp_path):
+    text = written(system, "--setup", "module load gcc", cwd=tmp_path)
+    assert text.index("export DISTGPT_JOB_END=$(($(date +%s) + 14400))") < text.index("\nmodule load gcc")
 
 
 def test_a_run_knows_the_end_that_a_script_has_set():
@@ -295,6 +301,14 @@ def test_an_elements_successor_is_a_job_of_its_own_with_the_same_number(tmp_path
     assert successor == (tmp_path / "job.sh").read_text().replace("#PBS -J 1-3\n", "")
     (tmp_path / "job.sh").write_text(successor)
     assert job.ended("8.server", ELEMENT="3")[0] == 0 and len(job.submitted) == 2
+
+
+def test_a_successor_waits_for_no_job_that_the_first_one_has_waited_for(tmp_path):
+    job = PlayedJob(tmp_path, "--option", "-Wdepend=afterok:5", "--option", "-W group_list=a")
+    job.program("qsub", 'echo "qsub $*" >>submitted.txt; cat >scripts.txt')
+    assert job.ended()[0] == 0 and job.submitted == ["qsub "]
+    first = (tmp_path / "job.sh").read_text()
+    assert (tmp_path / "scripts.txt").read_text() == first.replace("#PBS -Wdepend=afterok:5\n", "")
 
 
 def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tmp_path):

@@ -46,11 +46,11 @@ Submit it with flux batch. Of an array
     def number(self, job: Job) -> str:
         return "$number"
 
+    def deadline(self, job: Job) -> str:
+        return END.format(int(job.seconds))
+
     def begin(self, job: Job) -> str:
-        return (
-            f"{END.format(int(job.seconds))}"
-            f'number=$(flux job id --to=dec "$(flux getattr jobid)")\n{super().begin(job)}'
-        )
+        return f'number=$(flux job id --to=dec "$(flux getattr jobid)")\n{super().begin(job)}'
 
     def launch(self, job: Job) -> str:
         gpus = f" --gpus-per-task={_gpus(job)}" if job.gpus_per_node else ""

@@ -1,7 +1,8 @@
-"""The part of a batch script of PBS Pro and OpenPBS. Written from the manual of OpenPBS, and not run.
+"""The part of a batch script of PBS Pro and OpenPBS.
 
-PBS sends nothing before the limit, and TERM at it, a few seconds (kill_delay) before KILL. A user may not
-queue a running job again (qrerun is the operators'): a job submits its successor instead.
+As tried with OpenPBS 23.06.06: nothing comes before the limit. At it, at qdel, qrerun and a preemption TERM
+goes to all processes of the job's session, the script's and mpiexec among them, and KILL after kill_delay
+(10 s). A user may not queue a running job again (qrerun is the operators'): a job submits its successor.
 """
 
 from __future__ import annotations
@@ -55,9 +56,16 @@ Submit it with qsub. A successor has
     def number(self, job: Job) -> str:
         return "$number"
 
+    def deadline(self, job: Job) -> str:
+        return END.format(int(job.seconds))
+
     def begin(self, job: Job) -> str:
         element = "ELEMENT=${ELEMENT:-$PBS_ARRAY_INDEX}  # the number of this run\n" if job.is_array else ""
-        return f"{END.format(int(job.seconds))}{element}number=${{PBS_JOBID%%.*}}\n{super().begin(job)}"
+        return f"{element}number=${{PBS_JOBID%%.*}}\n{super().begin(job)}"
+
+    def launch(self, job: Job) -> str:
+        # Open MPI without PBS's own library in it, as Debian's, finds the nodes in this file alone.
+        return super().launch(job) + (' --hostfile "$PBS_NODEFILE"' if job.mpi == "openmpi" else "")
 
     def shown_number(self, is_array: bool) -> str:
         return "JOB[ELEMENT]" if is_array else "JOB"
@@ -66,9 +74,11 @@ Submit it with qsub. A successor has
         return f"{name}.o{number.replace('[', '.').replace(']', '')}"  # PBS copies it when the job has ended
 
     def successor(self, job: Job) -> str:
-        if job.is_array:  # one job for this element alone
-            return "grep -v '^#PBS -J ' \"$0\" | qsub -v ELEMENT=$ELEMENT"
-        return 'qsub "$0"'
+        waits = any(self.key(line) == "-W depend" for line in job.lines)
+        # It is for this element alone. PBS deletes a job that waits for one which it has forgotten meanwhile.
+        left_out = "|".join([*(["J "] if job.is_array else []), *(["W *depend="] if waits else [])])
+        qsub = f"qsub{' -v ELEMENT=$ELEMENT' * job.is_array}"
+        return f"grep -Ev '^#PBS -({left_out})' \"$0\" | {qsub}" if left_out else f'{qsub} "$0"'
 
 
 PBS = Pbs()

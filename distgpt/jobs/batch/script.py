@@ -52,6 +52,10 @@ class System:
         """Return the shell's words for the number of the job, or of an array's element."""
         raise NotImplementedError
 
+    def deadline(self, job: Job) -> str:
+        """Return the line that tells the run the time limit; "" where the system announces it."""
+        return ""
+
     def begin(self, job: Job) -> str:
         """Return lines that set what the script needs, `attempt` among them."""
         log = f"{job.name}-{self.number(job)}"
@@ -163,6 +167,7 @@ def script(system: System, job: Job) -> str:
         made_by=job.made_by,
         options="\n".join(f"{system.sentinel} {option}" for option in system.directives(job)),
         enters=system.enters,
+        deadline=system.deadline(job),  # before the lines of the site, which take time from the limit
         setup="".join(f"{line}\n" for line in job.setup),
         begin=system.begin(job),
         name=job.name,
@@ -223,7 +228,7 @@ _SCRIPT = """\
 # {made_by}
 {options}
 
-{enters}# What this site needs before a program starts goes here: module load …, export …
+{enters}{deadline}# What this site needs before a program starts goes here: module load …, export …
 {setup}
 {begin}log={name}-{number}.$attempt.log
 newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}

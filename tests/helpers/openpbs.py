@@ -1,0 +1,232 @@
+"""An OpenPBS of two hosts on this machine: network namespaces with a pbs_mom each, the server in the first.
+
+Root alone can start one. It knows nothing of a PBS that is there already.
+"""
+
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import hosts
+
+PREFIXES = ("/opt/pbs", "/usr")  # where a build of one's own and packages put it
+DAEMONS = ("pbs_server", "pbs_sched", "pbs_comm", "pbs_mom")
+SECONDS_TO_START = 60
+NODES = ("node1", "node2")  # the server is on the first
+USER, UID = "trainer", 64321  # known in the namespaces alone: pbs_mom overlooks the processes of root
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+CONFIGURATION = """\
+PBS_EXEC={prefix}
+PBS_HOME={home}
+PBS_SERVER={server}
+PBS_START_SERVER={serves}
+PBS_START_SCHED={serves}
+PBS_START_COMM={serves}
+PBS_START_MOM=1
+PBS_DATA_SERVICE_PORT={port}
+"""
+# A job on any node may submit its successor (flatuid). A scheduler that waits makes a test wait.
+SERVER = """\
+set server flatuid = True
+set server job_history_enable = True
+set server scheduler_iteration = 2
+set server node_fail_requeue = 2
+"""
+# pbs_tmrsh starts a program as it is given, and no shell that would take the quotes of MPICH's launcher away.
+REMOTE_START = """\
+#!/bin/sh
+host=$1
+shift
+exec pbs_tmrsh "$host" /bin/sh -c "$*"
+"""
+
+
+def prefix():
+    """Where it is installed; None without one."""
+    here = (Path(root) for root in PREFIXES)
+    return next((root for root in here if all((root / "sbin" / name).exists() for name in DAEMONS)), None)
+
+
+def lacking():
+    """Why there can be none here; "" if there can."""
+    if reason := hosts.lacking():
+        return reason
+    if (found := prefix()) is None:
+        return "needs OpenPBS, built with --prefix=/opt/pbs"
+    if not (found / "sbin/pbs_iff").stat().st_mode & stat.S_ISUID:
+        return "needs pbs_iff of OpenPBS with its set-uid bit, as its INSTALL says"
+    return ""
+
+
+class Cluster:
+    """Its commands run on one of its nodes, as root or as the user whose jobs it runs."""
+
+    def __init__(self, folder, spaces):
+        self.folder, self.spaces = folder, spaces
+        self.prefix = prefix()
+        self.path = f"{self.prefix}/bin:{os.environ['PATH']}"
+        self.home = folder / USER
+
+    def spool(self, node):
+        return self.folder / node
+
+    def configuration(self, node):
+        return self.folder / f"{node}.conf"
+
+    def inside(self, node):
+        """The words before a program that runs on a node."""
+        space = self.spaces[NODES.index(node)]
+        environ = f"env PBS_CONF_FILE={self.configuration(node)} PATH={self.path} PYTHONPATH={REPOSITORY}"
+        script = f'hostname {node}; {_opened(self.folder)}exec {environ} "$0" "$@"'
+        return [*hosts.inside(space), "unshare", "-m", "sh", "-c", script]
+
+    def call(self, *words, node=NODES[0], check=True, given=None, cwd=None, timeout=120):
+        """Run a command of it as root; returns what it wrote."""
+        words = [*self.inside(node), *map(str, words)]
+        how = {"cwd": cwd, "capture_output": True, "text": True, "timeout": timeout}
+        done = subprocess.run(words, input=given, **how)
+        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
+        return done.stdout if check else done
+
+    def by_user(self, *words, **how):
+        """Run a command as the user; returns what it wrote."""
+        who = ["setpriv", "--reuid", UID, "--regid", UID, "--clear-groups"]
+        environ = ["env", f"HOME={self.home}", f"USER={USER}", f"LOGNAME={USER}"]
+        return self.call(*who, *environ, *words, **how)
+
+    def place(self, name):
+        """A new folder of the user."""
+        path = self.home / name
+        path.mkdir()
+        os.chown(path, UID, UID)
+        return path
+
+    def remote_start(self):
+        """The line of a job's script by which MPICH starts ranks on other nodes through PBS, without ssh."""
+        return f"export HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC={self.folder / 'remote-start'}"
+
+    def queued(self):
+        """Its jobs that have not ended."""
+        return self.call("qstat").splitlines()[2:]
+
+    def attribute(self, number, name):
+        """An attribute of a job, also of one that has ended; "" without it."""
+        shown = self.call("qstat", "-xf", number).replace("\n\t", "")
+        found = re.search(rf"^    {re.escape(name)} = (.*)$", shown, re.M)
+        return found[1] if found else ""
+
+    def wait_for(self, what, seconds=150):
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline, self.call("qstat", "-xs", check=False).stdout + self.logs()
+            time.sleep(0.2)
+        return found
+
+    def logs(self):
+        """The last lines that its daemons have written."""
+        files = sorted(self.folder.glob("*/*_logs/*"))
+        return "".join(f"{file}:\n" + "".join(file.read_text().splitlines(True)[-8:]) for file in files)
+
+    def daemon(self, name, node=NODES[0]):
+        self.call(self.prefix / "sbin" / name, node=node)
+
+    def lose(self, node):
+        """Kill all that runs on a node, at once."""
+        hosts.kill_all_in(self.spaces[NODES.index(node)])
+
+    def return_node(self, node):
+        """Start a lost one as after a power cut."""
+        self.daemon("pbs_mom", node)
+        self.wait_for(partial(self.is_free, node), SECONDS_TO_START)
+
+    def is_free(self, node):
+        return "state = free" in self.call("pbsnodes", node, check=False).stdout
+
+    def prepare(self, node, port):
+        """Write what a node needs before its first start."""
+        serves = int(node == NODES[0])
+        values = {"prefix": self.prefix, "home": self.spool(node), "server": NODES[0], "port": port}
+        self.configuration(node).write_text(CONFIGURATION.format(serves=serves, **values))
+        if serves:
+            self.call(self.prefix / "libexec/pbs_habitat", node=node)
+        else:
+            version = self.call("qstat", "--version", node=node).split()[-1]
+            words = ("execution", version, self.prefix, self.spool(node), "", "sameconf")
+            self.call(self.prefix / "libexec/pbs_postinstall", *words, node=node)
+        # What jobs find: the commands of this PBS, and this repository.
+        environ = {"PATH": self.path, "PBS_CONF_FILE": self.configuration(node), "PYTHONPATH": REPOSITORY}
+        lines = "".join(f"{name}={value}\n" for name, value in environ.items())
+        (self.spool(node) / "pbs_environment").write_text(lines)
+        with (self.spool(node) / "mom_priv/config").open("a") as file:
+            file.write("$usecp *:/ /\n")  # all have one disk: nothing is copied over the network
+
+
+@contextmanager
+def open_pbs():
+    """A cluster whose two nodes are ready for jobs, and gone afterwards."""
+    with ExitStack() as stack:
+        # PBS takes no folder below one that all may write to, as /tmp.
+        folder = Path(tempfile.mkdtemp(prefix="pbs", dir="/var/spool"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o755)  # its database has a user of its own
+        _, _, spaces = stack.enter_context(hosts.joined_hosts(folder, partial(_connected, folder)))
+        cluster = Cluster(folder, spaces)
+        cluster.home.mkdir()
+        os.chown(cluster.home, UID, UID)
+        (folder / "remote-start").write_text(REMOTE_START)
+        (folder / "remote-start").chmod(0o755)
+        port = _free_port()
+        for node in NODES:
+            cluster.prepare(node, port)
+        for name in ("pbs_comm", "pbs_mom", "pbs_sched", "pbs_server"):
+            cluster.daemon(name)
+        cluster.daemon("pbs_mom", NODES[1])
+        cluster.call("qmgr", given=SERVER + f"create node {NODES[1]}\n")
+        for node in NODES:
+            cluster.wait_for(partial(cluster.is_free, node), SECONDS_TO_START)
+        yield cluster
+
+
+def _connected(folder, stack, spaces):
+    """Join the two hosts by a cable; in each, all names and the user are known."""
+    hosts.plain_link(stack, spaces)
+    names = "".join(f"{hosts.NET}.{i} {node}\n" for i, node in enumerate(NODES, 1))
+    for space in spaces:
+        own = Path("/etc/netns", space)  # `ip netns exec` puts these in place of the files in /etc
+        own.mkdir(parents=True)
+        stack.callback(shutil.rmtree, own)
+        (own / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        user = f"{USER}:x:{UID}:{UID}::{folder / USER}:/bin/bash\n"
+        (own / "passwd").write_text(Path("/etc/passwd").read_text() + user)
+        (own / "group").write_text(Path("/etc/group").read_text() + f"{USER}:x:{UID}:\n")
+
+
+def _opened(folder):
+    """The shell's commands that let the user get at our Python, also where it lies in root's own folder."""
+    needed = [Path(sys.base_prefix), Path(sys.prefix), REPOSITORY]
+    closed = [above for path in needed for above in path.parents if not above.stat().st_mode & stat.S_IXOTH]
+    if not closed:
+        return ""
+    above, real = min(closed), folder / "real"
+    real.mkdir(exist_ok=True)
+    lines = [f"mount --bind {above} {real}", f"mount -t tmpfs -o mode=755 opened {above}"]
+    for path in needed:
+        if path.is_relative_to(above):
+            lines += [f"mkdir -p {path}", f"mount --bind {real / path.relative_to(above)} {path}"]
+    return "".join(f"{line} && " for line in lines)
+
+
+def _free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
