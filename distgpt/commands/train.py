@@ -208,7 +208,7 @@ def _losses(run: Any) -> str:
 
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.core.train.report import sample
+    from distgpt.core.train.sampling import sample
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices

@@ -12,7 +12,6 @@ from distgpt.core.base.interrupts import Interrupted, deferred_signals
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
 from distgpt.core.train.progress import SAMPLING, SAVING, Due, Intervals
-from distgpt.core.train.report import sample
 from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Votes
 from distgpt.core.train.step import InFlight
@@ -123,6 +122,8 @@ def do(run: Run, due: Due) -> None:
             save_and_stop(run, stop, evaluation_pending=True)
     save(run, best, due.save)
     if due.sample and run.comm.rank == 0:
+        from distgpt.core.train.sampling import sample  # what generates: for rank 0 alone
+
         run.activity.enter(SAMPLING)
         text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
         run.report.report_sample(run.progress.step, text)
