@@ -17,11 +17,11 @@ from distgpt.core.comm.agree import gather_texts
 from distgpt.core.comm.job import this_job
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.run import Run
-from distgpt.guards.reports import Reports
 from distgpt.launch.notes import boot_id
 
 if TYPE_CHECKING:
     from distgpt.energy.counters import Meter
+    from distgpt.guards.reports import Reports
 
 SYS = Path("/sys")
 # Between two readings. RAPL's counters begin anew after minutes; Slurm's own takes half a minute by default.
@@ -95,6 +95,7 @@ def guard(run: Run, root: Path | None = None) -> Energy | None:
     if run.comm.size == 1 and not (gpu or may_show_zones(root) or slurm_may_count()):
         return None
     from distgpt.energy.counters import meter_of_host, meter_of_slurm, opened_zones
+    from distgpt.guards.reports import Reports
 
     own, refused = opened_zones(root)
     here = {"host": boot_id() or platform.node(), "reads": bool(own), "refused": refused}

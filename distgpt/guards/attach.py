@@ -13,8 +13,7 @@ from distgpt.core.train.run import Run, Seams
 from distgpt.core.train.seams import Guard
 from distgpt.guards.full_disk import room_for
 from distgpt.guards.retention import Retention
-from distgpt.guards.stuck import save_and_exit
-from distgpt.guards.watchdog import Stall, Watchdog
+from distgpt.guards.watchdog import Stall, Watchdog, save_and_exit
 
 MakeGuard = Callable[[Run], Guard | None]  # None: this run needs none
 
