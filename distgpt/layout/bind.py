@@ -57,6 +57,8 @@ class Placed(Layout):
             return []
         self.forget()
         self._ranks = comm.size
+        if comm.size == threads == 1:
+            return []  # wherever it runs it takes nobody's core, and shares its memory with no other thread
         machine = self._machine(comm.size)
         cpus = sorted(machine.allowed) if hasattr(os, "sched_setaffinity") else ()
         too_many = threads_given and threads > len(machine.cores)
