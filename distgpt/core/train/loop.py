@@ -121,11 +121,9 @@ def do(run: Run, due: Due) -> None:
                 raise
             save_and_stop(run, stop, evaluation_pending=True)
     save(run, best, due.save)
-    if due.sample and run.comm.rank == 0:
-        from distgpt.core.train.sampling import sample  # what generates: for rank 0 alone
-
+    if due.sample and run.sample:
         run.activity.enter(SAMPLING)
-        text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
+        text = run.sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
         run.report.report_sample(run.progress.step, text)
 
 

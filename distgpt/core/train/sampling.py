@@ -1,4 +1,4 @@
-"""Short texts of a model while it trains, and once it has: rank 0 alone loads what generates them."""
+"""Short texts of a model, while it trains and once it has."""
 
 from __future__ import annotations
 
