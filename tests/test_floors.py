@@ -21,6 +21,7 @@ ORDER = (
         "moved_caches",
         "launch",
         "recorded",
+        "helpers",
         "layout",
         "processors",
         "gpu",

@@ -50,7 +50,7 @@ from distgpt.core.train.lines import LISTENERS, Lines
 from distgpt.core.train.plan import CHECKS, RECIPES, refuse_unsuited
 from distgpt.core.train.run import plain_seams
 from distgpt.core.train.seams import MODEL_KINDS, WholeModel
-from distgpt.core.train.setup import FIRST_WEIGHTS
+from distgpt.core.train.setup import FIRST_WEIGHTS, unhelped
 from distgpt.core.train.sharing import STRATEGIES, USUAL, Strategy, strategy_for
 from distgpt.core.train.summary import FACTS
 from distgpt.gpu.kernels import LINEARS
@@ -113,6 +113,7 @@ ROWS = {
 
 # Parts that the core has plain ones of.
 MORE = {
+    "helpers": unhelped,
     "kept": keep_nothing,
     "one prompt": on_first,
     "record": as_it_is,

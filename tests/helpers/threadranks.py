@@ -42,7 +42,7 @@ class ThreadComm(SerialComm):
         for rank, theirs in enumerate(self._all(array[bounds[self.rank] : bounds[self.rank + 1]].copy())):
             array[bounds[rank] : bounds[rank + 1]] = theirs
 
-    def barrier(self):
+    def barrier(self, resting=False):
         self._all(None)
 
     def send(self, array, source, target):

@@ -64,8 +64,8 @@ class Comm(Protocol):
         None if splitting is pointless: one node, one rank on each node, or nodes of unequal size.
         """
 
-    def barrier(self) -> None:
-        """Return once every rank has called this."""
+    def barrier(self, resting: bool = False) -> None:
+        """Return once every rank has called this. Resting ranks leave their cores to others meanwhile."""
 
     def abort(self, exit_code: int) -> None:
         """End the whole job now, from any one rank. Not collective; does not return."""

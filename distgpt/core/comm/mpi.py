@@ -22,6 +22,7 @@ from distgpt.core.comm.resources import usable_cores
 
 LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
 PAUSE = 1e-4  # seconds that a sleeping communicator waits before it asks again whether a call is done
+LONGEST_PAUSE = 2e-2  # and at most where it may wait for long
 SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before it ends the job
 
 
@@ -131,8 +132,14 @@ class MpiComm:
         self._world.Bcast(buffer)
         return buffer.tobytes()
 
-    def barrier(self) -> None:
-        self._world.Barrier()
+    def barrier(self, resting: bool = False) -> None:
+        if not resting:
+            self._world.Barrier()
+            return
+        arrived, pause = self._world.Ibarrier(), PAUSE
+        while not arrived.Test():
+            time.sleep(pause)
+            pause = min(1.2 * pause, LONGEST_PAUSE)
 
     def abort(self, exit_code: int) -> None:
         sys.stdout.flush()

@@ -55,7 +55,7 @@ class SerialComm:
     def split_by_node(self) -> None:
         return None
 
-    def barrier(self) -> None:
+    def barrier(self, resting: bool = False) -> None:
         return None
 
     def abort(self, exit_code: int) -> None:

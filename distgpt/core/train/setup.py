@@ -18,12 +18,13 @@ import numpy as np
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.base.tables import Table
+from distgpt.core.base.tables import Table, part
 from distgpt.core.comm.agree import on_every_rank, on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, DataRequest, load_corpus
@@ -350,10 +351,22 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, str
 
     The ranks of GPUs share that work (`Stage.compile_ahead`).
     """
+    t = config.train
+    work = partial(rehearse, config=replace(config, model=miniature(config.model)), strategy=strategy)
+
+    def start() -> Callable[[], None]:
+        return part("helpers", unhelped)(stage, t.dtype, t.matmul_backend, work)
+
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            rehearse(kernels, replace(config, model=miniature(config.model)), strategy)
-        stage.comm.barrier()
+            with first_use.with_help(start):
+                work(kernels)
+        stage.comm.barrier(resting=True)  # the cores are for whoever compiles
+
+
+def unhelped(stage: Stage, dtype: str, matmul: str, work: Callable[[Kernels], None]) -> Callable[[], None]:
+    """Start no processes that compile what `work` needs; return what ends them."""
+    return lambda: None
 
 
 def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:

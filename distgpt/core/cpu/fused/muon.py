@@ -231,6 +231,7 @@ def orthogonalise_bfloat16(u, memory, coefficients, member):
     fourth = memory.fourth
     factor = memory.factor
     top, bottom, first, last = memory.part
+    begin = np.int64(0)  # the number 0 is a type of its own, for which `backward` would be compiled again
     arrivals = _lay_down(x, u, memory.sums, member)
     for i in range(coefficients.shape[0]):
         _squared_bfloat16(top, bottom, square, x, memory.long)
@@ -241,7 +242,7 @@ def orthogonalise_bfloat16(u, memory, coefficients, member):
         _combine(top, bottom, square, square, fourth, coefficients[i])
         _round_lower(top, bottom, factor, square)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
-        blocked.backward(0, x.shape[0], first, last, y, factor, x, memory.short)
+        blocked.backward(begin, x.shape[0], first, last, y, factor, x, memory.short)
         arrivals = wait_for_all(member.counter, arrivals, member.members)
         x, y = y, x
     _put_back(u, x, member)

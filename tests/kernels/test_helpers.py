@@ -1,0 +1,61 @@
+"""Processes that help to compile: all that a run needs, nothing of it run, and none left behind."""
+
+import os
+import sys
+
+import pytest
+from conftest import SMALL, distgpt
+
+# A process of its own, as one that has compiled a loop does not note it.
+PROGRAM = """
+import sys
+from dataclasses import replace
+from functools import partial
+from distgpt.core.config.presets import preset
+from distgpt.core.cpu import first_use
+from distgpt.core.cpu.compiling import disk_cache
+from distgpt.core.cpu.stages import open_stage
+from distgpt.core.model.model import miniature
+from distgpt.core.train.setup import rehearse
+from distgpt.core.train.sharing import strategy_for
+from distgpt.helpers import start
+
+run = preset(sys.argv[1], {"vocab_size": 256, "dtype": sys.argv[2], "matmul": sys.argv[3]})
+small = replace(run, model=miniature(run.model))
+work = partial(rehearse, config=small, strategy=strategy_for(run.train, 1))
+stage = open_stage("serial", 2)
+kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
+missing = start.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)
+print(len(missing), len(list(disk_cache.folder().glob("*.loop"))))
+helper = start._started()
+start._tell(helper, [start._name(each) for each in missing])
+assert helper.wait(300) == 0
+before = len(list(disk_cache.folder().iterdir()))
+work(kernels)
+print(before, len(list(disk_cache.folder().iterdir())), first_use.has_compiled())
+print(len(start.missing_loops(stage, run.train.dtype, run.train.matmul_backend, work)))
+"""
+
+
+def test_what_a_run_needs_is_found_without_compiling_and_compiled_by_a_helper(tmp_path):
+    program, settings = [sys.executable, "-c", PROGRAM], ("tiny-adamw", "float32", "blas")
+    result = distgpt(*settings, program=program, env={"DISTGPT_CACHE": str(tmp_path)}, timeout=300)
+    assert result.returncode == 0, result.stderr
+    noted, again, missing = map(str.split, result.stdout.splitlines())
+    assert int(noted[0]) > 15 and noted[1] == "0"
+    assert again[0] == again[1] and again[2] == "False"  # no file more, nothing reported
+    assert missing == ["0"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a helper needs a core of its own")
+def test_a_run_whose_loops_others_compile_has_the_bits_of_one_that_loads_them(tmp_path):
+    words = ["train", *SMALL, "--threads", "2", "--steps", "3"]
+    weights = []
+    for name in ("first", "second"):
+        out = tmp_path / name
+        result = distgpt(*words, "--out", out, env={"DISTGPT_CACHE": str(tmp_path / "cache")}, cold=True)
+        assert result.returncode == 0, result.stderr
+        assert ("compiling kernels" in result.stdout + result.stderr) == (name == "first")
+        weights.append((out / "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1]
