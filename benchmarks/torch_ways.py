@@ -23,7 +23,6 @@ from training_ways import NODE, TOY, with_flops
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.config.presets import preset
 from distgpt.layout.machine import read_machine
-from distgpt.layout.plan import cores
 
 # The most promising come first. What autotune compiles took minutes, and gained nothing on two cores.
 WAYS = ["keep-freed+autocast", "compile+keep-freed+autocast", "keep-freed", "compile+keep-freed"]
@@ -34,7 +33,7 @@ OPTIMIZER = {"lr": 6e-4, "weight_decay": 0.1, "clip": 1.0, "beta1": 0.9, "beta2"
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time ways to train in PyTorch on cores.")
     parser.add_argument("--ways", nargs="+", default=WAYS, metavar="MODE[:RANKS]")
-    here = len(cores(read_machine(allowed=os.sched_getaffinity(0))))
+    here = len(read_machine(allowed=os.sched_getaffinity(0)).cores)
     parser.add_argument("--threads", nargs="+", type=int, default=[here], help="of all ranks")
     parser.add_argument("--row", default="GPT-2 bfloat16", choices=NODE)
     parser.add_argument("--steps", type=int, default=3, help="that are timed, after two")

@@ -384,7 +384,7 @@ def two_sockets(regions: int, cores: int, cache: int) -> Machine:
     """Describe a node by its NUMA regions in a socket, cores in a region, and cores that share a cache."""
     count = 2 * regions * cores
     cpus = (Cpu(i, i, i // cache * cache, i // cores, i // (regions * cores)) for i in range(count))
-    return Machine(tuple(cpus), frozenset(range(count)), {})
+    return Machine(tuple(cpus), frozenset(range(count)))
 
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {

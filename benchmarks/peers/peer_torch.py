@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from distgpt.core.comm.resources import peak_memory
 from distgpt.layout.machine import read_machine
-from distgpt.layout.plan import cores
 
 SEED = 1337
 RANKS, RANK = (int(os.environ.get(name, alone)) for name, alone in (("WORLD_SIZE", 1), ("RANK", 0)))
@@ -168,7 +167,7 @@ def keep_freed_memory() -> None:
 
 def take_own_cores() -> None:
     """Keep to one of even blocks of the cores, a CPU of each, so that no two ranks' threads meet on one."""
-    seats = [core[0].number for core in cores(read_machine(allowed=os.sched_getaffinity(0)))]
+    seats = [core[0].number for core in read_machine(allowed=os.sched_getaffinity(0)).cores]
     if len(seats) >= RANKS:
         each = len(seats) // RANKS
         os.sched_setaffinity(0, seats[RANK * each : (RANK + 1) * each])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from distgpt.core.base.errors import UsageError, nearest, print_lines
 from distgpt.core.base.files import bundled
@@ -37,14 +38,29 @@ ELSEWHERE = {
 class Option(click.Option):
     """An option and the section of --help-all that lists it. Without one, --help lists it too.
 
-    `undecided` is what it is by default whatever the preset: a word for what a run decides.
+    `undecided` is what it is by default whatever the preset: a word for what a run decides. `completes` is
+    what complete.py calls its values.
     """
 
     def __init__(
-        self, *words: Any, group: str = "", first: bool = False, undecided: str = "", **how: Any
+        self,
+        *words: Any,
+        group: str = "",
+        first: bool = False,
+        undecided: str = "",
+        completes: str = "",
+        **how: Any,
     ) -> None:
         super().__init__(*words, **how)
-        self.group, self.first, self.undecided = group, first, undecided
+        self.group, self.first, self.undecided, self.completes = group, first, undecided, completes
+
+    def shell_complete(self, context: click.Context, begun: str) -> list[CompletionItem]:
+        """Complete a value. A shell alone asks for that, and loads what answers."""
+        from distgpt.commands.complete import COMPLETED
+
+        if complete := COMPLETED.get(self.completes):
+            return complete(context, self, begun)
+        return super().shell_complete(context, begun)
 
     def record(self, context: click.Context, run: RunConfig | None) -> tuple[str, str] | None:
         """Return the option's spelling and its help, with the value that it has in `run` if left out."""

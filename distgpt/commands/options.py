@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from distgpt.commands import complete
 from distgpt.commands.help import option
 from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.base.formatting import parse_duration, parse_size
@@ -196,7 +195,7 @@ def preset_options(command: F) -> F:
         "--preset",
         is_eager=True,  # --help shows its values
         show_default=DEFAULT_PRESET,
-        shell_complete=complete.presets,
+        completes="preset",
         help="Start from a named configuration (tiny, fast, gpt2, …).",
     )
     config = option("--config", type=PATH, help="Read settings from this TOML file.")
@@ -278,7 +277,7 @@ def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
         "group": about.group,
         "first": about.first,
         "undecided": about.undecided,
-        "shell_complete": complete.OF_SETTINGS.get(name),
+        "completes": name,
     }
     return option(spelled(name, about), name, **{**from_setting, **more})
 

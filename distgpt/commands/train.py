@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from distgpt.commands.complete import files, names_or_files
 from distgpt.commands.help import command, option
 from distgpt.commands.options import (
     PATH,
@@ -52,13 +51,13 @@ CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
     "--resume",
     first=True,
     metavar="auto|PATH",
-    shell_complete=names_or_files("auto"),
+    completes="resume",
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
 @_schedule(
     "--decay-from",
     metavar="PATH",
-    shell_complete=files,
+    completes="file",
     help="Begin a new run with a checkpoint, or a run's newest one, whose learning rate is constant, and let"
     " it fall linearly over the next --steps.",
 )
@@ -208,7 +207,7 @@ def _losses(run: Any) -> str:
 
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.core.train.report import sample
+    from distgpt.core.train.sampling import sample
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices

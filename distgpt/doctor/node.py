@@ -67,7 +67,7 @@ def _machine(node: Facts, allowed: frozenset[int]) -> Machine:
                 for core in cores
                 for cpu in core
             ]
-    return Machine(tuple(sorted(cpus, key=lambda cpu: cpu.number)), allowed, {}, tuple(node["doubts"]))
+    return Machine(tuple(sorted(cpus, key=lambda cpu: cpu.number)), allowed, tuple(node["doubts"]))
 
 
 def nodes(ranks: list[Facts], launched: bool) -> list[Facts]:

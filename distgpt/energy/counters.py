@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -148,11 +147,6 @@ class SlurmStep:
         return float(now - (self._before or 0))
 
 
-def slurm_may_count(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process is one of a job of Slurm whose counters can be asked for."""
-    return "SLURM_JOB_ID" in environ and shutil.which("sstat") is not None
-
-
 class Meter:
     """The sum of some counters. Once one of them fails the sum is unknown, for ever."""
 
@@ -167,6 +161,20 @@ class Meter:
         except (OSError, ValueError):  # a driver that was unloaded, a file that holds no number
             self._counters = ()
         return joules if self._counters else None
+
+
+def meter_of_host(zones: Sequence[Zone], ids: Sequence[str]) -> Meter:
+    """Return the sum of a host's zones, and of its GPUs with these ids."""
+    with suppress(OSError, AttributeError):  # no such library, one without this function
+        return Meter([*zones, *([Gpus(ids)] if ids else [])])
+    return Meter(zones)
+
+
+def meter_of_slurm() -> Meter:
+    """Return what Slurm counts of this job's step."""
+    with suppress(OSError):
+        return Meter([SlurmStep()])
+    return Meter([])
 
 
 def _number(path: Path) -> int:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distgpt.core.comm.agree import gather_texts
 from distgpt.core.comm.job import this_job
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.run import Run
-from distgpt.energy.counters import SYS, Counter, Gpus, Meter, SlurmStep, Zone, opened_zones, slurm_may_count
-from distgpt.guards.reports import Reports
 from distgpt.launch.notes import boot_id
 
+if TYPE_CHECKING:
+    from distgpt.energy.counters import Meter
+    from distgpt.guards.reports import Reports
+
+SYS = Path("/sys")
 # Between two readings. RAPL's counters begin anew after minutes; Slurm's own takes half a minute by default.
 SECONDS, SECONDS_OF_SLURM = 1.0, 60.0
 
@@ -28,13 +33,13 @@ class Energy(AbstractContextManager["Energy"]):
 
     def __init__(
         self,
-        open_counters: Callable[[], Sequence[Counter]] | None,
+        open_meter: Callable[[], Meter] | None,
         seconds: float,
         hosts: int,
         reports: Reports | None,
     ) -> None:
-        """`open_counters` is None on ranks that read nothing; `seconds` are those between two readings."""
-        self._open, self._seconds, self._hosts, self._reports = open_counters, seconds, hosts, reports
+        """`open_meter` is None on ranks that read nothing; `seconds` are those between two readings."""
+        self._open, self._seconds, self._hosts, self._reports = open_meter, seconds, hosts, reports
         self._known: dict[int, tuple[float | None, list[str]]] = {}  # by rank, what it has read last
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="energy", daemon=True)
@@ -53,7 +58,7 @@ class Energy(AbstractContextManager["Energy"]):
 
     def _run(self) -> None:
         assert self._open
-        meter, is_over = Meter(self._open()), False
+        meter, is_over = self._open(), False
         while meter.counted and not is_over:
             is_over = self._over.wait(self._seconds)
             reading = meter.read(), meter.counted
@@ -86,9 +91,15 @@ class Energy(AbstractContextManager["Energy"]):
 
 def guard(run: Run, root: Path | None = None) -> Energy | None:
     """Return what counts this run's energy; None where a host shows none. Collective."""
-    own, refused = opened_zones(root or SYS)
+    root, gpu = root or SYS, _gpu(run)
+    if run.comm.size == 1 and not (gpu or may_show_zones(root) or slurm_may_count()):
+        return None
+    from distgpt.energy.counters import meter_of_host, meter_of_slurm, opened_zones
+    from distgpt.guards.reports import Reports
+
+    own, refused = opened_zones(root)
     here = {"host": boot_id() or platform.node(), "reads": bool(own), "refused": refused}
-    here |= {"gpu": _gpu(run), "slurm": slurm_may_count()}
+    here |= {"gpu": gpu, "slurm": slurm_may_count()}
     ranks = [json.loads(text) for text in gather_texts(run.comm, json.dumps(here))]
     refusals = [rank["refused"] for rank in ranks if rank["refused"]]
     if refusals and this_job().batch:  # on most machines, where it would only disturb
@@ -100,23 +111,21 @@ def guard(run: Run, root: Path | None = None) -> Energy | None:
     if all(those[0]["reads"] or any(rank["gpu"] for rank in those) for those in of_host.values()):
         reports = Reports(run.comm) if len(of_host) > 1 else None
         reads = mine[0] is ranks[run.comm.rank]
-        opened = partial(_with_gpus, own, sorted({rank["gpu"] for rank in mine} - {""}))
+        opened = partial(meter_of_host, own, sorted({rank["gpu"] for rank in mine} - {""}))
         return Energy(opened if reads else None, SECONDS, len(of_host), reports)
     if ranks[0]["slurm"]:
-        return Energy(None if run.comm.rank else _of_slurm, SECONDS_OF_SLURM, 1, None)
+        return Energy(None if run.comm.rank else meter_of_slurm, SECONDS_OF_SLURM, 1, None)
     return None
 
 
-def _with_gpus(zones: Sequence[Zone], ids: Sequence[str]) -> list[Counter]:
-    with suppress(OSError, AttributeError):  # no such library, one without this function
-        return [*zones, *([Gpus(ids)] if ids else [])]
-    return [*zones]
+def may_show_zones(root: Path) -> bool:
+    """Return whether Linux may show counters here, as it does on few virtual machines."""
+    return any(any((root / "class").glob(each)) for each in ("powercap/intel-rapl:*", "hwmon/hwmon*"))
 
 
-def _of_slurm() -> list[Counter]:
-    with suppress(OSError):
-        return [SlurmStep()]
-    return []
+def slurm_may_count(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is one of a job of Slurm whose counters can be asked for."""
+    return "SLURM_JOB_ID" in environ and shutil.which("sstat") is not None
 
 
 def _gpu(run: Run) -> str:

@@ -12,9 +12,7 @@ from distgpt.core.train.progress import Pace
 from distgpt.core.train.run import Run, Seams
 from distgpt.core.train.seams import Guard
 from distgpt.guards.full_disk import room_for
-from distgpt.guards.retention import Retention
-from distgpt.guards.stuck import save_and_exit
-from distgpt.guards.watchdog import Stall, Watchdog
+from distgpt.guards.watchdog import Stall, Watchdog, save_and_exit
 
 MakeGuard = Callable[[Run], Guard | None]  # None: this run needs none
 
@@ -31,7 +29,11 @@ def guarded(
     """
     added = [GUARDS[name] for name in GUARDS]  # now: nothing of the run is on the disk yet
     guards = partial(_guards, added=added, end=end, stall=Stall(timeout, abort))
-    seams = Seams(disk=room_for, outdated=Retention, guards=guards)
+    seams = Seams(disk=room_for, guards=guards)
+    if t.keep_every or t.keep_every_minutes or t.keep_minutes:
+        from distgpt.guards.retention import Retention
+
+        seams = replace(seams, outdated=Retention)
     if t.on_bad_step != "stop" or t.spike_zscore:
         from distgpt.guards.bad_steps import BadSteps
 

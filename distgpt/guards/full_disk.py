@@ -22,11 +22,10 @@ from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
-from distgpt.core.saved.checkpoint import DAMAGED, drop, newest_intact, saved_checkpoints
+from distgpt.core.saved.checkpoint import DAMAGED, drop, is_kept, newest_intact, saved_checkpoints
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.seams import Disk
-from distgpt.guards.retention import is_kept
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a quota that is used up counts as a full disk
 SLACK = 1 / 32  # of what is written, which shall stay free for lines of metrics

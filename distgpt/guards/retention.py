@@ -12,19 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from distgpt.core.config import TrainConfig
-from distgpt.core.saved.checkpoint import MANIFEST, step_of
-
-# An empty file in a checkpoint that stays for good. That is decided once, when it is the newest, and not by
-# its time, which a copy on another disk may not have. Whoever looks after a run may make or remove it.
-MARK = "kept"
-
-
-def is_kept(checkpoint: Path) -> bool:
-    return (checkpoint / MARK).exists()
+from distgpt.core.saved.checkpoint import MANIFEST, MARK, is_kept, step_of
 
 
 class Retention:
-    """Says which checkpoints may go: an `Outdated` (core/saved/checkpoint.py)."""
+    """Says which checkpoints may go: an `Outdated` (core/saved/checkpoint.py).
+
+    Whether one stays for good is decided once, when it is the newest, and not by its time, which a copy on
+    another disk may not have: it is marked.
+    """
 
     def __init__(self, t: TrainConfig) -> None:
         self._t = t

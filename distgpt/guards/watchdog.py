@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distgpt.core.base.errors import DistgptError, print_lines
 from distgpt.core.base.formatting import long_duration
@@ -34,9 +34,13 @@ from distgpt.core.base.interrupts import (
     signal_of,
 )
 from distgpt.core.comm.api import Comm
-from distgpt.core.train.progress import Activity, Finished
-from distgpt.guards.reports import Address, Reports
-from distgpt.launch.leaving import has_failed
+from distgpt.core.comm.job import ending, say
+from distgpt.core.train.progress import EVALUATING, EXCHANGING, Activity, Finished
+from distgpt.core.train.run import Run
+from distgpt.core.train.summary import how_to_resume, write_stopped
+
+if TYPE_CHECKING:
+    from distgpt.guards.reports import Address, Reports
 
 SECONDS_BETWEEN = 1.0  # between reports
 QUIET = 3  # reports that are missing, after which a rank counts as silent
@@ -95,7 +99,11 @@ class Watchdog:
         self._rank, self._size, self._activity, self._stall = comm.rank, comm.size, activity, stall
         self._nccl = comm.queued
         self._usual, self._slowest, self._say, self._end_job = usual, slowest, say, end_job
-        self._reports = Reports(comm) if comm.size > 1 else None
+        self._reports: Reports | None = None
+        if comm.size > 1:
+            from distgpt.guards.reports import Reports  # a rank alone has nobody to report to
+
+            self._reports = Reports(comm)
         self._seen: dict[int, Seen] = {}
         self._came: dict[int, list[float]] = {}  # signals
         self._count, self._moved_at = -1, time.monotonic()
@@ -162,6 +170,8 @@ class Watchdog:
             self._check_progress(now)
         self._exit_on_second_signal(now)
         if self._nccl and (trouble := self._nccl.trouble()):
+            from distgpt.launch.leaving import has_failed
+
             self._give_up(now, has_failed(self._rank, "NCCL", trouble))
 
     def _give_up(self, now: float, why: str) -> None:
@@ -282,3 +292,24 @@ def stack_of(thread: int) -> str:
     if frame is None:
         return "  it has ended"
     return "".join(traceback.format_stack(frame)[-FRAMES:]).rstrip()[-LONGEST_STACK:]
+
+
+def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
+    """Save the last finished step from the watchdog's thread, and end the job.
+
+    In an exchange the weights are those of the last finished step. From here on nobody changes them.
+    """
+    try:
+        is_locked = not run.model.kernels.capabilities.is_async and run.step.weights_lock.acquire(timeout=1)
+        if is_locked and run.checkpoints.has_all and run.activity.doing in (EXCHANGING, EVALUATING):
+            run.progress.evaluation_pending |= run.activity.doing == EVALUATING
+            run.checkpoints.write_now(run.state())
+            run.directory.write_metrics()
+        ended.add_note(how_to_resume(run))
+        write_stopped(run, ended)
+        run.directory.lock.release()
+    except Exception as error:
+        ended.add_note(f"nothing more was saved: {error}")
+    say(ending(ended))
+    run.comm.abort(ended.exit_code)
+    os._exit(ended.exit_code)  # where MPI is not what ends it

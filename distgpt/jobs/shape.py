@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
 from distgpt.layout.machine import read_machine
-from distgpt.layout.plan import cores, region
+from distgpt.layout.plan import region
 
 HERE = "here"
 
@@ -45,7 +45,7 @@ def shape(text: str) -> Shape:
     """Read "8x16", regions and cores of each, or "here", which is this machine."""
     if text == HERE:
         machine = read_machine()
-        sizes = Counter(map(region, cores(machine)))
+        sizes = Counter(map(region, machine.cores))
         if machine.doubts:
             raise UsageError(f"--node here: {machine.doubts[0]}; describe the node, as in --node 8x16")
         return Shape(len(sizes), min(sizes.values()))

@@ -5,34 +5,24 @@ A launch that has bound its ranks is obeyed. Whatever is in doubt is left to Lin
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import secrets
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.comm.agree import gather_texts, on_every_rank
+from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.resources import Grants, usable_cores
-from distgpt.launch.notes import boot_id
-from distgpt.layout.claims import Claim, claimed
-from distgpt.layout.machine import SYS, Machine, read_machine
-from distgpt.layout.places import Place, Rank, about, place_of
-from distgpt.layout.plan import blocks
+from distgpt.layout.machine import SYS, Machine, is_flat, read_machine
+
+if TYPE_CHECKING:
+    from distgpt.layout.claims import Claim
 
 VARIABLE = "DISTGPT_BIND"
 CHOICES = ("auto", "off")
-TAKEN = "another job of distgpt on this host runs on the same cores: threads are bound to none of them"
-BOUND_TO_TAKEN = (
-    "another job of distgpt on this host was bound to the same cores, so that both are slower: bind them to"
-    " different ones, or leave both unbound (mpirun -bind-to none)"
-)
 
 
 class Placed(Layout):
@@ -53,7 +43,12 @@ class Placed(Layout):
         if os.environ.get(VARIABLE) == "off" or not hasattr(os, "sched_setaffinity"):
             return granted
         machine = self._machine(ranks)
-        cut = blocks(machine, max(1, round(len(machine.allowed) / cores)))
+        several = max(1, round(len(machine.allowed) / cores))
+        if several == 1 and is_flat(machine.usable):
+            return min(granted, len(machine.cores) or granted)
+        from distgpt.layout.plan import blocks
+
+        cut = blocks(machine, several)
         return min(granted, len(cut[0].seats)) if cut else granted
 
     def place(self, comm: Comm, threads: int, threads_given: bool) -> list[str]:
@@ -62,24 +57,20 @@ class Placed(Layout):
             return []
         self.forget()
         self._ranks = comm.size
+        if comm.size == threads == 1:
+            return []  # wherever it runs it takes nobody's core, and shares its memory with no other thread
         machine = self._machine(comm.size)
         cpus = sorted(machine.allowed) if hasattr(os, "sched_setaffinity") else ()
-        own = Rank(_host(), tuple(cpus), threads, bind, secrets.token_hex(4))
-        ranks = [_rank(text) for text in gather_texts(comm, json.dumps(asdict(own)))]
-        here = [i for i, rank in enumerate(ranks) if rank.host == own.host]
-        of_host = [ranks[i] for i in here]
-        place = None
-        if cpus and all(rank.bind == "auto" for rank in of_host):
-            place = place_of(machine, of_host, here.index(comm.rank))
-        refusals = gather_texts(comm, self._refusal(comm, machine, place, ranks[0].job))
-        lines = [refusals[i] for i in here if refusals[i]][:1]
-        if lines:
-            self.forget()
-        elif place:
+        too_many = threads_given and threads > len(machine.cores)
+        if comm.size == 1 and is_flat(machine.usable) and not (machine.doubts or too_many):
+            return []  # all cores are as near to one another: Linux evades other programs best
+        from distgpt.layout.placing import placed
+
+        found = placed(comm, machine, cpus, threads, threads_given, bind)
+        self._claim, place = found.claim, found.place
+        if place:
             self._block, self._seats = place.block.cpus if place.binds else (), place.seats
-        if here[0] == comm.rank:  # each host is described once
-            return _merged(comm, lines or list(about(machine, of_host, place, threads_given)))
-        return _merged(comm, None)
+        return found.lines
 
     def bind(self) -> None:
         block, self._block = self._block, ()
@@ -123,26 +114,6 @@ class Placed(Layout):
             return read_machine(self._root, self._given or usable_cores())
         return read_machine(self._root, usable_cores())
 
-    def _refusal(self, comm: Comm, machine: Machine, place: Place | None, job: str) -> str:
-        """Claim the cores of a place; return why it cannot be taken, "" if it can. Collective."""
-        needed = {cpu.core for cpu in machine.usable if place and cpu.number in place.block.seats}
-        failure, taken = "", frozenset[int]()
-        try:
-            if place and (place.binds or place.seats):
-                self._claim = Claim(job, comm.rank, needed)
-        except OSError as error:
-            failure = str(error.strerror or error)  # Python's own have no number
-        comm.barrier()  # all ranks have claimed before one of them looks
-        try:
-            taken = claimed(job) if self._claim else taken
-        except OSError as error:
-            failure = str(error.strerror or error)  # Python's own have no number
-        if place and taken & needed:
-            return TAKEN if place.binds or comm.size == 1 else BOUND_TO_TAKEN
-        return (
-            failure and f"jobs of this host cannot see each other ({failure}): threads are bound to no cores"
-        )
-
     def forget(self) -> None:
         """Give up what was claimed, and seat no thread that begins later."""
         self._block = self._seats = ()
@@ -162,23 +133,6 @@ def wanted() -> str:
     if chosen not in CHOICES:
         raise UsageError(f"{VARIABLE} is {chosen!r:.80}: it must be {' or '.join(CHOICES)}")
     return chosen
-
-
-def _host() -> str:
-    return boot_id() or platform.node()  # hosts of one kernel, as containers are, share its CPUs
-
-
-def _rank(text: str) -> Rank:
-    found = json.loads(text)
-    return Rank(**{**found, "cpus": tuple(found["cpus"])})
-
-
-def _merged(comm: Comm, lines: list[str] | None) -> list[str]:
-    """Return on rank 0 the lines of all hosts, each once. `lines`: a host's, None on its other ranks."""
-    hosts = [text for text in map(json.loads, gather_texts(comm, json.dumps(lines))) if text is not None]
-    found = Counter(line for host in hosts for line in host)
-    where = {line: f"on {many} of {len(hosts)} hosts: " * (many < len(hosts)) for line, many in found.items()}
-    return [] if comm.rank else [where[line] + line for line in found]
 
 
 PLACED = Placed()

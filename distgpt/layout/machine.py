@@ -5,10 +5,12 @@ A CPU is what Linux numbers and schedules on: a hardware thread of a core, of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 SYS = Path("/sys")
 MOST_CPUS = 1 << 14  # more than Linux can be built for: a file that lists more is damaged
@@ -27,6 +29,9 @@ class Cpu:
     fast: bool = True  # not one of the efficient cores beside faster ones
 
 
+Core: TypeAlias = tuple[Cpu, ...]  # those of its CPUs that may be used
+
+
 @dataclass(frozen=True)
 class Machine:
     """The CPUs that are online, by number, and those that this process may run on.
@@ -37,13 +42,29 @@ class Machine:
 
     cpus: tuple[Cpu, ...]
     allowed: frozenset[int]
-    distances: dict[int, tuple[int, ...]]  # of a region from each region with a number, 10 is its own
     doubts: tuple[str, ...] = ()
 
     @cached_property
     def usable(self) -> tuple[Cpu, ...]:
         """The CPUs that this process may run on."""
         return tuple(cpu for cpu in self.cpus if cpu.number in self.allowed)
+
+    @cached_property
+    def cores(self) -> list[Core]:
+        """Each core as its usable CPUs, neighbours side by side; no slow cores beside fast ones."""
+        found: dict[int, list[Cpu]] = {}
+        for cpu in self.usable:
+            found.setdefault(cpu.core, []).append(cpu)
+        fast = [tuple(core) for core in found.values() if core[0].fast]
+        each = fast or [tuple(core) for core in found.values()]
+        return sorted(each, key=lambda core: (core[0].socket, core[0].region, core[0].cache, core[0].number))
+
+
+def is_flat(cpus: Sequence[Cpu]) -> bool:
+    """Return whether all cores are as near to one another and to memory."""
+    caches = {cpu.core: cpu.cache for cpu in cpus}
+    shared = [cache for cache, users in Counter(caches.values()).items() if users > 1]
+    return len({cpu.region for cpu in cpus}) < 2 and len(shared) < 2  # virtual machines show one a core
 
 
 class _Lie(Exception):
@@ -55,11 +76,11 @@ def read_machine(root: Path = SYS, allowed: Iterable[int] = ()) -> Machine:
     mask = frozenset(allowed)
     try:
         cpus = tuple(_cpus(root / "devices", mask))
-        return Machine(cpus, mask or frozenset(cpu.number for cpu in cpus), _distances(root / "devices"))
+        return Machine(cpus, mask or frozenset(cpu.number for cpu in cpus))
     except _Lie as lie:
         flat = min(mask, default=0)
         alone = tuple(Cpu(number, number, flat, 0, 0) for number in sorted(mask))
-        return Machine(alone, mask, {}, (str(lie),))
+        return Machine(alone, mask, (str(lie),))
 
 
 def cpu_list(text: str) -> frozenset[int]:
@@ -147,11 +168,6 @@ def _region_folders(devices: Path) -> list[Path]:
 
 def _numbered(folder: Path) -> int:
     return int(folder.name[4:])
-
-
-def _distances(devices: Path) -> dict[int, tuple[int, ...]]:
-    rows = {_numbered(folder): _text(folder / "distance").split() for folder in _region_folders(devices)}
-    return {region: tuple(map(int, row)) for region, row in rows.items() if all(map(str.isdecimal, row))}
 
 
 def _core(devices: Path, cpu: int) -> frozenset[int]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distgpt.core.base.formatting import count
-from distgpt.layout.machine import Cpu, Machine, listed
-from distgpt.layout.plan import Block, blocks, cores, region
+from distgpt.layout.machine import Machine, is_flat, listed
+from distgpt.layout.plan import Block, blocks, region
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,6 @@ def _cores(machine: Machine, rank: Rank) -> set[int]:
     return {cpu.core for cpu in machine.cpus if cpu.number in cpus}
 
 
-def is_flat(cpus: Sequence[Cpu]) -> bool:
-    """Return whether all cores are as near to one another and to memory."""
-    caches = {cpu.core: cpu.cache for cpu in cpus}
-    shared = [cache for cache, users in Counter(caches.values()).items() if users > 1]
-    return len({cpu.region for cpu in cpus}) < 2 and len(shared) < 2  # virtual machines show one a core
-
-
 def about(machine: Machine, here: Sequence[Rank], place: Place | None, threads_given: bool) -> Iterator[str]:
     """Say how the ranks of a host run, where it matters, and how their launch fights itself.
 
@@ -88,7 +81,7 @@ def about(machine: Machine, here: Sequence[Rank], place: Place | None, threads_g
 
 
 def _found(machine: Machine, here: Sequence[Rank], place: Place) -> str:
-    regions = len({region(core) for core in cores(machine) if core[0].number in place.block.seats})
+    regions = len({region(core) for core in machine.cores if core[0].number in place.block.seats})
     sit = ", a thread on each" if place.seats else ""
     lie = f"{regions} NUMA regions" if regions > 1 else "one NUMA region"
     if len(here) > 1:

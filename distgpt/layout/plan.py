@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from distgpt.layout.machine import Cpu, Machine
-
-Core: TypeAlias = tuple[Cpu, ...]  # those of its CPUs that may be used
+from distgpt.layout.machine import Core, Machine
 
 CROSSING = 0.75  # leave up to a quarter of the cores idle rather than put a rank's threads into two regions
 COPIES = 6  # of the weights in a rank's memory: they, gradients, two moments, and room for activations
@@ -34,16 +31,6 @@ class Advice:
     why: str
 
 
-def cores(machine: Machine) -> list[Core]:
-    """Return each core as its usable CPUs, neighbours side by side; no slow cores beside fast ones."""
-    found: dict[int, list[Cpu]] = {}
-    for cpu in machine.usable:
-        found.setdefault(cpu.core, []).append(cpu)
-    fast = [tuple(core) for core in found.values() if core[0].fast]
-    each = fast or [tuple(core) for core in found.values()]
-    return sorted(each, key=lambda core: (core[0].socket, core[0].region, core[0].cache, core[0].number))
-
-
 def region(core: Core) -> int:
     """Return the NUMA region of a core. Sockets do not count: firmware and hypervisors make them up."""
     return core[0].region
@@ -54,7 +41,7 @@ def blocks(machine: Machine, ranks: int) -> list[Block]:
 
     No block lies in more regions than it must, if that costs none more than a quarter of its cores.
     """
-    free = cores(machine)
+    free = machine.cores
     most = len(free) // ranks
     if not most:
         return []
@@ -78,7 +65,7 @@ def recommended(machine: Machine, weights: int = 0, memory: int = 0, granted: fl
 
     `memory`: bytes that all ranks together may fill. `granted`: cores' worth of time, if a quota grants less.
     """
-    free = cores(machine)
+    free = machine.cores
     regions = len({region(core) for core in free}) or 1
     most, why = max(1, int(min(granted or len(free), len(free)))), "all cores are in one NUMA region"
     ranks = regions

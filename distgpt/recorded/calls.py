@@ -8,6 +8,7 @@ and calls: the machine code is the same that Python would call, so the bits are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,12 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 
+from distgpt.core.base.interrupts import signals_deferred
+from distgpt.core.cpu.compiling.barrier import RELEASED, counters
 from distgpt.core.cpu.compiling.jit import Loop, entry
-from distgpt.core.ops.api import Array
-from distgpt.recorded.loops.replay import END, WIDTH
+from distgpt.core.cpu.pool import Pool
+from distgpt.core.ops.api import Array, Work
+from distgpt.recorded.loops.replay import END, FAILED, WIDTH, replay
 
 _I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 WORD = 8
@@ -68,6 +72,42 @@ class Calls:
         self._rows.clear()  # Python's numbers take four times the memory
         self._words.clear()
         return program
+
+
+class Segment:
+    """A part of recorded work that needs no Python: a program for each thread. Calling it runs them."""
+
+    def __init__(self, pool: Pool, calls: Sequence[Calls], at_pauses: Sequence[Work]) -> None:
+        """`at_pauses`: what the first thread does in Python where its program pauses."""
+        self._pool = pool
+        self._at_pauses = at_pauses
+        self._calls = calls  # keeps the arrays
+        self._programs = [each.program() for each in calls]
+        self._counter = counters(1, pool.threads)[0]
+
+    def __call__(self) -> None:
+        self._counter[0] = 0
+        # All threads have to come to where they meet: a signal waits for the first one's next pause.
+        with signals_deferred() as deliver:
+            self._pool.run_parts(partial(self._run, deliver), self._pool.threads)
+
+    def _run(self, deliver: Work, thread: int) -> None:
+        at, arrivals, n_threads = 0, 0, self._pool.threads
+        program = self._programs[thread]
+        try:
+            for work in self._at_pauses if thread == 0 else ():
+                at, arrivals = replay(program, at, self._counter, arrivals, n_threads)
+                if at < 0:
+                    break
+                work()
+                deliver()
+            if at >= 0:
+                at, arrivals = replay(program, at, self._counter, arrivals, n_threads)
+            if at <= FAILED:
+                raise RuntimeError(f"{dict(self._calls[thread].loops)[FAILED - at]} has failed")
+        except BaseException:  # the others wait for this thread
+            self._counter[0] = RELEASED
+            raise
 
 
 def _machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[Any]) -> int:

@@ -58,7 +58,7 @@ def test_what_is_sent_between_ranks_describes_the_whole_node(name, facts_of):
     facts = json.loads(json.dumps(facts_of(name)))
     sent = drawn._machine(facts["node"], TREES[name].affinity)
     there = read_machine(sys_of(name), TREES[name].affinity)
-    assert sent == Machine(there.cpus, there.allowed, {}, there.doubts)
+    assert sent == Machine(there.cpus, there.allowed, there.doubts)
 
 
 def test_a_process_that_nothing_launched_sees_what_suits_its_node(facts_of):

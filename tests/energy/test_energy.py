@@ -21,7 +21,7 @@ from distgpt import api
 from distgpt.components import TABLES
 from distgpt.core.base import tables
 from distgpt.core.comm.serial import SerialComm
-from distgpt.energy import counters, guard
+from distgpt.energy import guard
 from distgpt.energy.counters import GPUS, MEMORY, NODES, PROCESSORS, Gpus, Meter, SlurmStep, zones
 
 # What powercap shows: by folder, the name, the largest value and the current one, in microjoules.
@@ -262,7 +262,7 @@ def test_a_step_of_slurm(tmp_path, monkeypatch, answers, joules):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     environ = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-    assert counters.slurm_may_count(environ) and not counters.slurm_may_count({})
+    assert guard.slurm_may_count(environ) and not guard.slurm_may_count({})
     if joules is None:
         with pytest.raises(OSError, match="no energy"):
             SlurmStep(environ)

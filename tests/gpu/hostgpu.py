@@ -27,7 +27,7 @@ from fakenccl import VERSION, FakeNccl, ProcessJob
 from hostbuild import Program, build
 from hostlt import HostLt
 
-from distgpt.core.train import loop, report
+from distgpt.core.train import sampling
 from distgpt.doctor import speed
 from distgpt.doctor import speed as peaks
 from distgpt.gpu import cublaslt, device, probe, transport
@@ -195,8 +195,7 @@ def install(gpus: int = 1) -> ExitStack:
         (cublaslt, "load", lambda: host_lt(xp)),
         (transport, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
         (speed, "SIDES", (32,)),
-        (loop, "sample", _short_sample),  # a text is the slowest part on this device
-        (report, "sample", _short_sample),
+        (sampling, "sample", _short_sample),  # a text is the slowest part on this device
         (peaks, "MEMORY_BYTES", 1 << 12),
         (peaks, "SECONDS", 0.03),
     ):
@@ -206,7 +205,7 @@ def install(gpus: int = 1) -> ExitStack:
     return undo
 
 
-_sample = report.sample
+_sample = sampling.sample
 
 
 def _short_sample(model: Any, tokenizer: Any, seed: int, *length: int, **signals: Any) -> str:

@@ -22,9 +22,9 @@ from distgpt.core.ops.api import IGNORED, Affine, Head
 from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
+from distgpt.recorded.calls import Segment
 from distgpt.recorded.capture import OF_LOOPS, Capture
 from distgpt.recorded.record import Recorded, record
-from distgpt.recorded.segment import Segment
 
 KERNELS = [partial(CpuKernels, "float32"), Bfloat16Kernels]
 NAMES = ["float32", "bfloat16"]
@@ -329,7 +329,7 @@ def test_a_thread_that_is_interrupted_lets_the_others_go(monkeypatch):
         kernels.each(lambda i: kernels.zero(y[i]), 3)
 
     (segment,) = segments_of(3, work, kernels)
-    import distgpt.recorded.segment as module
+    import distgpt.recorded.calls as module
 
     genuine, main = module.replay, threading.main_thread()
 
@@ -388,7 +388,7 @@ def test_threads_meet_one_that_is_late(monkeypatch):
     work()
     wanted = dw.copy()
     h[...] = 0
-    import distgpt.recorded.segment as module
+    import distgpt.recorded.calls as module
 
     genuine, main = module.replay, threading.main_thread()
 

@@ -14,12 +14,11 @@ from distgpt.core.base.errors import StorageError
 from distgpt.core.base.files import storage_errors
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
-from distgpt.core.saved.checkpoint import State, beyond, save_checkpoint
+from distgpt.core.saved.checkpoint import MARK, State, beyond, save_checkpoint
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import checkpoints as saving
 from distgpt.core.train.step import Step
 from distgpt.guards.full_disk import Room, allocate
-from distgpt.guards.retention import MARK
 
 WORDS = [*SMALL, "--steps", "60", "--save-every", "5"]
 CHECKPOINT, WEIGHTS = 140 << 10, 112 << 10  # bytes: more than one of this model takes, and than is reserved

@@ -9,10 +9,10 @@ from conftest import SMALL, inside
 from distgpt.commands.train import train
 from distgpt.core.base.errors import DataError
 from distgpt.core.config import TrainConfig
-from distgpt.core.saved.checkpoint import drop, left_in, saved_checkpoints
+from distgpt.core.saved.checkpoint import MARK, beyond, drop, left_in, saved_checkpoints
 from distgpt.core.train.resume import find_run
 from distgpt.guards import retention
-from distgpt.guards.retention import MARK, Retention
+from distgpt.guards.retention import Retention
 
 
 def saving(folder, t, steps, seconds=60.0, now=None):
@@ -42,6 +42,7 @@ def test_one_in_every_so_many_steps_stays_for_good(tmp_path):
     # With other settings, too, what is marked stays, and what is not marked any more goes.
     (tmp_path / "step-00000120" / MARK).unlink()
     assert saving(tmp_path, TrainConfig(keep=1), [420]) == [210, 300, 420]
+    assert [int(path.name[5:]) for path in beyond(0)(saved_checkpoints(tmp_path))] == [420]  # without a guard
 
 
 def test_one_in_every_so_many_minutes_stays_for_good_also_in_a_copy(tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 from distgpt.core.base.tables import part
 from distgpt.core.cpu.compiling.barrier import Member
 from distgpt.core.cpu.compiling.jit import Loop
-from distgpt.core.cpu.fused import activations, attention, flat, low_rank, muon, rowwise
+from distgpt.core.cpu.fused import activations, attention, flat, muon, rowwise
 from distgpt.core.cpu.matmul import blas
 from distgpt.core.cpu.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory, pool_of
@@ -243,6 +243,8 @@ class CpuKernels(OnHost):
             self._pool.split_range(dy.shape[1], COLUMNS, rowwise.sum_rows, db, dy, accumulate)
 
     def add_low_rank(self, y: Array, w: Array, b: Array | None, a: Array | None, scale: float) -> None:
+        from distgpt.core.cpu.fused import low_rank  # no plain model asks for it
+
         if b is None or a is None:
             self._pool.split_range(len(y), ROWS, low_rank.copy, y, w)
             return

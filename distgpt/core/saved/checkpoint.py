@@ -51,6 +51,8 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
+# An empty file in a checkpoint that stays for good, also where people have made it (docs/reference/files.md).
+MARK = "kept"
 DAMAGED = "damaged-"  # in front of the name of a checkpoint that is set aside
 _FILE = re.compile(r"[\w.-]+")
 _BEST = "best"  # in the metadata of weights
@@ -142,9 +144,13 @@ Manifest = dict[str, Listed]  # every file in a checkpoint but the manifest
 Outdated = Callable[[Sequence[Path]], Sequence[Path]]  # of checkpoints, newest first, those that may go
 
 
+def is_kept(checkpoint: Path) -> bool:
+    return (checkpoint / MARK).exists()
+
+
 def beyond(keep: int) -> Outdated:
-    """Let all go but the newest `keep`."""
-    return lambda saved: saved[keep:]
+    """Let all go but the newest `keep`, and those that stay for good."""
+    return lambda saved: [path for path in saved[keep:] if not is_kept(path)]
 
 
 def save_checkpoint(directory: Path, groups: Groups, state: State, outdated: Outdated) -> Path:

@@ -12,7 +12,6 @@ from distgpt.core.base.interrupts import Interrupted, deferred_signals
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
 from distgpt.core.train.progress import SAMPLING, SAVING, Due, Intervals
-from distgpt.core.train.report import sample
 from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Votes
 from distgpt.core.train.step import InFlight
@@ -122,9 +121,9 @@ def do(run: Run, due: Due) -> None:
                 raise
             save_and_stop(run, stop, evaluation_pending=True)
     save(run, best, due.save)
-    if due.sample and run.comm.rank == 0:
+    if due.sample and run.sample:
         run.activity.enter(SAMPLING)
-        text = sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
+        text = run.sample(run.model, run.tokenizer, run.progress.step, signals=run.signals)
         run.report.report_sample(run.progress.step, text)
 
 

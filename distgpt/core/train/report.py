@@ -9,17 +9,10 @@ from pathlib import Path
 
 from distgpt.core.base.errors import Say, StorageError, escape
 from distgpt.core.base.formatting import count, size, size_in_column
-from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.config import DEFAULT_TEMPERATURE, PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
-from distgpt.core.cpu.first_use import compiling_for
+from distgpt.core.config import PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus
-from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.generate.engine import Engine
-from distgpt.core.generate.plain_slots import PlainSlots
-from distgpt.core.generate.request import Request
-from distgpt.core.generate.sample import default_prompt
 from distgpt.core.model.model import Model
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.rundir import RunDirectory
@@ -224,22 +217,3 @@ class Report:
 def _timed(metrics: dict[str, float]) -> dict[str, float]:
     """Return a line of metrics with the time of day in seconds since 1970: a number like the others."""
     return {**metrics, "time": round(time.time(), 3)}
-
-
-@compiling_for("the sample")
-def sample(
-    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
-) -> str:
-    """Write a short text from a line break, or the first token there is; shorter when a signal comes."""
-    engine = Engine(PlainSlots(model, 1), tokenizer)
-    engine.submit(
-        Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
-    )
-    pieces: list[str] = []
-
-    def write() -> None:
-        while not engine.is_idle and not (signals and signals.came):
-            pieces.extend(event.text for event in engine.step())
-
-    model.kernels.precisely(write)
-    return "".join(pieces)

@@ -64,6 +64,7 @@ class Run:
     judge: Judge
     launch: Launch  # the step's own, or one around it that measures
     guards: tuple[Guard, ...]
+    sample: Callable[..., str] | None  # writes a text (sampling.py), on rank 0 of a run that samples
 
     @property
     def comm(self) -> Comm:

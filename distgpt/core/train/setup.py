@@ -166,6 +166,11 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     last = settings.steps if plan.until is None else plan.until
     clock = seams.clock(settings, last, times, Pace(progress, placement.rounds), model, validation)
     reading = Reading(batches, settings.batch_size, token_bytes, clock)
+    sample: Callable[..., str] | None = None
+    if settings.sample_every and comm.rank == 0:
+        from distgpt.core.train import sampling  # with all that generates
+
+        sample = sampling.sample
     # Kernels with a queue leave out an update that is not finite, without `objection`.
     waits = judge.waits or not setup.kernels.capabilities.is_async
     step = Step(
@@ -209,6 +214,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         judge=judge,
         launch=step.launch,
         guards=(),
+        sample=sample,
     )
     return replace(run, guards=tuple(seams.guards(run)))
 

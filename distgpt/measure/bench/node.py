@@ -39,7 +39,7 @@ from distgpt.jobs import hostfile as hostfiles
 from distgpt.jobs.launchers import Launcher, find_launcher, mpirun
 from distgpt.jobs.processes import TIMED_OUT
 from distgpt.layout.machine import SYS, Machine, read_machine
-from distgpt.layout.plan import COPIES, cores, recommended
+from distgpt.layout.plan import COPIES, recommended
 from distgpt.measure import jobs
 from distgpt.measure.bench import allreduce, infer
 from distgpt.measure.bench.node_jobs import ENOUGH, PARTS, run_of
@@ -392,7 +392,7 @@ class Node:
         return {
             "sockets": len({cpu.socket for cpu in every}),
             "regions": len({cpu.region for cpu in every}),
-            "cores": len(cores(self._machine)),
+            "cores": len(self._machine.cores),
             "cpus": len(every),
             "threads": self._threads,
             "memory_bytes": memory()["total"],
