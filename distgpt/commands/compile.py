@@ -22,7 +22,7 @@ def compile() -> None:
     """Compile all kernels for this kind of processor, once for every user of this installation.
 
     They go into one file beside the package, which only its owner may write. Run it once on each kind of
-    node, and again after an update.
+    node, and again after an update. Those of float64, which few use, are left to their users.
     """
     import io
     import tempfile
