@@ -48,7 +48,7 @@ def write(
                 "PYTHON": target.python,
                 "SIZE": size(total),
                 "SLIM": "yes" if slim else "no",
-                "TOKENIZERS": ", ".join(names) or "none",
+                "TOKENIZERS": _about(names),
                 "VERSION": __version__,
             }
             for name in ("install.sh", "README.md"):
@@ -58,6 +58,14 @@ def write(
                 out.rmdir()
             made.rename(out)
     say(f"{count(len(chosen), 'wheel')}, {size(total)}: sh {shlex.quote(f'{out}/install.sh')} /path/to/venv")
+
+
+def _about(tokenizers: Sequence[str]) -> str:
+    """Say which tokenizers a bundle holds, for its README."""
+    if not tokenizers:
+        return "It holds no tokenizer: the presets gpt2… need a `--tokenizer` there."
+    held = ", ".join(tokenizers)
+    return f"`tokenizers/` holds {held}. The installation finds them by the names they have on the hub."
 
 
 def _filled(text: str, words: Mapping[str, str]) -> str:

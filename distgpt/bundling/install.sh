@@ -11,6 +11,7 @@ is=$("$python" -c "$asked") || refuse "$python does not run: PYTHON=/path/to/pyt
 [ "$is" = "Python @PYTHON@ on @PLATFORM@" ] || refuse "this is for Python @PYTHON@ on @PLATFORM@, and $python is $is"
 # A slim installation removes parts of other packages, which a folder that is there already may need.
 [ "@SLIM@" = no ] || [ -z "$(ls -A -- "$1" 2>/dev/null)" ] || refuse "$1 is there already: remove it, or name another folder"
+echo "installing distgpt @VERSION@ into $1, which may take a minute" >&2
 "$python" -m venv "$1"
 # Every file's hash stands in requirements.txt. --no-deps: they are all there, and a slim bundle lacks some on purpose.
 "$1/bin/python" -m pip --isolated --disable-pip-version-check install --quiet --no-index --no-deps \

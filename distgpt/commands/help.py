@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +145,24 @@ class Command(click.Command):
         if self.example:
             formatter.write(f"\n  Example: {self.example}\n")
 
+    def _call_eager(self, context: click.Context, args: list[str]) -> None:
+        """Call back those options of a line that cannot be parsed that say how its error is written."""
+        for param in self.params:
+            if isinstance(param, click.Option) and param.is_eager and param.callback and not param.is_flag:
+                given = _values(args, param.opts)
+                if given and param.name and not context.resilient_parsing:
+                    param.handle_parse_result(context, {param.name: given[-1]}, [])
+
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """Parse a line; where that fails, suggest an option: another one, or one for what is left over."""
         shown = (p for p in self.get_params(context) if not getattr(p, "hidden", False))
         flags = [flag for p in shown for flag in (*p.opts, *p.secondary_opts)]
         allowed, context.allow_extra_args = context.allow_extra_args, True
+        line = [*args]  # which the parser takes away
         try:
             rest = super().parse_args(context, args)
         except click.NoSuchOption as error:
+            self._call_eager(context, line)
             alike = ", ".join(similar(error.option_name, flags))
             hint = f". Did you mean {alike}?" if alike else ""
             raise click.UsageError(f"No such option {error.option_name!r}{hint}", context) from None
@@ -212,6 +223,14 @@ def _alike(one: str, other: str) -> bool:
     """Return whether words are the same, or one begins with the other."""
     shorter, longer = sorted((one, other), key=len)
     return one == other or (len(shorter) > 2 and longer.startswith(shorter))
+
+
+def _values(args: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return what a line gives for an option with a value, as `--flag value` or `--flag=value`."""
+    after = [value for word, value in pairwise(args) if word in flags]
+    return after or [
+        word.partition("=")[2] for word in args if word.partition("=")[0] in flags and "=" in word
+    ]
 
 
 class NoCommand(click.UsageError):

@@ -22,7 +22,7 @@ def _steps(context: click.Context, param: click.Parameter, value: str) -> tuple[
     first = int(found[1]) if found else 0
     last = int(found[2] or first) if found else 0
     if not 1 <= first <= last:
-        raise UsageError(f"--steps {value}: give the first step and the last one, from 1, as in 5000:5010")
+        raise UsageError(f"--steps {value!r}: give the first step and the last one, from 1, as in 5000:5010")
     return first, last
 
 

@@ -179,7 +179,7 @@ def train(
         if plan and ready.comm.rank == 0:  # before it trains: MPI's abort skips all other cleanup
             plan.directory.lock.release()
     if ready.comm.rank == 0:
-        _report(run)
+        _report(run, as_json=log_format == "json")
 
 
 def _refuse_early(asked: Asked) -> None:
@@ -205,14 +205,18 @@ def _losses(run: Any) -> str:
     )
 
 
-def _report(run: Any) -> None:
+def _report(run: Any, as_json: bool) -> None:
     """Print a sample, where the results are, and what to do next."""
+    from distgpt.core.train.lines import LISTENERS
     from distgpt.core.train.sampling import sample
 
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
-    click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n" * (not talks))
+    if as_json and text:  # one object, and not one for each of its lines
+        LISTENERS["json"]().sampled(run.progress.step, text)
+    elif not talks:
+        click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
     if losses := _losses(run):
         click.echo(f"losses    {losses}")
     click.echo(f"weights   {escape(str(directory.weights))}")

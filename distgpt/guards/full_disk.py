@@ -17,7 +17,7 @@ import numpy as np
 
 from distgpt.core.base.errors import DistgptError, Say, StorageError, escape
 from distgpt.core.base.files import DIRECT, new_file, storage_errors, system_error, unfinished
-from distgpt.core.base.formatting import size
+from distgpt.core.base.formatting import count, size
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
@@ -100,12 +100,25 @@ class Room(Disk):
             if outdated is None:
                 outdated = self._outdated_if_enough(step, needed)
             if not outdated:
-                if failed:
-                    raise failed
-                write()  # which may fit all the same
-                return
+                try:
+                    if failed:
+                        raise failed
+                    write()  # which may fit all the same
+                    return
+                except StorageError as error:
+                    if _is_full(error) and (more := self._kept()):
+                        raise StorageError(f"{error} ({more})") from system_error(error)
+                    raise
             self._give_up(outdated.pop(0), step)
             is_full = _free(self._directory.path) < needed
+
+    def _kept(self) -> str:
+        """Name what only the user may remove: checkpoints that stay for good."""
+        with suppress(StorageError):
+            if kept := [path for path in saved_checkpoints(self._directory.checkpoints) if is_kept(path)]:
+                stay = "stays" if len(kept) == 1 else "stay"
+                return f"{count(len(kept), 'checkpoint')} that {stay} for good: {size(sum(map(_size, kept)))}"
+        return ""
 
     def _outdated_if_enough(self, step: int, needed: float) -> list[Path]:
         """List what may be given up; nothing if that would not do: a disk that others fill takes no more."""

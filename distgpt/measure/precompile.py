@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distgpt import api
-from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, TrainConfig
+from distgpt.core.config import GRAD_SYNCS, ROUNDED_DTYPES, ModelConfig, TrainConfig
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.generate.engine_setup import rehearse
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.opening import BESIDE, open_model
+from distgpt.core.train.sharing import strategy_for
 from distgpt.evaluation.evaluate import evaluate
-from distgpt.parallel.reductions import rehearse_reductions
-from distgpt.parallel.replicas import LocalPlacement
-from distgpt.parallel.reproducible import rehearse_tree
 from distgpt.rounded.calibration import calibrated
 from distgpt.rounded.rounded import quantize
 
@@ -72,14 +71,16 @@ def _train(folder: Path, preset: str, dtype: str) -> None:
 
 
 def _exchange(dtype: str) -> None:
-    """Compile what ranks call to share a step in any way."""
-    kernels = CpuKernels("float32", 1)
-    rehearse_reductions(kernels, dtype)
-    rehearse_tree(kernels)
+    """Compile what ranks call to share a step in any way, as a run does before its first step."""
     config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=32)
-    model = Model(Architecture(config), Bfloat16Kernels(1) if dtype == "bfloat16" else kernels)
+    kernels = Bfloat16Kernels(1) if dtype == "bfloat16" else CpuKernels("float32", 1)
+    model = Model(Architecture(config), kernels)
     model.train()
-    LocalPlacement(TrainConfig(outer_every=2), 2).rehearse(model)
+    ways = [TrainConfig(grad_sync=name) for name in GRAD_SYNCS]
+    ways += [TrainConfig(reproducible_parts=4), TrainConfig(outer_every=2)]
+    for t in ways:
+        strategy_for(replace(t, gradient_dtype=dtype), 2).rehearse(model)
+        strategy_for(t, 2).rehearse(model)
 
 
 def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Part]:

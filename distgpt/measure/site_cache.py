@@ -5,8 +5,11 @@ Whoever may change the package fills the cache, by `distgpt compile`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from distgpt.core.base.errors import StorageError
@@ -29,8 +32,27 @@ def require_writable() -> None:
 
 
 def share() -> Path:
-    """Move all that this process has used to the site's cache, too. Return the file that holds it now."""
-    used = disk_cache.used
+    """Move all that this process has used to the site's cache, too. Return the file that holds it now.
+
+    Of commands that run at once one after the other does so, each with what the former have moved.
+    """
+    with _alone():
+        disk_cache.site.cache_clear()  # it may be of before another one's turn
+        return _share(disk_cache.used)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    descriptor = os.open(disk_cache.SITE, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _share(used: set[str]) -> Path:
     files = {name: content for name in sorted(used) if (content := disk_cache.read(name)) is not None}
     if files.keys() != used:
         raise StorageError(f"compiled loops cannot be kept in {disk_cache.folder()}: is the disk full?")

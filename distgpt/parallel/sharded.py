@@ -122,6 +122,12 @@ class ShardedPlacement(Placement):
         # Nothing is left to divide among ranks, as Muon does where all have all moments.
         return ShardedState(self.optimizer(model, self.own(model.layout, rank)))
 
+    def rehearse(self, model: Model) -> None:
+        k = model.kernels
+        total = k.scalars(1)
+        k.zero(total)  # as `Sharded.compute_norm` does
+        k.sum_squares(total, model.params.flat)  # as `is_finite` does: no rank has all in full precision
+
 
 class ShardedState(OptimizerState):
     """The moments of one rank's part, and where weights are rounded, this part in full precision."""

@@ -14,6 +14,7 @@ from distgpt.proofs.promise import Side, described, why_rounding
 from distgpt.proofs.records import NEUTRAL, Record, Start
 
 MOST_SHOWN = 12  # differences of settings: one screen
+EVALUATED_ON = ("val", "val_tokens")  # settings: `val_fraction` changes the training text, too
 
 
 @dataclass(slots=True)
@@ -28,6 +29,10 @@ class Parting:
     words: str = ""  # about it
     beyond: int | None = None  # the first step whose losses are further apart than rounding brings them
     tolerance: float = 0.0
+    evaluations: int = 0  # that both have made after the same step
+    validation_step: int | None = None  # the first of them whose losses differ
+    validation_words: str = ""  # about it
+    validation_by: list[str] = field(default_factory=list)  # settings and texts that its losses differ by
     weights_same: int | None = None  # the last checkpoint of both with the same weights
     weights_differ: int | None = None  # and the first one with others
     settings: dict[str, tuple[object, object]] = field(default_factory=dict)  # at that step
@@ -39,6 +44,10 @@ class Parting:
 
     @property
     def is_same(self) -> bool:
+        return self.is_trained_alike and self.validation_step is None
+
+    @property
+    def is_trained_alike(self) -> bool:
         return self.step is None and self.weights_differ is None
 
     def to_json(self) -> dict[str, object]:
@@ -64,9 +73,25 @@ def compare(one: Path, other: Path) -> Parting:
             found.step, found.words = step, f"{name} {units(*pair, settings[0].dtype, ('in A', 'in B'))}"
         if found.beyond is None and distance(*losses) > limit.apart:
             found.beyond = step
+    _compare_validation(found, *records, settings[0].dtype)
     _compare_weights(found, *records)
-    _explain(found, records, found.step or found.weights_differ or common[-1])
+    places = found.step, found.weights_differ, found.validation_step
+    at = next((step for step in places if step is not None), common[-1])
+    _explain(found, records, max(at, 1))  # the process of step 1 has also evaluated the first weights
     return found
+
+
+def _compare_validation(found: Parting, one: Record, other: Record, dtype: str) -> None:
+    """Compare the losses of evaluations that both have made after the same step."""
+    first, second = one.evaluations, other.evaluations
+    common = sorted(first.keys() & second.keys())
+    found.evaluations = len(common)
+    for step in common:
+        losses = first[step]["val_loss"], second[step]["val_loss"]
+        if not are_same(*losses):
+            found.validation_step = step
+            found.validation_words = units(*losses, dtype, ("in A", "in B"))
+            return
 
 
 def _compare_weights(found: Parting, one: Record, other: Record) -> None:
@@ -97,6 +122,11 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
     )
     if facts[0] and facts[1] and facts[0].data != facts[1].data:
         found.data = facts[0].data, facts[1].data
+    if found.validation_step is not None:
+        found.validation_by = [name for name in EVALUATED_ON if name in different]
+        texts = {fact.validation if fact else "" for fact in facts}
+        if "" not in texts and len(texts) > 1 and not found.validation_by:
+            found.validation_by = ["the validation text"]
     found.taken = described(facts[0]) if facts[0] else "", described(facts[1]) if facts[1] else ""
     found.why = [reason for reason in why_rounding(one, other) if not _is_setting(reason, found)]
     for name, record in zip("AB", records, strict=True):
@@ -122,6 +152,8 @@ def page(found: Parting) -> str:
     """Describe where two runs part, on one screen."""
     rows = [("A", found.one + _taken(found.taken[0])), ("B", found.other + _taken(found.taken[1]))]
     rows.append(("losses", _losses(found)))
+    if found.evaluations:
+        rows.append(("validation", _validation(found)))
     if found.weights_differ is not None:
         rows.append(("weights", f"other bits after step {found.weights_differ}"))
     elif found.weights_same is not None:
@@ -133,9 +165,9 @@ def page(found: Parting) -> str:
         rows.append(("data", f"other texts: {found.data[0]} in A, {found.data[1]} in B"))
     rows += [("bits", reason) for reason in found.why]
     rows += [("starts", line) for line in found.starts]
-    if found.neutral:
-        rows.append(("beside", f"other values of {', '.join(found.neutral)}, which changes no step"))
-    lines = [f"{name:<8} {escape(text)}" for name, text in rows]
+    if beside := [name for name in found.neutral if name not in found.validation_by]:
+        rows.append(("beside", f"other values of {', '.join(beside)}, which changes no step"))
+    lines = [f"{name:<10} {escape(text)}" for name, text in rows]
     return "\n".join([*lines, *([verdict(found)] if found.is_same else [])])
 
 
@@ -155,10 +187,21 @@ def _losses(found: Parting) -> str:
     return f"{what}; {above if found.beyond else f'never above rounding ({found.tolerance:g})'}"
 
 
+def _validation(found: Parting) -> str:
+    if found.validation_step is None:
+        return f"the same to the bit in all {count(found.evaluations, 'evaluation')} of both"
+    by = f"; {', '.join(found.validation_by)} differs" if found.validation_by else ""
+    return f"the first loss that differs is of step {found.validation_step}: {found.validation_words}{by}"
+
+
 def verdict(found: Parting) -> str:
     """Say in a sentence whether two runs part, and by what."""
     if found.is_same:
         return "the same to the bit"
+    if found.is_trained_alike:
+        return (
+            f"training is the same to the bit, and validation losses differ at step {_validation_by(found)}"
+        )
     at = found.step or found.weights_differ
     if found.settings or found.data:
         named = [*found.settings, *(["data"] if found.data else [])]
@@ -169,3 +212,11 @@ def verdict(found: Parting) -> str:
         f"they part at step {at}, and nothing that is kept differs: memory or a processor may have failed;"
         f" distgpt replay A --steps {at}, and B, tells which is right"
     )
+
+
+def _validation_by(found: Parting) -> str:
+    if found.validation_by:
+        return f"{found.validation_step}, by {', '.join(found.validation_by)}"
+    if found.why:
+        return f"{found.validation_step}, by rounding: {found.why[0]}"
+    return f"{found.validation_step}, and nothing that is kept differs: memory or a processor may have failed"

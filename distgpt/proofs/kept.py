@@ -15,6 +15,9 @@ from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from zlib import crc32
+
+import numpy as np
 
 from distgpt.core.base.checked import Count, checked
 from distgpt.core.base.version import __version__
@@ -49,6 +52,7 @@ class Facts:
     recompute: str
     data: str  # the fingerprint of the training text
     init: str = ""  # the checksum of the file that a new run begins with
+    validation: str = ""  # the checksum of the tokens on which it is evaluated, which change no step
     gpu: dict[str, str] = field(default_factory=dict)  # the options by which a GPU computes
 
     @property
@@ -90,6 +94,7 @@ def facts_of(run: Run) -> Facts:
         recompute=t.recompute,
         data=run.batches.fingerprint,
         init=fingerprint(Path(init)) if init else "",
+        validation=_validation(run) if comm.rank == 0 else "",
         gpu=_gpu_options(stage) if on_gpu else {},
     )
 
@@ -104,6 +109,17 @@ def sources() -> str:
             if name.endswith((".py", ".cu")):
                 found.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
     return found.hexdigest()[:16]
+
+
+def _validation(run: Run) -> str:
+    """Return a checksum of the tokens on which a run is evaluated, and of those that count; "": on none."""
+    if run.assessment.validation is None:
+        return ""
+    found = 0
+    for span in run.assessment.validation.spans:
+        for array in (span.ids, span.counted):
+            found = found if array is None else crc32(np.ascontiguousarray(array).data.cast("B"), found)
+    return f"crc32:{found:08x}"
 
 
 def _libraries() -> dict[str, str]:

@@ -15,8 +15,9 @@ import numpy as np
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.formatting import count, long_duration
 from distgpt.core.comm.agree import on_root
-from distgpt.core.config import RunConfig
+from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
+from distgpt.core.data.textfile import resolve_data
 from distgpt.core.saved.checkpoint import State, load_state, newest_intact, verify
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.rundir import RunDirectory
@@ -142,11 +143,12 @@ class Again:
             raise UsageError(f"{request.path} has {count(last, 'step')}: there is no step {request.last}")
         checkpoint = _before(record, request.first)
         state = load_state(checkpoint) if checkpoint else State()
-        self.starts = _starts(record, state.step, request.last)
+        self.starts = _starts(record, state.step, request.first, request.last)
         config = self._settings(record.settings_of(request.last), self.starts[0] if self.starts else None)
         _refuse_other_ranks(config, self.starts, self._stage.comm.size)
         refuse_unsuited(config.train, self._stage.comm.size, self._stage.on_gpu)
         kind_of(config.train).refuse_moved(config.train)
+        _refuse_moved_text(config.train)
         steps = range(state.step, request.last)
         self.found = Found(str(request.path), (request.first, request.last), state.step)
         self._refuse_nothing_to_compare(steps)
@@ -310,7 +312,7 @@ def _before(record: Record, first: int) -> Path | None:
     return origin
 
 
-def _starts(record: Record, begun: int, last: int) -> list[Start]:
+def _starts(record: Record, begun: int, first: int, last: int) -> list[Start]:
     """Return the starts that have taken the steps; refuse those that have changed what the steps compute."""
     starts = record.starts_of(begun + 1, last)
     for before, start in pairwise(starts):
@@ -319,10 +321,12 @@ def _starts(record: Record, begun: int, last: int) -> list[Start]:
             changed.append("data")
         if changed:
             kept = any(step == start.step for step, _ in record.checkpoints())
-            after = f"{start.step + 1}:{last}" if kept else "of a checkpoint that is not kept any more"
+            ways = [f"--steps {first}:{start.step}"] * (first <= start.step)
+            ways += [f"--steps {start.step + 1}:{last}"] * kept
+            instead = f"replay {' and '.join(ways)}" if ways else "no checkpoint is kept to begin there"
             raise UsageError(
-                f"from step {start.step} on {', '.join(changed)} changed: replay the steps up to there,"
-                f" or --steps {after}"
+                f"{record.path} resumed after step {start.step} with other settings ({', '.join(changed)}),"
+                f" and a replay takes those of one start: {instead}"
             )
     return starts
 
@@ -330,6 +334,15 @@ def _starts(record: Record, begun: int, last: int) -> list[Start]:
 def _threads(facts: Facts, reproducible_parts: int, size: int) -> int:
     """Return the run's threads if this many ranks need them for the same bits; 0: as the stage has them."""
     return 0 if reproducible_parts or facts.ranks != size else facts.threads[0]
+
+
+def _refuse_moved_text(t: TrainConfig) -> None:
+    """Refuse a text that is not there any more, with what is to be done."""
+    if not t.chats:
+        try:
+            resolve_data(t.data)
+        except DataError as error:
+            raise DataError(f"{error}; --data says where the run's text lies now") from None
 
 
 def _refuse_other_ranks(config: RunConfig, starts: list[Start], size: int) -> None:

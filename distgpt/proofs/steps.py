@@ -105,7 +105,9 @@ def taken(
         if task.data and run.batches.fingerprint != task.data:
             text = task.plan.config.train.data
             raise shared(
-                DataError(f"{text} or its tokenizer has changed since the run: --data names the old")
+                DataError(
+                    f"{text} or its tokenizer has changed since the run: --data says where the old one lies"
+                )
             )
         begun(run)
         _take(run, task, last, each)

@@ -172,7 +172,11 @@ def test_the_script_installs_what_was_locked_and_nothing_else(index, tmp_path, m
         there = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, **env}
         return subprocess.run(["sh", script, *words], capture_output=True, text=True, env=there)
 
-    assert install(venv).stdout.startswith("distgpt, version 1.0\n") and "@" not in script.read_text()[-300:]
+    done = install(venv)
+    assert done.stdout.startswith("distgpt, version 1.0\n") and "@" not in script.read_text()[-300:]
+    assert done.stderr == f"installing distgpt {bundle.__version__} into {venv}, which may take a minute\n"
+    assert "holds openai-community/gpt2. The" in (out / "README.md").read_text()
+    assert "holds no tokenizer" in bundle._about([])
     assert (venv / "share/distgpt/tokenizers/openai-community/gpt2/vocab.json").is_file()
     assert not list(venv.glob("lib/*/site-packages/pip"))
     assert "sh install.sh" in install().stderr and install().returncode == 2

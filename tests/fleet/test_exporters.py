@@ -227,6 +227,8 @@ def test_a_run_writes_metrics_and_a_log_of_objects_alone(tmp_path):
     assert "+" in told[0]["time"] or told[0]["time"].endswith("Z")
     assert any("weights   run/weights.safetensors" in each.get("message", "") for each in told)
     assert told[-1]["exit_code"] == 0 and not done.stderr
+    samples = [each["step"] for each in told if each["event"] == "sample"]
+    assert samples == [3, 6, 6], "each sample is one object, also the one after the run"
 
     again = inside("train", *map(str, (*SMALL, *args, *watched)), cwd=tmp_path)
     (end,) = map(json.loads, again.stderr.splitlines())

@@ -1,6 +1,7 @@
 """The compiled loops of a site: read by all users, written by the owner of the package, and hashed."""
 
 import contextlib
+import json
 import os
 import stat
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import inside, refused
+from conftest import distgpt, inside, needs_mpi, refused
 from numba import njit
 
 from distgpt.core.base.errors import StorageError
@@ -151,6 +152,22 @@ def test_what_is_shared_later_is_added(shared):
     assert site_cache.share() == shared and len(disk_cache.site()) == 2 and is_loaded()
 
 
+def test_of_two_that_have_compiled_the_same_at_once_both_share_it(place):
+    """The second one still holds what the site had before, and its own files are gone."""
+    site_cache.require_writable()
+    assert not is_loaded() and disk_cache.site() == {}
+    if (child := os.fork()) == 0:
+        code = 9
+        try:
+            site_cache.share()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not list((place.parent / "own").iterdir()) and disk_cache.site() == {}
+    assert [site_cache.share()] == list(place.iterdir()) and is_loaded()
+
+
 def test_a_loop_that_cannot_be_kept_is_not_shared(place, monkeypatch):
     monkeypatch.setattr(disk_cache, "folder", lambda: None)
     site_cache.require_writable()
@@ -179,6 +196,7 @@ def test_the_command_names_what_it_compiles_and_where_it_lies(place, monkeypatch
     (path,) = place.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     first, part, last = result.stdout.splitlines()
+    assert "compiling 1 part for " in first
     assert disk_cache.processor()[0] in first and part.split()[1:] == ["1", "kernel", "doubling"]
     assert str(path) in last and "1 kernel " in last and "KiB" in last
     again = inside("compile")
@@ -205,6 +223,45 @@ def test_every_part_of_the_presets_is_compiled():
     compiled = set().union(*map(values, precompile.PRESETS))
     for name in PRESETS:
         assert values(name) <= compiled, (name, values(name) - compiled)
+
+
+# Writes the names of all loops that parts of `distgpt compile`, or a command, have used.
+USED = """
+import json, sys, tempfile
+from pathlib import Path
+from distgpt.core.comm.job import this_job
+from distgpt.core.cpu.compiling import disk_cache
+out, *words = sys.argv[1:]
+try:
+    if words[0] == "parts":
+        from distgpt.measure import precompile
+        with tempfile.TemporaryDirectory() as folder:
+            for name, act in precompile.parts(Path(folder)):
+                if name in words:
+                    act()
+    else:
+        from distgpt.cli import main
+        sys.argv[1:] = words
+        main()
+finally:
+    Path(f"{out}-{this_job().rank}.json").write_text(json.dumps(sorted(disk_cache.used)))
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize("way", ["allreduce", "sharded"])
+def test_ranks_need_no_loop_that_was_not_compiled(tmp_path, way):
+    """Not even those that sum in shared memory: each rank would compile them in its first step."""
+    program = [sys.executable, "-c", USED]
+    parts = ["training tiny in bfloat16", "exchange in bfloat16"]
+    done = distgpt(tmp_path / "compiled", "parts", *parts, program=program)
+    assert done.returncode == 0, done.stderr
+    words = ["--preset", "tiny", "--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--seq-len", "32"]
+    words += ["--dtype", "bfloat16", "--grad-sync", way, "--stage", "mpi", "--steps", "2", "--data", "story"]
+    done = distgpt(tmp_path / "run", "train", *words, "--out", tmp_path / "r", ranks=2, program=program)
+    assert done.returncode == 0, done.stderr
+    compiled, *runs = ({*json.loads(path.read_text())} for path in sorted(tmp_path.glob("*.json")))
+    assert len(runs) == 2 and [run - compiled for run in runs] == [set(), set()]
 
 
 @contextlib.contextmanager

@@ -155,6 +155,10 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
         "nccl left out: none here",
         "allreduce not measured for lack of time: 64 B, 16 MiB",
     ]
+    alike = [row | {"algorithm": name} for name in ("allreduce", "chunked") for row in rows[1:]]
+    assert [note.text for note in blocks(uneven | {"not_measured": alike})[2:]] == [
+        "allreduce, chunked not measured for lack of time: 64 B, 16 MiB"
+    ]
 
 
 @pytest.mark.parametrize("ranks, per_node", [(2, 2), (4, 2)])

@@ -10,7 +10,16 @@ from threadranks import on_all_ranks
 from distgpt.core.base.errors import DisagreementError, UsageError
 from distgpt.core.cpu.stages import open_stage
 from distgpt.measure.bench import node, node_jobs
-from distgpt.measure.bench.node_page import RECORDED_LOSS, RECORDED_WEIGHTS, TOLERANCE, figures, judged, page
+from distgpt.measure.bench.node_page import (
+    RECORDED_LOSS,
+    RECORDED_WEIGHTS,
+    TOLERANCE,
+    chart,
+    figures,
+    judged,
+    page,
+    scaled,
+)
 
 SIZE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16, "grad_accum": 1}
 
@@ -69,6 +78,42 @@ def test_a_job_that_fails_does_not_take_the_others_with_it(capsys):
     assert "n_head" in failed["failed"] and right["kind"] == "bits" and right["weights"]
 
 
+def found_of(training=(), sums=()):
+    """A result with these rows, of two threads."""
+    own = {"node": {"threads": 2}, "dtype": "bfloat16", "model": "gpt2", "peaks": [], "disk": None}
+    return {
+        **own,
+        "generation": [],
+        "training": [*training],
+        "exchange": [{"ranks": 2, "rows": [*sums]}][: len(sums)],
+    }
+
+
+def trained(ranks, threads, hosts=1, **more):
+    own = {"preset": "gpt2", "dtype": "bfloat16", "tokens_per_s": 1.0}
+    return {**own, "ranks": ranks, "threads": threads, "hosts": hosts, **more}
+
+
+def test_hosts_of_a_hostfile_have_figures_and_lines_of_their_own():
+    """One host of the file has as many ranks and threads as this node has without it."""
+    rows = [trained(1, 1), trained(1, 2), trained(2, 1), trained(1, 2, of_hostfile=1)]
+    rows += [trained(2, 1, of_hostfile=1), trained(2, 2, hosts=2, of_hostfile=2)]
+    found = found_of(rows)
+    names = [
+        f"train_gpt2_bfloat16{end}" for end in ("_1x1", "", "_2x1", "_1_host", "_2x1_1_host", "_2x2_2_hosts")
+    ]
+    assert [*figures(found)] == names
+    drawn = {series.name: len(series.x) for series in chart(scaled(found)).series}
+    assert drawn == {"one process": 2, "ranks": 1, "hosts of the hostfile": 3, "one core times as many": 2}
+    assert chart(rows[1:3]) is None, "nothing is to be seen of one number of cores"
+
+
+def test_sums_are_those_of_the_largest_array_that_was_summed_in_all_ways():
+    way = lambda name, size, rate: {"algorithm": name, "bytes": size, "bytes_per_s": rate, "seconds": 1.0}  # noqa: E731
+    rows = [way("allreduce", 8, 1e9), way("shared memory", 8, 5e9), way("allreduce", 64, 2e9)]
+    assert figures(found_of(sums=rows))["sum_2_ranks"]["value"] == 5.0
+
+
 def test_joules_are_those_of_all_hosts_or_not_known():
     for known, joules in (((1.5, 2.0), 3.5), ((1.5, None), None)):
 
@@ -94,7 +139,7 @@ def test_time_is_divided_among_what_is_left_and_the_rest_is_named(clocked, monke
     assert clocked.given == pytest.approx(
         {"whole share": 20, "done early": 10, "takes more": 38 / 3, "short": 38 / 3}
     )
-    assert clocked.whole.left_out == [{"part": "too long", "what": "", "why": "time"}]
+    assert clocked.whole.left_out == [{"part": "too long", "what": "", "why": node.NO_TIME}]
     assert clocked.whole.seconds() <= 66
 
 
@@ -125,7 +170,7 @@ def test_processes_that_take_too_long_are_ended_and_keep_what_they_have(clocked,
     assert (
         (launcher, ranks) == (None, 1) and 10 < timeout <= 21 and words[:3] == ["bench", "node", "--measure"]
     )
-    assert [left["why"] for left in clocked.whole.left_out] == ["too large", "time"]
+    assert [left["why"] for left in clocked.whole.left_out] == ["too large", node.NO_TIME]
     assert clocked.whole.left_out[1]["what"] == "bits, 1 rank of 2 threads"
     assert [row["gflops"] for row in clocked.whole._rows] == [9.0] and clocked.whole._starting == 4.0
     clocked.clock.now = 55.0

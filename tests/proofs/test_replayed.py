@@ -135,11 +135,11 @@ def test_what_cannot_be_replayed_is_refused_in_a_line(run, tmp_path):
     (tmp_path / "story.txt").write_text(text.replace(" and ", " the ", 1))
     for code, words, *says in (
         (2, [run, "--steps", "10:13"], "has 12 steps: there is no step 13"),
-        (2, [run, "--steps", "4:3"], "give the first step and the last one"),
+        (2, [run, "--steps", "4:3"], "'4:3': give the first step and the last one"),
         (2, [tmp_path, "--steps", "1"], "holds no run"),
         (2, [tmp_path / "none", "--steps", "1"], "there is no directory"),
         (65, [run, "--steps", "9", "--data", tmp_path / "story.txt"], "has changed since the run", "--data"),
-        (65, [run, "--steps", "9", "--data", tmp_path / "gone.txt"], "gone.txt"),
+        (65, [run, "--steps", "9", "--data", tmp_path / "gone.txt"], "gone.txt", "--data says where"),
     ):
         refused(inside("replay", *words), code, *says)
 
@@ -176,7 +176,11 @@ def test_steps_before_and_after_changed_settings(copied):
     assert inside("train", *words).returncode == 0
     assert replayed(copied, "9:12")[0]["verdict"] == "same"
     assert replayed(copied, "13:16")[0]["verdict"] == "same"
-    refused(inside("replay", copied, "--steps", "11:14"), 2, "from step 12 on", "lr", "--steps 13:14")
+    apart = "replay --steps 11:12 and --steps 13:14"
+    refused(inside("replay", copied, "--steps", "11:14"), 2, "after step 12 with", "(steps, lr)", apart)
+    shutil.rmtree(copied / "checkpoints" / "step-00000012")
+    refused(inside("replay", copied, "--steps", "11:14"), 2, "one start: replay --steps 11:12")
+    refused(inside("replay", copied, "--steps", "13:14"), 2, "no checkpoint is kept to begin there")
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])

@@ -199,7 +199,7 @@ def test_one_that_another_run_begins_with_stays(made):
 def test_one_that_is_kept_for_good_stays(made):
     directory, _, room = made
     (directory.checkpoints / "step-00000002" / MARK).touch()
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match=r"\(1 checkpoint that stays for good: .* KiB\)"):
         room().write(6, 100, Writing(*[errno.ENOSPC] * 9))
     assert names(directory.checkpoints) == ["step-00000002", "step-00000005"]
 

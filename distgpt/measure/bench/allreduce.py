@@ -332,9 +332,12 @@ def left_out(found: Row) -> list[str]:
     sizes: dict[tuple[str, str], list[str]] = {}
     for row in found["not_measured"]:
         sizes.setdefault((row["algorithm"], row["left_out"]), []).append(in_bytes(row["bytes"]))
+    alike: dict[tuple[str, str], list[str]] = {}  # by the reason, and sizes: one line for several algorithms
+    for (name, lack), several in sizes.items():
+        alike.setdefault((lack, ", ".join(several)), []).append(name)
     return [f"{name} left out: {reason}" for name, reason in found["left_out"].items()] + [
-        f"{name} not measured for lack of {lack}: {', '.join(several)}"
-        for (name, lack), several in sizes.items()
+        f"{', '.join(names)} not measured for lack of {lack}: {several}"
+        for (lack, several), names in alike.items()
     ]
 
 

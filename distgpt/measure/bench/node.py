@@ -43,7 +43,7 @@ from distgpt.layout.plan import COPIES, recommended
 from distgpt.measure import jobs
 from distgpt.measure.bench import allreduce, infer
 from distgpt.measure.bench.node_jobs import ENOUGH, PARTS, run_of
-from distgpt.measure.bench.node_page import blocks, figures, judged, page
+from distgpt.measure.bench.node_page import NO_TIME, blocks, figures, judged, page
 from distgpt.measure.bench.results import BenchOptions, Row, say, write_result
 
 MODEL = "gpt2"  # the one that cores, ranks and hosts are compared with
@@ -55,7 +55,6 @@ FOR_THE_PAGE = 4.0  # seconds that are kept for it
 SEQUENCES, SEQ_LEN = 2, 256  # of the model for each core, so that a step takes about as long on any number
 CHECKPOINT = 512 << 20  # bytes
 PROMPT, NEW, REQUESTS = 64, 32, (1, 32)
-NO_TIME = "time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +266,8 @@ class Node:
             self._starting = max(rows[0]["starting_s"], 1.0) + 1.0
         for job, row in zip(wanted, chain(rows[1:], repeat(None)), strict=False):
             if row is not None and "failed" not in row:
-                self._rows.append(row)
+                # The same ranks started by the hostfile are another measurement than those of this node.
+                self._rows.append(row | ({"of_hostfile": len(hosts)} if hosts else {}))
                 continue
             what = " ".join(str(job[key]) for key in ("kind", "name", "dtype") if key in job)
             why = NO_TIME if ended.code == TIMED_OUT else ended.complaint() or f"exit code {ended.code}"
@@ -382,7 +382,7 @@ class Node:
             "peaks": of("peak"),
             "training": of("train"),
             **self._found,
-            "energy": sorted({zone.counted for zone in zones}) or refused or "no counter is there",
+            "energy": sorted({zone.counted for zone in zones}) or refused or "this node shows no counter",
             "left_out": self.left_out,
         }
         return found | {"figures": figures(found)}

@@ -18,6 +18,11 @@ Row = dict[str, Any]
 RECORDED_LOSS = 2.968637704849243
 RECORDED_WEIGHTS = "e700302a274718c73b6cb19598f2fca842f1ed42eb1fd1069339b68ac4b20b93"
 TOLERANCE = TOLERANCES["float32"]
+NO_TIME = "no time was left"
+MORE_TIME = (
+    "Give more --minutes to measure these, too. The first run on a machine also compiles kernels: the next is"
+    " faster."
+)
 
 
 # -- bits
@@ -31,9 +36,9 @@ def judged(rows: Sequence[Row]) -> Row | None:
     others = [row for row in rows if (row["losses"], row["weights"]) != (first["losses"], first["weights"])]
     loss = first["losses"][-1]
     apart = relative(loss, RECORDED_LOSS)
-    places = [f"{row['ranks']} × {row['threads']}" for row in rows]
+    places = [_place(row) for row in rows]
     if others:
-        which = ", ".join(f"{row['ranks']} × {row['threads']}" for row in others)
+        which = ", ".join(map(_place, others))
         verdict = f"losses or weights on {which} (ranks × threads) are other ones than on {places[0]}"
     elif apart > TOLERANCE:
         verdict = (
@@ -58,6 +63,11 @@ def judged(rows: Sequence[Row]) -> Row | None:
     }
 
 
+def _place(row: Row) -> str:
+    hosts = f" on {count(row['hosts'], 'host')} of the hostfile" if "of_hostfile" in row else ""
+    return f"{row['ranks']} × {row['threads']}{hosts}"
+
+
 # -- figures
 
 
@@ -77,13 +87,14 @@ def figures(found: Row) -> dict[str, dict[str, object]]:
                 add("memory", row["gbytes_per_s"], "GB/s")
     for row in found["training"]:
         place = "" if (row["ranks"], row["threads"]) == (1, most) else f"_{row['ranks']}x{row['threads']}"
-        hosts = f"_{row['hosts']}_hosts" if row["hosts"] > 1 else ""
-        name = f"train_{row['preset']}_{row['dtype']}{place}{hosts}"
+        name = f"train_{row['preset']}_{row['dtype']}{place}{_hosts_in_name(row)}"
         add(name, row["tokens_per_s"], "tokens/s")
         add(f"{name}_energy", row.get("joules_per_token"), "J/token")
     for sums in found["exchange"]:
-        largest = max(row["bytes"] for row in sums["rows"])  # by the fastest way: which one a run takes
-        fastest = max(row["bytes_per_s"] for row in sums["rows"] if row["bytes"] == largest)
+        # By the fastest way, which a run takes. Of sizes for which time ran out some ways are missing.
+        sizes = by_size(sums)
+        whole = [size for size, own in sizes.items() if len(own) == max(map(len, sizes.values()))]
+        fastest = max(row["bytes_per_s"] for row in sizes[max(whole)].values())
         add(f"sum_{sums['ranks']}_ranks", fastest / 1e9, "GB/s")
     if disk := found["disk"]:
         add("checkpoint_write", disk["write_bytes_per_s"] / 1e9, "GB/s")
@@ -91,6 +102,23 @@ def figures(found: Row) -> dict[str, dict[str, object]]:
     for row in found["generation"]:
         add(f"generate_{row['requests']}", row["whole"], "tokens/s")
     return every
+
+
+def _hosts_in_name(row: Row) -> str:
+    """Return what tells hosts of the hostfile from this node; names with several are older than the mark."""
+    return f"_{count(row['hosts'], 'host').replace(' ', '_')}" if _is_of_hosts(row) else ""
+
+
+def _is_of_hosts(row: Row) -> bool:
+    return "of_hostfile" in row or row["hosts"] > 1
+
+
+def by_size(sums: Row) -> dict[int, dict[str, Row]]:
+    """Return the sums over ranks by size, and then by algorithm."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in sums["rows"]:
+        found.setdefault(row["bytes"], {})[row["algorithm"]] = row
+    return found
 
 
 # -- the page
@@ -101,19 +129,25 @@ PEAKS: tuple[Column, ...] = (
     ("matmul, GFLOP/s", "gflops", "{:,.0f}".format),
     ("memory, GB/s", "gbytes_per_s", "{:,.1f}".format),
 )
-TRAINING: tuple[Column, ...] = (
-    ("preset", "preset", str),
-    ("dtype", "dtype", str),
-    ("hosts", "hosts", str),
-    ("ranks", "ranks", str),
-    ("threads each", "threads", str),
+MEASURED: tuple[Column, ...] = (
     ("tokens a step", "", lambda row: f"{row['batch_size'] * row['seq_len']:,}"),
     ("step", "step_s", duration),
     ("steps", "steps", str),
     ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     ("mJ/token", "joules_per_token", lambda joules: f"{1e3 * joules:.3g}"),
 )
-SCALING: tuple[Column, ...] = (*TRAINING, ("× one core", "times", "{:.2f}".format))
+TRAINING: tuple[Column, ...] = (
+    ("preset", "preset", str),
+    ("dtype", "dtype", str),
+    *MEASURED,
+)
+SCALING: tuple[Column, ...] = (
+    ("hosts", "", lambda row: str(row["hosts"]) if _is_of_hosts(row) else "this node"),
+    ("ranks", "ranks", str),
+    ("threads each", "threads", str),
+    *MEASURED,
+    ("× one core", "times", "{:.2f}".format),
+)
 GENERATION: tuple[Column, ...] = (
     ("requests", "requests", str),
     ("dtype", "dtype", str),
@@ -133,20 +167,25 @@ DISK: tuple[Column, ...] = (
 def scaled(found: Row) -> list[Row]:
     """Return the rows of the model that cores, ranks and hosts are compared by, from one core on."""
     rows = [r for r in found["training"] if (r["preset"], r["dtype"]) == (found["model"], found["dtype"])]
-    rows.sort(key=lambda row: (row["hosts"], row["ranks"] * row["threads"], row["ranks"]))
+    rows.sort(key=lambda row: (_is_of_hosts(row), row["hosts"], row["ranks"] * row["threads"], row["ranks"]))
     one = next((r["tokens_per_s"] for r in rows if r["ranks"] * r["threads"] == 1), None)
     return [row | ({"times": row["tokens_per_s"] / one} if one else {}) for row in rows]
 
 
 def chart(rows: Sequence[Row]) -> LineChart | None:
-    """Draw tokens/s over cores, of one process and of several ranks; None for a single place."""
-    ways = {"one process": [r for r in rows if r["ranks"] == 1], "ranks": [r for r in rows if r["ranks"] > 1]}
+    """Draw tokens/s over cores, of one process, of ranks and of hosts; None for one number of cores."""
+    here = [row for row in rows if not _is_of_hosts(row)]
+    ways = {
+        "one process": [row for row in here if row["ranks"] == 1],
+        "ranks": [row for row in here if row["ranks"] > 1],
+        "hosts of the hostfile": [row for row in rows if _is_of_hosts(row)],
+    }
     points = {
         name: [(row["ranks"] * row["threads"], row["tokens_per_s"]) for row in own]
         for name, own in ways.items()
         if own
     }
-    if sum(map(len, points.values())) < 2:
+    if len({x for own in points.values() for x, _ in own}) < 2:
         return None
     series = [line(name, own) for name, own in points.items()]
     most = max(x for own in points.values() for x, _ in own)
@@ -155,6 +194,24 @@ def chart(rows: Sequence[Row]) -> LineChart | None:
     fastest = max(y for own in points.values() for _, y in own)
     about = f"Up to {fastest:,.0f} tokens a second on up to {count(most, 'core')}."
     return LineChart("Cores and ranks", about, "cores", "tokens per second", series, log_x=True, log_y=True)
+
+
+def exchanged(sums: Row) -> list[Block]:
+    """Return a table with a line for each size and a column for each algorithm, and the same drawn."""
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in sums["rows"]))
+    lines = [
+        {"bytes": size, **{name: row["seconds"] for name, row in own.items()}}
+        | {"fastest": max(row["bytes_per_s"] for row in own.values())}
+        for size, own in by_size(sums).items()
+    ]
+    columns: tuple[Column, ...] = (
+        ("array", "bytes", in_bytes),
+        *[(name, name, duration) for name in algorithms],
+        ("GB/s of the fastest", "fastest", allreduce.gigabytes),
+    )
+    missing = allreduce.left_out(sums)
+    table = tabulated(columns, lines, allreduce.heading(sums), unknown="–")
+    return [table, allreduce.time_chart(sums), *map(Paragraph, missing)]
 
 
 def sections(found: Row) -> list[Section]:
@@ -169,11 +226,12 @@ def sections(found: Row) -> list[Section]:
     facts = KeyValues([("node", where), ("chosen type", found["dtype"]), ("energy", read)])
     rows = scaled(found)
     drawn = chart(rows)
-    here = [row for row in found["training"] if (row["ranks"], row["threads"]) == (1, node["threads"])]
+    whole = 1, node["threads"]
+    here = [r for r in found["training"] if (r["ranks"], r["threads"]) == whole and not _is_of_hosts(r)]
     note = "Each core has two sequences of 256 tokens, so that a step takes about as long on any number."
-    left = tabulated(
-        (("part", "part", str), ("what", "what", str), ("why", "why", str)), found["left_out"], "Not measured"
-    )
+    lacked_time = any(row["why"] == NO_TIME for row in found["left_out"])
+    columns: tuple[Column, ...] = (("part", "part", str), ("what", "what", str), ("why", "why", str))
+    left = tabulated(columns, found["left_out"], "Not measured", MORE_TIME if lacked_time else "")
     every: list[tuple[str, list[Block]]] = [
         ("The node", [facts]),
         ("Right bits", [Verdict(bits["right"], bits["verdict"])] if bits else []),
@@ -181,12 +239,17 @@ def sections(found: Row) -> list[Section]:
         ("Training", [tabulated(TRAINING, here)] if here else []),
         (
             "Cores, ranks, hosts",
-            [tabulated(SCALING, rows, note=note), *([drawn] if drawn else [])] if len(rows) > 1 else [],
+            [
+                tabulated(SCALING, rows, f"{found['model']} in {found['dtype']}", note),
+                *([drawn] if drawn else []),
+            ]
+            if len(rows) > 1
+            else [],
         ),
-        ("Exchange", [block for sums in found["exchange"] for block in allreduce.blocks(sums)]),
+        ("Exchange", [block for sums in found["exchange"] for block in exchanged(sums)]),
         ("Disk", [tabulated(DISK, [found["disk"]])] if found["disk"] else []),
-        ("Text", [tabulated(GENERATION, found["generation"])] if found["generation"] else []),
-        ("Left out", [left] if found["left_out"] else [Paragraph("Nothing.")]),
+        ("Generation", [tabulated(GENERATION, found["generation"])] if found["generation"] else []),
+        ("Left out", [left] if found["left_out"] else [Paragraph("Nothing was left out.")]),
     ]
     return [Section(title, own) for title, own in every if own]
 
