@@ -1,7 +1,15 @@
-"""Flux's part of a batch script. Written from the manual of flux-core, and not run.
+"""Flux's part of a batch script.
 
-A batch job is a Flux instance of its own, whose broker gets the job's signals. There are no arrays of batch
-jobs: the script is submitted once for each element.
+A batch job is a Flux instance of its own, whose brokers get the job's signals. As tried with flux-core 0.88:
+
+| | ranks | the script's shell |
+|---|---|---|
+| `flux job kill -s USR1 JOB` on one node | USR1 | USR1 |
+| the same on several nodes, also by `--signal` of `flux batch` | USR1, but all brokers but the first end | |
+| `flux cancel` | nothing until the shell has ended, then TERM | TERM and HUP; KILL 5 s later |
+| the time limit itself | ALRM, of which they die | ALRM and HUP; KILL 5 s later |
+
+There are no arrays of batch jobs: the script is submitted once for each element.
 """
 
 from __future__ import annotations
@@ -9,7 +17,14 @@ from __future__ import annotations
 from distgpt.core.base.errors import UsageError
 from distgpt.jobs.batch import array
 from distgpt.jobs.batch.job import Job
-from distgpt.jobs.batch.script import END, System
+from distgpt.jobs.batch.script import System
+
+SECONDS_TO_SUBMIT = 20  # from when the run has left until its successor has been submitted
+# The limit as Flux knows it: the job began before its script. `--signal` would end brokers (above).
+_END = """\
+# In seconds since 1970: the limit above, less what it takes to submit a successor.
+export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - {}))
+"""
 
 
 class Flux(System):
@@ -24,6 +39,7 @@ Submit it with flux batch. Of an array
     signals = """\
 # Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM comes before
 # `flux cancel` kills: the job saves and ends."""
+    ends = "TERM HUP"
     passed_on = "flux job kill -s USR1 $(flux job last)"  # flux run itself would be killed by it
 
     def options(self, job: Job) -> list[str]:
@@ -40,7 +56,7 @@ Submit it with flux batch. Of an array
             f"--cores-per-slot={job.cpus_per_task}",
             *([f"--gpus-per-slot={_gpus(job)}"] if job.gpus_per_node else []),
             f"--time-limit={int(job.seconds)}s",
-            f"--output={job.name}-{{{{id}}}}.log",
+            f"--output={job.name}-{{{{id.f58plain}}}}.log",  # letters and digits: without its sign, ƒ
         ]
 
     def number(self, job: Job) -> str:
@@ -48,8 +64,8 @@ Submit it with flux batch. Of an array
 
     def begin(self, job: Job) -> str:
         return (
-            f"{END.format(int(job.seconds))}"
-            f'number=$(flux job id --to=dec "$(flux getattr jobid)")\n{super().begin(job)}'
+            f"{_END.format(min(SECONDS_TO_SUBMIT, int(job.seconds / 4)))}"
+            f'number=$(flux job id --to=f58plain "$(flux getattr jobid)")\n{super().begin(job)}'
         )
 
     def launch(self, job: Job) -> str:
