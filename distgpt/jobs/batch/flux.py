@@ -18,6 +18,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.jobs.batch import array
 from distgpt.jobs.batch.job import Job
 from distgpt.jobs.batch.script import System
+from distgpt.launch.mpis import MPIS
 
 SECONDS_TO_SUBMIT = 20  # from when the run has left until its successor has been submitted
 # The limit as Flux knows it: the job began before its script. `--signal` would end brokers (above).
@@ -25,6 +26,9 @@ _END = """\
 # In seconds since 1970: the limit above, less what it takes to submit a successor.
 export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - {}))
 """
+# Of --mpi, also by the words for other systems. A site may have another default, which MPICH could not speak.
+_PMI = {"mpich": "simple", "intel": "simple", "pals": "cray-pals"}
+_PMI |= dict.fromkeys(("openmpi", "pmix"), MPIS["Open MPI"].flux)
 
 
 class Flux(System):
@@ -52,9 +56,9 @@ Submit it with flux batch. Of an array
         return [
             f"--job-name={job.name}",
             f"--nodes={job.nodes}",
-            f"--nslots={job.ranks}",
-            f"--cores-per-slot={job.cpus_per_task}",
-            *([f"--gpus-per-slot={_gpus(job)}"] if job.gpus_per_node else []),
+            f"--nslots={job.nodes}",  # each of a node's part: ranks may be more than GPUs, which are given whole
+            f"--cores-per-slot={job.cpus_per_node}",
+            *([f"--gpus-per-slot={job.gpus_per_node}"] if job.gpus_per_node else []),
             f"--time-limit={int(job.seconds)}s",
             f"--output={job.name}-{{{{id.f58plain}}}}.log",  # letters and digits: without its sign, ƒ
         ]
@@ -69,27 +73,25 @@ Submit it with flux batch. Of an array
         )
 
     def launch(self, job: Job) -> str:
-        gpus = f" --gpus-per-task={_gpus(job)}" if job.gpus_per_node else ""
-        pmi = "" if job.mpi in ("simple", "none") else f" -o pmi={job.mpi}"
+        gpus = " --exclusive" if job.gpus_per_node else ""  # all that the job has: ranks choose among them
+        pmi = "" if job.mpi == "none" else f" -o pmi={_PMI.get(job.mpi, job.mpi)}"
         return (
             f"flux run --nodes={job.nodes} --ntasks={job.ranks} --cores-per-task={job.cpus_per_task}"
             f"{gpus} \\\n  -o cpu-affinity=per-task{pmi}"
         )
 
+    def shown_number(self, is_array: bool) -> str:
+        return "JOB"  # each element is a job
+
     def successor(self, job: Job) -> str:
         return f'flux --parent batch {"--env=ELEMENT=$ELEMENT " * job.is_array}"$0"'
 
     def mpi(self, vendor: str) -> str | None:
-        # Flux's shell offers PMI-1, which MPICH and its kin speak; Open MPI 5 needs the plugin for PMIx.
-        return {"Open MPI": "pmix"}.get(vendor, "simple")
+        return {"Open MPI": "pmix", "Cray MPICH": "cray-pals"}.get(vendor, "simple")
 
     def submissions(self, job: Job) -> list[list[str]]:
         numbers = array.elements(job.array, "--array")
         return [["flux", "batch", f"--env=ELEMENT={number}"] for number in numbers] or [["flux", "batch"]]
-
-
-def _gpus(job: Job) -> int:
-    return max(1, job.gpus_per_node // job.ranks_per_node)
 
 
 FLUX = Flux()
