@@ -43,10 +43,11 @@ class Srun(Launcher):
 
 
 class FluxRun(Launcher):
-    """Flux's launcher. It lets ranks meet by PMI-1, and by PMIx where it has a plugin for that."""
+    """Flux's launcher. It lets ranks meet by PMI-1, and by PMIx where it has a plugin for that; MPICH takes either, not both."""
 
     def refusal(self, vendor: str, library: str, environ: Environ) -> str:
-        if vendor == "MPICH" and "PMIX" in _protocols(environ):  # it gives up where it finds both, too
+        found = _protocols(environ)
+        if vendor == "MPICH" and "PMIX" in found and ("PMI" in found or "pmix" not in library):
             return "launched by flux run with PMIx, by which MPICH does not start; use flux run -o pmi=simple"
         return ""
 
