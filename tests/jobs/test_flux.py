@@ -125,7 +125,8 @@ def test_a_job_of_two_nodes_that_is_asked_to_save_is_followed(flux, finished, tm
     ],
 )
 def test_a_job_that_is_ended_by_hand_has_saved_and_stays_so(flux, nodes, words, code, tmp_path):
-    [number] = submit(flux, tmp_path, "--nodes", nodes, "--ranks-per-node", 2 // nodes, "--time", "10m")
+    shape = f"--nodes {nodes} --ranks-per-node {2 // nodes}".split()
+    [number] = submit(flux, tmp_path, *shape, "--time", "10m")
     with held(flux, tmp_path):
         flux.call(*(word.format(number) for word in words))
     flux.wait_for(lambda: not flux.queued())
@@ -150,9 +151,9 @@ def test_each_element_of_an_array_is_a_job_with_a_directory_and_a_seed_of_its_ow
 
 def test_more_ranks_than_gpus_have_all_gpus_of_their_node(tmp_path):
     report = """sh -c 'echo $FLUX_TASK_RANK $CUDA_VISIBLE_DEVICES >>"gpus $FLUX_TASK_RANK"'"""
-    options = ["--nodes", "2", "--ranks-per-node", "3", "--cpus-per-task", "1", "--gpus-per-node", "2"]
-    with flux_instance(pretended="--cores=0-2 --gpus=0-1") as flux:
+    options = ["--nodes", "2", "--ranks-per-node", "4", "--cpus-per-task", "1", "--gpus-per-node", "2"]
+    with flux_instance(pretended="--cores=0-3 --gpus=0-1") as flux:
         submit(flux, tmp_path, *options, "--mpi", "simple", "--time", "10m", "--prefix", report)
         flux.wait_for(lambda: not flux.queued())
     seen = sorted(path.read_text().split() for path in tmp_path.glob("gpus *"))
-    assert seen == [[str(rank), "0,1"] for rank in range(6)]
+    assert seen == [[str(rank), "0,1"] for rank in range(8)]

@@ -50,8 +50,8 @@ ASKED = {
     "|-j y|-o mine-$JOB_ID.$TASK_ID.log|-t 1-4|-tc 2",
     "lsf": '-J "mine[1-4]%2"|-n 64|-R "span[ptile=32]"|-R "rusage[mem=64G/host]"|-gpu "num=4/host"|-W 04:00'
     '|-wa USR1|-wt 00:02|-Q "99"|-r|-o mine-%J.%I.log',
-    "flux": "--job-name=mine|--nodes=2|--nslots=8|--cores-per-slot=8|--gpus-per-slot=1|--time-limit=14400s"
-    "|--output=mine-{{id}}.log",
+    "flux": "--job-name=mine|--nodes=2|--nslots=2|--cores-per-slot=32|--gpus-per-slot=4|--time-limit=14400s"
+    "|--output=mine-{{id.f58plain}}.log",
 }
 
 
@@ -198,6 +198,7 @@ def test_a_run_knows_the_end_that_a_script_has_set():
     assert 90 < job_end(None, end) - time.monotonic() <= 100
     assert job_end(None, {"DISTGPT_JOB_END": "soon"}) is job_end(None, {"DISTGPT_JOB_END": "12"}) is None
     assert batch_job({"FLUX_JOB_ID": "f1"}) == {"system": "Flux", "id": "f1"}
+    assert batch_job({"FLUX_JOB_ID": "f1", "FLUX_ENCLOSING_ID": "f2"}) == {"system": "Flux", "id": "f2"}
 
 
 # A job of PBS and its ends, with a launcher and a qsub that count how often they were called.
