@@ -43,10 +43,10 @@ class Srun(Launcher):
 
 
 class FluxRun(Launcher):
-    """Flux's launcher. It lets ranks meet by PMI-1, and by PMIx where it has a plugin for that; MPICH takes either, not both."""
+    """Flux's launcher. It lets ranks meet by PMI-1, by PMIx if it has a plugin for that, or by both."""
 
     def refusal(self, vendor: str, library: str, environ: Environ) -> str:
-        found = _protocols(environ)
+        found = _protocols(environ)  # of both, MPICH does not know which to take
         if vendor == "MPICH" and "PMIX" in found and ("PMI" in found or "pmix" not in library):
             return "launched by flux run with PMIx, by which MPICH does not start; use flux run -o pmi=simple"
         return ""

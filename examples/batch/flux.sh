@@ -29,8 +29,8 @@ flux run --nodes=2 --ntasks=16 --cores-per-task=16 \
   >>"$log" 2>&1 &
 ranks=$!
 
-# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM comes before
-# `flux cancel` kills: the job saves and ends.
+# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM and HUP come
+# 5 seconds before `flux cancel` kills: the job saves and ends.
 trap 'came=USR1; flux job kill -s USR1 $(flux job last)' USR1
 trap 'came=TERM; ending=yes; flux job kill -s USR1 $(flux job last)' TERM HUP
 # After two signals at once, wait may come back a second time without a trap.

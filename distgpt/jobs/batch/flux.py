@@ -41,8 +41,8 @@ class Flux(System):
 Submit it with flux batch. Of an array
 # each element is submitted alone: flux batch --env=ELEMENT=1 SCRIPT."""
     signals = """\
-# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM comes before
-# `flux cancel` kills: the job saves and ends."""
+# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM and HUP come
+# 5 seconds before `flux cancel` kills: the job saves and ends."""
     ends = "TERM HUP"
     passed_on = "flux job kill -s USR1 $(flux job last)"  # flux run itself would be killed by it
 
@@ -56,7 +56,7 @@ Submit it with flux batch. Of an array
         return [
             f"--job-name={job.name}",
             f"--nodes={job.nodes}",
-            f"--nslots={job.nodes}",  # each of a node's part: ranks may be more than GPUs, which are given whole
+            f"--nslots={job.nodes}",  # a node's part each: ranks may be more than GPUs, which are given whole
             f"--cores-per-slot={job.cpus_per_node}",
             *([f"--gpus-per-slot={job.gpus_per_node}"] if job.gpus_per_node else []),
             f"--time-limit={int(job.seconds)}s",
