@@ -72,7 +72,7 @@ def command(*args, ranks=0, program=SCRIPT):
 
 def clean_environment(**more):
     """Without what a surrounding launcher or an earlier test may have left."""
-    unwanted = ("PMI", "PMIX", "OMPI_", "SLURM_", "MPI_", "PYTHONUNBUFFERED")
+    unwanted = ("PMI", "PMIX", "OMPI_", "SLURM_", "FLUX_", "MPI_", "PYTHONUNBUFFERED")
     own = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     return {**own, "COLUMNS": "100", **more}
 

@@ -33,6 +33,7 @@ def around(mpi: Facts, environ: Mapping[str, str] = os.environ) -> Facts:
     return {
         "mpirun": mpirun() | {"beside": mpirun_beside(library, vendor)},
         "srun": srun_ways(),
+        "flux": "FLUX_URI" in environ and shutil.which("flux") is not None,
         "as_root": is_refused_as_root(environ),
         "site": _site(library, environ) if library else {},
         "renamed": next((str(path) for lib in LIBS for path in lib.glob("libmpich.so.12")), ""),
@@ -71,7 +72,9 @@ def lines(launched: Facts, mpi: Facts) -> list[str]:
     options, note = AS_ROOT * (is_open and launched["as_root"]), OVERSUBSCRIBE * is_open
     by_mpirun = [f"{name} {options}-n 2 {TRAIN}{note}"] if found else []
     can_srun = set(known.srun) & set(launched["srun"])
-    return [*([f"{known.srun_line(launched['srun'])} -n 2 {TRAIN}"] if can_srun else []), *by_mpirun]
+    by_srun = [f"{known.srun_line(launched['srun'])} -n 2 {TRAIN}"] if can_srun else []
+    by_flux = [f"{known.line('flux run')} -n 2 {TRAIN}"] if launched.get("flux") else []
+    return [*by_srun, *by_flux, *by_mpirun]
 
 
 def foreign_mpirun(launched: Facts, mpi: Facts) -> Iterable[str]:

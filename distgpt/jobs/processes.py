@@ -27,7 +27,7 @@ _LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # MP
 _OF_A_RANK = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_FD", "PMI_PORT"),
     *("PMI_HOSTNAME", "PMIX_RANK", "PMIX_SIZE", "PMIX_NAMESPACE", "PMIX_SERVER_", "SLURM_STEP"),
-    *("SLURM_PROCID", "MPI_LOCAL", "HYDI_"),
+    *("SLURM_PROCID", "MPI_LOCAL", "HYDI_", "FLUX_JOB_SIZE", "FLUX_TASK_"),
 )
 
 

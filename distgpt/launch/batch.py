@@ -105,8 +105,10 @@ SLURM = Slurm("Slurm", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_ID")
 PBS = Pbs("PBS", "PBS_JOBID", "PBS_JOBNAME", "PBS_JOBID")
 LSF = Lsf("LSF", "LSB_JOBID", "LSB_JOBNAME", "LSB_JOBID")
 GRID_ENGINE = GridEngine("Grid Engine", "JOB_ID", "JOB_NAME", "SGE_TASK_ID")
+# In a batch job `flux run` starts a job of the batch job's own Flux, with a number that nobody else knows.
+FLUX_BATCH = BatchSystem("Flux", "FLUX_ENCLOSING_ID", "", "FLUX_ENCLOSING_ID")
 FLUX = BatchSystem("Flux", "FLUX_JOB_ID", "", "FLUX_JOB_ID")
-SYSTEMS = (SLURM, PBS, LSF, GRID_ENGINE, FLUX)
+SYSTEMS = (SLURM, PBS, LSF, GRID_ENGINE, FLUX_BATCH, FLUX)
 
 
 def systems(environ: Environ) -> list[BatchSystem]:

@@ -42,8 +42,26 @@ class Srun(Launcher):
         return ""
 
 
+class FluxRun(Launcher):
+    """Flux's launcher. It lets ranks meet by PMI-1, by PMIx if it has a plugin for that, or by both."""
+
+    def refusal(self, vendor: str, library: str, environ: Environ) -> str:
+        found = _protocols(environ)  # of both, MPICH does not know which to take
+        if vendor == "MPICH" and "PMIX" in found and ("PMI" in found or "pmix" not in library):
+            return "launched by flux run with PMIx, by which MPICH does not start; use flux run -o pmi=simple"
+        return ""
+
+    def doubt(self, vendor: str, environ: Environ) -> str:
+        if vendor == "Open MPI" and not _protocols(environ):
+            return (
+                "launched by flux run -o pmi=pmix, but Flux has no plugin for PMIx here: if it fails, use"
+                " flux run -o pmi=simple,pmix"
+            )
+        return ""
+
+
 def _protocols(environ: Environ) -> set[str]:
-    """Return the protocols, PMI or PMIX, by which srun lets ranks meet."""
+    """Return the protocols, PMI or PMIX, by which the launcher lets ranks meet."""
     names = (name for name in environ if not name.startswith("PMIX_MCA_"))  # those are users' settings
     return {name.split("_")[0].rstrip("2") for name in names if name.startswith("PMI")}
 
@@ -53,14 +71,15 @@ OPEN_MPI = Launcher(
 )
 MPICH = Launcher("mpirun of MPICH or a relative", "MPI_LOCALNRANKS", local_rank="MPI_LOCALRANKID")
 SRUN = Srun("srun", STEP, "SLURM_PROCID", "SLURM_LOCALID")
+FLUX = FluxRun("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID")
 # What an unknown launcher speaks, or one of those above.
 PMI = Launcher("a launcher that speaks PMI", "PMI_SIZE", "PMI_RANK")
 PMIX = Launcher("a launcher that speaks PMIx", "PMIX_SIZE", "PMIX_RANK")
 
 # The most reliable first: an mpirun may itself use srun, and both may speak a protocol.
-LAUNCHERS = (OPEN_MPI, MPICH, SRUN, PMI, PMIX)
-# Srun last: an mpirun that uses it starts one process with it on each host.
-BY_RANK = (PMI, PMIX, OPEN_MPI, SRUN)
+LAUNCHERS = (OPEN_MPI, MPICH, SRUN, FLUX, PMI, PMIX)
+# Those of batch systems last: an mpirun that uses one starts one process with it on each host.
+BY_RANK = (PMI, PMIX, OPEN_MPI, SRUN, FLUX)
 
 
 def launchers(environ: Environ = os.environ) -> list[Launcher]:
@@ -86,4 +105,4 @@ def launched_rank() -> int:
 
 def is_first_of_host() -> bool:
     """Return whether the launcher numbers this process 0 among those of its host."""
-    return any(os.environ.get(launcher.local_rank) == "0" for launcher in (MPICH, OPEN_MPI, SRUN))
+    return any(os.environ.get(launcher.local_rank) == "0" for launcher in (MPICH, OPEN_MPI, SRUN, FLUX))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from distgpt.core.comm.mpi import library, vendor
-from distgpt.launch.launched import SRUN, launcher_name
+from distgpt.launch.launched import launcher_name
 from distgpt.launch.mpis import HELP, MPIS
 
 # It speaks if this process is gone, by which its input ends, before it has had a line.
@@ -31,7 +31,7 @@ def watched() -> Iterator[None]:
 
 def _doubt() -> str:
     known = MPIS.get(vendor())
-    fits = known.srun_line() if known and launcher_name() == SRUN.name else f"the mpirun of {vendor()}"
+    fits = (known.line(launcher_name()) if known else "") or f"the mpirun of {vendor()}"
     return (
         f"this process was ended while {library()} started, as it may be by a launcher that does not fit; use"
         f" {fits} ({HELP})"

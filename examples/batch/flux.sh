@@ -4,16 +4,17 @@
 # distgpt submit --system flux --nodes 2 --node 8x16 --time 12h --mpi simple --option --queue=batch -- train --preset gpt2 --data shards --batch-size 64 --out runs/flux
 # flux: --job-name=flux
 # flux: --nodes=2
-# flux: --nslots=16
-# flux: --cores-per-slot=16
+# flux: --nslots=2
+# flux: --cores-per-slot=128
 # flux: --time-limit=43200s
-# flux: --output=flux-{{id}}.log
+# flux: --output=flux-{{id.f58plain}}.log
 # flux: --queue=batch
 
-export DISTGPT_JOB_END=$(($(date +%s) + 43200))  # the limit above, in seconds since 1970
 # What this site needs before a program starts goes here: module load …, export …
 
-number=$(flux job id --to=dec "$(flux getattr jobid)")
+# In seconds since 1970: the limit above, less what it takes to submit a successor.
+export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - 20))
+number=$(flux job id --to=f58plain "$(flux getattr jobid)")
 attempt=0
 while [ -e "flux-$number.$attempt.log" ]; do attempt=$((attempt + 1)); done
 log=flux-$number.$attempt.log
@@ -22,17 +23,18 @@ before=$(newest)
 
 set -m  # flux in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
 flux run --nodes=2 --ntasks=16 --cores-per-task=16 \
-  -o cpu-affinity=per-task \
+  -o cpu-affinity=per-task -o pmi=simple \
   distgpt train --stage mpi --threads 16 --preset gpt2 --data shards --batch-size 64 \
   --out runs/flux --resume auto \
   >>"$log" 2>&1 &
 ranks=$!
 
-# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM comes before
-# `flux cancel` kills: the job saves and ends.
+# Every rank saves and leaves on USR1. The run knows the time limit by DISTGPT_JOB_END. TERM and HUP come
+# 5 seconds before `flux cancel` kills: the job saves and ends.
 trap 'came=USR1; flux job kill -s USR1 $(flux job last)' USR1
-trap 'came=TERM; ending=yes; flux job kill -s USR1 $(flux job last)' TERM
-while came=; wait $ranks; code=$?; [ "$came" ]; do :; done
+trap 'came=TERM; ending=yes; flux job kill -s USR1 $(flux job last)' TERM HUP
+# After two signals at once, wait may come back a second time without a trap.
+while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do :; done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
 
 # 75 is "saved, start me again".

@@ -110,6 +110,8 @@ def test_the_lines_are_those_that_fit():
             [f"/none/Open MPI/mpirun --allow-run-as-root {train}{more}"],
         ),
         (around(OPEN), "Open MPI", [f"/none/Open MPI/mpirun {train}{more}"]),
+        ({**around(NOWHERE), "flux": True}, "MPICH", [f"flux run -o pmi=simple {train}"]),
+        ({**around(NOWHERE), "flux": True}, "Open MPI", [f"flux run -o pmi=simple,pmix {train}"]),
     ):
         assert launches.lines(facts, of(vendor)) == expected, (facts, vendor)
 
@@ -194,16 +196,17 @@ def test_ranks_that_find_themselves_alone_are_told_the_line_for_their_mpi(monkey
         size = 1
 
     monkeypatch.setattr(joining, "start_mpi", Alone)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    for vendor, line in (
-        ("MPICH", "--mpi=pmi2"),
-        ("Open MPI", "--mpi=pmix"),
-        ("Cray MPICH", "--mpi=cray_shasta"),
+    for size, vendor, line in (
+        ("SLURM_STEP_NUM_TASKS", "MPICH", "srun --mpi=pmi2"),
+        ("SLURM_STEP_NUM_TASKS", "Open MPI", "srun --mpi=pmix"),
+        ("SLURM_STEP_NUM_TASKS", "Cray MPICH", "srun --mpi=cray_shasta"),
+        ("FLUX_JOB_SIZE", "MPICH", "flux run -o pmi=simple"),
+        ("FLUX_JOB_SIZE", "Open MPI", "flux run -o pmi=simple,pmix"),
     ):
+        monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+        monkeypatch.setenv(size, "4")
         monkeypatch.setattr(mpi, "vendor", lambda vendor=vendor: vendor)
-        with pytest.raises(
-            UsageError, match=f"4 processes.*mpirun of {vendor}, or srun {line} .distgpt help"
-        ):
+        with pytest.raises(UsageError, match=f"4 processes.*mpirun of {vendor}, or {line} .distgpt help"):
             job.Launched().connect("mpi")
 
 

@@ -422,10 +422,11 @@ def test_launchers_of_other_mpis_are_told_by_their_variables(monkeypatch):
         assert joining.foreign_launcher() == (f"launched by {wrong}, but {use}" if wrong else "")
 
 
-def test_an_srun_that_does_not_fit_is_told_before_mpi_ends_the_process(monkeypatch):
-    """As Slurm's variables say; MPI itself would write pages."""
+def test_a_batch_systems_launcher_that_does_not_fit_is_told_before_mpi_ends_the_process(monkeypatch):
+    """As the variables of Slurm and Flux say; MPI itself would write pages."""
     built = {"MPICH": "MPICH Version: 5.0.2\nMPICH Configure: --prefix=/usr", "Open MPI": "Open MPI v4.1.4"}
     srun, pmix = {"SLURM_STEP_NUM_TASKS": "2"}, {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
+    flux = {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0", "FLUX_PMI_LIBRARY_PATH": "/lib/libpmi.so"}
     for vendor, built_with, launched, wrong, doubt in (
         ("MPICH", "", {**srun, **pmix}, "--mpi=pmi2", ""),
         ("MPICH", " --with-pmix", {**srun, **pmix}, "", ""),
@@ -438,6 +439,12 @@ def test_an_srun_that_does_not_fit_is_told_before_mpi_ends_the_process(monkeypat
         ("Open MPI", "", {**srun, "PMIX_MCA_gds": "hash"}, "", "--mpi=pmix"),
         ("Open MPI", "", {**srun, "OMPI_COMM_WORLD_SIZE": "2"}, "", ""),  # mpirun, which used srun
         ("Open MPI", "", {"SLURM_STEP_NUM_TASKS": "1"}, "", ""),
+        ("MPICH", "", {**flux, "PMI_SIZE": "2"}, "", ""),
+        ("MPICH", "", {**flux, **pmix}, "pmi=simple", ""),
+        ("MPICH", " --with-pmix", {**flux, **pmix}, "", ""),
+        ("MPICH", " --with-pmix", {**flux, **pmix, "PMI_SIZE": "2"}, "pmi=simple", ""),
+        ("Open MPI", "", {**flux, **pmix, "PMI_SIZE": "2"}, "", ""),
+        ("Open MPI", "", flux, "", "pmi=simple,pmix"),
     ):
         for name in [name for name in os.environ if name in SIZES or name.startswith("PMI")]:
             monkeypatch.delenv(name)

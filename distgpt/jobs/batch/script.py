@@ -242,7 +242,8 @@ ranks=$!
 {signals}
 trap 'came=USR1; {passed_on}' USR1
 trap 'came=TERM; ending=yes; {passed_on}' {ends}
-while came=; wait $ranks; code=$?; [ "$came" ]; do :; done
+# After two signals at once, wait may come back a second time without a trap.
+while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do :; done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
 
 # {rule}

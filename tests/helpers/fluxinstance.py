@@ -1,0 +1,78 @@
+"""A Flux instance of one's own on this machine: needs no root and no daemon, and no Flux that runs already.
+
+Its brokers stand for nodes; each has all cores of this machine.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+PATH = os.pathsep.join([os.environ["PATH"], "/opt/flux/bin"])  # where a build from source is looked for, too
+SECONDS_TO_END = 60
+# The default of 5 s is for machines that have nothing else to do.
+CONFIGURATION = 'exec.kill-timeout = "30s"\n'
+PRETENDED = 'resource.path = "{folder}/R"\nresource.noverify = true\n'
+# It lives until its standard input ends.
+INITIAL = "echo $FLUX_URI; cat >/dev/null; flux cancel --all --quiet; flux queue idle --quiet"
+
+
+def lacking():
+    """Why there can be none here; "" if there can."""
+    return "" if shutil.which("flux", path=PATH) else "needs flux-core: flux in PATH or in /opt/flux/bin"
+
+
+class Instance:
+    """`environ` is what commands need to talk to it."""
+
+    def __init__(self, uri):
+        # Of a job's own instance this machine is asked without ssh.
+        self.environ = {"FLUX_URI": uri, "FLUX_URI_RESOLVE_LOCAL": "t", "PATH": PATH}
+
+    def call(self, *words):
+        """Run a command of it; returns what it wrote."""
+        env = {**os.environ, **self.environ}
+        done = subprocess.run(["flux", *map(str, words)], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
+
+    def queued(self):
+        """The numbers of its jobs that have not ended."""
+        return self.call("jobs", "-n", "-o", "{id.f58plain}").split()
+
+    def wait_for(self, what, seconds=200):
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline, self.call("jobs", "-a")
+            time.sleep(0.1)
+        return found
+
+
+@contextmanager
+def flux_instance(nodes=2, pretended=""):
+    """An instance that is ready for jobs, and gone afterwards with whatever runs in it.
+
+    `pretended`: what each node has, as options of `flux R encode`, in place of what is here.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="flux"))
+    env = {**os.environ, "PATH": PATH}
+    words = ["flux", "start", f"--test-size={nodes}", "--test-exit-mode=leader", f"--config-path={folder}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    (folder / "own.toml").write_text(CONFIGURATION + PRETENDED.format(folder=folder) * bool(pretended))
+    try:
+        if pretended:
+            described = ["flux", "R", "encode", f"--ranks=0-{nodes - 1}", *pretended.split()]
+            (folder / "R").write_bytes(subprocess.check_output(described, env=env))
+        with subprocess.Popen([*words, "sh", "-c", INITIAL], env=env, **pipes) as process:
+            uri = process.stdout.readline().strip()
+            assert uri.startswith("local://"), uri
+            try:
+                yield Instance(uri)
+            finally:
+                process.stdin.close()
+                process.wait(SECONDS_TO_END)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
