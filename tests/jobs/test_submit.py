@@ -328,6 +328,14 @@ def test_a_successor_waits_for_no_job_that_the_first_one_has_waited_for(tmp_path
     assert (tmp_path / "scripts.txt").read_text() == first.replace("#PBS -Wdepend=afterok:5\n", "")
 
 
+def test_a_successor_of_lsf_waits_for_no_forgotten_job_either(tmp_path):
+    text = written("lsf", "--successor", "--option", "-w done(5)", "--option", "-q x", cwd=tmp_path)
+    left_out = re.search(r"grep -Ev ('.*') \"\$0\" \| bsub && exit 0", text)
+    (tmp_path / "job.sh").write_text(text)
+    kept = subprocess.run(["sh", "-c", f"grep -Ev {left_out[1]} job.sh"], cwd=tmp_path, capture_output=True)
+    assert kept.stdout.decode() == text.replace("#BSUB -w done(5)\n", "") != text
+
+
 def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tmp_path):
     (tmp_path / "flux").write_text('#!/bin/sh\necho "$*" >>calls.txt; cat >/dev/null\n')
     (tmp_path / "flux").chmod(0o755)

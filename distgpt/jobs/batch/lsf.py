@@ -9,6 +9,7 @@ from distgpt.jobs.batch.script import System
 
 
 class Lsf(System):
+    waits = "-w", "-w "
     name, word, sentinel = "LSF", "lsf", "#BSUB"
     submits, programs = ("bsub",), ("bsub",)
     element, elements = "$LSB_JOBINDEX", ("LSB_JOBINDEX",)
@@ -53,7 +54,8 @@ Submit it with bsub < SCRIPT, whose options
         return "  exit 99"
 
     def successor(self, job: Job) -> str:
-        return f'bsub {f"-J {chr(34)}{job.name}[$LSB_JOBINDEX]{chr(34)} " if job.is_array else ""}< "$0"'
+        command = "bsub" + (f' -J "{job.name}[$LSB_JOBINDEX]"' if job.is_array else "")
+        return self.shortened(job, command) or f'{command} < "$0"'
 
 
 LSF = Lsf()

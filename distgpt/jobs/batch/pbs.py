@@ -14,6 +14,7 @@ from distgpt.jobs.batch.script import END, System
 
 
 class Pbs(System):
+    waits = "-W depend", "-W *depend="
     name, word, sentinel = "PBS", "pbs", "#PBS"
     submits, programs = ("qsub",), ("qsub", "pbsnodes")
     element, elements = "$ELEMENT", ("PBS_ARRAY_INDEX",)
@@ -74,11 +75,8 @@ Submit it with qsub. A successor has
         return f"{name}.o{number.replace('[', '.').replace(']', '')}"  # PBS copies it when the job has ended
 
     def successor(self, job: Job) -> str:
-        waits = any(self.key(line) == "-W depend" for line in job.lines)
-        # It is for this element alone. PBS deletes a job that waits for one which it has forgotten meanwhile.
-        left_out = "|".join([*(["J "] if job.is_array else []), *(["W *depend="] if waits else [])])
-        qsub = f"qsub{' -v ELEMENT=$ELEMENT' * job.is_array}"
-        return f"grep -Ev '^#PBS -({left_out})' \"$0\" | {qsub}" if left_out else f'{qsub} "$0"'
+        command = f"qsub{' -v ELEMENT=$ELEMENT' * job.is_array}"
+        return self.shortened(job, command, "-J ") or f'{command} "$0"'
 
 
 PBS = Pbs()

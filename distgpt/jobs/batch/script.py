@@ -42,6 +42,8 @@ class System:
     passed_on = "kill -USR1 $ranks"  # the command that asks the ranks to save
     ends = "TERM"  # signals of a job's end to which the script only saves
     repeated: tuple[str, ...] = ()  # options of which each resource is another: -l, -R
+    # The option by which a job waits for others: its key, and how its line begins, as a regular expression.
+    waits = "", ""
     rule = '75 is "saved, start me again".'  # the comment before the decision
 
     def options(self, job: Job) -> list[str]:
@@ -82,6 +84,19 @@ class System:
     def successor(self, job: Job) -> str:
         """Return the command that submits this script as another job."""
         raise NotImplementedError
+
+    def shortened(self, job: Job, command: str, array: str = "") -> str:
+        """Return the words that give a command this script, shortened for a successor; "" if it stays whole.
+
+        A successor waits for no job as this one did: systems refuse or delete what waits for one that they
+        have forgotten. `array` begins the option for all elements, where a successor is of one.
+        """
+        key, begins = self.waits
+        left_out = [array] * (job.is_array and array != "")
+        left_out += [begins] * any(self.key(line) == key for line in job.lines)
+        if not left_out:
+            return ""
+        return f"grep -Ev '^{self.sentinel} *({'|'.join(left_out)})' \"$0\" | {command}"
 
     def array_in(self, lines: Sequence[str]) -> str:
         """Return the numbers of an array that the user's own options ask for; "" where none does."""
