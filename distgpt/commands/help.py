@@ -166,6 +166,9 @@ class Command(click.Command):
             alike = ", ".join(similar(error.option_name, flags))
             hint = f". Did you mean {alike}?" if alike else ""
             raise click.UsageError(f"No such option {error.option_name!r}{hint}", context) from None
+        except click.BadOptionUsage:  # one without its value
+            self._call_eager(context, line)
+            raise
         if rest and not allowed and not context.resilient_parsing:
             flag = meant(rest, flags)
             hint = f". Did you mean {shlex.join([flag, ' '.join(rest)])}?" if flag else ""

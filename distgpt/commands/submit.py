@@ -86,8 +86,8 @@ _DECORATORS = (
     ),
     click.option(
         "--mpi",
-        help="How ranks start: pmi2 or pmix under Slurm, else mpich, openmpi, intel or pals."
-        " [default: by mpi4py's MPI]",
+        help="How ranks start: pmi2 or pmix under Slurm, simple or pmix under Flux, else mpich, openmpi,"
+        " intel or pals. [default: by mpi4py's MPI]",
     ),
     click.option("--name", help="Name of the job and its logs. [default: the run directory's]"),
     click.option(

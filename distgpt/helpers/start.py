@@ -42,6 +42,8 @@ def start(stage: Stage, dtype: str, matmul: str, work: Work) -> Callable[[], Non
     with suppress(Exception), layout().unbound():  # without help each loop is compiled where it is called
         cores = min(stage.comm.local_size * stage.threads, len(usable_cores()))
         count = min(cores - 1, MOST, granted_memory().free // BYTES - 1)
+        if count < 1:
+            return partial(end, helpers)
         missing = missing_loops(stage, dtype, matmul, work)
         # From the last one on, as this process begins with the first.
         loops = list(filter(None, map(_name, reversed(missing))))

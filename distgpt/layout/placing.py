@@ -47,7 +47,12 @@ def placed(
     if cpus and all(rank.bind == "auto" for rank in of_host):
         place = place_of(machine, of_host, here.index(comm.rank))
     claim, refusal = _claimed(comm, machine, place, ranks[0].job)
-    refusals = gather_texts(comm, refusal)
+    try:
+        refusals = gather_texts(comm, refusal)
+    except BaseException:  # an interrupt, after which a notebook goes on
+        if claim:
+            claim.give_up()
+        raise
     lines = [refusals[i] for i in here if refusals[i]][:1]
     kept = None if lines else place
     if lines and claim:

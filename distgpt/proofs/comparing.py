@@ -123,8 +123,9 @@ def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
     if facts[0] and facts[1] and facts[0].data != facts[1].data:
         found.data = facts[0].data, facts[1].data
     if found.validation_step is not None:
-        found.validation_by = [name for name in EVALUATED_ON if name in different]
         texts = {fact.validation if fact else "" for fact in facts}
+        if "" in texts or len(texts) > 1:  # else they are the same under any name
+            found.validation_by = [name for name in EVALUATED_ON if name in different]
         if "" not in texts and len(texts) > 1 and not found.validation_by:
             found.validation_by = ["the validation text"]
     found.taken = described(facts[0]) if facts[0] else "", described(facts[1]) if facts[1] else ""
@@ -190,7 +191,8 @@ def _losses(found: Parting) -> str:
 def _validation(found: Parting) -> str:
     if found.validation_step is None:
         return f"the same to the bit in all {count(found.evaluations, 'evaluation')} of both"
-    by = f"; {', '.join(found.validation_by)} differs" if found.validation_by else ""
+    differ = "differ" if len(found.validation_by) > 1 else "differs"
+    by = f"; {', '.join(found.validation_by)} {differ}" if found.validation_by else ""
     return f"the first loss that differs is of step {found.validation_step}: {found.validation_words}{by}"
 
 

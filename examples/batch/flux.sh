@@ -33,8 +33,10 @@ ranks=$!
 # 5 seconds before `flux cancel` kills: the job saves and ends.
 trap 'came=USR1; flux job kill -s USR1 $(flux job last)' USR1
 trap 'came=TERM; ending=yes; flux job kill -s USR1 $(flux job last)' TERM HUP
-# After two signals at once, wait may come back a second time without a trap.
-while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do :; done
+# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped.
+while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
+  [ "$came" ] || sleep 0.2
+done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
 
 # 75 is "saved, start me again".

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -359,7 +360,7 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, str
 
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            with first_use.with_help(start):
+            with first_use.with_help(start) if first else nullcontext():  # the others load, and need none
                 work(kernels)
         stage.comm.barrier(resting=True)  # the cores are for whoever compiles
 

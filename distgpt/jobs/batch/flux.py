@@ -28,7 +28,7 @@ export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - {}))
 """
 # Of --mpi, also by the words for other systems. A site may have another default, which MPICH could not speak.
 _PMI = {"mpich": "simple", "intel": "simple", "pals": "cray-pals"}
-_PMI |= dict.fromkeys(("openmpi", "pmix"), MPIS["Open MPI"].flux)
+_PMI["openmpi"] = MPIS["Open MPI"].flux
 
 
 class Flux(System):
@@ -87,7 +87,7 @@ Submit it with flux batch. Of an array
         return f'flux --parent batch {"--env=ELEMENT=$ELEMENT " * job.is_array}"$0"'
 
     def mpi(self, vendor: str) -> str | None:
-        return {"Open MPI": "pmix", "Cray MPICH": "cray-pals"}.get(vendor, "simple")
+        return {"Open MPI": "openmpi", "Cray MPICH": "cray-pals"}.get(vendor, "simple")
 
     def submissions(self, job: Job) -> list[list[str]]:
         numbers = array.elements(job.array, "--array")

@@ -9,7 +9,7 @@ from distgpt.jobs.batch.script import System
 
 
 class Lsf(System):
-    waits = "-w", "-w "
+    waits = "-w", "-w( |[^at])"  # not -wa and -wt, which are others
     name, word, sentinel = "LSF", "lsf", "#BSUB"
     submits, programs = ("bsub",), ("bsub",)
     element, elements = "$LSB_JOBINDEX", ("LSB_JOBINDEX",)

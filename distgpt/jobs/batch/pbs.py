@@ -75,6 +75,11 @@ Submit it with qsub. A successor has
         return f"{name}.o{number.replace('[', '.').replace(']', '')}"  # PBS copies it when the job has ended
 
     def successor(self, job: Job) -> str:
+        for line in job.lines:
+            if self.key(line).startswith("-W") and "depend=" in line and "," in line:
+                raise UsageError(
+                    f"--option {line}: give depend= in an --option of its own, as a successor has none"
+                )
         command = f"qsub{' -v ELEMENT=$ELEMENT' * job.is_array}"
         return self.shortened(job, command, "-J ") or f'{command} "$0"'
 

@@ -257,8 +257,10 @@ ranks=$!
 {signals}
 trap 'came=USR1; {passed_on}' USR1
 trap 'came=TERM; ending=yes; {passed_on}' {ends}
-# After two signals at once, wait may come back a second time without a trap.
-while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do :; done
+# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped.
+while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
+  [ "$came" ] || sleep 0.2
+done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"
 
 # {rule}
