@@ -65,7 +65,7 @@ class Planted:
                 self.fail()
 
     def wrapped(self, call, name):
-        def counted(comm, *args):
+        def counted(comm, *args, **more):
             number, self.count = self.count, self.count + 1
             self.places.append(f"{name} in {site()}")
             hit = number == self.fails_at
@@ -73,7 +73,7 @@ class Planted:
                 self.fail()
             self.armed = hit and self.when == "in"
             try:
-                result = call(comm, *args)
+                result = call(comm, *args, **more)
             finally:
                 self.armed = False
             if hit and self.when != "before":
