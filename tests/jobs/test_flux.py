@@ -3,17 +3,14 @@
 import json
 import re
 import time
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
+from batchjob import STEPS, WORDS, ranks_in, uninterrupted, variable
 from conftest import distgpt, losses, metrics, needs_mpi
 from fluxinstance import flux_instance, lacking
 from standstill import standing_still
 
-STEPS = 80
-MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
-WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(500)),
     pytest.mark.skipif(bool(lacking()), reason=lacking()),
@@ -28,11 +25,7 @@ def flux():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The same run without a batch system, which nobody stopped."""
-    run = tmp_path_factory.mktemp("finished") / "run"
-    result = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return run
+    return uninterrupted(tmp_path_factory.mktemp("finished") / "run")
 
 
 def submit(flux, folder, *options, words=WORDS):
@@ -43,28 +36,12 @@ def submit(flux, folder, *options, words=WORDS):
     return [f"f{number}" for number in re.findall(r"^ƒ(\w+)$", result.stdout, re.M)]
 
 
-def ranks_in(folder):
-    """The processes that train below a folder."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_rank = b"FLUX_TASK_RANK" in (process / "environ").read_bytes()
-            is_train = b"train" in (process / "cmdline").read_bytes().split(b"\0")
-            if is_train and is_rank and (process / "cwd").readlink() == folder:
-                found.append(process)
-    return found
-
-
-def variable(process, name):
-    return re.search(rf"(?:^|\0){name}=([^\0]*)", (process / "environ").read_bytes().decode())[1]
-
-
 @contextmanager
 def held(flux, folder):
     """Its ranks stand still after some steps."""
     path = folder / "my run's" / "metrics.jsonl"
     flux.wait_for(lambda: path.exists() and len(path.read_bytes().splitlines()) > 5)
-    ranks = flux.wait_for(lambda: ranks_in(folder))
+    ranks = flux.wait_for(lambda: ranks_in(folder, "FLUX_TASK_RANK"))
     assert len(ranks) == 2
     with standing_still(ranks):
         yield ranks

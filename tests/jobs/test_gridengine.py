@@ -3,17 +3,14 @@
 import re
 import signal
 import time
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
+from batchjob import STEPS, WORDS, ranks_in, uninterrupted
 from conftest import distgpt, losses, metrics, needs_mpi
 from gridengine import grid_engine, lacking
 from standstill import standing_still
 
-STEPS = 80
-MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
-WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
     pytest.mark.skipif(bool(lacking()), reason=lacking()),
@@ -29,11 +26,7 @@ def cell():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The same run without a batch system, which nobody stopped."""
-    run = tmp_path_factory.mktemp("finished") / "run"
-    result = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return run
+    return uninterrupted(tmp_path_factory.mktemp("finished") / "run")
 
 
 def submit(cell, folder, *options, words=WORDS):
@@ -42,18 +35,6 @@ def submit(cell, folder, *options, words=WORDS):
     result = distgpt(*head, "--out", "my run's", cwd=folder, env=cell.environ)
     assert result.returncode == 0, result.stderr
     return int(re.search(r"Your job(?:-array)? (\d+)", result.stdout)[1])
-
-
-def ranks_in(folder):
-    """The processes that train below a folder."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_train = b"train" in (process / "cmdline").read_bytes().split(b"\0")
-            is_rank = b"PMI_RANK" in (process / "environ").read_bytes()
-            if is_train and is_rank and (process / "cwd").readlink() == folder:
-                found.append(process)
-    return found
 
 
 @contextmanager

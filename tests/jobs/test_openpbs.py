@@ -8,19 +8,18 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+import batchjob
 import pytest
+from batchjob import STEPS, ranks_in, variable
 from conftest import losses, metrics, needs_mpi
 from hosts import MPIRUN
 from openpbs import lacking, open_pbs
 from standstill import standing_still
 
-STEPS = 80
-MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
-WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
-WORDS += ["--save-every", "20"]
+WORDS = [*batchjob.WORDS, "--save-every", "20"]
 ASKED = 1 << signal.SIGUSR1 - 1  # in a mask of signals
 SPARE = 6  # seconds before the limit at which ranks that stood still have to save
 # Debian's is built without PBS's library.
@@ -59,23 +58,6 @@ def submit(cluster, folder, *options, words=WORDS):
     head = [sys.executable, "-m", "distgpt", "submit", "--system", "pbs", "--setup", line, "--submit"]
     said = cluster.by_user(*head, *options, "--", *words, "--out", "my run's", cwd=folder)
     return int(re.search(r"^(\d+)(?:\[\])?\.node1$", said, re.M)[1])
-
-
-def ranks_in(folder):
-    """The processes that train below a folder, on both hosts."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_train = b"train" in (process / "cmdline").read_bytes().split(b"\0")
-            is_rank = b"PMI_RANK" in (process / "environ").read_bytes()
-            if is_train and is_rank and (process / "cwd").readlink() == folder:
-                found.append(process)
-    return found
-
-
-def variable(process, name):
-    rows = (process / "environ").read_bytes().split(b"\0")
-    return next(row.partition(b"=")[2].decode() for row in rows if row.startswith(f"{name}=".encode()))
 
 
 @contextmanager

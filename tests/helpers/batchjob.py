@@ -1,0 +1,34 @@
+"""The run that tests of batch systems submit, and its ranks as Linux knows them."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from conftest import distgpt
+
+STEPS = 80
+_MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
+WORDS = ["train", *_MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
+
+
+def uninterrupted(run):
+    """Train it on two ranks without a batch system, which nobody stops."""
+    result = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+def ranks_in(folder, sign="PMI_RANK"):
+    """The processes that train below a folder, by a variable that their launcher sets for each."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_train = b"train" in (process / "cmdline").read_bytes().split(b"\0")
+            is_rank = sign.encode() in (process / "environ").read_bytes()
+            if is_train and is_rank and (process / "cwd").readlink() == folder:
+                found.append(process)
+    return found
+
+
+def variable(process, name):
+    rows = (process / "environ").read_bytes().split(b"\0")
+    return next(row.partition(b"=")[2].decode() for row in rows if row.startswith(f"{name}=".encode()))
