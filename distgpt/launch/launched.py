@@ -47,13 +47,13 @@ class FluxRun(Launcher):
 
     def refusal(self, vendor: str, library: str, environ: Environ) -> str:
         # Of both, MPICH does not know which to take. A module's PMIX_ROOT is no sign of either.
-        has_pmix, has_pmi = "PMIX_NAMESPACE" in environ, "PMI_RANK" in environ
+        has_pmix, has_pmi = "PMIX_NAMESPACE" in environ, "PMI_SIZE" in environ
         if vendor == "MPICH" and has_pmix and (has_pmi or "pmix" not in library):
             return "launched by flux run with PMIx, by which MPICH does not start; use flux run -o pmi=simple"
         return ""
 
     def doubt(self, vendor: str, environ: Environ) -> str:
-        if vendor == "Open MPI" and not {"PMIX_NAMESPACE", "PMI_RANK"} & environ.keys():
+        if vendor == "Open MPI" and not {"PMIX_NAMESPACE", "PMI_SIZE"} & environ.keys():
             return (
                 "launched by flux run -o pmi=pmix, but Flux has no plugin for PMIx here: if it fails, use"
                 " flux run -o pmi=simple,pmix"

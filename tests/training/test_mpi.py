@@ -440,11 +440,13 @@ def test_a_batch_systems_launcher_that_does_not_fit_is_told_before_mpi_ends_the_
         ("Open MPI", "", {**srun, "OMPI_COMM_WORLD_SIZE": "2"}, "", ""),  # mpirun, which used srun
         ("Open MPI", "", {"SLURM_STEP_NUM_TASKS": "1"}, "", ""),
         ("MPICH", "", {**flux, "PMI_SIZE": "2"}, "", ""),
+        ("MPICH", "", {**flux, "PMI_SIZE": "2", "PMIX_ROOT": "/opt/pmix"}, "", ""),  # of a module
         ("MPICH", "", {**flux, **pmix}, "pmi=simple", ""),
         ("MPICH", " --with-pmix", {**flux, **pmix}, "", ""),
         ("MPICH", " --with-pmix", {**flux, **pmix, "PMI_SIZE": "2"}, "pmi=simple", ""),
         ("Open MPI", "", {**flux, **pmix, "PMI_SIZE": "2"}, "", ""),
         ("Open MPI", "", flux, "", "pmi=simple,pmix"),
+        ("Open MPI", "", {**flux, "PMIX_ROOT": "/opt/pmix"}, "", "pmi=simple,pmix"),
     ):
         for name in [name for name in os.environ if name in SIZES or name.startswith("PMI")]:
             monkeypatch.delenv(name)
