@@ -1,10 +1,8 @@
 """Processes that help to compile: all that a run needs, nothing of it run, and none left behind."""
 
-import os
 import sys
 
-import pytest
-from conftest import SMALL, distgpt
+from conftest import distgpt
 
 # A process of its own, as one that has compiled a loop does not note it.
 PROGRAM = """
@@ -45,17 +43,3 @@ def test_what_a_run_needs_is_found_without_compiling_and_compiled_by_a_helper(tm
     assert int(noted[0]) > 15 and noted[1] == "0"
     assert again[0] == again[1] and again[2] == "False"  # no file more, nothing reported
     assert missing == ["0"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a helper needs a core of its own")
-def test_a_run_whose_loops_others_compile_has_the_bits_of_one_that_loads_them(tmp_path):
-    words = ["train", *SMALL, "--threads", "2", "--steps", "3"]
-    weights = []
-    for name in ("first", "second"):
-        out = tmp_path / name
-        result = distgpt(*words, "--out", out, env={"DISTGPT_CACHE": str(tmp_path / "cache")}, cold=True)
-        assert result.returncode == 0, result.stderr
-        assert ("compiling kernels" in result.stdout + result.stderr) == (name == "first")
-        weights.append((out / "weights.safetensors").read_bytes())
-    assert weights[0] == weights[1]

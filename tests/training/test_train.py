@@ -55,8 +55,9 @@ def test_every_step_is_in_the_metrics(trained):
 
 @pytest.mark.slow
 def test_the_run_that_compiles_and_those_after_it_agree_to_the_bit(tmp_path):
-    env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    runs = [train(tmp_path / name, "--steps", "5", env=env) for name in ("compiles", "loads")]
+    """On two threads, for which another process compiles as well (helpers/)."""
+    env, words = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, ("--steps", "5", "--threads", "2")
+    runs = [train(tmp_path / name, *words, env=env) for name in ("compiles", "loads")]
     assert (tmp_path / "cache").is_dir()
     assert weights(runs[0]) == weights(runs[1])
 
