@@ -1,4 +1,4 @@
-"""Processes that help to compile: all that a run needs, nothing of it run, and none left behind."""
+"""Processes that help to compile: all that a run needs is found, and nothing of it runs meanwhile."""
 
 import sys
 
