@@ -112,8 +112,12 @@ class Cluster:
         return path
 
     def remote_start(self):
-        """The line of a job's script by which MPICH starts ranks on other nodes through PBS, without ssh."""
-        return f"export HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC={self.folder / 'remote-start'}"
+        """The line of a job's script by which MPICH starts ranks on other nodes through PBS, without ssh.
+
+        A login shell's PATH has a Grid Engine's qsub before that of PBS, where both are installed.
+        """
+        starts = f"HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC={self.folder / 'remote-start'}"
+        return f"export PATH={self.prefix}/bin:$PATH {starts}"
 
     def queued(self):
         """Its jobs that have not ended."""
