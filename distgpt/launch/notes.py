@@ -16,7 +16,7 @@ from distgpt.core.config import WITH_MPI
 def launch_notes(comm: Comm, stage: str, threads: int, threads_given: bool) -> list[str]:
     """Return, on rank 0, what is slower than it looks. Collective."""
     texts = gather_texts(comm, _about_cores(comm, threads, threads_given))
-    hosts = gather_texts(comm, host_id()) if comm.size > 1 else [""]
+    hosts = gather_texts(comm, host_id())
     if comm.rank:
         return []
     found = []

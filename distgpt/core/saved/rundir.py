@@ -125,18 +125,15 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 self.lock.claim()  # first: what follows removes files that another process may be writing
-                is_begun = any(path != self.lock.path for path in self.path.iterdir())
-                if is_begun:
-                    remove_unfinished(self.checkpoints)
-                    set_damaged_aside(self.checkpoints, step)
-                    for path in self._left_behind():
-                        path.unlink(missing_ok=True)
+                remove_unfinished(self.checkpoints)
+                set_damaged_aside(self.checkpoints, step)
+                for path in self._left_behind():
+                    path.unlink(missing_ok=True)
                 self.remember(event)  # before the configuration: what has that has its origin, too
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
-                if is_begun:
-                    self.drop_metrics_after(step, owes_evaluation)  # those steps are repeated
+                self.drop_metrics_after(step, owes_evaluation)  # those steps are repeated
             except UsageError:  # another process holds the directory, which is not ours to remove
                 raise
             except BaseException:

@@ -232,8 +232,6 @@ def strategy_for(t: TrainConfig, ranks: int) -> Strategy:
 
 def agree_on_strategy(comm: Comm, strategy: Strategy) -> None:
     """Refuse to start if ranks have chosen differently: they would wait for each other. Collective."""
-    if comm.size == 1:
-        return
     mine = ", ".join(strategy.names())
     owners = ranks_by_text(name.decode() for name in gather_bytes(comm, mine.encode()))
     if len(owners) > 1:

@@ -27,8 +27,7 @@ _END = """\
 export DISTGPT_JOB_END=$(($(date +%s) + $(flux job timeleft) - {}))
 """
 # Of --mpi, also by the words for other systems. A site may have another default, which MPICH could not speak.
-_PMI = {"mpich": "simple", "intel": "simple", "pals": "cray-pals"}
-_PMI["openmpi"] = MPIS["Open MPI"].flux
+_PMI = {"mpich": "simple", "intel": "simple", "openmpi": MPIS["Open MPI"].flux, "pals": "cray-pals"}
 
 
 class Flux(System):
