@@ -20,7 +20,7 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # groups is that of tests/conftest.py.
 PYTEST := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all tests-without-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
+.PHONY: train test test-all tests-without-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-amx test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -55,6 +55,10 @@ fuzz: .venv/test ## try damaged files of all kinds on the loaders, for an hour: 
 
 torture: .venv/test ## kill, starve and damage short runs, which must end as if not: ARGS="--trials 100 --seconds 600"
 	$(BIN)/python benchmarks/torture.py $(ARGS)
+
+test-amx: .venv/test ## run the tests of bfloat16 with AMX's instructions emulated, on any x86 processor with g++
+	$(BIN)/python tests/helpers/emulatedamx.py -m pytest -k "bfloat16 and not disk" -m "not cluster and not rehearsal and not peer" \
+	  tests/kernels/test_matmul.py tests/kernels/test_cpu_attention.py tests/kernels/test_kernels.py tests/model tests/inference tests/training $(ARGS)
 
 test-arm64: ## train and run the matmul tests in an arm64 Debian under qemu; as root, with debootstrap, qemu-user-static
 	tests/arm64/run.sh

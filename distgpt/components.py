@@ -97,6 +97,7 @@ TABLES: dict[str, dict[str, str]] = {
     "linears": {"float8": "distgpt.experimental.float8:Float8Linears"},
     "cuda": {"float8": "experimental/float8.cu"},
     "steps": {"bfmmla": "distgpt.experimental.arm64.mmla:STEPS"},
+    "packed rows": {"amx": "distgpt.processors.amx:ROWS"},
     # By what shows or records a run (core/train/lines.py).
     "listeners": {
         "group": "distgpt.fleet.group:Group",

@@ -102,6 +102,7 @@ ROWS = {
         lambda row: [*inspect.signature(row).parameters][:3] == ["shape", "operand", "out"],
     ),
     "steps": (assembled.STEPS, lambda row: "@fours" in row[0]() and row[1]),
+    "packed rows": (assembled.PACKED_ROWS, lambda row: "@rows(" in row[0]() and row[1] % row[2] == 0),
     "rounded": (ROUNDED, lambda row: has(row, RoundedKind) and row.stored),
     "part files": (PARTS, lambda row: has(row, PartKind)),
     "beside": (BESIDE, lambda row: has(row(None), Beside)),

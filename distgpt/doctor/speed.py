@@ -44,9 +44,7 @@ def amx() -> str:
         return ""
     if processor.shape().amx:
         return "used"
-    if permission.wanted():
-        return "there, not used: the system does not allow it"
-    return f"there, not used: {permission.HINT}"
+    return f"there, not used: {permission.REFUSED if permission.wanted() else permission.OFF}"
 
 
 def how(k: CpuKernels) -> str:

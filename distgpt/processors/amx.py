@@ -2,10 +2,11 @@
 
 The contract is that of microkernel.py, for up to 32 rows and 32 columns, where A lies by rows (step 4) or by
 pairs of k (row 4). A register of B is 16 pairs of k by 16 columns: half a panel, as it is packed. One of A is
-16 rows by 32 k, read in place where A lies by rows, otherwise transposed in a buffer. The last k, where they
-are fewer than 32, go through buffers too, padded with zeros.
+16 rows by 32 k, read in place where A lies by rows, otherwise transposed in a buffer. What does not fill a
+register, the last rows and the last k, goes through buffers too, padded with zeros: so all registers keep one
+size, and a thread gives it to them once. Before each tile it only looks: that takes a tenth of the time.
 
-Tests run this IR with an emulation in the place of the intrinsics. It has run on one processor so far:
+Tests run this machine code with an emulation of the tile instructions. It has run on one processor so far:
 performance.md.
 """
 
@@ -22,22 +23,28 @@ PANEL = 2 * LINE  # bytes of a pair of k in a panel of B, and of a row of sums
 C, A, B = ((0, 1), (2, 3)), (4, 5), (6, 7)  # the tile registers; C by rows, then by columns
 
 INTRINSICS = {
+    "sttilecfg": "ptr",
     "ldtilecfg": "ptr",
     "tilezero": "i8",
     "tileloadd64": "i8, ptr, i64",
     "tdpbf16ps": "i8, i8, i8",
     "tilestored64": "i8, ptr, i64",
-    "tilerelease": "",
 }
 _HALVES, _MASK = f"<{DEPTH} x i16>", f"<{DEPTH} x i1>"
+_LINE = f"<{LINE // 4} x i32>"
+# Palette 1 has eight registers. Each gets 64 bytes a row, as 16 numbers of 16 bits, and 16 rows.
+_SIZES = bytes([1, *[0] * 15, *[LINE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8])
+_CONFIG = (
+    f"@config = internal constant <{LINE} x i8> <{', '.join(f'i8 {size}' for size in _SIZES)}>, align {LINE}"
+)
 
 
-def module(shape: Shape, operand: str, out: str, prefix: str = "llvm.x86.") -> str:
-    """Return the IR of `tile` for bfloat16. Another prefix names functions in the place of intrinsics."""
-    declared = [f"declare void @{prefix}{name}({types})" for name, types in INTRINSICS.items()]
+def module(shape: Shape, operand: str, out: str) -> str:
+    """Return the IR of `tile` for bfloat16."""
+    declared = [_CONFIG, *(f"declare void @llvm.x86.{name}({types})" for name, types in INTRINSICS.items())]
     declared.append(f"declare {_HALVES} @llvm.masked.load.v{DEPTH}i16.p0(ptr, i32, {_MASK}, {_HALVES})")
     buffers = [transpose(SIDE), _by_rows(), _by_pairs()]
-    tiles = [_AmxTile(shape, out, high, prefix).text() for high in (1, 2)]
+    tiles = [_AmxTile(shape, out, high).text() for high in (1, 2)]
     return "\n".join([*declarations(shape, BFLOAT16, out), *declared, *buffers, *tiles, _CHOICE])
 
 
@@ -81,6 +88,33 @@ def _by_pairs() -> str:
     return "\n".join([*to.lines, "  ret void\n}"])
 
 
+def packed_by_rows() -> str:
+    """Return the IR of `rows`: packed pairs of k ← the same by rows, for `count` times 32 k of 32 rows.
+
+    16 pairs of 32 rows, of 128 bytes each, become 32 rows of 64 bytes. A tile finds them at `row` = 64; its
+    step stays that of pairs. Done once for all tiles of these rows, it spares each tile the transposing.
+    """
+    to = Writer()
+    to.add("define void @rows(ptr %packed, i64 %count) {\nentry:")
+    to.add(f"  %buffer = alloca [{2 * BLOCK} x i8], align {LINE}")
+    to.add("  %some = icmp ne i64 %count, 0\n  br i1 %some, label %block, label %done\nblock:")
+    to.add("  %i = phi i64 [0, %entry], [%i1, %block]\n  %at = phi ptr [%packed, %entry], [%at1, %block]")
+    for offset in range(0, 2 * BLOCK, LINE):
+        value = to.new(f"load {_LINE}, ptr {to.new(f'getelementptr i8, ptr %at, i64 {offset}')}, align 4")
+        place = to.new(f"getelementptr i8, ptr %buffer, i64 {offset}")
+        to.add(f"  store {_LINE} {value}, ptr {place}, align {LINE}")
+    for half in range(2):
+        of = to.new(f"getelementptr i8, ptr %buffer, i64 {half * LINE}")
+        place = to.new(f"getelementptr i8, ptr %at, i64 {half * BLOCK}")
+        to.add(f"  call void @transpose(ptr {of}, i64 {PANEL}, ptr {place}, i64 {LINE}, i64 1)")
+    to.add(f"  %at1 = getelementptr i8, ptr %at, i64 {2 * BLOCK}\n  %i1 = add i64 %i, 1")
+    to.add("  %more = icmp ult i64 %i1, %count\n  br i1 %more, label %block, label %done")
+    return "\n".join([transpose(SIDE), *to.lines, "done:\n  ret void\n}"])
+
+
+ROWS = packed_by_rows, LINE, DEPTH
+
+
 def _below(to: Writer, numbers: list[int], limit: str) -> str:
     """Return a mask: the numbers below a limit of at most 32."""
     narrow = to.new(f"trunc i64 {limit} to i16")
@@ -106,9 +140,9 @@ def _line(to: Writer, i: int, stride: str, mask: str, apart: str) -> None:
 class _AmxTile(Tile):
     """Writes the function for up to 16 rows, or for 17 to 32: `high` tile registers of A."""
 
-    def __init__(self, shape: Shape, out: str, high: int, prefix: str) -> None:
+    def __init__(self, shape: Shape, out: str, high: int) -> None:
         super().__init__(shape, BFLOAT16, out, high)
-        self.high, self.prefix = range(high), prefix
+        self.high = range(high)
 
     def text(self) -> str:
         self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
@@ -118,37 +152,27 @@ class _AmxTile(Tile):
             for v in range(2):
                 place = self._offset("%sums", h * SIDE * PANEL + v * LINE)
                 self._tile("tilestored64", f"i8 {C[h][v]}, ptr {place}, i64 {PANEL}")
-        self._tile("tilerelease", "")
         self._write()
         return "\n".join([*self.lines, "  ret void\n}"])
 
     def _tile(self, name: str, arguments: str) -> None:
-        self.add(f"  call void @{self.prefix}{name}({arguments})")
+        self.add(f"  call void @llvm.x86.{name}({arguments})")
 
     def _offset(self, pointer: str, offset: int | str) -> str:
         return self.new(f"getelementptr i8, ptr {pointer}, i64 {offset}")
 
-    def _least(self, value: str, limit: int) -> str:
-        less = self.new(f"icmp ult i64 {value}, {limit}")
-        return self.new(f"select i1 {less}, i64 {value}, i64 {limit}")
-
     def _configure(self) -> None:
-        """Give the tile registers as many rows as there are of A; unused ones none."""
-        self.add(f"  %config = alloca [{LINE} x i8], align {LINE}")
+        """Give this thread's tile registers their size, unless they have it, and fill C's with zeros."""
+        self.add(f"  %held = alloca [{LINE} x i8], align {LINE}")
         for name, blocks in (("of_a", 2), ("of_b", 2), ("sums", 4)):
             self.add(f"  %{name} = alloca [{blocks * BLOCK} x i8], align {LINE}")
-        self.add(f"  store <16 x i32> zeroinitializer, ptr %config, align {LINE}")
-        self.add("  store i8 1, ptr %config")  # the palette: eight registers of up to 16 rows of 64 bytes
-        first = self._least("%rows", SIDE)
-        self.heights = [first, self.new(f"sub i64 %rows, {first}")]
-        rows = dict.fromkeys(B, str(SIDE))
-        for h in self.high:
-            rows |= dict.fromkeys((*C[h], A[h]), self.heights[h])
-        for register, count in rows.items():
-            self.add(f"  store i16 {LINE}, ptr {self._offset('%config', 16 + 2 * register)}")
-            narrow = self.new(f"trunc i64 {count} to i8")
-            self.add(f"  store i8 {narrow}, ptr {self._offset('%config', 48 + register)}")
-        self._tile("ldtilecfg", "ptr %config")
+        self._tile("sttilecfg", "ptr %held")
+        held, wanted = (self.new(f"load {_LINE}, ptr {at}, align {LINE}") for at in ("%held", "@config"))
+        differ = self.new(f"icmp ne {_LINE} {held}, {wanted}")
+        some = self.new(f"icmp ne i16 {self.new(f'bitcast <{LINE // 4} x i1> {differ} to i16')}, 0")
+        self.add(f"  br i1 {some}, label %configure, label %configured\nconfigure:")
+        self._tile("ldtilecfg", "ptr @config")
+        self.add("  br label %configured\nconfigured:")
         for h in self.high:
             for register in C[h]:
                 self._tile("tilezero", f"i8 {register}")
@@ -156,34 +180,23 @@ class _AmxTile(Tile):
     def _sum(self) -> None:
         self.add(f"""  %far = mul i64 %step, {SIDE}
   %high = mul i64 %row, {SIDE}
-  %lies = icmp eq i64 %step, 4
+  %plain = icmp eq i64 %step, 4
+  %packed = icmp eq i64 %row, {LINE}
+  %lies = or i1 %plain, %packed
+  %full = icmp eq i64 %rows, {SIDE * len(self.high)}
+  %fills = and i1 %lies, %full
   %some = icmp ne i64 %k, 0
   br i1 %some, label %loop, label %summed
 loop:
-  %left = phi i64 [%k, %entry], [%left1, %multiply]
-  %pa = phi ptr [%a, %entry], [%pa1, %multiply]
-  %pb = phi ptr [%b, %entry], [%pb1, %multiply]
+  %left = phi i64 [%k, %configured], [%left1, %multiply]
+  %pa = phi ptr [%a, %configured], [%pa1, %multiply]
+  %pb = phi ptr [%b, %configured], [%pb1, %multiply]
   %whole = icmp uge i64 %left, {DEPTH}
   %now = select i1 %whole, i64 {DEPTH}, i64 %left
-  %direct = and i1 %whole, %lies
+  %direct = and i1 %whole, %fills
   br i1 %direct, label %multiply, label %collect
-collect:
-  br i1 %lies, label %rows_of_a, label %pairs_of_a""")
-        for label, function, stride, more in (
-            ("rows_of_a", "by_rows", "%row", f", i64 {LINE}"),
-            ("pairs_of_a", "by_pairs", "%step", ""),
-        ):
-            self.add(f"{label}:")
-            for h in self.high:
-                place = self._offset("%pa", "%high") if h else "%pa"
-                given = f"ptr {place}, i64 {stride}, i64 {self.heights[h]}, i64 %now"
-                self.add(f"  call void @{function}({given}, ptr {self._offset('%of_a', h * BLOCK)}{more})")
-            self.add("  br label %collected")
-        self.add("collected:\n  br i1 %whole, label %multiply, label %last\nlast:")
-        pairs = self.new(f"lshr i64 {self.new('add i64 %now, 1')}, 1")
-        for v in range(2):
-            given = f"ptr {self._offset('%pb', v * LINE)}, i64 {PANEL}, i64 {pairs}, i64 {DEPTH}"
-            self.add(f"  call void @by_rows({given}, ptr {self._offset('%of_b', v * LINE)}, i64 {PANEL})")
+collect:""")
+        self._collect()
         self.add(f"""  br label %multiply
 multiply:
   %ma = phi ptr [%pa, %loop], [%of_a, %collected], [%of_a, %last]
@@ -202,6 +215,27 @@ multiply:
   %more = icmp ne i64 %left1, 0
   br i1 %more, label %loop, label %summed
 summed:""")
+
+    def _collect(self) -> None:
+        """Bring to buffers what does not fill a register, or lies by pairs, and zeros around it."""
+        first = str(SIDE) if len(self.high) > 1 else "%rows"
+        heights = [first, self.new(f"sub i64 %rows, {SIDE}")]
+        self.add("  br i1 %lies, label %rows_of_a, label %pairs_of_a")
+        for label, function, stride, more in (
+            ("rows_of_a", "by_rows", "%row", f", i64 {LINE}"),
+            ("pairs_of_a", "by_pairs", "%step", ""),
+        ):
+            self.add(f"{label}:")
+            for h in self.high:
+                place = self._offset("%pa", "%high") if h else "%pa"
+                given = f"ptr {place}, i64 {stride}, i64 {heights[h]}, i64 %now"
+                self.add(f"  call void @{function}({given}, ptr {self._offset('%of_a', h * BLOCK)}{more})")
+            self.add("  br label %collected")
+        self.add("collected:\n  br i1 %whole, label %multiply, label %last\nlast:")
+        pairs = self.new(f"lshr i64 {self.new('add i64 %now, 1')}, 1")
+        for v in range(2):
+            given = f"ptr {self._offset('%pb', v * LINE)}, i64 {PANEL}, i64 {pairs}, i64 {DEPTH}"
+            self.add(f"  call void @by_rows({given}, ptr {self._offset('%of_b', v * LINE)}, i64 {PANEL})")
 
     def _write(self) -> None:
         """Row by row, add bias and C where asked for, and store the columns that are there."""

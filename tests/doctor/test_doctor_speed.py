@@ -68,9 +68,9 @@ def test_amx_and_slow_bfloat16_are_named(monkeypatch):
     monkeypatch.delenv("DISTGPT_AMX", raising=False)
     assert speed.cpu_features() == list(speed.FEATURES)
     for shape, wanted, words, how in (
-        (AVX512_BF16, "", "DISTGPT_AMX=1 turns it on", "vdpbf16ps"),
-        (AVX512_BF16, "1", "the system does not allow it", "vdpbf16ps"),
-        (AMX, "1", "used", "AMX"),
+        (AVX512_BF16, "0", "DISTGPT_AMX=0 turns it off", "vdpbf16ps"),
+        (AVX512_BF16, "1", "Linux does not grant it", "vdpbf16ps"),
+        (AMX, "", "used", "AMX"),
         (AVX512, "", "not used", "in float32 arithmetic"),
     ):
         monkeypatch.setattr(processor, "shape", lambda shape=shape: shape)

@@ -1,8 +1,18 @@
-"""The microkernel for AMX: what it computes with the instructions emulated, and when it is used."""
+"""The microkernel for AMX: what its machine code computes, and when it is used.
+
+On processors without AMX its instructions are emulated, one by one (tests/amx/emulated.cpp).
+"""
 
 import ctypes
+import json
+import mmap
+import os
+import platform
+import subprocess
+import sys
 from dataclasses import replace
 
+import emulatedamx
 import llvmlite.binding as llvm
 import numba
 import numpy as np
@@ -21,97 +31,68 @@ from distgpt.processors.permission import SHAPE as AMX
 OUT = {"float32": "float32", "bfloat16": "uint16"}
 ROWS, COLUMNS = AMX.rows, AMX.columns
 NAN = GUARD["uint16"]
-PREFIX = "distgpt_emulated_"
 # Rounded as this processor can: LLVM rounds to bfloat16 by itself only for those with the instruction.
 SHAPE = replace(AMX, dot="avx512bf16" in processor.features())
-TYPES = {"ptr": ctypes.c_void_p, "i8": ctypes.c_uint8, "i64": ctypes.c_int64}
-
-
-def memory(address, size):
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-
-
-class Registers:
-    """The instructions as Intel's manual describes them; what the processor would refuse is in `faults`."""
-
-    def __init__(self):
-        self.data, self.faults = np.zeros((8, 16, 64), np.uint8), []
-        self.tilerelease()
-        self.callbacks = {}
-        for name, types in amx.INTRINSICS.items():
-            kinds = [TYPES[each] for each in types.split(", ") if each]
-            self.callbacks[name] = ctypes.CFUNCTYPE(None, *kinds)(self._watched(name))
-            llvm.add_symbol(PREFIX + name, ctypes.cast(self.callbacks[name], ctypes.c_void_p).value)
-
-    def _watched(self, name):
-        def run(*arguments):
-            try:
-                getattr(self, name)(*arguments)
-            except Exception as error:  # C knows none
-                self.faults.append(f"{name}{arguments}: {error!r}")
-
-        return run
-
-    def __getitem__(self, number):
-        """Return the configured part of a register."""
-        assert self.rows is not None and self.rows[number] and self.widths[number], f"tmm{number} has no size"
-        return self.data[number, : self.rows[number], : self.widths[number]]
-
-    def ldtilecfg(self, address):
-        config = memory(address, 64)
-        self.widths, self.rows = config[16:32].view(np.uint16).copy(), config[48:56].copy()
-        assert config[0] == 1 and not config[1:16].any() and not config[32:48].any() and not config[56:].any()
-        assert (self.rows <= 16).all() and (self.widths <= 64).all()
-
-    def tilerelease(self):
-        self.rows = self.widths = None
-
-    def tilezero(self, number):
-        self[number][...] = 0
-
-    def tileloadd64(self, number, address, stride):
-        for r, row in enumerate(self[number]):
-            row[:] = memory(address + r * stride, len(row))
-
-    def tilestored64(self, number, address, stride):
-        for r, row in enumerate(self[number]):
-            memory(address + r * stride, len(row))[:] = row
-
-    def tdpbf16ps(self, c, a, b):
-        assert len({c, a, b}) == 3
-        sums, left, right = self[c].view("f4"), self[a].view("u2"), self[b].view("u2")
-        rows, columns, pairs = len(left), sums.shape[1], len(right)
-        assert sums.shape == (rows, columns) and left.shape[1] == 2 * pairs and right.shape[1] == 2 * columns
-        x, y = (flushed((bits.astype(np.uint32) << 16).view(np.float32)) for bits in (left, right))
-        with np.errstate(invalid="ignore", over="ignore"):
-            terms = x.reshape(rows, pairs, 1, 2) * y.reshape(pairs, columns, 2)  # exact in float32
-            sums[...] = flushed(flushed(sums) + flushed(terms.sum((1, 3))))
-
-
-def flushed(x):
-    """Without denormals."""
-    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+IS_THERE = permission.has_amx(processor.features())
+emulated = pytest.mark.skipif(
+    not IS_THERE
+    and (emulatedamx.COMPILER is None or platform.machine() != "x86_64" or sys.platform != "linux"),
+    reason="needs AMX, or Linux, an x86 processor and g++ to emulate it",
+)
 
 
 @pytest.fixture(scope="module")
-def tiles():
-    """`tile` for each type of C, with the instructions emulated."""
-    registers = Registers()
-    found, alive = compiled({out: amx.module(SHAPE, BFLOAT16, out, PREFIX) for out in OUT})
+def emulation(tmp_path_factory):
+    """The library that carries out AMX's instructions; None where the processor does."""
+    return None if IS_THERE else emulatedamx.library(tmp_path_factory.mktemp("amx"))
+
+
+@pytest.fixture(scope="module")
+def machine(emulation):
+    """What makes machine code for this processor and AMX, which this process can run from now on."""
+    if emulation is None:
+        assert permission.granted()
+    else:
+        ctypes.CDLL(str(emulation))
+    name = processor.processor()[0]
+    target = llvm.Target.from_default_triple()
+    return lambda: target.create_target_machine(cpu=name, features=emulatedamx.features(), opt=3)
+
+
+@pytest.fixture(scope="module")
+def tiles(machine):
+    """`tile` for each type of C."""
+    found, alive = compiled({out: amx.module(SHAPE, BFLOAT16, out) for out in OUT}, machine)
     yield found
-    assert alive and not registers.faults
+    assert alive
 
 
-def compiled(texts):
+def compiled(texts, machine=assembled._machine):
     """`tile` of each of some IR, and what keeps them alive."""
     found, engines = {}, []
     for name, text in texts.items():
-        engine = llvm.create_mcjit_compiler(assembled._verified(text), assembled._machine())
-        engine.finalize_object()
+        engine = loaded(text, machine)
         engines.append(engine)
         types = [ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in "nnpnnppnnpn"]
         found[name] = ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("tile"))
     return found, engines
+
+
+def loaded(text, machine):
+    engine = llvm.create_mcjit_compiler(assembled._verified(text), machine())
+    engine.finalize_object()
+    return engine
+
+
+def before_a_guard(values):
+    """A copy that ends where the memory does."""
+    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
+    behind = ctypes.c_void_p(whole.ctypes.data + size)
+    assert not ctypes.CDLL(None).mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0)  # PROT_NONE
+    kept = whole[size - values.nbytes : size].view(values.dtype)
+    kept[:] = values
+    return kept
 
 
 def computed(tile, a, b, c, bias=None, accumulate=False, by_pairs=False, kept=np.copy):
@@ -141,6 +122,7 @@ def computed(tile, a, b, c, bias=None, accumulate=False, by_pairs=False, kept=np
     tile(rows, k, at_a, row, step, at_b, at_c, c.strides[0], columns, at_bias, flags)
 
 
+@emulated
 @pytest.mark.parametrize("out", OUT)
 def test_odd_shapes_with_bias_and_without(tiles, out):
     random = np.random.default_rng(1)
@@ -159,7 +141,7 @@ def test_odd_shapes_with_bias_and_without(tiles, out):
         if accumulate:
             before = random.standard_normal((rows, columns)).astype(np.float32)
             c[...] = before
-        computed(tiles[out], a, b, c, bias, accumulate, by_pairs=case % 4 > 1)
+        computed(tiles[out], a, b, c, bias, accumulate, by_pairs=case % 4 > 1, kept=before_a_guard)
         added = before + (0 if bias is None else bias)
         reach = np.abs(wide(a)) @ np.abs(wide(b)) + np.abs(before) + np.abs(added)
         check(c, wide(a) @ wide(b) + added, reach, OUT[out], (rows, columns, k, case))
@@ -167,6 +149,7 @@ def test_odd_shapes_with_bias_and_without(tiles, out):
         assert np.isnan(wide(beyond)).all(), (rows, columns, k, case)
 
 
+@emulated
 def test_nan_and_infinity_pass_through_and_nothing_else_becomes_one(tiles):
     for k in (1, 2, 31, 33):
         for value, by_pairs in ((np.nan, False), (np.inf, True), (np.nan, True)):
@@ -178,13 +161,78 @@ def test_nan_and_infinity_pass_through_and_nothing_else_becomes_one(tiles):
             assert np.array_equal(c[17], np.full(5, value), equal_nan=True), (k, value)
 
 
+@emulated
+def test_packed_pairs_of_k_are_rearranged_by_rows(machine):
+    """And a tile finds them there, also where the last k do not fill a register."""
+    engine = loaded(amx.packed_by_rows(), machine)
+    rows = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("rows"))
+    strips = np.arange(3 * 16 * ROWS * 2, dtype=np.uint16).reshape(3, 16, ROWS, 2)  # pair, row, k of the pair
+    packed = aligned(strips.shape, "uint16")
+    packed[...] = strips
+    rows(packed.ctypes.data, 2)
+    by_rows = packed.reshape(3, ROWS, 16, 2)
+    assert np.array_equal(by_rows[:2], strips[:2].transpose(0, 2, 1, 3)) and np.array_equal(
+        packed[2], strips[2]
+    )
+
+
+@emulated
+def test_a_tile_of_packed_rows_is_that_of_pairs(tiles, machine):
+    engine = loaded(amx.packed_by_rows(), machine)
+    rearrange = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("rows"))
+    random = np.random.default_rng(3)
+    for rows, k in ((32, 64), (32, 70), (7, 33), (16, 32), (17, 1), (31, 95)):
+        pairs, whole = -(-k // 2), -(-k // amx.DEPTH)
+        panel, packed = aligned((pairs, COLUMNS, 2), "uint16"), aligned((whole * 16, ROWS, 2), "uint16")
+        panel[...] = to_bfloat16(random.standard_normal(panel.shape))
+        packed[...] = NAN
+        packed[:pairs, :rows] = to_bfloat16(random.standard_normal((pairs, rows, 2)))
+        if k % 2:
+            panel[-1, :, 1] = packed[pairs - 1, :rows, 1] = 0
+        made = []
+        for row in (4, 64):
+            if row == 64:
+                rearrange(packed.ctypes.data, whole)
+            c = np.full((rows, COLUMNS), np.nan, np.float32)
+            at = (array.ctypes.data for array in (packed, panel, c))
+            a, b, to = at
+            tiles["float32"](rows, k, a, row, 4 * ROWS, b, to, c.strides[0], COLUMNS, b, 0)
+            made.append(c)
+        assert np.array_equal(*made) and np.isfinite(made[0]).all(), (rows, k)
+
+
+# Linear layers by blocked.py, attention and its gradients, by the loops of users.
+SMALL = (
+    "--preset tiny --n-layer 1 --n-embd 96 --n-head 2 --seq-len 80 --batch-size 2 --steps 2 --eval-every 0"
+)
+
+
+@emulated
+@pytest.mark.slow
+def test_a_run_computes_with_it_and_loses_what_others_lose(emulation, tmp_path):
+    losses = {}
+    for name in ("amx", "without"):
+        counts = tmp_path / f"{name}.txt"
+        environ = {**os.environ, permission.VARIABLE: "0"}
+        if name == "amx":
+            environ = emulatedamx.environment(emulation, counts)
+        words = [*SMALL.split(), "--dtype", "bfloat16", "--threads", "2", "--out", str(tmp_path / name)]
+        command = [sys.executable, "-m", "distgpt", "train", *words]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses[name] = json.loads((tmp_path / name / "summary.json").read_text())["loss"]
+        assert emulation is None or (emulatedamx.products(counts) > 1000) == (name == "amx")
+    assert losses["amx"] == pytest.approx(losses["without"], rel=2e-3) and losses["amx"] != losses["without"]
+
+
 def test_it_is_used_only_where_it_is_there_wanted_and_granted(monkeypatch):
     present = {"avx512f", "avx512bw", "avx512bf16", "amx-bf16", "amx-tile"}
     for name, features, wanted, granted, expected in (
+        ("sapphirerapids", present, None, True, AMX),
         ("sapphirerapids", present, "1", True, AMX),
-        ("sapphirerapids", present, "1", False, AVX512),
-        ("sapphirerapids", present, None, True, AVX512),
-        ("sapphirerapids", present - {"amx-tile"}, "1", True, AVX512),
+        ("sapphirerapids", present, None, False, AVX512),
+        ("sapphirerapids", present, "0", True, AVX512),
+        ("sapphirerapids", present - {"amx-tile"}, None, True, AVX512),
         ("znver4", present - {"amx-tile"}, None, True, AVX512_BF16),  # fast at multiplying pairs
         ("znver4", {"avx512f"}, None, True, AVX512),
     ):
@@ -195,6 +243,7 @@ def test_it_is_used_only_where_it_is_there_wanted_and_granted(monkeypatch):
         if wanted is not None:
             monkeypatch.setenv(permission.VARIABLE, wanted)
         assert processor.shape.__wrapped__() == expected
+        assert ("does not grant it" in processor.hint()) == (features == present and not granted)
     monkeypatch.undo()
     assert permission.granted() in (True, False)  # any processor can be asked
 

@@ -1,11 +1,8 @@
 """The microkernel that widens bfloat16 of A once, on any processor with AVX-512, beside NumPy."""
 
-import ctypes
-import mmap
-
 import numpy as np
 import pytest
-from test_amx import OUT, compiled, computed
+from test_amx import OUT, before_a_guard, compiled, computed
 from test_matmul import GUARD, wide
 
 from distgpt.core.cpu.compiling.processor import AVX512, BFLOAT16, features
@@ -13,17 +10,6 @@ from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.processors import widening
 
 pytestmark = pytest.mark.skipif("avx512f" not in features(), reason="needs AVX-512")
-
-
-def before_a_guard(values):
-    """A copy that ends where the memory does."""
-    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
-    behind = ctypes.c_void_p(whole.ctypes.data + size)
-    assert not ctypes.CDLL(None).mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0)  # PROT_NONE
-    kept = whole[size - values.nbytes : size].view(values.dtype)
-    kept[:] = values
-    return kept
 
 
 @pytest.fixture(scope="module")

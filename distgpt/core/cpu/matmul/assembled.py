@@ -66,6 +66,10 @@ TILES: Table[Callable[[Shape, str, str], str]] = Table("tiles", "tiles", {})
 # By the same: what rearranges packed steps for such tiles, and the flag that tells them.
 STEPS: Table[tuple[Callable[[], str], int]] = Table("steps", "steps", {})
 
+# By the same, for tiles to which A packed by pairs of k is slower than by rows: what puts it in rows once for
+# all tiles, the bytes from a row to the next one then, and the k that it takes at a time.
+PACKED_ROWS: Table[tuple[Callable[[], str], int, int]] = Table("packed rows", "packed rows", {})
+
 
 def tile_text(shape: Shape, operand: str, out: str) -> str:
     """Return the IR of the tiles of these types."""
@@ -97,6 +101,11 @@ _STEPS_FLAG = 0
 if (found := STEPS.get(shape().tiles(BFLOAT16))) is not None:
     _write_steps, _STEPS_FLAG = found
     _STEPS = external("fours", _write_steps, fours=(_P, _I, _P, _I, _I))["fours"]
+_ROWS: types.ExternalFunction | None = None
+_ROW, PACKED_K = 4, 1
+if (packed_rows := PACKED_ROWS.get(shape().tiles(BFLOAT16))) is not None:
+    _write_rows, _ROW, PACKED_K = packed_rows
+    _ROWS = external("rows", _write_rows, rows=(_P, _I))["rows"]
 _TRANSPOSE, _COPY, _PREFETCH = _MOVES["transpose"], _MOVES["copy"], _MOVES["prefetch"]
 WORDS_BYTES = 4 * shape().lanes
 
@@ -141,6 +150,21 @@ def rearranged(panels, count, k):
             place = panels[panel].ctypes
             routine(place, bytes, place, bytes, k // 4)
         return _STEPS_FLAG
+
+    return call
+
+
+@by_types()
+def rearranged_rows(strips, count, k):
+    """Rearrange packed rows of bfloat16 where tiles want it. Return the bytes from a row to the next one."""
+    routine, row, at_once = _ROWS, _ROW, PACKED_K
+    if routine is None or strips.dtype != types.uint16:
+        return lambda strips, count, k: 4
+
+    def call(strips, count, k):
+        for strip in range(count):
+            routine(strips[strip].ctypes, (k + at_once - 1) // at_once)
+        return row
 
     return call
 

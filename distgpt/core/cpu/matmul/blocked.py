@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put
-from distgpt.core.cpu.matmul.assembled import WORDS_BYTES, prefetch, rearranged, tile, words
+from distgpt.core.cpu.matmul.assembled import WORDS_BYTES, prefetch, rearranged, rearranged_rows, tile, words
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import (
     COLUMNS,
@@ -239,6 +239,7 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
         for top in range(first, last, most):
             bottom = min(top + most, last)
             pack_rows_transposed(top, bottom, scratch.rows, x[low:high])
+            row = rearranged_rows(scratch.rows, (bottom - top + ROWS - 1) // ROWS, high - low)
             for number in range(panels):
                 _fetch(y, coming, number, panels)
                 column = begin + number * COLUMNS
@@ -248,7 +249,7 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
                     rows = min(ROWS, bottom - at)
                     own = scratch.rows[(at - top) // ROWS]
                     out = c[at:, column:]
-                    tile(rows, high - low, own, 4, 4 * ROWS, panel, out, ldc, count, panel, flags)
+                    tile(rows, high - low, own, row, 4 * ROWS, panel, out, ldc, count, panel, flags)
 
 
 @jit

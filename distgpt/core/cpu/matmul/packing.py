@@ -13,7 +13,7 @@ import numpy as np
 
 from distgpt.core.cpu.compiling.jit import inline, jit
 from distgpt.core.cpu.compiling.processor import shape
-from distgpt.core.cpu.matmul.assembled import strip, transpose
+from distgpt.core.cpu.matmul.assembled import PACKED_K, strip, transpose
 from distgpt.core.ops.api import Array, DType
 
 ROWS, COLUMNS, LANES = shape().rows, shape().columns, shape().lanes
@@ -131,5 +131,6 @@ def _columns(to, w, top, bottom, start, count, width):
 def packed_rows(rows: int, k: int, dtype: DType) -> Array:
     """Make memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
-    words = -(-k // pair) * ROWS + LANES  # and slack
+    whole = -(-k // PACKED_K) * PACKED_K  # what is rearranged at a time
+    words = -(-whole // pair) * ROWS + LANES  # and slack
     return aligned((-(-rows // ROWS), -(-words // LANES) * LANES * pair), dtype)
