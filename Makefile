@@ -56,7 +56,7 @@ fuzz: .venv/test ## try damaged files of all kinds on the loaders, for an hour: 
 torture: .venv/test ## kill, starve and damage short runs, which must end as if not: ARGS="--trials 100 --seconds 600"
 	$(BIN)/python benchmarks/torture.py $(ARGS)
 
-test-amx: .venv/test ## run the tests of bfloat16 with AMX's instructions emulated, on any x86 processor with g++
+test-amx: .venv/test ## run the tests of bfloat16 with AMX's instructions emulated; needs AVX512_BF16 and g++
 	$(BIN)/python tests/helpers/emulatedamx.py -m pytest -k "bfloat16 and not disk" -m "not cluster and not rehearsal and not peer" \
 	  tests/kernels/test_matmul.py tests/kernels/test_cpu_attention.py tests/kernels/test_kernels.py tests/model tests/inference tests/training $(ARGS)
 

@@ -208,6 +208,9 @@ SMALL = (
 
 
 @emulated
+@pytest.mark.skipif(
+    not {"avx512bf16", "avx512bw"} <= processor.features(), reason="needs AVX512_BF16 beside AMX"
+)
 @pytest.mark.slow
 def test_a_run_computes_with_it_and_loses_what_others_lose(emulation, tmp_path):
     losses = {}
