@@ -24,7 +24,7 @@ OF_LOOPS = frozenset(
     (
         *("add", "add_embedding", "add_low_rank", "add_norm", "attention", "attention_backward"),
         *("embed", "embed_backward", "linear", "linear_act", "linear_backward", "linear_backward_act"),
-        *("linear_backward_weights", "norm_backward", "norm_backward_weights", "qk_norm"),
+        *("linear_backward_weights", "norm_backward", "norm_backward_weights", "orthogonalise", "qk_norm"),
         *("qk_norm_backward", "qk_norm_gain", "qk_norm_gain_backward", "rope", "sum_rows", "zero"),
     )
 )

@@ -128,6 +128,7 @@ class CpuKernels(OnHost):
         blas.single_threaded_blas()  # two pools of threads would fight for the same cores
         self.matmuls = self._matmuls(matmul)
         self._polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
+        self._polar_steps = np.array(POLAR)
 
     def _matmuls(self, matmul: str) -> Matmuls:
         return matmuls_for(self._pool, self.dtype, matmul)
@@ -442,7 +443,6 @@ class CpuKernels(OnHost):
         self._pool.split_range(pieces[-1], 1, some)
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
-        coefficients = np.array(POLAR)
         shapes = tuple(u.shape for u in updates)
         loop, make = self.polar
         teams = share_out(shapes, self._pool.free_threads, self._polar_cost)
@@ -453,7 +453,7 @@ class CpuKernels(OnHost):
         ]
 
         def one(i: int, member: Member) -> None:
-            loop(updates[i], memory[i][member.number], coefficients, member)
+            self._pool.call(loop, updates[i], memory[i][member.number], self._polar_steps, member)
 
         run_in_teams(self._pool, teams, one)
 
