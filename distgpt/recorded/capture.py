@@ -139,7 +139,7 @@ class Capture:
         self._threads[self._pool.thread].add(loop, args)
         self._has_met = False
 
-    def between(self, work: Callable[..., object], *args: Any) -> None:
+    def between(self, work: Callable[..., None], *args: Any) -> None:
         if self._mode != ALONE:
             raise NotRecordable(f"{work} by some threads")
         self._meet()

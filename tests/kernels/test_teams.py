@@ -29,6 +29,9 @@ SHAPES = {
     "sums that the BLAS halves": [(464, 896)],
 }
 
+# The gradients' scale, scalars, and a factor of the shape.
+HOW = np.array([1.0, 1.0]), np.array([1.0, 0.0, 0.9, 0.1, 0.2]), 1.0
+
 
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
@@ -37,8 +40,6 @@ def test_an_update_has_the_same_bits_on_any_number_of_threads(kind, shapes):
     for found in others:
         for array, wanted in zip(found, alone, strict=True):
             np.testing.assert_array_equal(array, wanted)
-
-HOW = np.array([1.0, 1.0]), np.array([1.0, 0.0, 0.9, 0.1, 0.2]), 1.0  # the scale, scalars and the shape's factor
 
 
 def _updated(k, shapes):

@@ -26,7 +26,8 @@ def squares(first, last, parts, g):
 def adamw(first, last, p, low, m, v, g, ranges, scale, scalars, groups, constants):
     """Elements first … last of p, and of `low`, their rounded copy, where there is one.
 
-    With a copy in pieces: what is rounded is then still in a cache. `scale`: of gradients, and whether to go on.
+    With a copy in pieces: what is rounded is then still in a cache. `scale` is that of gradients, and whether
+    to do so.
     """
     if scale[1] == 0:
         return
