@@ -97,6 +97,14 @@ def test_the_bundled_sample_says_so_and_names_the_newest_run(here, file, tmp_pat
     assert talk.stderr.splitlines()[0].endswith("chat --weights runs/mine/new")
 
 
+def test_threads_may_be_auto_as_where_none_are_given(infer):
+    auto, left_out = (
+        infer(*words, "--seed", "1", "--max-new-tokens", "8") for words in (["--threads", "auto"], [])
+    )
+    assert auto.returncode == 0 and auto.stdout == left_out.stdout
+    assert infer("--threads", "many").returncode == 2
+
+
 def test_people_are_told_that_a_seed_gives_another_text(file):
     words = ("infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3")
     for more, told in {(): True, ("--seed", "4"): False, ("--temperature", "0"): False}.items():

@@ -73,6 +73,15 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class Threads(click.types.IntParamType):
+    """A number, or "auto", which is the same as leaving the option out."""
+
+    name = "integer|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        return None if value == "auto" else super().convert(value, param, context)
+
+
 class StepsOrTime(click.types.StringParamType):
     """Parse an option into two settings: steps between checkpoints, or minutes; both 0 for a word."""
 
@@ -235,9 +244,9 @@ def stage_options(command: F) -> F:
     )
     threads = option(
         "--threads",
-        type=int,
+        type=Threads(),
         group="computing",
-        help="Use this many CPU threads per rank. [default: its share of the cores]",
+        help="Use this many CPU threads per rank. [default: auto, its share of the cores]",
     )
     return stage(threads(_gpu_options(command)))
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 from distgpt.layout.machine import Core, Machine
 
 CROSSING = 0.75  # leave up to a quarter of the cores idle rather than put a rank's threads into two regions
+UNEQUAL = "NUMA regions of unequal size"
 COPIES = 6  # of the weights in a rank's memory: they, gradients, two moments, and room for activations
 
 
@@ -73,16 +75,23 @@ def recommended(machine: Machine, weights: int = 0, memory: int = 0, granted: fl
         why = "a rank for each NUMA region"
     if most < len(free):
         ranks, why = max(1, regions * most // len(free)), f"{most} of {len(free)} cores are granted"
-    while ranks > 1 and most == len(free) and _used(machine, ranks) <= CROSSING * most:
-        ranks, why = ranks // 2, "NUMA regions of unequal size"
+    if ranks > 1 and most == len(free) and _near(machine, ranks) <= CROSSING * most:
+        # A job with a part of a node: ranks that fit its smaller regions leave fewer cores idle.
+        ranks, why = max(range(2, 2 * regions + 1), key=partial(_near, machine)), UNEQUAL
+        while ranks > 1 and _near(machine, ranks) <= CROSSING * most:
+            ranks = ranks // 2
     while ranks > 1 and memory and ranks * weights * COPIES > memory:
         ranks, why = ranks // 2, "memory for no more ranks"
     cut = blocks(machine, ranks)
     return Advice(ranks, max(1, min(len(cut[0].seats) if cut else 1, most // ranks)), why)
 
 
-def _used(machine: Machine, ranks: int) -> int:
-    return sum(len(block.seats) for block in blocks(machine, ranks))
+def _near(machine: Machine, ranks: int) -> int:
+    """Return how many cores the ranks take; 0 if one of them lies in several NUMA regions."""
+    region_of = {cpu.number: cpu.region for cpu in machine.usable}
+    cut = [block.seats for block in blocks(machine, ranks)]
+    is_near = all(len({region_of[cpu] for cpu in seats}) == 1 for seats in cut)
+    return sum(map(len, cut)) if is_near else 0
 
 
 def _cut(free: list[Core], ranks: int, size: int) -> tuple[int, list[list[Core]]]:

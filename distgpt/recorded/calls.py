@@ -20,7 +20,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 
 from distgpt.core.base.interrupts import signals_deferred
-from distgpt.core.cpu.compiling.barrier import RELEASED, counters
+from distgpt.core.cpu.compiling.barrier import RELEASED, Member, counters
 from distgpt.core.cpu.compiling.jit import Loop, entry
 from distgpt.core.cpu.pool import Pool
 from distgpt.core.ops.api import Array, Work
@@ -43,6 +43,7 @@ class Calls:
         self.loops: list[tuple[int, Loop]] = []  # by row
         self._kept: list[object] = []  # what holds arrays, whose addresses are written down
         self.arrays: list[Array] = []  # those that loops get by themselves, not in tuples of scratch memory
+        self.counters: list[Array] = []  # of teams, which meet inside a loop
         self._arguments: Array | None = None
 
     def __len__(self) -> int:
@@ -57,6 +58,7 @@ class Calls:
             _flatten(kind, value, self._words)
         self._kept.append([each for each in arguments if not isinstance(each, np.ndarray)])
         self.arrays += (each for each in arguments if isinstance(each, np.ndarray))
+        self.counters += (each.counter for each in arguments if isinstance(each, Member) and not each.number)
 
     def mark(self, what: int) -> None:
         """Write down a row that is no call."""
@@ -84,9 +86,10 @@ class Segment:
         self._calls = calls  # keeps the arrays
         self._programs = [each.program() for each in calls]
         self._counter = counters(1, pool.threads)[0]
+        self._counters = [self._counter, *(counter for each in calls for counter in each.counters)]
 
     def __call__(self) -> None:
-        self._counter[0] = 0
+        self._set(0)
         # All threads have to come to where they meet: a signal waits for the first one's next pause.
         with signals_deferred() as deliver:
             self._pool.run_parts(partial(self._run, deliver), self._pool.threads)
@@ -106,8 +109,17 @@ class Segment:
             if at <= FAILED:
                 raise RuntimeError(f"{dict(self._calls[thread].loops)[FAILED - at]} has failed")
         except BaseException:  # the others wait for this thread
-            self._counter[0] = RELEASED
+            self._set(RELEASED)
             raise
+
+    def _set(self, arrivals: int) -> None:
+        for counter in self._counters:
+            counter[0] = arrivals
+
+
+def rehearse() -> None:
+    """Call the loop that makes recorded calls, for who notes which loops a run needs."""
+    replay(Calls().program(), 0, counters(1, 1)[0], 0, 1)
 
 
 def _machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[Any]) -> int:

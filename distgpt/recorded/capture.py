@@ -22,10 +22,11 @@ from distgpt.recorded.loops.replay import MEET, PAUSE
 # arrays, or make some: these are done in Python again at each replay.
 OF_LOOPS = frozenset(
     (
-        *("add", "add_embedding", "add_low_rank", "add_norm", "attention", "attention_backward"),
+        *("adamw", "add", "add_embedding", "add_low_rank", "add_norm", "attention", "attention_backward"),
         *("embed", "embed_backward", "linear", "linear_act", "linear_backward", "linear_backward_act"),
-        *("linear_backward_weights", "norm_backward", "norm_backward_weights", "qk_norm"),
-        *("qk_norm_backward", "qk_norm_gain", "qk_norm_gain_backward", "rope", "sum_rows", "zero"),
+        *("linear_backward_weights", "muon", "muon_momentum", "norm_backward", "norm_backward_weights"),
+        *("orthogonalise", "qk_norm", "qk_norm_backward", "qk_norm_gain", "qk_norm_gain_backward", "rope"),
+        *("sum_rows", "zero"),
     )
 )
 # Of these, the ones that look into an argument, by its place: where the tokens of a sequence follow others.
@@ -80,7 +81,7 @@ class Capture:
     def attached(self) -> Iterator[None]:
         """Take the place of the pool's methods, and of the operations that are not of loops alone."""
         with _one_at_a_time, ExitStack() as stack:
-            for name in ("split_range", "run_parts", "run_together", "call"):
+            for name in ("split_range", "run_parts", "run_together", "call", "between"):
                 stack.enter_context(_instead(self._pool, name, getattr(self, name)))
             for name in _operations() - OF_LOOPS - STEERS:
                 instead = self._refused if name in ANSWERS else self._in_python
@@ -138,6 +139,14 @@ class Capture:
         self._threads[self._pool.thread].add(loop, args)
         self._has_met = False
 
+    def between(self, work: Callable[..., None], *args: Any) -> None:
+        if self._mode != ALONE:
+            raise NotRecordable(f"{work} by some threads")
+        self._meet()
+        self._pause(partial(work, *args))
+        self._has_met = False  # the others wait for this, too
+        self._meet()
+
     def _do(self, job: Callable[..., object], *args: Any) -> None:
         """Write down a loop; a function of Python's calls `Pool.call` for its loops."""
         if isinstance(job, Dispatcher):
@@ -170,10 +179,7 @@ class Capture:
             raise NotRecordable(f"{name} by some threads")
         work = partial(getattr(type(self._kernels), name), self._kernels, *args, **named)
         if name in ALONE_AND_SHORT and any(map(len, self._threads)):
-            self._meet()
-            self._pause(work)
-            self._has_met = False  # the others wait for this, too
-            self._meet()
+            self.between(work)
         else:
             self._end_segment()
             self.entries.append(work)

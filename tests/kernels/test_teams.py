@@ -29,6 +29,9 @@ SHAPES = {
     "sums that the BLAS halves": [(464, 896)],
 }
 
+# The gradients' scale, scalars, and a factor of the shape.
+HOW = np.array([1.0, 1.0]), np.array([1.0, 0.0, 0.9, 0.1, 0.2]), 1.0
+
 
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
@@ -76,7 +79,7 @@ def test_a_step_that_is_shared_has_the_same_bits(shape):
         lows, sums = np.zeros(ps.shape, np.uint16), np.empty((2, shape[0]))
 
         def work(i, member):
-            muon.step(ps[i], lows[i], vs[i], us[i], 0.1, 0.2, 0.95, sums, member)
+            muon.step(ps[i], lows[i], vs[i], us[i], *HOW, 0.95, sums, member)
 
         run_in_teams(Pool(threads), (Team(0, threads, (0, 1, 2)),), work)
         return ps, lows, vs, us
@@ -168,7 +171,7 @@ def test_a_member_that_fails_lets_the_others_pass():
     def work(i, member):
         if member.number == 1:
             raise ZeroDivisionError
-        muon.step(*matrices[i], 0.1, 0.0, 0.95, sums, member)
+        muon.step(*matrices[i], *HOW, 0.95, sums, member)
 
     found = _within(20, lambda: run_in_teams(pool, (Team(0, 3, (0, 1)),), work))
     assert [type(error) for error in found] == [ZeroDivisionError]
@@ -181,7 +184,7 @@ def test_a_signal_waits_until_a_team_is_through():
     def work(i, member):
         if member.number == 0:
             signal.raise_signal(signal.SIGINT)
-        muon.step(*matrices[i], 0.1, 0.0, 0.95, sums, member)
+        muon.step(*matrices[i], *HOW, 0.95, sums, member)
         seen.append(member.number)
 
     former = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -105,3 +105,21 @@ def test_memory_quotas_and_unequal_regions_change_that():
     assert recommended(archer2, granted=0.5).threads == 1
     lame = machine_of("offline", {0, 8, 9, 10, 11, 12, 13, 14})
     assert recommended(lame) == Advice(1, 8, "NUMA regions of unequal size")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"),
+    [
+        (range(40, 104), 8, 8),  # half of a region at both ends
+        (range(10, 30), 3, 6),  # 6 cores of one, 14 of the next
+        (range(2, 128), 8, 14),  # two are kept for the system
+        ([*range(14), *range(16, 128)], 8, 14),
+        (range(12, 17), 2, 2),
+    ],
+)
+def test_ranks_of_a_part_of_a_node_are_recommended_within_regions(cores, ranks, threads):
+    machine = machine_of("archer2", frozenset(cores))
+    advice = recommended(machine)
+    assert (advice.ranks, advice.threads) == (ranks, threads)
+    for block in blocks(machine, ranks):
+        assert len({cpu // 16 for cpu in block.seats}) == 1

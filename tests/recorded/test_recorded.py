@@ -81,16 +81,19 @@ def both(request):
 # -- whole steps
 
 
+def stepped(run, threads, count):
+    ids = np.random.default_rng(0).integers(0, 61, 2000, np.uint32)
+    batches = Batches.of_run(ArrayTokens(ids), run)
+    step = make_steps(run, open_stage("serial", threads), lambda text: None)
+    return step, [step.launch(number, batches).read() for number in range(count)]
+
+
 def steps_of(preset, threads, is_recorded, monkeypatch, count=3, **changes):
     """Return losses, norms and weights after some steps, and how many segments one of them had."""
     if not is_recorded:
         monkeypatch.setitem(tables._paths, "parts", {**tables.paths_in("parts"), "record": ""})
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 24, "vocab_size": 61, "batch_size": 6}
-    run = presets.preset(preset, shape | {"steps": 8} | changes)
-    ids = np.random.default_rng(0).integers(0, 61, 2000, np.uint32)
-    batches = Batches.of_run(ArrayTokens(ids), run)
-    step = make_steps(run, open_stage("serial", threads), lambda text: None)
-    read = [step.launch(number, batches).read() for number in range(count)]
+    step, read = stepped(presets.preset(preset, shape | {"steps": 8} | changes), threads, count)
     monkeypatch.undo()
     segments = [
         entry
@@ -205,6 +208,41 @@ def test_a_profile_in_front_of_the_operations_sees_them():
 def test_a_step_is_one_segment(monkeypatch):
     for changes in ({}, {"bias": True, "norm": "layernorm", "optimizer": "adamw"}):
         assert steps_of("tiny", 2, True, monkeypatch, **changes)[2] == 1
+
+
+def test_an_update_is_one_segment_before_ranks_exchange_it_and_one_after():
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 24, "vocab_size": 61, "batch_size": 6}
+    optimizer = stepped(presets.preset("tiny", shape), 2, 1)[0].optimizer
+    for work in (optimizer._prepare, optimizer._update):
+        assert [type(entry) for entry in work.entries[True]] == [Segment]
+
+
+@pytest.mark.parametrize("make", KERNELS, ids=NAMES)
+def test_a_team_meets_anew_at_each_call(make):
+    u = np.random.default_rng(0).standard_normal((256, 1024)).astype("float32")
+    alone, found = u.copy(), u.copy()
+    make(1).orthogonalise([alone])
+    kernels = make(3)
+    work = Recorded(kernels, lambda: kernels.orthogonalise([found]))
+    for _ in range(5):
+        found[...] = u
+        work()
+        np.testing.assert_array_equal(found, alone)
+    (segment,) = work.entries[True]
+    assert [calls.counters != [] for calls in segment._calls] == [True, False, False]
+
+
+def test_an_update_whose_norm_is_not_finite_changes_nothing_when_it_is_recorded():
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 24, "vocab_size": 61, "batch_size": 6}
+    step, _ = stepped(presets.preset("tiny", shape), 2, 2)
+    optimizer, weights = step.optimizer, step.model.weights.flat
+    for norm in (np.inf, np.nan):
+        before = weights.copy(), optimizer.m.flat.copy(), optimizer.v.flat.copy()
+        optimizer.norm[0] = norm
+        optimizer.prepare(2, 0.1, 1.0, 1.0)
+        optimizer.apply()
+        for array, was in zip((weights, optimizer.m.flat, optimizer.v.flat), before, strict=True):
+            np.testing.assert_array_equal(array, was)
 
 
 def test_rows_that_do_not_count_are_seen_at_each_call():

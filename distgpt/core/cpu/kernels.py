@@ -128,6 +128,8 @@ class CpuKernels(OnHost):
         blas.single_threaded_blas()  # two pools of threads would fight for the same cores
         self.matmuls = self._matmuls(matmul)
         self._polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
+        self._polar_steps = np.array(POLAR)
+        self._scale = np.zeros(2)  # of gradients in an update, and whether there is to be one
 
     def _matmuls(self, matmul: str) -> Matmuls:
         return matmuls_for(self._pool, self.dtype, matmul)
@@ -418,31 +420,31 @@ class CpuKernels(OnHost):
         total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
-        # The norm is read here, on the host: an update that is not finite must not begin.
-        scale = clipped(norm, scalars)
+        self._pool.between(self._clip, norm, scalars)
         groups = scalars[3:].reshape(-1, 2)
-        if scale is not None:
-            step = scale, float(scalars[2])
-            self._pool.split_range(len(state.p), PIECE, flat.adamw, *state, step, groups, tuple(constants))
+        how = self._scale, scalars, groups, tuple(constants)
+        self._pool.split_range(len(state.p), PIECE, flat.adamw, *state, *how)
+
+    def _clip(self, norm: Array, scalars: Array) -> None:
+        """Read the norm, on the host: an update that is not finite must not begin."""
+        scale = clipped(norm, scalars)
+        self._scale[...] = scale or 0.0, scale is not None
 
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
-        scale = clipped(norm, scalars)
-        if scale is None:
-            return
+        self._pool.between(self._clip, norm, scalars)
         pieces = [0, *accumulate(-(-len(mi) // PIECE) for mi in m)]  # where each array's begin
-        momentum = float(scalars[2])
 
         def some(first: int, last: int) -> None:
             i = bisect_right(pieces, first) - 1
             while i < len(m) and pieces[i] < last:
-                begin, end = max(first, pieces[i]) - pieces[i], last - pieces[i]
-                muon.momentum(PIECE * begin, min(PIECE * end, len(m[i])), m[i], g[i], scale, momentum)
+                begin, end = PIECE * (max(first, pieces[i]) - pieces[i]), PIECE * (last - pieces[i])
+                some_of_it = begin, min(end, len(m[i])), m[i], g[i]
+                self._pool.call(muon.momentum, *some_of_it, self._scale, scalars)
                 i += 1
 
         self._pool.split_range(pieces[-1], 1, some)
 
     def orthogonalise(self, updates: Sequence[Array]) -> None:
-        coefficients = np.array(POLAR)
         shapes = tuple(u.shape for u in updates)
         loop, make = self.polar
         teams = share_out(shapes, self._pool.free_threads, self._polar_cost)
@@ -453,7 +455,7 @@ class CpuKernels(OnHost):
         ]
 
         def one(i: int, member: Member) -> None:
-            loop(updates[i], memory[i][member.number], coefficients, member)
+            self._pool.call(loop, updates[i], memory[i][member.number], self._polar_steps, member)
 
         run_in_teams(self._pool, teams, one)
 
@@ -467,9 +469,7 @@ class CpuKernels(OnHost):
         return min(shape), max(shape), self.wide.name, team.members, self._polar_cost(shape).most
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
-        if clipped(norm, scalars) is None:
-            return
-        rate, decay = map(float, scalars[3:])
+        self._pool.between(self._clip, norm, scalars)
         shapes = tuple(matrix.p.shape for matrix in matrices)
         teams = share_out(shapes, self._pool.free_threads, muon.step_cost)
         sums = [
@@ -479,8 +479,9 @@ class CpuKernels(OnHost):
 
         def one(i: int, member: Member) -> None:
             rows, columns = shapes[i]
-            of_shape = rate * max(1.0, rows / columns) ** 0.5
-            muon.step(*matrices[i], of_shape, decay, beta2, sums[i], member)
+            of_shape = max(1.0, rows / columns) ** 0.5
+            how = self._scale, scalars, of_shape, beta2, sums[i], member
+            self._pool.call(muon.step, *matrices[i], *how)
 
         run_in_teams(self._pool, teams, one)
 

@@ -23,11 +23,15 @@ def squares(first, last, parts, g):
 
 
 @jit
-def adamw(first, last, p, low, m, v, g, ranges, step, groups, constants):
+def adamw(first, last, p, low, m, v, g, ranges, scale, scalars, groups, constants):
     """Elements first … last of p, and of `low`, their rounded copy, where there is one.
 
-    With a copy in pieces: what is rounded is then still in a cache.
+    With a copy in pieces: what is rounded is then still in a cache. `scale` is that of gradients, and whether
+    to do so.
     """
+    if scale[1] == 0:
+        return
+    step = (scale[0], scalars[2])
     if low is None:
         _update(first, last, p, low, m, v, g, ranges, step, groups, constants)
         return

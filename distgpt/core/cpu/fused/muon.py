@@ -33,11 +33,17 @@ HALF = 192  # rows of a square whose columns behind the diagonal are left out
 
 
 @jit
-def momentum(first, last, m, g, scale, mu):
-    """Elements first … last of m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m."""
+def momentum(first, last, m, g, scale, scalars):
+    """Elements first … last of m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m.
+
+    `scale` is s, and whether to do so; `scalars` are `MuonScalars`.
+    """
+    if scale[1] == 0:
+        return
     real = m.dtype.type
+    mu = scalars[2]
     keep = real(mu)
-    new = real((1 - mu) * scale)
+    new = real((1 - mu) * scale[0])
     mi, gi = m[first:last], g[first:last]
     for i in range(mi.shape[0]):
         fresh = new * gi[i]
@@ -357,8 +363,12 @@ def _transpose(y, x, scale, member):
 
 
 @jit
-def step(p, low, v, u, rate, decay, beta2, sums, member):
-    """See `Kernels.muon`; `rate` has the factor for the matrix's shape. sums: two for each row of u."""
+def step(p, low, v, u, scale, scalars, of_shape, beta2, sums, member):
+    """See `Kernels.muon`; `of_shape` is the learning rate's factor. sums: two for each row of u."""
+    if scale[1] == 0:
+        return
+    rate = scalars[3] * of_shape
+    decay = scalars[4]
     if u.shape[0] >= u.shape[1]:
         arrivals = _by_rows(v, u, beta2, sums, member)
     else:
