@@ -139,6 +139,11 @@ def test_options_of_the_user_take_the_place_of_ours(tmp_path):
 REFUSED = (
     ("sge", ["--array", "1,3"], "takes one range"),
     ("pbs", ["--array", "3"], "at least two"),
+    ("slurm", ["--array", "4-1"], "4-1 ends before it begins"),
+    ("lsf", ["--array", "1-4%0"], "how many may run at once"),
+    ("slurm", ["--option", "--array=1-4%x"], "how many may run at once"),
+    ("sge", ["--array", "0-3"], "counts elements from 1"),
+    ("lsf", ["--array", "0,3"], "counts elements from 1"),
     ("pbs", ["--option", "-J 1-3"], "--array 1-4"),
     ("lsf", ["--array", "1-3", "--option", "-J other"], "a name by --name"),
     ("lsf", ["--option", '-J "other[1-3]"'], "--array 1-4"),
@@ -339,7 +344,7 @@ def test_a_successor_of_lsf_waits_for_no_forgotten_job_either(tmp_path):
 def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tmp_path):
     (tmp_path / "flux").write_text('#!/bin/sh\necho "$*" >>calls.txt; cat >/dev/null\n')
     (tmp_path / "flux").chmod(0o755)
-    words = ["submit", "--system", "flux", "--time", "1h", "--array", "1-3:2", "--submit", *TRAIN]
+    words = ["submit", "--system", "flux", "--time", "1h", "--array", "1-3:2,3", "--submit", *TRAIN]
     result = inside(*words, cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert result.returncode == 0, result.stderr
     calls = (tmp_path / "calls.txt").read_text().splitlines()

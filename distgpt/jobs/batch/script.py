@@ -36,6 +36,7 @@ class System:
     example: str  # an option that a site may want
     advice: str  # how the script is submitted, the header's sentences
     signals: str  # the comment at the traps
+    least_element = 0  # of an array: systems refuse lower numbers
     array_flag = ""  # its option for the numbers of an array
     limit = ""  # its option for the time limit, if the script says a second time when to save
     enters = ""  # the line that goes to where the script was submitted, if the system does not
