@@ -189,7 +189,9 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
         raise UsageError(f"--array {given.numbers}: an option of {system.name} gives other numbers, {theirs}")
     numbers = array.elements(given.numbers or theirs, "--array")
     if numbers and min(numbers) < system.least_element:
-        raise UsageError(f"--array {given.numbers}: {system.name} counts elements from {system.least_element}")
+        raise UsageError(
+            f"--array {given.numbers}: {system.name} counts elements from {system.least_element}"
+        )
     element = system.element
     words = array.renamed(given.words, (*system.elements, array.ANY), element)
     words, own_out = array.with_own_directories(words, element) if numbers else (words, "")

@@ -40,7 +40,14 @@ def wheel(folder, name, *requires, tag="py3-none-any", extras=(), python=">=3.11
     files = {
         f"{name}.py": f"def main():\n    print('{name}, version 1.0')\n",
         f"{info}/METADATA": "\n".join(
-            ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", f"Requires-Python: {python}", *headers, ""]
+            [
+                "Metadata-Version: 2.1",
+                f"Name: {name}",
+                "Version: 1.0",
+                f"Requires-Python: {python}",
+                *headers,
+                "",
+            ]
         ),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
         f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
