@@ -226,6 +226,6 @@ def test_bits_that_were_not_compared_are_no_success(tmp_path, monkeypatch):
         whole.left_out.append(row)
 
     monkeypatch.setattr(node.Node, "measure", measured)
-    with pytest.raises(DisagreementError, match="bits were not compared: .* no memory was left"):
+    with pytest.raises(DisagreementError, match="bits were not compared: no memory was left"):
         node.bench(node.NodeOptions(out=tmp_path, minutes=1))
     assert "bits were not compared" in (tmp_path / "node.html").read_text()
