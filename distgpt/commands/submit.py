@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -300,9 +301,12 @@ def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
     if (asked["threads"] or 0) > job.cpus_per_task:
         cpus = f"--threads {asked['threads']}, but --cpus-per-task {job.cpus_per_task}"
         yield f"{cpus}: threads without a core only make others wait"
+    there = next(path for path in (job.out, *job.out.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        yield f"{job.out} cannot be made on this machine: {there} is no folder that can be written to"
     paths = [asked.get(name) for name in ("data", "val", "hellaswag", "init", "config", "tokenizer")]
-    there = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
-    if hidden := [*own_disks([*there, job.out])]:
+    read = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
+    if hidden := [*own_disks([*read, job.out])]:
         names = ", ".join(hidden)
         yield f"{names}: {' and '.join(OWN[:2])} are each machine's own; use a disk that all nodes see"
 

@@ -166,6 +166,15 @@ def test_what_a_system_cannot_do_is_refused_before(system, words, said, tmp_path
     assert result.stdout == ""
 
 
+def test_a_directory_that_cannot_be_made_is_noted(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out, noted in (("file/mine", True), ("new/mine", False)):
+        words = ["submit", "--system", "sge", "--time", "1h", "--", "train", "--out", out]
+        result = inside(*words, cwd=tmp_path)
+        assert result.returncode == 0
+        assert (f"{out} cannot be made on this machine: file is no folder" in result.stderr) == noted
+
+
 def test_the_system_is_found_by_its_commands(tmp_path):
     def found(*programs):
         folder = tmp_path / "-".join(("bin", *programs))
