@@ -214,7 +214,7 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
         *([] if asked["resume"] else ["--resume", "auto"]),
     ]
     job = Job(
-        name=given.name or _name_of(out, element),
+        name=system.named(given.name, _name_of(out, element)),
         nodes=given.nodes,
         ranks_per_node=ranks_per_node,
         cpus_per_task=cpus,

@@ -144,6 +144,7 @@ REFUSED = (
     ("slurm", ["--option", "--array=1-4%x"], "how many may run at once"),
     ("sge", ["--array", "0-3"], "counts elements from 1"),
     ("lsf", ["--array", "0,3"], "counts elements from 1"),
+    ("sge", ["--name", "5layers"], "run-5layers would do"),
     ("pbs", ["--option", "-J 1-3"], "--array 1-4"),
     ("lsf", ["--array", "1-3", "--option", "-J other"], "a name by --name"),
     ("lsf", ["--option", '-J "other[1-3]"'], "--array 1-4"),
@@ -164,6 +165,17 @@ def test_what_a_system_cannot_do_is_refused_before(system, words, said, tmp_path
     result = inside("submit", "--system", system, "--time", "1h", *words, *TRAIN, cwd=tmp_path)
     refused(result, 2, said)
     assert result.stdout == ""
+
+
+def test_a_directory_gives_a_name_that_the_system_takes(tmp_path):
+    for system, out, name in (
+        ("sge", "2024-11-28", "-N run-2024-11-28"),
+        ("sge", "all", "-N run-all"),
+        ("sge", "a1", "-N a1"),
+        ("pbs", "2024-11-28", "-N 2024-11-28"),
+    ):
+        found = directives(system, written(system, command=["train", "--out", out], cwd=tmp_path))
+        assert [line for line in found if line.startswith("-N")] == [name]
 
 
 def test_a_directory_that_cannot_be_made_is_noted(tmp_path):
