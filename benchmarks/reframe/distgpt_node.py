@@ -55,7 +55,8 @@ class distgpt_node(rfm.RunOnlyRegressionTest):
 
     @sanity_function
     def bits_are_right(self):
-        bits = self.found()["bits"]
+        nothing = {"right": False, "verdict": "bits were not compared: give more minutes"}
+        bits = sn.evaluate(self.found())["bits"] or nothing
         return sn.assert_true(bits["right"], msg=bits["verdict"])
 
     @run_before("performance")

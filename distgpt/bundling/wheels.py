@@ -16,6 +16,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import NormalizedName, canonicalize_name, parse_wheel_filename
 
 from distgpt.core.base.errors import DistgptError, UsageError
@@ -110,6 +111,9 @@ def collect(own: Path, extras: Sequence[str], target: Target, folder: Path, slim
     root = Requirement(f"distgpt[{','.join(extras)}]")
     if unknown := root.extras - set(metadata(own, "Provides-Extra")):
         raise UsageError(f"distgpt has no extra {', '.join(sorted(unknown))}")
+    for needed_python in metadata(own, "Requires-Python"):
+        if target.python not in SpecifierSet(needed_python):
+            raise UsageError(f"distgpt needs Python {needed_python}: --python {target.python} will not do")
     environment, left_out = target.environment(), LEFT_OUT if slim else frozenset[str]()
     while True:
         there = wheels_in(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -188,6 +189,10 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
     if given.numbers and theirs:
         raise UsageError(f"--array {given.numbers}: an option of {system.name} gives other numbers, {theirs}")
     numbers = array.elements(given.numbers or theirs, "--array")
+    if numbers and min(numbers) < system.least_element:
+        raise UsageError(
+            f"--array {given.numbers}: {system.name} counts elements from {system.least_element}"
+        )
     element = system.element
     words = array.renamed(given.words, (*system.elements, array.ANY), element)
     words, own_out = array.with_own_directories(words, element) if numbers else (words, "")
@@ -209,7 +214,7 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
         *([] if asked["resume"] else ["--resume", "auto"]),
     ]
     job = Job(
-        name=given.name or _name_of(out, element),
+        name=system.named(given.name, _name_of(out, element)),
         nodes=given.nodes,
         ranks_per_node=ranks_per_node,
         cpus_per_task=cpus,
@@ -296,9 +301,12 @@ def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
     if (asked["threads"] or 0) > job.cpus_per_task:
         cpus = f"--threads {asked['threads']}, but --cpus-per-task {job.cpus_per_task}"
         yield f"{cpus}: threads without a core only make others wait"
+    there = next(path for path in (job.out, *job.out.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        yield f"{job.out} cannot be made on this machine: {there} is no folder that can be written to"
     paths = [asked.get(name) for name in ("data", "val", "hellaswag", "init", "config", "tokenizer")]
-    there = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
-    if hidden := [*own_disks([*there, job.out])]:
+    read = [Path(path) for path in paths if path and path not in BUNDLED_TEXTS and Path(path).exists()]
+    if hidden := [*own_disks([*read, job.out])]:
         names = ", ".join(hidden)
         yield f"{names}: {' and '.join(OWN[:2])} are each machine's own; use a disk that all nodes see"
 

@@ -141,7 +141,7 @@ class Again:
         last = max((*record.steps, *(step for step, _ in record.checkpoints())), default=0)
         if request.last > last:
             raise UsageError(f"{request.path} has {count(last, 'step')}: there is no step {request.last}")
-        checkpoint = _before(record, request.first)
+        checkpoint, damaged = _before(record, request.first)
         state = load_state(checkpoint) if checkpoint else State()
         self.starts = _starts(record, state.step, request.first, request.last)
         config = self._settings(record.settings_of(request.last), self.starts[0] if self.starts else None)
@@ -152,7 +152,7 @@ class Again:
         steps = range(state.step, request.last)
         self.found = Found(str(request.path), (request.first, request.last), state.step)
         self._refuse_nothing_to_compare(steps)
-        self._opening = self._from(checkpoint, state.step)
+        self._opening = "\n".join([*damaged, self._from(checkpoint, state.step)])
         facts = self.starts[0].facts if self.starts else None
         plan = _plan(config, RunDirectory(folder), checkpoint, state, request.last)
         if not checkpoint and facts and facts.init and fingerprint(Path(config.train.init)) != facts.init:
@@ -179,7 +179,7 @@ class Again:
 
     def _refuse_nothing_to_compare(self, steps: range) -> None:
         known = any(step + 1 in self.record.steps for step in steps)
-        if not known and not self._in_range(steps.start, steps.stop):
+        if not known and not self._in_range(self._request.first - 1, steps.stop):
             raise UsageError(
                 f"nothing is known of these steps: {self.record.directory.metrics} has none of them, and no"
                 " checkpoint is kept after one"
@@ -203,7 +203,7 @@ class Again:
             f"; the next checkpoint that is kept is of step {kept[0]}" if kept and not checkpoint else ""
         )
         more = count(before, "step")
-        first_of_all = f"no checkpoint is kept of step {first - 1}, so this takes {more} more"
+        first_of_all = f"no intact checkpoint is kept of step {first - 1}, so this takes {more} more"
         return f"{opening}\n{first_of_all}{pace}{nearest}"
 
     # Called by all ranks while steps are taken.
@@ -226,7 +226,8 @@ class Again:
             self._tolerance = tolerance_of(t, run.settings)
             found.judged = self._tolerance.steps
             self._say(f"{self._opening}\n{_promised(found)}")
-            return [[*self._in_range(found.begun, self._request.last).items()], bool(found.why)]
+            # None between the first checkpoint and the first step is intact, or it had begun there.
+            return [[*self._in_range(self._request.first - 1, self._request.last).items()], bool(found.why)]
 
         pairs, is_rounded = on_root(run.comm, promise)
         self._with_weights = dict(pairs)
@@ -297,19 +298,25 @@ class Again:
         self.found.weights.append(found)
 
 
-def _before(record: Record, first: int) -> Path | None:
-    """Return the newest intact checkpoint before a step; None: the run's first weights come before it."""
-    newest = newest_intact(record.directory.checkpoints, first - 1)
-    if newest:
-        return newest[0]
+def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
+    """Return the newest intact checkpoint before a step, and lines about newer ones that are damaged.
+
+    None: the run's first weights come before it.
+    """
+    damaged = []
+    try:
+        if newest := newest_intact(record.directory.checkpoints, first - 1):
+            return newest
+    except DataError as error:
+        damaged.append(str(error))
     origin = record.directory.branched_from()
     if origin is None:
-        return None
+        return None, damaged
     begun = record.starts[0].step if record.starts else 0
     if first <= begun:
         raise UsageError(f"{record.path} begins after step {begun}, of another run: {origin}")
     verify(origin)
-    return origin
+    return origin, damaged
 
 
 def _starts(record: Record, begun: int, first: int, last: int) -> list[Start]:

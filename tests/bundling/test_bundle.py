@@ -32,7 +32,7 @@ NEEDS = (
 )
 
 
-def wheel(folder, name, *requires, tag="py3-none-any", extras=()):
+def wheel(folder, name, *requires, tag="py3-none-any", extras=(), python=">=3.11"):
     """Write a small wheel that pip takes, with one module and one command."""
     folder.mkdir(exist_ok=True)
     path, info = folder / f"{name}-1.0-{tag}.whl", f"{name}-1.0.dist-info"
@@ -40,7 +40,14 @@ def wheel(folder, name, *requires, tag="py3-none-any", extras=()):
     files = {
         f"{name}.py": f"def main():\n    print('{name}, version 1.0')\n",
         f"{info}/METADATA": "\n".join(
-            ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *headers, ""]
+            [
+                "Metadata-Version: 2.1",
+                f"Name: {name}",
+                "Version: 1.0",
+                f"Requires-Python: {python}",
+                *headers,
+                "",
+            ]
         ),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
         f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
@@ -89,7 +96,9 @@ def test_an_unknown_extra_and_a_missing_wheel_are_one_line(index, tmp_path):
     with pytest.raises(wheels.UsageError, match="no extra mpi2"):
         collected(index, tmp_path / "a", wheels.Target("3.12", OTHER), ["mpi2"])
     with pytest.raises(wheels.DistgptError, match=r"pip: .*No matching distribution found for numba"):
-        collected(index, tmp_path / "b", wheels.Target("3.10", OTHER))
+        collected(index, tmp_path / "b", wheels.Target("3.13", OTHER))
+    with pytest.raises(wheels.UsageError, match=r"needs Python >=3\.11: --python 3\.10"):
+        collected(index, tmp_path / "c", wheels.Target("3.10", OTHER))
 
 
 def test_markers_are_read_for_the_target_not_for_this_python(tmp_path):

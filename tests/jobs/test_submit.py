@@ -139,6 +139,12 @@ def test_options_of_the_user_take_the_place_of_ours(tmp_path):
 REFUSED = (
     ("sge", ["--array", "1,3"], "takes one range"),
     ("pbs", ["--array", "3"], "at least two"),
+    ("slurm", ["--array", "4-1"], "4-1 ends before it begins"),
+    ("lsf", ["--array", "1-4%0"], "how many may run at once"),
+    ("slurm", ["--option", "--array=1-4%x"], "how many may run at once"),
+    ("sge", ["--array", "0-3"], "counts elements from 1"),
+    ("lsf", ["--array", "0,3"], "counts elements from 1"),
+    ("sge", ["--name", "5layers"], "run-5layers would do"),
     ("pbs", ["--option", "-J 1-3"], "--array 1-4"),
     ("lsf", ["--array", "1-3", "--option", "-J other"], "a name by --name"),
     ("lsf", ["--option", '-J "other[1-3]"'], "--array 1-4"),
@@ -159,6 +165,26 @@ def test_what_a_system_cannot_do_is_refused_before(system, words, said, tmp_path
     result = inside("submit", "--system", system, "--time", "1h", *words, *TRAIN, cwd=tmp_path)
     refused(result, 2, said)
     assert result.stdout == ""
+
+
+def test_a_directory_gives_a_name_that_the_system_takes(tmp_path):
+    for system, out, name in (
+        ("sge", "2024-11-28", "-N run-2024-11-28"),
+        ("sge", "all", "-N run-all"),
+        ("sge", "a1", "-N a1"),
+        ("pbs", "2024-11-28", "-N 2024-11-28"),
+    ):
+        found = directives(system, written(system, command=["train", "--out", out], cwd=tmp_path))
+        assert [line for line in found if line.startswith("-N")] == [name]
+
+
+def test_a_directory_that_cannot_be_made_is_noted(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out, noted in (("file/mine", True), ("new/mine", False)):
+        words = ["submit", "--system", "sge", "--time", "1h", "--", "train", "--out", out]
+        result = inside(*words, cwd=tmp_path)
+        assert result.returncode == 0
+        assert (f"{out} cannot be made on this machine: file is no folder" in result.stderr) == noted
 
 
 def test_the_system_is_found_by_its_commands(tmp_path):
@@ -339,7 +365,7 @@ def test_a_successor_of_lsf_waits_for_no_forgotten_job_either(tmp_path):
 def test_each_element_of_an_array_is_submitted_alone_where_flux_has_no_arrays(tmp_path):
     (tmp_path / "flux").write_text('#!/bin/sh\necho "$*" >>calls.txt; cat >/dev/null\n')
     (tmp_path / "flux").chmod(0o755)
-    words = ["submit", "--system", "flux", "--time", "1h", "--array", "1-3:2", "--submit", *TRAIN]
+    words = ["submit", "--system", "flux", "--time", "1h", "--array", "1-3:2,3", "--submit", *TRAIN]
     result = inside(*words, cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert result.returncode == 0, result.stderr
     calls = (tmp_path / "calls.txt").read_text().splitlines()

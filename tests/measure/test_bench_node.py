@@ -218,3 +218,14 @@ def test_wrong_bits_are_a_failure_with_the_page_written(tmp_path, monkeypatch, b
     with pytest.raises(DisagreementError, match="bits are wrong here: losses or weights on 1 × 2"):
         node.bench(node.NodeOptions(out=tmp_path, minutes=1))
     assert "Failed" in (tmp_path / "node.html").read_text()
+
+
+def test_bits_that_were_not_compared_are_no_success(tmp_path, monkeypatch):
+    def measured(whole):
+        row = {"part": "training", "what": "bits, 1 rank of 2 threads", "why": "no memory was left"}
+        whole.left_out.append(row)
+
+    monkeypatch.setattr(node.Node, "measure", measured)
+    with pytest.raises(DisagreementError, match="bits were not compared: no memory was left"):
+        node.bench(node.NodeOptions(out=tmp_path, minutes=1))
+    assert "bits were not compared" in (tmp_path / "node.html").read_text()

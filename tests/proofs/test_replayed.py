@@ -58,7 +58,7 @@ def test_the_same_bits_from_a_checkpoint_and_from_the_first_weights(run):
     found, result = replayed(run, "3:8")
     assert (found["verdict"], found["promised"], found["begun"]) == ("same", True, 0)
     assert found["kinds"]["loss"]["same"] == 8 and [each["step"] for each in found["weights"]] == [8]
-    assert "no checkpoint is kept of step 2, so this takes 2 steps more; the next" in result.stderr
+    assert "no intact checkpoint is kept of step 2, so this takes 2 steps more; the next" in result.stderr
     assert "is of step 8" in result.stderr
     assert files(run) == before, "a replay must leave the run as it is"
 
@@ -90,6 +90,16 @@ def test_one_bit_of_a_weight_is_found(copied):
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # a file that was not written so
     damaged = inside("replay", copied, "--steps", "9:12")
     assert damaged.returncode == 65 and f"{file} is damaged" in damaged.stderr
+
+
+def test_a_damaged_checkpoint_on_the_way_is_named_and_passed_over(copied):
+    file = copied / "checkpoints" / "step-00000008" / "weights.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    result = inside("replay", copied, "--steps", "9:12")
+    assert result.returncode == 0, result.stderr
+    assert f"{file} is damaged" in result.stderr and "from its first weights" in result.stderr
+    assert "the same to the bit" in result.stdout and "step 8" not in result.stdout
 
 
 def change_loss(run, step, factor):

@@ -16,7 +16,8 @@ class GridEngine(System):
     name, word, sentinel = "Grid Engine", "sge", "#$"
     submits, programs = ("qsub",), ("qsub", "qconf")
     element, elements = "$SGE_TASK_ID", ("SGE_TASK_ID",)
-    array_flag, limit = "-t", "-l h_rt"
+    array_flag, limit, least_element = "-t", "-l h_rt", 1
+    refused_names = r"\d.*|(?i:none|all|template)"
     example = "-q all.q"
     advice = """\
 Submit it with qsub, whose options

@@ -14,6 +14,7 @@ class Lsf(System):
     submits, programs = ("bsub",), ("bsub",)
     element, elements = "$LSB_JOBINDEX", ("LSB_JOBINDEX",)
     array_flag = "-J"  # the name's: one without numbers would take the array's place
+    least_element = 1
     example = "-q normal"
     advice = """\
 Submit it with bsub < SCRIPT, whose options

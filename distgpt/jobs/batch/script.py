@@ -7,6 +7,7 @@ the script's group must not end the launcher before the ranks have saved.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -36,6 +37,8 @@ class System:
     example: str  # an option that a site may want
     advice: str  # how the script is submitted, the header's sentences
     signals: str  # the comment at the traps
+    refused_names = ""  # of jobs, as a regular expression
+    least_element = 0  # of an array: systems refuse lower numbers
     array_flag = ""  # its option for the numbers of an array
     limit = ""  # its option for the time limit, if the script says a second time when to save
     enters = ""  # the line that goes to where the script was submitted, if the system does not
@@ -49,6 +52,12 @@ class System:
     def options(self, job: Job) -> list[str]:
         """Return what the job asks for, as the system's options."""
         raise NotImplementedError
+
+    def named(self, given: str | None, directory: str) -> str:
+        """Return a job's name: the given one, or one by the run's directory that the system takes."""
+        if given and re.fullmatch(self.refused_names, given):
+            raise UsageError(f"--name {given}: {self.name} takes no such name; run-{given} would do")
+        return given or f"{'run-' * bool(re.fullmatch(self.refused_names, directory))}{directory}"
 
     def number(self, job: Job) -> str:
         """Return the shell's words for the number of the job, or of an array's element."""

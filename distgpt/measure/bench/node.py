@@ -43,7 +43,7 @@ from distgpt.layout.plan import COPIES, recommended
 from distgpt.measure import jobs
 from distgpt.measure.bench import allreduce, infer
 from distgpt.measure.bench.node_jobs import ENOUGH, PARTS, run_of
-from distgpt.measure.bench.node_page import NO_TIME, blocks, figures, judged, page
+from distgpt.measure.bench.node_page import NO_BITS, NO_TIME, blocks, figures, judged, page
 from distgpt.measure.bench.results import BenchOptions, Row, say, write_result
 
 MODEL = "gpt2"  # the one that cores, ranks and hosts are compared with
@@ -70,7 +70,7 @@ class NodeOptions(BenchOptions):
 
 
 def bench(options: NodeOptions) -> None:
-    """Measure, write JSON and page, and fail if bits are wrong."""
+    """Measure, write JSON and page, and fail if bits are wrong or were not compared."""
     options.prepare()
     launcher, why = None, ""
     try:
@@ -93,8 +93,14 @@ def bench(options: NodeOptions) -> None:
 
         print_lines(terminal(blocks(found)))
     say(f"written to {path} and {path.with_suffix('.html')}, after {duration(node.seconds())}")
-    if found["bits"] and not found["bits"]["right"]:
+    if not found["bits"]:  # nobody is to take silence for right bits
+        raise DisagreementError(f"{NO_BITS}: {_why_no_bits(found['left_out'])}")
+    if not found["bits"]["right"]:
         raise DisagreementError(f"bits are wrong here: {found['bits']['verdict']}")
+
+
+def _why_no_bits(left_out: Sequence[Row]) -> str:
+    return next((row["why"] for row in left_out if row["what"].startswith("bits")), NO_TIME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ RECORDED_LOSS = 2.968637704849243
 RECORDED_WEIGHTS = "e700302a274718c73b6cb19598f2fca842f1ed42eb1fd1069339b68ac4b20b93"
 TOLERANCE = TOLERANCES["float32"]
 NO_TIME = "no time was left"
+NO_BITS = "bits were not compared"
 MORE_TIME = (
     "Give more --minutes to measure these, too. The first run on a machine also compiles kernels: the next is"
     " faster."
@@ -234,7 +235,7 @@ def sections(found: Row) -> list[Section]:
     left = tabulated(columns, found["left_out"], "Not measured", MORE_TIME if lacked_time else "")
     every: list[tuple[str, list[Block]]] = [
         ("The node", [facts]),
-        ("Right bits", [Verdict(bits["right"], bits["verdict"])] if bits else []),
+        ("Right bits", [Verdict(bits["right"], bits["verdict"]) if bits else Verdict(False, NO_BITS)]),
         ("Peaks", [tabulated(PEAKS, found["peaks"])] if found["peaks"] else []),
         ("Training", [tabulated(TRAINING, here)] if here else []),
         (
