@@ -102,6 +102,13 @@ def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
     return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
 
 
+def for_shells():
+    """Give what a shell script may call for `python -m distgpt`: the words, its arguments come behind them."""
+    if OTHER_MPI or sys.platform != "linux":
+        return [sys.executable, "-m", "distgpt"]
+    return [*RANK, _server().address, "alone", *SCRIPT[1:]]
+
+
 def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, cold=None):
     """Run a command to its end. Under mpirun with `ranks`; output is text."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
