@@ -236,6 +236,20 @@ def pytest_unconfigure(config):
                 reporter.write_line(f"  {line[:200]}")
 
 
+def copy_compiled(to, but=()):
+    """Copy what this session has compiled to a cache below `to`, without loops of these names.
+
+    To compile all of it again takes a minute of a core.
+    """
+    from distgpt.core.cpu.compiling import disk_cache
+
+    kept = disk_cache._first_folder(())  # folder() may be another one's at the moment
+    (own := Path(to, disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
+    for path in kept.iterdir() if kept else ():
+        if path.suffix in {".loop", ".o"} and path.name.split("-")[0] not in but:
+            shutil.copy2(path, own)
+
+
 # What the workers of a session compile first, each in a format of its own: most tests need these loops, and
 # whoever finds one missing compiles it, though another is at it.
 FORMATS = {"gw0": "float32", "gw1": "bfloat16"}

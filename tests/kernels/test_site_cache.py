@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import distgpt, inside, needs_mpi, refused
+from conftest import copy_compiled, distgpt, inside, needs_mpi, refused
 from numba import njit
 
 from distgpt.core.base.errors import StorageError
@@ -312,15 +311,6 @@ else:
 from distgpt.cli import main
 main()
 """
-
-
-def copy_compiled(to):
-    """Copy what other tests have compiled, as it takes minutes."""
-    kept = disk_cache._first_folder(())  # `place` has replaced folder()
-    (own := to / disk_cache.folder_name()).mkdir(mode=0o700, parents=True)
-    for path in kept.iterdir() if kept else ():
-        with contextlib.suppress(OSError):  # a part of a file that another process has just completed
-            shutil.copy2(path, own) if path.suffix in {".loop", ".o"} else None
 
 
 def is_for_all(path):
