@@ -49,12 +49,12 @@ def test_what_a_run_needs_is_found_without_compiling_and_compiled_by_a_helper(tm
     assert int(noted[0]) > 15 and noted[1] == "0"
     assert again[0] == again[1] and again[2] == "False"  # no file more, nothing reported
     assert missing == ["0"]
-    words = "--preset tiny-adamw --matmul blas --n-layer 2 --seq-len 32 --batch-size 2 --data story".split()
+    small = "--n-layer 2 --seq-len 32 --batch-size 2 --data story --tokenizer byte --threads 2 --steps 3"
     weights = []
     for name, where in (("by a helper", env), ("by others", {})):
         out = tmp_path / name
-        how = ("--tokenizer", "byte", "--threads", "2", "--steps", "3", "--out", out)
-        done = distgpt("train", *words, *how, env=where, timeout=300)
+        words = ("--preset", "tiny-adamw", "--matmul", "blas", *small.split(), "--out", out)
+        done = distgpt("train", *words, env=where, timeout=300)
         assert done.returncode == 0, done.stderr
         weights.append((out / "weights.safetensors").read_bytes())
     assert weights[0] == weights[1]

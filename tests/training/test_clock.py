@@ -256,8 +256,9 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
 
 
-# Of training the loops that take longest to compile, ten seconds together; of generating a short one.
-LONGEST = {"forward", "backward", "products", "attention_backward", "orthogonalise", "step", "_checksum"}
+# Of training the loops that take longest to compile, 20 seconds of one core; of generating a short one.
+LONGEST = {"forward", "backward", "products", "attention", "attention_backward", "attention_cached"}
+LONGEST |= {"orthogonalise", "step", "_checksum"}
 
 
 @needs_mpi
@@ -277,10 +278,10 @@ def test_what_is_compiled_is_named_once_and_no_more_when_it_was_kept(tmp_path):
             line.partition(" (")[0] for line in said if line.startswith(("--within", first_use.COMPILING))
         ]
 
-    wanted = ["--data", "story", "--depth", "1", "--within", "5s", "--out", weights]
+    wanted = ["--data", "story", "--depth", "1", "--within", "10s", "--out", weights]
     first, *others = reported("train", "--stage", "mpi", *wanted, ranks=2)
     assert first == f"{first_use.COMPILING} for training in float32"
     assert others and not any(line.startswith(first_use.COMPILING) for line in others)
-    assert lines(weights)[0]["elapsed_s"] < 4  # compiling, which takes longer, is not counted
+    assert lines(weights)[0]["elapsed_s"] < 8  # compiling, which takes longer, is not counted
     for expected in ([f"{first_use.COMPILING} for generating text in float32"], []):
         assert reported("infer", "--weights", weights, "--prompt", "a", "--max-new-tokens", "2") == expected
