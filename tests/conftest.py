@@ -103,7 +103,7 @@ def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
 
 
 def for_shells():
-    """Give what a shell script may call for `python -m distgpt`: the words, its arguments come behind them."""
+    """Give the words that a shell script may call for `python -m distgpt`, with arguments behind them."""
     if OTHER_MPI or sys.platform != "linux":
         return [sys.executable, "-m", "distgpt"]
     return [*RANK, _server().address, "alone", *SCRIPT[1:]]

@@ -1,4 +1,4 @@
-"""What mpirun, or a shell, starts in place of a command: has the server of forkserver.py fork it, and ends as it does.
+"""What mpirun or a shell starts in place of a command: has forkserver.py fork it, and ends as it does.
 
 python forkedrank.py ADDRESS WORDS…     the words as a Python would take them: a program, its arguments
 python forkedrank.py ADDRESS alone WORDS…     from a shell: a rank only if mpirun has started the shell
