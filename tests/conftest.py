@@ -102,6 +102,13 @@ def popen(*args, cold=None, ranks=0, program=SCRIPT, env=None, **how):
     return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
 
 
+def for_shells():
+    """Give the words that a shell script may call for `python -m distgpt`, with arguments behind them."""
+    if OTHER_MPI or sys.platform != "linux":
+        return [sys.executable, "-m", "distgpt"]
+    return [*RANK, _server().address, "alone", *SCRIPT[1:]]
+
+
 def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, cold=None):
     """Run a command to its end. Under mpirun with `ranks`; output is text."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
@@ -227,6 +234,20 @@ def pytest_unconfigure(config):
             reporter.write_line(f"{word} in {report.when or 'collecting'} of {report.nodeid}:")
             for line in [line for line in lines if line.startswith("E ")][:3] or lines[-3:]:
                 reporter.write_line(f"  {line[:200]}")
+
+
+def copy_compiled(to, but=()):
+    """Copy what this session has compiled to a cache below `to`, without loops of these names.
+
+    To compile all of it again takes a minute of a core.
+    """
+    from distgpt.core.cpu.compiling import disk_cache
+
+    kept = disk_cache._first_folder(())  # folder() may be another one's at the moment
+    (own := Path(to, disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
+    for path in kept.iterdir() if kept else ():
+        if path.suffix in {".loop", ".o"} and path.name.split("-")[0] not in but:
+            shutil.copy2(path, own)
 
 
 # What the workers of a session compile first, each in a format of its own: most tests need these loops, and

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = (sys.executable, "-m", "distgpt")
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))
 BLOCK = re.compile(r"(?:<!-- (not run|run with): (.*?) -->\n)?```(?:bash|sh)\n(.*?)```", re.DOTALL)
 SHOWN = re.compile(r"[^`]*```text\n(.*?)```", re.DOTALL)
@@ -39,7 +41,7 @@ LOOSE = (
 WRAPPER = """#!/bin/sh
 name=$(echo "$1" | tr a-z- A-Z_)
 eval "more=\\$MORE_$name"
-exec "{python}" -m distgpt "$@" $more
+exec {program} "$@" $more
 """
 
 
@@ -84,11 +86,11 @@ def not_printed(shown: str, printed: str) -> str:
     return ""
 
 
-def prepare(scratch: Path) -> dict[str, str]:
+def prepare(scratch: Path, called: Sequence[str]) -> dict[str, str]:
     """Put into the folder what documents take for granted, and return the environment of their commands."""
     program = scratch / ".bin" / "distgpt"
     program.parent.mkdir()
-    program.write_text(WRAPPER.format(python=sys.executable))
+    program.write_text(WRAPPER.format(program=shlex.join(called)))
     program.chmod(0o755)
     corpus = (ROOT / "data" / "corpus.txt").read_bytes()
     (scratch / "my.txt").write_bytes(corpus)
@@ -101,9 +103,12 @@ def prepare(scratch: Path) -> dict[str, str]:
     return {**os.environ, **own, "DISTGPT_AUTO_DTYPE": "float32"}  # of which are the losses on the pages
 
 
-def run(document: Path, scratch: Path) -> None:
-    """Run a document's blocks, each in a shell of its own; the first that fails ends it."""
-    environment = prepare(scratch)
+def run(document: Path, scratch: Path, called: Sequence[str] = PROGRAM) -> None:
+    """Run a document's blocks, each in a shell of its own; the first that fails ends it.
+
+    `called` is what runs for `distgpt`.
+    """
+    environment = prepare(scratch, called)
     for block in blocks(document.read_text()):
         where = f"{document.name}:{block.line}"
         if block.skipped:
@@ -126,11 +131,11 @@ def run(document: Path, scratch: Path) -> None:
         print(f"{where}: {time.monotonic() - begun:.1f} s", flush=True)
 
 
-def main(documents: list[Path]) -> int:
+def main(documents: list[Path], called: Sequence[str] = PROGRAM) -> int:
     for document in documents:
         scratch = Path(tempfile.mkdtemp(prefix="distgpt-documents-"))
         try:
-            run(document, scratch)
+            run(document, scratch, called)
         except Failed as failed:
             print(failed, file=sys.stderr)
             return 1

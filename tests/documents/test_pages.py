@@ -12,6 +12,7 @@ import click
 import counts
 import drawings
 import pytest
+from conftest import for_shells
 from run import DOCUMENTS, ROOT, Failed, blocks, main, not_printed, run
 
 from distgpt.cli import cli
@@ -250,7 +251,7 @@ def test_an_output_in_a_document_is_compared(tmp_path):
     [pytest.param(path, id=path.stem, marks=pytest.mark.xdist_group(path.stem)) for path in DOCUMENTS],
 )
 def test_every_command_of_readme_and_tutorials_works(document):
-    assert main([document]) == 0
+    assert main([document], for_shells()) == 0
 
 
 @pytest.mark.slow

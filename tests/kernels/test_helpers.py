@@ -36,10 +36,25 @@ print(len(start.missing_loops(stage, run.train.dtype, run.train.matmul_backend, 
 
 
 def test_what_a_run_needs_is_found_without_compiling_and_compiled_by_a_helper(tmp_path):
+    """A run with these loops has the bits of one with those that the session has compiled.
+
+    That a process which compiles them itself has them too, shows the copy in core/test_core.py.
+    """
     program, settings = [sys.executable, "-c", PROGRAM], ("tiny-adamw", "float32", "blas")
-    result = distgpt(*settings, program=program, env={"DISTGPT_CACHE": str(tmp_path)}, timeout=300)
+    env = {"DISTGPT_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "cache").mkdir()
+    result = distgpt(*settings, program=program, env=env, timeout=300)
     assert result.returncode == 0, result.stderr
     noted, again, missing = map(str.split, result.stdout.splitlines())
     assert int(noted[0]) > 15 and noted[1] == "0"
     assert again[0] == again[1] and again[2] == "False"  # no file more, nothing reported
     assert missing == ["0"]
+    small = "--n-layer 2 --seq-len 32 --batch-size 2 --data story --tokenizer byte --threads 2 --steps 3"
+    weights = []
+    for name, where in (("by a helper", env), ("by others", {})):
+        out = tmp_path / name
+        words = ("--preset", "tiny-adamw", "--matmul", "blas", *small.split(), "--out", out)
+        done = distgpt("train", *words, env=where, timeout=300)
+        assert done.returncode == 0, done.stderr
+        weights.append((out / "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1]

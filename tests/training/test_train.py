@@ -53,15 +53,6 @@ def test_every_step_is_in_the_metrics(trained):
     assert steps[30]["loss"] < steps[1]["loss"] - 0.5
 
 
-@pytest.mark.slow
-def test_the_run_that_compiles_and_those_after_it_agree_to_the_bit(tmp_path):
-    """On two threads, for which another process compiles as well (helpers/)."""
-    env, words = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, ("--steps", "5", "--threads", "2")
-    runs = [train(tmp_path / name, *words, env=env) for name in ("compiles", "loads")]
-    assert (tmp_path / "cache").is_dir()
-    assert weights(runs[0]) == weights(runs[1])
-
-
 def test_variants_and_samples_from_the_command_line(tmp_path):
     variant = "--norm rmsnorm --mlp swiglu --positions rope --no-bias --untied"
     args = [*variant.split(), "--steps", "5", "--sample-every", "2", "--log-every", "2"]
