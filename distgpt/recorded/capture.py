@@ -81,7 +81,7 @@ class Capture:
     def attached(self) -> Iterator[None]:
         """Take the place of the pool's methods, and of the operations that are not of loops alone."""
         with _one_at_a_time, ExitStack() as stack:
-            for name in ("split_range", "run_parts", "run_together", "call", "between"):
+            for name in ("split_range", "run_parts", "run_together", "call"):
                 stack.enter_context(_instead(self._pool, name, getattr(self, name)))
             for name in _operations() - OF_LOOPS - STEERS:
                 instead = self._refused if name in ANSWERS else self._in_python
@@ -139,14 +139,6 @@ class Capture:
         self._threads[self._pool.thread].add(loop, args)
         self._has_met = False
 
-    def between(self, work: Callable[..., None], *args: Any) -> None:
-        if self._mode != ALONE:
-            raise NotRecordable(f"{work} by some threads")
-        self._meet()
-        self._pause(partial(work, *args))
-        self._has_met = False  # the others wait for this, too
-        self._meet()
-
     def _do(self, job: Callable[..., object], *args: Any) -> None:
         """Write down a loop; a function of Python's calls `Pool.call` for its loops."""
         if isinstance(job, Dispatcher):
@@ -179,7 +171,10 @@ class Capture:
             raise NotRecordable(f"{name} by some threads")
         work = partial(getattr(type(self._kernels), name), self._kernels, *args, **named)
         if name in ALONE_AND_SHORT and any(map(len, self._threads)):
-            self.between(work)
+            self._meet()
+            self._pause(work)
+            self._has_met = False  # the others wait for this, too
+            self._meet()
         else:
             self._end_segment()
             self.entries.append(work)

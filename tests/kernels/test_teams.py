@@ -29,8 +29,8 @@ SHAPES = {
     "sums that the BLAS halves": [(464, 896)],
 }
 
-# The gradients' scale, scalars, and a factor of the shape.
-HOW = np.array([1.0, 1.0]), np.array([1.0, 0.0, 0.9, 0.1, 0.2]), 1.0
+# The gradients' norm, scalars, and a factor of the shape.
+HOW = np.array([1.0]), np.array([1.0, 0.0, 0.9, 0.1, 0.2]), 1.0
 
 
 @pytest.mark.parametrize("kind", KERNELS)

@@ -42,7 +42,7 @@ from distgpt.core.ops.api import (
     Work,
 )
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
-from distgpt.core.ops.reference import OnHost, clipped
+from distgpt.core.ops.reference import OnHost
 
 W = TypeVar("W")
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
@@ -129,7 +129,6 @@ class CpuKernels(OnHost):
         self.matmuls = self._matmuls(matmul)
         self._polar_cost = muon.blas_cost if dtype == "float32" else muon.whole_cost
         self._polar_steps = np.array(POLAR)
-        self._scale = np.zeros(2)  # of gradients in an update, and whether there is to be one
 
     def _matmuls(self, matmul: str) -> Matmuls:
         return matmuls_for(self._pool, self.dtype, matmul)
@@ -420,18 +419,11 @@ class CpuKernels(OnHost):
         total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
-        self._pool.between(self._clip, norm, scalars)
         groups = scalars[3:].reshape(-1, 2)
-        how = self._scale, scalars, groups, tuple(constants)
+        how = norm, scalars, groups, tuple(constants)
         self._pool.split_range(len(state.p), PIECE, flat.adamw, *state, *how)
 
-    def _clip(self, norm: Array, scalars: Array) -> None:
-        """Read the norm, on the host: an update that is not finite must not begin."""
-        scale = clipped(norm, scalars)
-        self._scale[...] = scale or 0.0, scale is not None
-
     def muon_momentum(self, m: Sequence[Array], g: Sequence[Array], norm: Array, scalars: Array) -> None:
-        self._pool.between(self._clip, norm, scalars)
         pieces = [0, *accumulate(-(-len(mi) // PIECE) for mi in m)]  # where each array's begin
 
         def some(first: int, last: int) -> None:
@@ -439,7 +431,7 @@ class CpuKernels(OnHost):
             while i < len(m) and pieces[i] < last:
                 begin, end = PIECE * (max(first, pieces[i]) - pieces[i]), PIECE * (last - pieces[i])
                 some_of_it = begin, min(end, len(m[i])), m[i], g[i]
-                self._pool.call(muon.momentum, *some_of_it, self._scale, scalars)
+                self._pool.call(muon.momentum, *some_of_it, norm, scalars)
                 i += 1
 
         self._pool.split_range(pieces[-1], 1, some)
@@ -469,7 +461,6 @@ class CpuKernels(OnHost):
         return min(shape), max(shape), self.wide.name, team.members, self._polar_cost(shape).most
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
-        self._pool.between(self._clip, norm, scalars)
         shapes = tuple(matrix.p.shape for matrix in matrices)
         teams = share_out(shapes, self._pool.free_threads, muon.step_cost)
         sums = [
@@ -480,7 +471,7 @@ class CpuKernels(OnHost):
         def one(i: int, member: Member) -> None:
             rows, columns = shapes[i]
             of_shape = max(1.0, rows / columns) ** 0.5
-            how = self._scale, scalars, of_shape, beta2, sums[i], member
+            how = norm, scalars, of_shape, beta2, sums[i], member
             self._pool.call(muon.step, *matrices[i], *how)
 
         run_in_teams(self._pool, teams, one)

@@ -109,10 +109,6 @@ class Pool:
         """Call a compiled loop, inside a part of an operation. By this alone a component can record calls."""
         loop(*args)
 
-    def between(self, work: Callable[..., None], *args: object) -> None:
-        """Call work(*args) in Python, before what is split next. Recorded, it is called anew each time."""
-        work(*args)
-
     @staticmethod
     def part_of(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
         """Return the range of one part."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from distgpt.core.cpu.compiling.jit import I16, I32, get, inline, jit, number
+from distgpt.core.cpu.compiling.jit import FORCED, I16, I32, by_types, get, inline, jit, number
 from distgpt.core.cpu.fused.rowwise import round_to
-from distgpt.core.ops.api import PIECE
+from distgpt.core.ops.api import PIECE, StepScalars
+
+CORRECTION = StepScalars._fields.index("inv_sqrt_bias_correction")
 
 
 @jit
@@ -22,16 +26,35 @@ def squares(first, last, parts, g):
         parts[i] = square
 
 
+@by_types(**FORCED)
+def grad_scale(norm, scalars):
+    """Return the factor of gradients in an update, and whether there is to be one: `clipped` in a loop.
+
+    Every thread computes it from arrays, so that recorded calls need no Python in between. By types, since
+    the arithmetic of such functions is never reordered: all have the bits of `clipped`.
+    """
+
+    def computed(norm, scalars):
+        scale, clip = scalars[0], scalars[1]
+        length = scale * math.sqrt(norm[0])
+        is_finite = math.isfinite(length)
+        if is_finite and clip != 0 and length > clip:
+            scale = scale * (clip / length)
+        return scale, is_finite
+
+    return computed
+
+
 @jit
-def adamw(first, last, p, low, m, v, g, ranges, scale, scalars, groups, constants):
+def adamw(first, last, p, low, m, v, g, ranges, norm, scalars, groups, constants):
     """Elements first … last of p, and of `low`, their rounded copy, where there is one.
 
-    With a copy in pieces: what is rounded is then still in a cache. `scale` is that of gradients, and whether
-    to do so.
+    With a copy in pieces: what is rounded is then still in a cache. `scalars` are `StepScalars`.
     """
-    if scale[1] == 0:
+    scale, is_finite = grad_scale(norm, scalars)
+    if not is_finite:
         return
-    step = (scale[0], scalars[2])
+    step = (scale, scalars[CORRECTION])
     if low is None:
         _update(first, last, p, low, m, v, g, ranges, step, groups, constants)
         return

@@ -14,36 +14,41 @@ import numpy as np
 
 from distgpt.core.cpu.compiling.barrier import wait_for_all
 from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put
+from distgpt.core.cpu.fused.flat import grad_scale
 from distgpt.core.cpu.fused.rowwise import round_to
 from distgpt.core.cpu.matmul import blocked
 from distgpt.core.cpu.matmul.blas import PLAIN, gemm, rows_round_alike, squared
 from distgpt.core.cpu.matmul.blocked import rows_conflict
 from distgpt.core.cpu.matmul.packing import COLUMNS, ROWS, aligned
 from distgpt.core.cpu.teams import Cost
-from distgpt.core.ops.api import TINY, Array
+from distgpt.core.ops.api import TINY, Array, MuonScalars
 from distgpt.core.ops.low_precision import BITS
 
 # Rows of a matrix, and its length by them, from which on products of squares stand for its steps, and it is
 # multiplied once (Gram Newton-Schulz, Dao-AILab 2026). Not in bfloat16: its rounding makes small values of a
 # square negative, and steps let these grow without end.
 LEAST_ROWS, LEAST_RATIO = 128, 2
+MOMENTUM, LEARNING_RATE, WEIGHT_DECAY = map(
+    MuonScalars._fields.index, ("momentum", "learning_rate", "weight_decay")
+)
 BLOCK = 16  # rows and columns that are transposed at once: a cache line of float32
 Memory: TypeAlias = "tuple[Array | int | Memory, ...]"
 HALF = 192  # rows of a square whose columns behind the diagonal are left out
 
 
 @jit
-def momentum(first, last, m, g, scale, scalars):
-    """Elements first … last of m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m.
+def momentum(first, last, m, g, norm, scalars):
+    """Elements first … last of m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m, where the norm is finite.
 
-    `scale` is s, and whether to do so; `scalars` are `MuonScalars`.
+    s is `grad_scale`, `scalars` are `MuonScalars`.
     """
-    if scale[1] == 0:
+    scale, is_finite = grad_scale(norm, scalars)
+    if not is_finite:
         return
     real = m.dtype.type
-    mu = scalars[2]
+    mu = scalars[MOMENTUM]
     keep = real(mu)
-    new = real((1 - mu) * scale[0])
+    new = real((1 - mu) * scale)
     mi, gi = m[first:last], g[first:last]
     for i in range(mi.shape[0]):
         fresh = new * gi[i]
@@ -363,12 +368,12 @@ def _transpose(y, x, scale, member):
 
 
 @jit
-def step(p, low, v, u, scale, scalars, of_shape, beta2, sums, member):
+def step(p, low, v, u, norm, scalars, of_shape, beta2, sums, member):
     """See `Kernels.muon`; `of_shape` is the learning rate's factor. sums: two for each row of u."""
-    if scale[1] == 0:
+    if not grad_scale(norm, scalars)[1]:
         return
-    rate = scalars[3] * of_shape
-    decay = scalars[4]
+    rate = scalars[LEARNING_RATE] * of_shape
+    decay = scalars[WEIGHT_DECAY]
     if u.shape[0] >= u.shape[1]:
         arrivals = _by_rows(v, u, beta2, sums, member)
     else:
