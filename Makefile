@@ -62,13 +62,14 @@ fuzz: .venv/test ## try damaged files of all kinds on the loaders, for an hour: 
 torture: .venv/test ## kill, starve and damage short runs, which must end as if not: ARGS="--trials 100 --seconds 600"
 	$(BIN)/python benchmarks/torture.py $(ARGS)
 
-test-amx: .venv/test ## run the tests of bfloat16 with AMX's instructions emulated; needs AVX512_BF16 and g++
-	$(BIN)/python tests/helpers/emulatedamx.py -m pytest -k "bfloat16 and not disk" -m "not cluster and not rehearsal and not peer" \
+test-amx: .venv/test ## run the tests of bfloat16, int8 and int4 with AMX's instructions emulated; needs AVX512_BF16 and g++
+	$(BIN)/python tests/helpers/emulatedamx.py -m pytest -k "(bfloat16 or int8 or int4) and not disk" -m "not cluster and not rehearsal and not peer" \
 	  tests/kernels/test_matmul.py tests/kernels/test_cpu_attention.py tests/kernels/test_kernels.py tests/model tests/inference tests/training $(ARGS)
 
 test-arm64: ## train and run the matmul tests in an arm64 Debian under qemu; as root, with debootstrap, qemu-user-static
 	tests/arm64/run.sh
 
+# With the tools that are there: CI has installed all by then, a newcomer needs these alone.
 lint: $(if $(wildcard .venv/all),.venv/all,.venv/lint) ## lint, format check, type check and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -129,6 +130,7 @@ clean: ## remove environments and caches
 	.venv-peer/bin/python -m pip install $(QUIETLY) --requirement $<
 	touch $@
 
+# One pip for both: PyTorch's packages and ours. What asks for the first alone then finds it done.
 .venv-peer/test: benchmarks/requirements-peer.txt pyproject.toml
 	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
 	.venv-peer/bin/python -m pip install $(QUIETLY) --requirement $< --editable '.[mpich,test]'

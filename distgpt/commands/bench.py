@@ -11,7 +11,7 @@ import click
 
 from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
-from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
+from distgpt.commands.options import FiniteRange, Threads, launch_options, settings, stage_options
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import ROUNDED_DTYPES, nearest
 from distgpt.launch.launched import launched_as
@@ -151,7 +151,7 @@ def infer_options(command: F) -> F:
             default=("float32", "bfloat16", *ROUNDED_DTYPES),
             show_default=True,
         ),
-        click.option("--threads", type=click.IntRange(1), help="All cores if left out."),
+        click.option("--threads", type=Threads(), help="All cores if left out."),
         preset_option(default="gpt2"),
     )(command)
 

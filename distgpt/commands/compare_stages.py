@@ -12,7 +12,14 @@ from click.core import ParameterSource
 
 from distgpt.commands.complete import presets
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, launch_options, set_by_user, setting_option, settings_but
+from distgpt.commands.options import (
+    PATH,
+    Threads,
+    launch_options,
+    set_by_user,
+    setting_option,
+    settings_but,
+)
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import DTYPES, ON_GPU, SETTINGS, STAGES
 
@@ -24,7 +31,7 @@ DTYPE_HELP = "Compute in this number format; in float32 if left out, in which lo
 @command(name="compare-stages", example="distgpt compare-stages --ranks 2")
 @click.option("--stages", metavar="STAGE,…", help="Only these; all that can run here if left out.")
 @launch_options
-@click.option("--threads", type=click.IntRange(1), help="Threads per rank of the CPU stages.")
+@click.option("--threads", type=Threads(), help="Threads per rank of the CPU stages.")
 @click.option("--full", is_flag=True, help="All 50 epochs of the course project, not the first 21.")
 @click.option(
     "--preset", shell_complete=presets, help="Another workload: a named configuration (tiny, gpt2, …)."

@@ -79,7 +79,9 @@ class Threads(click.types.IntParamType):
     name = "integer|auto"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
-        return None if value == "auto" else super().convert(value, param, context)
+        if isinstance(value, str) and value.lower() == "auto":
+            return None
+        return super().convert(value, param, context)
 
 
 class StepsOrTime(click.types.StringParamType):

@@ -191,7 +191,7 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
     numbers = array.elements(given.numbers or theirs, "--array")
     if numbers and min(numbers) < system.least_element:
         raise UsageError(
-            f"--array {given.numbers}: {system.name} counts elements from {system.least_element}"
+            f"--array {given.numbers or theirs}: {system.name} counts elements from {system.least_element}"
         )
     element = system.element
     words = array.renamed(given.words, (*system.elements, array.ANY), element)
@@ -223,7 +223,7 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
         mpi=given.mpi or _mpi_of(stage, system),
         lines=given.lines,
         out=out,
-        command=[*_program(given.prefix), words[0], *added, *words[1:], *ending],
+        command=[*_program(given.prefix), words[0], *added, *_without_auto(words[1:]), *ending],
         made_by=command_line(*sys.argv[1:]),
         setup=given.setup,
         memory=given.memory or "",
@@ -241,6 +241,14 @@ def _divided(given: Asked, node: Shape | None, asked: dict[str, Any]) -> tuple[i
     ranks = given.ranks_per_node or given.gpus_per_node or (node.regions if node else 1)
     usual = CPUS_BESIDE_GPU if given.gpus_per_node else 1
     return ranks, given.cpus_per_task or asked["threads"] or (node.cpus_per_rank(ranks) if node else usual)
+
+
+def _without_auto(words: Sequence[str]) -> Iterator[str]:
+    """Leave out --threads auto: the job knows its threads, and says so."""
+    for before, word, after in zip(("", *words), words, (*words[1:], ""), strict=False):
+        is_auto = (word, after) == ("--threads", "auto") or (before, word) == ("--threads", "auto")
+        if not is_auto and word != "--threads=auto":
+            yield word
 
 
 def _program(prefix: str | None) -> list[str]:

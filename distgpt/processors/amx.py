@@ -6,8 +6,8 @@ pairs of k (row 4). A register of B is 16 pairs of k by 16 columns: half a panel
 register, the last rows and the last k, goes through buffers too, padded with zeros: so all registers keep one
 size, and a thread gives it to them once. Before each tile it only looks: that takes a tenth of the time.
 
-Tests run this machine code with an emulation of the tile instructions. It has run on one processor so far:
-performance.md.
+Tests run this machine code with an emulation of the tile instructions. An earlier form of it, which sized the
+registers for each tile, has run on a Sapphire Rapids (performance.md); this one on no processor with AMX.
 """
 
 from __future__ import annotations

@@ -129,11 +129,11 @@ def _libraries() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the kind of processor that loops are compiled for: its name, and a checksum of its features."""
-    from distgpt.core.cpu.compiling.processor import processor
+    """Return what loops are compiled for: the processor, a checksum of its features, AMX if it is used."""
+    from distgpt.core.cpu.compiling.processor import processor, shape
 
     name, features = processor()
-    return f"{name}-{sha256(features.encode()).hexdigest()[:8]}"
+    return f"{name}-{sha256(features.encode()).hexdigest()[:8]}{'-amx' * shape().amx}"
 
 
 def _gpu_name(stage: Any) -> str:

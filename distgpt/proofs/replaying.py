@@ -198,7 +198,7 @@ class Again:
         seconds = [line["step_s"] for line in self.record.steps.values() if line.get("step_s")]
         expected = before * median(filter(None, seconds)) if seconds else 0.0
         pace = f", {long_duration(expected)} at the run's pace" if expected > NOTABLE else ""
-        kept = [step for step, _ in self.record.checkpoints()]
+        kept = [step for step, _ in self.record.checkpoints() if step >= first]
         nearest = (
             f"; the next checkpoint that is kept is of step {kept[0]}" if kept and not checkpoint else ""
         )
@@ -308,7 +308,8 @@ def _before(record: Record, first: int) -> tuple[Path | None, list[str]]:
         if newest := newest_intact(record.directory.checkpoints, first - 1):
             return newest
     except DataError as error:
-        damaged.append(str(error))
+        which = str(error).partition(" is intact: ")[2]  # newer ones may be intact, and are of no use here
+        damaged.append(f"no checkpoint before step {first} is intact: {which}")
     origin = record.directory.branched_from()
     if origin is None:
         return None, damaged

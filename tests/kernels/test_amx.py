@@ -27,6 +27,7 @@ from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import to_bfloat16
 from distgpt.processors import amx, permission
 from distgpt.processors.permission import SHAPE as AMX
+from distgpt.proofs import kept
 
 OUT = {"float32": "float32", "bfloat16": "uint16"}
 ROWS, COLUMNS = AMX.rows, AMX.columns
@@ -249,6 +250,15 @@ def test_it_is_used_only_where_it_is_there_wanted_and_granted(monkeypatch):
         assert ("does not grant it" in processor.hint()) == (features == present and not granted)
     monkeypatch.undo()
     assert permission.granted() in (True, False)  # any processor can be asked
+
+
+def test_a_record_of_a_run_tells_whether_it_was_used(monkeypatch):
+    """Or a replay would promise the bits of a run that was computed otherwise."""
+    found = []
+    for shape in (AVX512_BF16, AMX):
+        monkeypatch.setattr(processor, "shape", lambda shape=shape: shape)
+        found.append(kept._processor())
+    assert found[1] == f"{found[0]}-amx"
 
 
 def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):

@@ -99,6 +99,7 @@ def test_a_damaged_checkpoint_on_the_way_is_named_and_passed_over(copied):
     result = inside("replay", copied, "--steps", "9:12")
     assert result.returncode == 0, result.stderr
     assert f"{file} is damaged" in result.stderr and "from its first weights" in result.stderr
+    assert "no checkpoint before step" in result.stderr
     assert "the same to the bit" in result.stdout and "step 8" not in result.stdout
 
 

@@ -80,7 +80,7 @@ class Processor:
     """A row of the table of processors: an instruction set with a use of registers of its own."""
 
     shape: Callable[[set[str]], Shape | None]  # by the processor's features; None: it is not used
-    hint: Callable[[set[str]], str] = lambda features: ""  # how its user turns it on; "" where it is on
+    hint: Callable[[set[str]], str] = lambda features: ""  # why it is not used; "" where it is
 
 
 # By a feature of those processors, in LLVM's words; the plain ones are AVX2 and AVX-512.
@@ -118,7 +118,7 @@ def shape() -> Shape:
 
 
 def hint() -> str:
-    """Return how to turn on instructions that this processor has, and that are off; "" if none are."""
+    """Return why instructions that this processor has are not used; "" if all are."""
     return next(filter(None, (kind.hint(features()) for kind in _kinds())), "")
 
 
