@@ -63,7 +63,7 @@ class Cell:
 
     def __init__(self, folder):
         self.folder = folder
-        ports = dict(zip(("SGE_QMASTER_PORT", "SGE_EXECD_PORT"), map(str, _free_ports(2)), strict=True))
+        ports = dict(zip(("SGE_QMASTER_PORT", "SGE_EXECD_PORT"), map(str, free_ports(2)), strict=True))
         path = os.pathsep.join([str(LIBRARY), os.environ["PATH"]])
         self.environ = {"SGE_ROOT": str(folder), "SGE_CELL": "default", "PATH": path, **ports}
 
@@ -158,7 +158,7 @@ def _configuration(folder):
     return path
 
 
-def _free_ports(count):
+def free_ports(count):
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,4 +1,10 @@
-"""LSF's part of a batch script. Written from IBM's reference of LSF 10.1, and not run."""
+"""LSF's part of a batch script, written from IBM's reference of LSF 10.1.
+
+As tried with volclava 2.2, an open clone of LSF, which lacks -wa, -wt, -Q and -gpu: a signal comes to every
+process group of the job, that of mpiexec and those of the ranks among them; at the limit (-W) all get USR2
+and have ten minutes; `bkill` sends INT, TERM and KILL; a script that leaves with 99 is queued again, with the
+same number.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,17 @@ import math
 
 from distgpt.jobs.batch.job import Job, clock
 from distgpt.jobs.batch.script import System
+
+# LSF signals all processes of a job, and that would kill an mpiexec that knows no USR2, as MPICH's.
+_SPARED = """\
+asked=
+trap '' USR2  # LSF sends it to mpiexec too, which MPICH's would not survive
+"""
+# On the INT of bkill its mpiexec kills the ranks a second later. LSF waits ten seconds for a save, and so it shall.
+_PATIENT = """\
+# Seconds that Open MPI's mpiexec leaves the ranks for a save when bkill has interrupted it: 4's name, and 5's.
+export OMPI_MCA_odls_base_sigkill_timeout=20 PRTE_MCA_odls_base_sigkill_timeout=20
+"""
 
 
 class Lsf(System):
@@ -19,10 +36,11 @@ class Lsf(System):
 Submit it with bsub < SCRIPT, whose options
 # override the lines below."""
     signals = """\
-# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt). INT and TERM come before
-# bkill kills: the job saves and ends."""
+# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt), as it does USR2 at the limit.
+# INT and TERM come before bkill kills: the job saves and ends. Asked once: a second USR1 would end the save."""
     rule = '75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).'
-    ends = "INT TERM USR2"  # USR2 is what LSF sends at the limit itself
+    announces, ends = "USR1 USR2", "INT TERM"
+    passed_on = '[ "$asked" ] || kill -USR1 $ranks; asked=yes'
     repeated = ("-R",)
 
     def options(self, job: Job) -> list[str]:
@@ -49,6 +67,10 @@ Submit it with bsub < SCRIPT, whose options
 
     def number(self, job: Job) -> str:
         return "$LSB_JOBID.$LSB_JOBINDEX" if job.is_array else "$LSB_JOBID"
+
+    def begin(self, job: Job) -> str:
+        patient = _PATIENT if job.mpi == "openmpi" else ""
+        return f"{super().begin(job)}{_SPARED}{patient}"
 
     def requeue(self, job: Job) -> str:
         return "  exit 99"

@@ -40,6 +40,7 @@ class System:
     limit = ""  # its option for the time limit, if the script says a second time when to save
     enters = ""  # the line that goes to where the script was submitted, if the system does not
     passed_on = "kill -USR1 $ranks"  # the command that asks the ranks to save
+    announces = "USR1"  # signals before a limit, after which the job begins again
     ends = "TERM"  # signals of a job's end to which the script only saves
     repeated: tuple[str, ...] = ()  # options of which each resource is another: -l, -R
     # The option by which a job waits for others: its key, and how its line begins, as a regular expression.
@@ -193,6 +194,7 @@ def script(system: System, job: Job) -> str:
         launch=f"{launch} \\\n  " if launch else "",
         command=" \\\n  ".join(_wrapped(job.command, quote)),
         signals=system.signals,
+        announces=system.announces,
         ends=system.ends,
         passed_on=system.passed_on,
         rule=system.rule,
@@ -255,7 +257,7 @@ newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}
 ranks=$!
 
 {signals}
-trap 'came=USR1; {passed_on}' USR1
+trap 'came=USR1; {passed_on}' {announces}
 trap 'came=TERM; ending=yes; {passed_on}' {ends}
 # wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped.
 while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
