@@ -13,14 +13,14 @@ import math
 from distgpt.jobs.batch.job import Job, clock
 from distgpt.jobs.batch.script import System
 
-# LSF signals all processes of a job, and that would kill an mpiexec that knows no USR2, as MPICH's.
+# A signal of LSF comes to mpiexec too, of which MPICH's would die by USR2, and Open MPI's kills the ranks one
+# second after an INT or TERM.
 _SPARED = """\
 asked=
-trap '' USR2  # LSF sends it to mpiexec too, which MPICH's would not survive
+trap '' USR2  # LSF sends it to mpiexec, too, which might not survive it
 """
-# On the INT of bkill its mpiexec kills the ranks a second later. LSF waits ten seconds for a save, and so it shall.
 _PATIENT = """\
-# Seconds that Open MPI's mpiexec leaves the ranks for a save when bkill has interrupted it: 4's name, and 5's.
+# Seconds that mpiexec leaves the ranks for a save after bkill: as Open MPI 4 calls them, and 5.
 export OMPI_MCA_odls_base_sigkill_timeout=20 PRTE_MCA_odls_base_sigkill_timeout=20
 """
 
@@ -68,9 +68,8 @@ Submit it with bsub < SCRIPT, whose options
     def number(self, job: Job) -> str:
         return "$LSB_JOBID.$LSB_JOBINDEX" if job.is_array else "$LSB_JOBID"
 
-    def begin(self, job: Job) -> str:
-        patient = _PATIENT if job.mpi == "openmpi" else ""
-        return f"{super().begin(job)}{_SPARED}{patient}"
+    def functions(self, job: Job) -> str:
+        return _SPARED + _PATIENT * (job.mpi == "openmpi")
 
     def requeue(self, job: Job) -> str:
         return "  exit 99"

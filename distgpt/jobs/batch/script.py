@@ -65,7 +65,7 @@ class System:
         return f'attempt=0\nwhile [ -e "{log}.$attempt.log" ]; do attempt=$((attempt + 1)); done\n'
 
     def functions(self, job: Job) -> str:
-        """Return lines that define functions of the shell for `begins_again`."""
+        """Return lines that stand before the launch, among them functions of the shell for `begins_again`."""
         return ""
 
     def launch(self, job: Job) -> str:
