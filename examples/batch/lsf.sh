@@ -16,12 +16,12 @@
 
 attempt=0
 while [ -e "lsf-$LSB_JOBID.$LSB_JOBINDEX.$attempt.log" ]; do attempt=$((attempt + 1)); done
-asked=
-trap '' USR2  # LSF sends it to mpiexec too, which MPICH's would not survive
-# Seconds that Open MPI's mpiexec leaves the ranks for a save when bkill has interrupted it: 4's name, and 5's.
-export OMPI_MCA_odls_base_sigkill_timeout=20 PRTE_MCA_odls_base_sigkill_timeout=20
 log=lsf-$LSB_JOBID.$LSB_JOBINDEX.$attempt.log
 newest() { ls runs/lsf/"$LSB_JOBINDEX"/checkpoints 2>/dev/null | tail -n 1; }
+asked=
+trap '' USR2  # LSF sends it to mpiexec, too, which might not survive it
+# Seconds that mpiexec leaves the ranks for a save after bkill: as Open MPI 4 calls them, and 5.
+export OMPI_MCA_odls_base_sigkill_timeout=20 PRTE_MCA_odls_base_sigkill_timeout=20
 before=$(newest)
 
 set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
@@ -31,12 +31,14 @@ mpiexec -n 8 --map-by ppr:4:node --bind-to none \
   >>"$log" 2>&1 &
 ranks=$!
 
-# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt), as it does USR2 at the limit.
-# INT and TERM come before bkill kills: the job saves and ends. Asked once: a second USR1 would end the save.
+# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt), or USR2, at the limit. INT
+# and TERM come before bkill kills: the job saves and ends. A second USR1 would end the save: they get one.
 trap 'came=USR1; [ "$asked" ] || kill -USR1 $ranks; asked=yes' USR1 USR2
 trap 'came=TERM; ending=yes; [ "$asked" ] || kill -USR1 $ranks; asked=yes' INT TERM
-# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped.
-while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
+# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
+# TSTP the shell would leave the loop, too, were it not for the function.
+ended() { wait $ranks; }
+while came=; ended; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
   [ "$came" ] || sleep 0.2
 done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"

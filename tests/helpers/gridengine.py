@@ -110,7 +110,7 @@ def grid_engine():
             if kind == "configuration":
                 cell.call(LIBRARY / "spoolinit", "classic", "libspoolc", spool, "init")
             cell.call(LIBRARY / "spooldefaults", kind, source)
-        stack.callback(_end_all, folder)
+        stack.callback(end_all, f"SGE_ROOT={folder}")
         cell.call(LIBRARY / "sge_qmaster")
         cell.wait_for(lambda: cell.call("qconf", "-sh", check=False).returncode == 0, SECONDS_TO_START)
         cell.call("qconf", "-as", "localhost")
@@ -123,12 +123,12 @@ def grid_engine():
         yield cell
 
 
-def _end_all(folder):
-    """Its daemons and whatever a job has left behind: all that has this cell in its environment."""
-    mine = f"SGE_ROOT={folder}".encode()
+def end_all(mine):
+    """Kill the daemons and whatever a job has left behind: all that has this in its environment."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mine in (process / "environ").read_bytes().split(b"\0") and int(process.name) != os.getpid():
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if mine.encode() in variables and int(process.name) != os.getpid():
                 os.kill(int(process.name), signal.SIGKILL)
 
 

@@ -5,15 +5,14 @@ Root alone can start one. It knows nothing of a cluster that is there already, a
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from gridengine import free_ports
+from gridengine import end_all, free_ports
 
 PREFIX = Path("/opt/volclava")  # where a build of one's own puts it
 DAEMONS = ("lim", "res", "sbatchd", "mbatchd", "pim", "eauth")
@@ -123,13 +122,13 @@ class Lava:
         return done.stdout if check else done
 
     def states(self):
-        """The state of each job, or element of an array, that has not been forgotten."""
+        """The job and the state of each row, of which an array has one for each element."""
         rows = [line.split() for line in self.call("bjobs", "-aw", check=False).stdout.splitlines()[1:]]
-        return {row[0]: row[2] for row in rows}
+        return [(int(row[0]), row[2]) for row in rows]
 
     def queued(self):
         """Its jobs that have not ended."""
-        return [row for row, state in self.states().items() if state not in ("DONE", "EXIT")]
+        return [job for job, state in self.states() if state not in ("DONE", "EXIT")]
 
     def wait_for(self, what, seconds=150):
         deadline = time.monotonic() + seconds
@@ -157,7 +156,8 @@ def lava():
         cluster.wait_for(is_ready, SECONDS_TO_START)
         yield cluster
     finally:
-        _end_all(folder)
+        for _ in range(2):  # sbatchd starts mbatchd again
+            end_all(f"LSF_ENVDIR={folder}")
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -176,13 +176,3 @@ def _prepare(folder):
     (folder / "lsf.conf").write_text(CONFIGURATION.format(**values))
     for name, text in FILES.items():
         (folder / name).write_text(text.format(host=socket.gethostname(), to_term=TO_TERM))
-
-
-def _end_all(folder):
-    """Its daemons and whatever a job has left behind: all that has this cluster in its environment."""
-    mine = f"LSF_ENVDIR={folder}".encode()
-    for _ in range(2):  # sbatchd starts mbatchd again
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if mine in (process / "environ").read_bytes().split(b"\0") and int(process.name) != os.getpid():
-                    os.kill(int(process.name), signal.SIGKILL)

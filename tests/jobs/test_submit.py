@@ -308,6 +308,22 @@ def test_a_script_that_gets_two_signals_at_once_waits_for_its_ranks(tmp_path):
     assert not job.submitted
 
 
+def test_a_script_whose_ranks_are_suspended_waits_for_them(tmp_path):
+    """TSTP is what LSF sends to a job of several slots: bash would leave a loop in which it waits for the launcher."""
+    job = PlayedJob(tmp_path)
+    job.program("mpiexec", f"echo $$ >here; sleep 0.5; {job.trains()}")
+    with job.begun() as process:
+        while not (tmp_path / "here").exists() or not (tmp_path / "here").read_text():
+            time.sleep(0.01)
+        launcher = int((tmp_path / "here").read_text())
+        os.kill(launcher, signal.SIGTSTP)
+        time.sleep(0.6)
+        assert process.poll() is None
+        os.kill(launcher, signal.SIGCONT)
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and "left with 75" in said, said
+
+
 def test_an_elements_successor_is_a_job_of_its_own_with_the_same_number(tmp_path):
     job = PlayedJob(tmp_path, "--array", "1-3")
     job.program("qsub", 'echo "$*" >>submitted.txt; cat >scripts.txt')

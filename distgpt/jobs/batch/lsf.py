@@ -36,8 +36,8 @@ class Lsf(System):
 Submit it with bsub < SCRIPT, whose options
 # override the lines below."""
     signals = """\
-# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt), as it does USR2 at the limit.
-# INT and TERM come before bkill kills: the job saves and ends. Asked once: a second USR1 would end the save."""
+# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt), or USR2, at the limit. INT
+# and TERM come before bkill kills: the job saves and ends. A second USR1 would end the save: they get one."""
     rule = '75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).'
     announces, ends = "USR1 USR2", "INT TERM"
     passed_on = '[ "$asked" ] || kill -USR1 $ranks; asked=yes'
