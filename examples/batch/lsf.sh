@@ -25,7 +25,7 @@ export OMPI_MCA_odls_base_sigkill_timeout=20 PRTE_MCA_odls_base_sigkill_timeout=
 before=$(newest)
 
 set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
-mpiexec -n 8 --map-by ppr:4:node --bind-to none \
+mpiexec -n 8 --map-by ppr:4:node --bind-to none ${LSB_DJOB_HOSTFILE:+--hostfile "$LSB_DJOB_HOSTFILE"} \
   distgpt train --stage mpi --threads 8 --preset gpt2 --data shards --batch-size 64 \
   --seed "$LSB_JOBINDEX" --out runs/lsf/"$LSB_JOBINDEX" --resume auto \
   >>"$log" 2>&1 &

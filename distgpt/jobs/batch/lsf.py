@@ -68,6 +68,11 @@ Submit it with bsub < SCRIPT, whose options
     def number(self, job: Job) -> str:
         return "$LSB_JOBID.$LSB_JOBINDEX" if job.is_array else "$LSB_JOBID"
 
+    def launch(self, job: Job) -> str:
+        # MPICH reads LSB_MCPU_HOSTS; Open MPI knows the nodes by this file, unless it has LSF's own library.
+        named = ' ${LSB_DJOB_HOSTFILE:+--hostfile "$LSB_DJOB_HOSTFILE"}'
+        return super().launch(job) + named * (job.mpi == "openmpi" and job.nodes > 1)
+
     def functions(self, job: Job) -> str:
         return _SPARED + _PATIENT * (job.mpi == "openmpi")
 
