@@ -309,7 +309,7 @@ def test_a_script_that_gets_two_signals_at_once_waits_for_its_ranks(tmp_path):
 
 
 def test_a_script_whose_ranks_are_suspended_waits_for_them(tmp_path):
-    """TSTP is what LSF sends to a job of several slots: bash would leave a loop in which it waits for the launcher."""
+    """TSTP is what LSF sends to a job of several slots: bash would leave the loop in which it waits."""
     job = PlayedJob(tmp_path)
     job.program("mpiexec", f"echo $$ >here; sleep 0.5; {job.trains()}")
     with job.begun() as process:
