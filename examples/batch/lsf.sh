@@ -6,7 +6,7 @@
 #BSUB -n 64
 #BSUB -R "span[ptile=32]"
 #BSUB -W 12:00
-#BSUB -wa USR1
+#BSUB -wa URG
 #BSUB -wt 00:02
 #BSUB -Q "99"
 #BSUB -r
@@ -19,9 +19,9 @@ while [ -e "lsf-$LSB_JOBID.$LSB_JOBINDEX.$attempt.log" ]; do attempt=$((attempt 
 log=lsf-$LSB_JOBID.$LSB_JOBINDEX.$attempt.log
 newest() { ls runs/lsf/"$LSB_JOBINDEX"/checkpoints 2>/dev/null | tail -n 1; }
 asked=
-trap '' USR2  # LSF sends it to mpiexec, too, which might not survive it
+trap '' USR2  # which comes to mpiexec, too, and might end it
 # Seconds that mpiexec leaves the ranks for a save after bkill: as Open MPI 4 calls them, and 5.
-export OMPI_MCA_odls_base_sigkill_timeout=20 PRTE_MCA_odls_base_sigkill_timeout=20
+export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=10
 before=$(newest)
 
 set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
@@ -31,9 +31,10 @@ mpiexec -n 8 --map-by ppr:4:node --bind-to none ${LSB_DJOB_HOSTFILE:+--hostfile 
   >>"$log" 2>&1 &
 ranks=$!
 
-# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt), or USR2, at the limit. INT
-# and TERM come before bkill kills: the job saves and ends. A second USR1 would end the save: they get one.
-trap 'came=USR1; [ "$asked" ] || kill -USR1 $ranks; asked=yes' USR1 USR2
+# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which this shell alone heeds,
+# and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1 would end
+# the save.
+trap 'came=USR1; [ "$asked" ] || kill -USR1 $ranks; asked=yes' URG USR1 USR2
 trap 'came=TERM; ending=yes; [ "$asked" ] || kill -USR1 $ranks; asked=yes' INT TERM
 # wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
 # TSTP the shell would leave the loop, too, were it not for the function.

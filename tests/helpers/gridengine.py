@@ -125,11 +125,16 @@ def grid_engine():
 
 def end_all(mine):
     """Kill the daemons and whatever a job has left behind: all that has this in its environment."""
+    signal_all(signal.SIGKILL, mine)
+
+
+def signal_all(number, *mine):
+    """Signal all processes but this one that have these in their environment."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             variables = (process / "environ").read_bytes().split(b"\0")
-            if mine.encode() in variables and int(process.name) != os.getpid():
-                os.kill(int(process.name), signal.SIGKILL)
+            if {*map(str.encode, mine)} <= {*variables} and int(process.name) != os.getpid():
+                os.kill(int(process.name), number)
 
 
 def _prepared(folder):

@@ -5,6 +5,7 @@ Root alone can start one. It knows nothing of a cluster that is there already, a
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -12,7 +13,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from gridengine import end_all, free_ports
+from gridengine import end_all, free_ports, signal_all
 
 PREFIX = Path("/opt/volclava")  # where a build of one's own puts it
 DAEMONS = ("lim", "res", "sbatchd", "mbatchd", "pim", "eauth")
@@ -120,6 +121,11 @@ class Lava:
         done = subprocess.run([*map(str, words)], **how)
         assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
         return done.stdout if check else done
+
+    def warn(self, job, element=0):
+        """Send URG to all processes of a job, as LSF does by -wa: its clone has no number for that signal."""
+        own = {"LSF_ENVDIR": self.folder, "LSB_JOBID": job, "LSB_JOBINDEX": element}
+        signal_all(signal.SIGURG, *(f"{name}={value}" for name, value in own.items()))
 
     def states(self):
         """The job and the state of each row, of which an array has one for each element."""

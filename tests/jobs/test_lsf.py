@@ -1,6 +1,6 @@
 """Jobs of a real volclava, an open clone of LSF: saved at the limit, queued again or followed, and finished.
 
-The clone knows no -wa and -wt: where LSF sends USR1 before the limit by itself, `bkill -s USR1` does it here.
+The clone knows no -wa and -wt: where LSF sends URG before the limit by itself, the tests do it here.
 """
 
 import json
@@ -76,14 +76,14 @@ def same(run, finished):
 
 
 @needs_mpi
-@pytest.mark.parametrize("name", ["USR1", "USR2"])
+@pytest.mark.parametrize("name", ["URG", "USR2", "USR1"])
 def test_a_job_that_is_warned_is_saved_queued_again_and_ends_as_if_not_stopped(
     cluster, finished, tmp_path, name
 ):
-    """By -wa before the limit, or at the limit itself: all processes of the job get the signal."""
+    """URG comes by -wa before the limit, USR2 at the limit. All processes of the job get the signal."""
     number = submit(cluster, tmp_path, "--time", "10m")
     with held(cluster, tmp_path) as ranks:
-        cluster.call("bkill", "-s", name, number)
+        cluster.warn(number) if name == "URG" else cluster.call("bkill", "-s", name, number)
         cluster.wait_for(lambda: all(map(is_asked, ranks)))
     finish(cluster)
     step = int(re.search(r"ended by SIGUSR1; step (\d+) is saved", log_of(tmp_path, number, 0))[1])
@@ -109,7 +109,7 @@ def test_a_job_at_its_limit_is_saved_and_queued_again(cluster, finished, tmp_pat
 def test_a_successor_is_submitted_once_and_finishes_the_run(cluster, finished, tmp_path):
     number = submit(cluster, tmp_path, "--time", "10m", "--successor")
     with held(cluster, tmp_path):
-        cluster.call("bkill", "-s", "USR1", number)
+        cluster.warn(number)
     finish(cluster)
     assert [path.name for path in (tmp_path / "my run's").glob("followed-*")] == [f"followed-{number}"]
     assert sorted(path.name for path in tmp_path.glob("*.0.log")) == [
@@ -163,7 +163,7 @@ def test_an_element_of_an_array_is_followed_by_one_of_its_own(cluster, finished,
     number = submit(cluster, tmp_path, "--time", "10m", "--array", "1-2%1", "--successor", words=words)
     with held(cluster, tmp_path, "my run's/1"):
         assert [state for job, state in cluster.states() if job == number] == ["RUN", "PEND"]
-        cluster.call("bkill", "-s", "USR1", f"{number}[1]")
+        cluster.warn(number, 1)
     finish(cluster)
     assert "attempt 0 left with 75" in said(tmp_path, f"{number}.1")
     assert "attempt 0 left with 0" in said(tmp_path, f"{number}.2")
@@ -178,7 +178,7 @@ def test_an_element_of_an_array_is_followed_by_one_of_its_own(cluster, finished,
 def test_an_element_of_an_array_is_queued_again(cluster, finished, tmp_path):
     number = submit(cluster, tmp_path, "--time", "10m", "--array", "1-2%1")
     with held(cluster, tmp_path, "my run's/1"):
-        cluster.call("bkill", "-s", "USR1", f"{number}[1]")
+        cluster.warn(number, 1)
     finish(cluster)
     assert "attempt 1 left with 0" in said(tmp_path, f"{number}.1")
     assert "attempt 0 left with 0" in said(tmp_path, f"{number}.2")
@@ -203,19 +203,19 @@ def test_options_of_the_job_reach_lsf_and_the_ranks(cluster, finished, tmp_path)
 
 @needs_mpi
 @pytest.mark.skipif(OPEN_MPI is None, reason="needs Debian's Open MPI: apt install openmpi-bin")
-@pytest.mark.parametrize(("words", "code"), [("-s USR1", 0), ("", 1)])
-def test_open_mpi_leaves_the_ranks_time_for_a_save(cluster, finished, tmp_path, words, code):
+@pytest.mark.parametrize(("how", "code"), [("warned", 0), ("killed", 1)])
+def test_open_mpi_leaves_the_ranks_time_for_a_save(cluster, finished, tmp_path, how, code):
     root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     own = f"export MPI4PY_LIBMPI={OPEN_MPI} {root}"
     number = submit(cluster, tmp_path, "--mpi", "openmpi", "--time", "10m", "--setup", own)
     with held(cluster, tmp_path, sign="OMPI_COMM_WORLD_RANK") as ranks:
-        assert {variable(rank, "OMPI_MCA_odls_base_sigkill_timeout") for rank in ranks} == {"20"}
-        cluster.call("bkill", *words.split(), number)
+        assert {variable(rank, "OMPI_MCA_odls_base_sigkill_timeout") for rank in ranks} == {"10"}
+        cluster.warn(number) if how == "warned" else cluster.call("bkill", number)
     finish(cluster)
     # What the ranks say while it ends them is lost.
     step = max(metrics(tmp_path / "my run's"))
     assert f"left with {code}; newest checkpoint: step-{step:08}" in said(tmp_path, number)
-    assert not words or same(tmp_path / "my run's", finished)
+    assert how == "killed" or same(tmp_path / "my run's", finished)
 
 
 def test_threads_are_those_that_lsf_grants(cluster, finished, tmp_path):

@@ -49,7 +49,7 @@ ASKED = {
     "sge": "-N mine|-S /bin/bash|-cwd|-pe mpi 64|-l gpu=4|-l h_rt=04:00:00|-l s_rt=03:58:00|-notify|-r y"
     "|-j y|-o mine-$JOB_ID.$TASK_ID.log|-t 1-4|-tc 2",
     "lsf": '-J "mine[1-4]%2"|-n 64|-R "span[ptile=32]"|-R "rusage[mem=64G/host]"|-gpu "num=4/host"|-W 04:00'
-    '|-wa USR1|-wt 00:02|-Q "99"|-r|-o mine-%J.%I.log',
+    '|-wa URG|-wt 00:02|-Q "99"|-r|-o mine-%J.%I.log',
     "flux": "--job-name=mine|--nodes=2|--nslots=2|--cores-per-slot=32|--gpus-per-slot=4|--time-limit=14400s"
     "|--output=mine-{{id.f58plain}}.log",
 }

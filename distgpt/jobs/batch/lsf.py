@@ -13,15 +13,15 @@ import math
 from distgpt.jobs.batch.job import Job, clock
 from distgpt.jobs.batch.script import System
 
-# A signal of LSF comes to mpiexec too, of which MPICH's would die by USR2, and Open MPI's kills the ranks one
-# second after an INT or TERM.
+# A signal of LSF comes to mpiexec and to all that it has started, too. By itself every program ignores URG.
+# USR2 ends MPICH's mpiexec, and an ssh to another node; of an INT, Open MPI's mpiexec kills the ranks.
 _SPARED = """\
 asked=
-trap '' USR2  # LSF sends it to mpiexec, too, which might not survive it
+trap '' USR2  # which comes to mpiexec, too, and might end it
 """
 _PATIENT = """\
 # Seconds that mpiexec leaves the ranks for a save after bkill: as Open MPI 4 calls them, and 5.
-export OMPI_MCA_odls_base_sigkill_timeout=20 PRTE_MCA_odls_base_sigkill_timeout=20
+export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=10
 """
 
 
@@ -36,10 +36,11 @@ class Lsf(System):
 Submit it with bsub < SCRIPT, whose options
 # override the lines below."""
     signals = """\
-# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt), or USR2, at the limit. INT
-# and TERM come before bkill kills: the job saves and ends. A second USR1 would end the save: they get one."""
+# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which this shell alone heeds,
+# and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1 would end
+# the save."""
     rule = '75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).'
-    announces, ends = "USR1 USR2", "INT TERM"
+    announces, ends = "URG USR1 USR2", "INT TERM"
     passed_on = '[ "$asked" ] || kill -USR1 $ranks; asked=yes'
     repeated = ("-R",)
 
@@ -53,7 +54,7 @@ Submit it with bsub < SCRIPT, whose options
             *([f'-R "rusage[mem={job.memory}/host]"'] if job.memory else []),
             *([f'-gpu "num={job.gpus_per_node}/host"'] if job.gpus_per_node else []),
             f"-W {clock(60 * math.ceil(job.seconds / 60))[:-3]}",  # in minutes, rounded up
-            "-wa USR1",
+            "-wa URG",
             f"-wt {warning[:-3]}",
             '-Q "99"',
             "-r",
