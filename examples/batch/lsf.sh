@@ -31,7 +31,7 @@ mpiexec -n 8 --map-by ppr:4:node --bind-to none ${LSB_DJOB_HOSTFILE:+--hostfile 
   >>"$log" 2>&1 &
 ranks=$!
 
-# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which this shell alone heeds,
+# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which only this shell heeds,
 # and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1 would end
 # the save.
 trap 'came=USR1; [ "$asked" ] || kill -USR1 $ranks; asked=yes' URG USR1 USR2

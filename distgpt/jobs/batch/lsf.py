@@ -36,7 +36,7 @@ class Lsf(System):
 Submit it with bsub < SCRIPT, whose options
 # override the lines below."""
     signals = """\
-# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which this shell alone heeds,
+# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which only this shell heeds,
 # and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1 would end
 # the save."""
     rule = '75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).'
