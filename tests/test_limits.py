@@ -119,15 +119,15 @@ def test_quotas_of_cores_are_shared_by_the_ranks_of_a_host(tmp_path):
 def test_batch_systems_that_bind_no_process_still_grant_cores():
     """PBS tells of one process or of a chunk, LSF and Grid Engine of all that run on a host."""
     pbs = {"PBS_JOBID": "7.server", "NCPUS": "4"}
-    lsf = {"LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "6", "LSB_MCPU_HOSTS": "n1 6"}
+    lsf = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "n1 6 "}
     grid_engine = {"SGE_TASK_ID": "undefined", "JOB_ID": "7", "NSLOTS": "6", "NHOSTS": "1"}
     for environ, ranks, number, limit in (
         (pbs, 1, 4, "NCPUS=4"),
         (pbs, 2, 2, "NCPUS=4"),
         ({**pbs, "OMP_NUM_THREADS": "4"}, 2, 4, "NCPUS=4"),  # ompthreads: of each
         ({**pbs, "OMP_NUM_THREADS": "2"}, 1, 4, "NCPUS=4"),  # exported by the job's script
-        (lsf, 1, 6, "LSB_DJOB_NUMPROC=6"),
-        (lsf, 2, 3, "LSB_DJOB_NUMPROC=6"),
+        (lsf, 1, 6, "LSB_MCPU_HOSTS=n1 6"),
+        (lsf, 2, 3, "LSB_MCPU_HOSTS=n1 6"),
         (grid_engine, 1, 6, "NSLOTS=6"),
         (grid_engine, 4, 1.5, "NSLOTS=6"),
         # Where a number may mean something else, or is none of a job's.

@@ -77,9 +77,11 @@ class Lsf(BatchSystem):
 
     def cores(self, environ: Environ, ranks: int) -> tuple[float, str] | None:
         # "host slots host slots …": of several hosts, this one's name may be another than LSF's.
-        is_alone = len(environ.get("LSB_MCPU_HOSTS", "").split()) == 2
+        hosts = environ.get("LSB_MCPU_HOSTS", "").split()
         is_bound = bool(environ.get("LSB_AFFINITY_HOSTFILE"))
-        return _limit(environ, "LSB_DJOB_NUMPROC", ranks) if is_alone and not is_bound else None
+        if len(hosts) != 2 or not hosts[1].isdecimal() or is_bound:
+            return None
+        return int(hosts[1]) / ranks, f"LSB_MCPU_HOSTS={hosts[0]} {hosts[1]}"
 
 
 class GridEngine(BatchSystem):

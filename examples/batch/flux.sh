@@ -33,8 +33,10 @@ ranks=$!
 # 5 seconds before `flux cancel` kills: the job saves and ends.
 trap 'came=USR1; flux job kill -s USR1 $(flux job last)' USR1
 trap 'came=TERM; ending=yes; flux job kill -s USR1 $(flux job last)' TERM HUP
-# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped.
-while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
+# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
+# TSTP the shell would leave the loop, too, were it not for the function.
+ended() { wait $ranks; }
+while came=; ended; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
   [ "$came" ] || sleep 0.2
 done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"

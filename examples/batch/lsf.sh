@@ -6,7 +6,7 @@
 #BSUB -n 64
 #BSUB -R "span[ptile=32]"
 #BSUB -W 12:00
-#BSUB -wa USR1
+#BSUB -wa URG
 #BSUB -wt 00:02
 #BSUB -Q "99"
 #BSUB -r
@@ -18,21 +18,28 @@ attempt=0
 while [ -e "lsf-$LSB_JOBID.$LSB_JOBINDEX.$attempt.log" ]; do attempt=$((attempt + 1)); done
 log=lsf-$LSB_JOBID.$LSB_JOBINDEX.$attempt.log
 newest() { ls runs/lsf/"$LSB_JOBINDEX"/checkpoints 2>/dev/null | tail -n 1; }
+asked=
+trap '' USR2  # which comes to mpiexec, too, and might end it
+# Seconds that mpiexec leaves the ranks for a save after bkill: as Open MPI 4 calls them, and 5.
+export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=10
 before=$(newest)
 
 set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
-mpiexec -n 8 --map-by ppr:4:node --bind-to none \
+mpiexec -n 8 --map-by ppr:4:node --bind-to none ${LSB_DJOB_HOSTFILE:+--hostfile "$LSB_DJOB_HOSTFILE"} \
   distgpt train --stage mpi --threads 8 --preset gpt2 --data shards --batch-size 64 \
   --seed "$LSB_JOBINDEX" --out runs/lsf/"$LSB_JOBINDEX" --resume auto \
   >>"$log" 2>&1 &
 ranks=$!
 
-# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt). INT and TERM come before
-# bkill kills: the job saves and ends.
-trap 'came=USR1; kill -USR1 $ranks' USR1
-trap 'came=TERM; ending=yes; kill -USR1 $ranks' INT TERM USR2
-# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped.
-while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
+# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which only this shell heeds,
+# and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1 would end
+# the save.
+trap 'came=USR1; [ "$asked" ] || kill -USR1 $ranks; asked=yes' URG USR1 USR2
+trap 'came=TERM; ending=yes; [ "$asked" ] || kill -USR1 $ranks; asked=yes' INT TERM
+# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
+# TSTP the shell would leave the loop, too, were it not for the function.
+ended() { wait $ranks; }
+while came=; ended; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
   [ "$came" ] || sleep 0.2
 done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"

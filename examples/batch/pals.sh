@@ -34,8 +34,10 @@ ranks=$!
 # TERM comes before qdel kills: the job saves and ends, or PBS starts it again after a preemption.
 trap 'came=USR1; kill -USR1 $ranks' USR1
 trap 'came=TERM; ending=yes; kill -USR1 $ranks' TERM
-# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped.
-while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
+# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
+# TSTP the shell would leave the loop, too, were it not for the function.
+ended() { wait $ranks; }
+while came=; ended; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
   [ "$came" ] || sleep 0.2
 done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"

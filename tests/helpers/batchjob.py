@@ -1,18 +1,21 @@
 """The run that tests of batch systems submit, and its ranks as Linux knows them."""
 
+import re
+import signal
 from contextlib import suppress
 from pathlib import Path
 
 from conftest import distgpt
 
 STEPS = 80
+_ASKED = 1 << signal.SIGUSR1 - 1  # in a mask of signals
 _MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
 WORDS = ["train", *_MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
 
 
-def uninterrupted(run):
+def uninterrupted(run, words=WORDS):
     """Train it on two ranks without a batch system, which nobody stops."""
-    result = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
+    result = distgpt(*words, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
     assert result.returncode == 0, result.stderr
     return run
 
@@ -32,3 +35,9 @@ def ranks_in(folder, sign="PMI_RANK"):
 def variable(process, name):
     rows = (process / "environ").read_bytes().split(b"\0")
     return next(row.partition(b"=")[2].decode() for row in rows if row.startswith(f"{name}=".encode()))
+
+
+def is_asked(rank):
+    """Whether one that stands still has been asked to save."""
+    masks = re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)", (rank / "status").read_text(), re.M)
+    return any(int(mask, 16) & _ASKED for mask in masks)

@@ -63,7 +63,7 @@ class Cell:
 
     def __init__(self, folder):
         self.folder = folder
-        ports = dict(zip(("SGE_QMASTER_PORT", "SGE_EXECD_PORT"), map(str, _free_ports(2)), strict=True))
+        ports = dict(zip(("SGE_QMASTER_PORT", "SGE_EXECD_PORT"), map(str, free_ports(2)), strict=True))
         path = os.pathsep.join([str(LIBRARY), os.environ["PATH"]])
         self.environ = {"SGE_ROOT": str(folder), "SGE_CELL": "default", "PATH": path, **ports}
 
@@ -110,7 +110,7 @@ def grid_engine():
             if kind == "configuration":
                 cell.call(LIBRARY / "spoolinit", "classic", "libspoolc", spool, "init")
             cell.call(LIBRARY / "spooldefaults", kind, source)
-        stack.callback(_end_all, folder)
+        stack.callback(end_all, f"SGE_ROOT={folder}")
         cell.call(LIBRARY / "sge_qmaster")
         cell.wait_for(lambda: cell.call("qconf", "-sh", check=False).returncode == 0, SECONDS_TO_START)
         cell.call("qconf", "-as", "localhost")
@@ -123,13 +123,18 @@ def grid_engine():
         yield cell
 
 
-def _end_all(folder):
-    """Its daemons and whatever a job has left behind: all that has this cell in its environment."""
-    mine = f"SGE_ROOT={folder}".encode()
+def end_all(mine):
+    """Kill the daemons and whatever a job has left behind: all that has this in its environment."""
+    signal_all(signal.SIGKILL, mine)
+
+
+def signal_all(number, *mine):
+    """Signal all processes but this one that have these in their environment."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mine in (process / "environ").read_bytes().split(b"\0") and int(process.name) != os.getpid():
-                os.kill(int(process.name), signal.SIGKILL)
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if {*map(str.encode, mine)} <= {*variables} and int(process.name) != os.getpid():
+                os.kill(int(process.name), number)
 
 
 def _prepared(folder):
@@ -158,7 +163,7 @@ def _configuration(folder):
     return path
 
 
-def _free_ports(count):
+def free_ports(count):
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

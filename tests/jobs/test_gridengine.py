@@ -1,12 +1,11 @@
 """Jobs of a real Grid Engine: saved before the limit, queued again or followed, and finished."""
 
 import re
-import signal
 import time
 from contextlib import contextmanager
 
 import pytest
-from batchjob import STEPS, WORDS, ranks_in, uninterrupted
+from batchjob import STEPS, WORDS, is_asked, ranks_in, uninterrupted
 from conftest import distgpt, losses, metrics, needs_mpi
 from gridengine import grid_engine, lacking
 from standstill import standing_still
@@ -15,7 +14,6 @@ pytestmark = [
     *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
     pytest.mark.skipif(bool(lacking()), reason=lacking()),
 ]
-USR1 = 1 << signal.SIGUSR1 - 1
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +46,9 @@ def held(cell, folder):
         yield ranks
 
 
-def has_usr1(rank):
-    masks = re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)", (rank / "status").read_text(), re.M)
-    return any(int(mask, 16) & USR1 for mask in masks)
-
-
 def stopped_at_the_limit(cell, folder):
     with held(cell, folder) as ranks:
-        cell.wait_for(lambda: all(map(has_usr1, ranks)))
+        cell.wait_for(lambda: all(map(is_asked, ranks)))
 
 
 def said(folder, number):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,13 @@ from pathlib import Path
 
 import batchjob
 import pytest
-from batchjob import STEPS, ranks_in, variable
+from batchjob import STEPS, is_asked, ranks_in, variable
 from conftest import losses, metrics, needs_mpi
 from hosts import MPIRUN
 from openpbs import lacking, open_pbs
 from standstill import standing_still
 
 WORDS = [*batchjob.WORDS, "--save-every", "20"]
-ASKED = 1 << signal.SIGUSR1 - 1  # in a mask of signals
 SPARE = 6  # seconds before the limit at which ranks that stood still have to save
 # Debian's is built without PBS's library.
 IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"
@@ -68,12 +66,6 @@ def held(cluster, folder, run="my run's"):
     assert len(ranks) == 2
     with standing_still(ranks):
         yield ranks
-
-
-def is_asked(rank):
-    """Whether the script has passed on that it should save."""
-    masks = re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)", (rank / "status").read_text(), re.M)
-    return any(int(mask, 16) & ASKED for mask in masks)
 
 
 def newest_checkpoint(run):

@@ -49,7 +49,7 @@ ASKED = {
     "sge": "-N mine|-S /bin/bash|-cwd|-pe mpi 64|-l gpu=4|-l h_rt=04:00:00|-l s_rt=03:58:00|-notify|-r y"
     "|-j y|-o mine-$JOB_ID.$TASK_ID.log|-t 1-4|-tc 2",
     "lsf": '-J "mine[1-4]%2"|-n 64|-R "span[ptile=32]"|-R "rusage[mem=64G/host]"|-gpu "num=4/host"|-W 04:00'
-    '|-wa USR1|-wt 00:02|-Q "99"|-r|-o mine-%J.%I.log',
+    '|-wa URG|-wt 00:02|-Q "99"|-r|-o mine-%J.%I.log',
     "flux": "--job-name=mine|--nodes=2|--nslots=2|--cores-per-slot=32|--gpus-per-slot=4|--time-limit=14400s"
     "|--output=mine-{{id.f58plain}}.log",
 }
@@ -342,6 +342,22 @@ def test_a_script_that_gets_two_signals_at_once_waits_for_its_ranks(tmp_path):
             said, _ = process.communicate(timeout=30)
         assert process.returncode == 75 and "left with 75" in said, said
     assert not job.submitted
+
+
+def test_a_script_whose_ranks_are_suspended_waits_for_them(tmp_path):
+    """TSTP is what LSF sends to a job of several slots: bash would leave the loop in which it waits."""
+    job = PlayedJob(tmp_path)
+    job.program("mpiexec", f"echo $$ >here; sleep 0.5; {job.trains()}")
+    with job.begun() as process:
+        while not (tmp_path / "here").exists() or not (tmp_path / "here").read_text():
+            time.sleep(0.01)
+        launcher = int((tmp_path / "here").read_text())
+        os.kill(launcher, signal.SIGTSTP)
+        time.sleep(0.6)
+        assert process.poll() is None
+        os.kill(launcher, signal.SIGCONT)
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and "left with 75" in said, said
 
 
 def test_an_elements_successor_is_a_job_of_its_own_with_the_same_number(tmp_path):

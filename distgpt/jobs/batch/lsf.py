@@ -1,4 +1,10 @@
-"""LSF's part of a batch script. Written from IBM's reference of LSF 10.1, and not run."""
+"""LSF's part of a batch script, written from IBM's reference of LSF 10.1.
+
+As tried with volclava 2.2, an open clone of LSF, which lacks -wa, -wt, -Q and -gpu: a signal comes to every
+process group of the job, that of mpiexec and those of the ranks among them; at the limit (-W) all get USR2
+and have ten minutes; `bkill` sends INT, TERM and KILL; a script that leaves with 99 is queued again, with the
+same number.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,17 @@ import math
 
 from distgpt.jobs.batch.job import Job, clock
 from distgpt.jobs.batch.script import System
+
+# A signal of LSF comes to mpiexec and to all that it has started, too. By itself every program ignores URG.
+# USR2 ends MPICH's mpiexec, and an ssh to another node; of an INT, Open MPI's mpiexec kills the ranks.
+_SPARED = """\
+asked=
+trap '' USR2  # which comes to mpiexec, too, and might end it
+"""
+_PATIENT = """\
+# Seconds that mpiexec leaves the ranks for a save after bkill: as Open MPI 4 calls them, and 5.
+export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=10
+"""
 
 
 class Lsf(System):
@@ -20,10 +37,12 @@ class Lsf(System):
 Submit it with bsub < SCRIPT, whose options
 # override the lines below."""
     signals = """\
-# Every rank saves and leaves on USR1, which LSF sends before the limit (-wa, -wt). INT and TERM come before
-# bkill kills: the job saves and ends."""
+# Every rank saves and leaves on USR1. LSF sends URG before the limit (-wa, -wt), which only this shell heeds,
+# and USR2 at the limit. INT and TERM come before bkill kills: the job saves and ends. A second USR1 would end
+# the save."""
     rule = '75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).'
-    ends = "INT TERM USR2"  # USR2 is what LSF sends at the limit itself
+    announces, ends = "URG USR1 USR2", "INT TERM"
+    passed_on = '[ "$asked" ] || kill -USR1 $ranks; asked=yes'
     repeated = ("-R",)
 
     def options(self, job: Job) -> list[str]:
@@ -36,7 +55,7 @@ Submit it with bsub < SCRIPT, whose options
             *([f'-R "rusage[mem={job.memory}/host]"'] if job.memory else []),
             *([f'-gpu "num={job.gpus_per_node}/host"'] if job.gpus_per_node else []),
             f"-W {clock(60 * math.ceil(job.seconds / 60))[:-3]}",  # in minutes, rounded up
-            "-wa USR1",
+            "-wa URG",
             f"-wt {warning[:-3]}",
             '-Q "99"',
             "-r",
@@ -50,6 +69,14 @@ Submit it with bsub < SCRIPT, whose options
 
     def number(self, job: Job) -> str:
         return "$LSB_JOBID.$LSB_JOBINDEX" if job.is_array else "$LSB_JOBID"
+
+    def launch(self, job: Job) -> str:
+        # MPICH reads LSB_MCPU_HOSTS; Open MPI knows the nodes by this file, unless it has LSF's own library.
+        named = ' ${LSB_DJOB_HOSTFILE:+--hostfile "$LSB_DJOB_HOSTFILE"}'
+        return super().launch(job) + named * (job.mpi == "openmpi" and job.nodes > 1)
+
+    def functions(self, job: Job) -> str:
+        return _SPARED + _PATIENT * (job.mpi == "openmpi")
 
     def requeue(self, job: Job) -> str:
         return "  exit 99"

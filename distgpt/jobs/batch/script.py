@@ -43,6 +43,7 @@ class System:
     limit = ""  # its option for the time limit, if the script says a second time when to save
     enters = ""  # the line that goes to where the script was submitted, if the system does not
     passed_on = "kill -USR1 $ranks"  # the command that asks the ranks to save
+    announces = "USR1"  # signals before a limit, after which the job begins again
     ends = "TERM"  # signals of a job's end to which the script only saves
     repeated: tuple[str, ...] = ()  # options of which each resource is another: -l, -R
     # The option by which a job waits for others: its key, and how its line begins, as a regular expression.
@@ -73,7 +74,7 @@ class System:
         return f'attempt=0\nwhile [ -e "{log}.$attempt.log" ]; do attempt=$((attempt + 1)); done\n'
 
     def functions(self, job: Job) -> str:
-        """Return lines that define functions of the shell for `begins_again`."""
+        """Return lines that stand before the launch, among them functions of the shell for `begins_again`."""
         return ""
 
     def launch(self, job: Job) -> str:
@@ -202,6 +203,7 @@ def script(system: System, job: Job) -> str:
         launch=f"{launch} \\\n  " if launch else "",
         command=" \\\n  ".join(_wrapped(job.command, quote)),
         signals=system.signals,
+        announces=system.announces,
         ends=system.ends,
         passed_on=system.passed_on,
         rule=system.rule,
@@ -264,10 +266,12 @@ newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}
 ranks=$!
 
 {signals}
-trap 'came=USR1; {passed_on}' USR1
+trap 'came=USR1; {passed_on}' {announces}
 trap 'came=TERM; ending=yes; {passed_on}' {ends}
-# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped.
-while came=; wait $ranks; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
+# wait comes back for a signal, after two at once perhaps twice, and always while the ranks are stopped: of a
+# TSTP the shell would leave the loop, too, were it not for the function.
+ended() {{ wait $ranks; }}
+while came=; ended; code=$?; [ "$came" ] || kill -0 $ranks 2>/dev/null; do
   [ "$came" ] || sleep 0.2
 done
 echo "attempt $attempt left with $code; newest checkpoint: $(newest)"

@@ -1,0 +1,184 @@
+"""A volclava, an open clone of LSF, of one host on this machine: its daemons in a folder of their own.
+
+Root alone can start one. It knows nothing of a cluster that is there already, and uses free ports.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from gridengine import end_all, free_ports, signal_all
+
+PREFIX = Path("/opt/volclava")  # where a build of one's own puts it
+DAEMONS = ("lim", "res", "sbatchd", "mbatchd", "pim", "eauth")
+SECONDS_TO_START = 60
+TO_TERM = 4  # seconds from INT to TERM and from TERM to KILL; LSF's own default is 10
+# LSF 10 has these, which its clone refuses: what they do, a test or the queue does.
+NOT_ITS_OWN = "-(wa|wt|Q) "
+
+CONFIGURATION = """\
+LSF_SERVERDIR={prefix}/sbin
+LSF_BINDIR={folder}/bin
+LSB_SHAREDIR={folder}/work
+LSF_ENVDIR={folder}
+LSF_CONFDIR={folder}
+LSB_CONFDIR={folder}
+LSF_LOGDIR={folder}/log
+LSF_TMPDIR={folder}/tmp
+LSF_PIM_INFODIR={folder}/tmp
+LSF_LOG_MASK=LOG_WARNING
+LSF_LIM_PORT={ports[0]}
+LSF_RES_PORT={ports[1]}
+LSB_MBD_PORT={ports[2]}
+LSB_SBD_PORT={ports[3]}
+LSF_AUTH=eauth
+LSB_MAILTO=!U
+LSF_ROOT_REX=all
+LSF_PIM_SLEEPTIME=1
+LSF_PIM_SLEEPTIME_UPDATE=y
+"""
+FILES = {
+    "lsf.shared": """\
+Begin Cluster
+ClusterName
+test
+End Cluster
+Begin HostType
+TYPENAME
+linux
+End HostType
+Begin HostModel
+MODELNAME CPUFACTOR ARCHITECTURE
+any 100 (x86_64)
+End HostModel
+Begin Resource
+RESOURCENAME TYPE INTERVAL INCREASING DESCRIPTION
+cs Boolean () () (any)
+End Resource
+""",
+    # A busy machine takes jobs, too: the load above which it takes none is 100.
+    "lsf.cluster.test": """\
+Begin ClusterAdmins
+Administrators = root
+End ClusterAdmins
+Begin Host
+HOSTNAME model type server r1m RESOURCES
+{host} any linux 1 100 (cs)
+End Host
+""",
+    "lsf.task": "Begin RemoteTasks\nwc\nEnd RemoteTasks\n",
+    "lsb.users": "",
+    "lsb.hosts": """\
+Begin Host
+HOST_NAME MXJ r1m
+default 8 ()
+End Host
+""",
+    "lsb.params": """\
+Begin Parameters
+DEFAULT_QUEUE = normal
+MBD_SLEEP_TIME = 1
+SBD_SLEEP_TIME = 1
+JOB_ACCEPT_INTERVAL = 0
+JOB_TERMINATE_INTERVAL = {to_term}
+End Parameters
+""",
+    "lsb.queues": """\
+Begin Queue
+QUEUE_NAME = normal
+PRIORITY = 30
+REQUEUE_EXIT_VALUES = 99
+End Queue
+""",
+}
+
+
+def lacking():
+    """Why there can be none here; "" if there can."""
+    if not all((PREFIX / "sbin" / name).exists() for name in DAEMONS):
+        return "needs volclava, built with --prefix=/opt/volclava"
+    return "" if os.geteuid() == 0 else "a volclava of our own needs root"
+
+
+class Lava:
+    """`environ` is what commands need to talk to it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+        self.environ = {"LSF_ENVDIR": str(folder), "PATH": path, "HOME": str(folder)}
+
+    def call(self, *words, check=True, cwd=None, given=None):
+        """Run a command of it; returns what it wrote."""
+        env = {**os.environ, **self.environ}
+        how = {"env": env, "cwd": cwd, "input": given, "capture_output": True, "text": True, "timeout": 60}
+        done = subprocess.run([*map(str, words)], **how)
+        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
+        return done.stdout if check else done
+
+    def warn(self, job, element=0):
+        """Send URG to all processes of a job, as LSF does by -wa: its clone has no number for that signal."""
+        own = {"LSF_ENVDIR": self.folder, "LSB_JOBID": job, "LSB_JOBINDEX": element}
+        signal_all(signal.SIGURG, *(f"{name}={value}" for name, value in own.items()))
+
+    def states(self):
+        """The job and the state of each row, of which an array has one for each element."""
+        rows = [line.split() for line in self.call("bjobs", "-aw", check=False).stdout.splitlines()[1:]]
+        return [(int(row[0]), row[2]) for row in rows]
+
+    def queued(self):
+        """Its jobs that have not ended."""
+        return [job for job, state in self.states() if state not in ("DONE", "EXIT")]
+
+    def wait_for(self, what, seconds=150):
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline, self.call("bjobs", "-al", check=False).stdout + self.logs()
+            time.sleep(0.2)
+        return found
+
+    def logs(self):
+        """The last lines that its daemons have written."""
+        files = sorted((self.folder / "log").glob("*"))
+        return "".join(f"{file}:\n" + "".join(file.read_text().splitlines(True)[-8:]) for file in files)
+
+
+@contextmanager
+def lava():
+    """A cluster whose host is ready for jobs, and gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="lava"))
+    cluster = Lava(folder)
+    try:
+        _prepare(folder)
+        for name in ("lim", "res", "sbatchd"):  # which starts mbatchd
+            cluster.call(PREFIX / "sbin" / name, "-d", folder)
+        is_ready = lambda: " ok " in cluster.call("bhosts", check=False).stdout  # noqa: E731
+        cluster.wait_for(is_ready, SECONDS_TO_START)
+        yield cluster
+    finally:
+        for _ in range(2):  # sbatchd starts mbatchd again
+            end_all(f"LSF_ENVDIR={folder}")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare(folder):
+    """Write what it needs before its first start."""
+    folder.chmod(0o755)
+    for name in ("bin", "log", "tmp", "work/logdir"):
+        (folder / name).mkdir(parents=True)
+    for program in (PREFIX / "bin").iterdir():
+        (folder / "bin" / program.name).symlink_to(program)
+    bsub = folder / "bin" / "bsub"
+    bsub.unlink()
+    bsub.write_text(f"#!/bin/sh\ngrep -Ev '^#BSUB {NOT_ITS_OWN}' | exec {PREFIX}/bin/bsub \"$@\"\n")
+    bsub.chmod(0o755)
+    values = {"prefix": PREFIX, "folder": folder, "ports": free_ports(4)}
+    (folder / "lsf.conf").write_text(CONFIGURATION.format(**values))
+    for name, text in FILES.items():
+        (folder / name).write_text(text.format(host=socket.gethostname(), to_term=TO_TERM))
