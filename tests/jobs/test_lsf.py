@@ -138,6 +138,7 @@ def test_a_job_that_is_requeued_by_hand_has_saved_and_resumes(cluster, finished,
     number = submit(cluster, tmp_path, "--time", "10m")
     with held(cluster, tmp_path):
         cluster.call("brequeue", number)
+        time.sleep(3)  # LSF answers before it signals: ranks that go on at once are done by then
     cluster.wait_for((tmp_path / f"my-run-s-{number}.1.log").exists)  # at first it is called done
     finish(cluster)
     step = int(re.search(r"step (\d+) is saved", log_of(tmp_path, number, 0))[1])
