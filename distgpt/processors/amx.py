@@ -4,7 +4,7 @@ The contract is that of microkernel.py, for up to 32 rows and 32 columns, where 
 pairs of k (row 4). A register of B is 16 pairs of k by 16 columns: half a panel, as it is packed. One of A is
 16 rows by 32 k, read in place where A lies by rows, otherwise transposed in a buffer. What does not fill a
 register, the last rows and the last k, goes through buffers too, padded with zeros: so all registers keep one
-size, and a thread gives it to them once. Before each tile it only looks: that takes a tenth of the time.
+size, and a thread gives it to them once. Before each tile it only looks whether they have it.
 
 Tests run this machine code with an emulation of the tile instructions. An earlier form of it, which sized the
 registers for each tile, has run on a Sapphire Rapids (performance.md); this one on no processor with AMX.

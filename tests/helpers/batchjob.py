@@ -1,12 +1,16 @@
 """The run that tests of batch systems submit, and its ranks as Linux knows them."""
 
 import re
+import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
 
-from conftest import distgpt
+from conftest import distgpt, losses
 
+# Debian's Open MPI, where its launcher is the machine's. It is built without PBS's library.
+_IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"
+OPEN_MPI = next(Path("/usr/lib").glob("*/libmpi.so.40"), None) if _IS_OPEN_MPIS else None
 STEPS = 80
 _ASKED = 1 << signal.SIGUSR1 - 1  # in a mask of signals
 _MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
@@ -18,6 +22,12 @@ def uninterrupted(run, words=WORDS):
     result = distgpt(*words, "--stage", "mpi", "--threads", "1", "--out", run, ranks=2, timeout=300)
     assert result.returncode == 0, result.stderr
     return run
+
+
+def same(run, finished):
+    """Tell whether two runs have the same weights and losses, to the bit."""
+    saved = [(path / "weights.safetensors").read_bytes() for path in (run, finished)]
+    return saved[0] == saved[1] and losses(run) == losses(finished)
 
 
 def ranks_in(folder, sign="PMI_RANK"):

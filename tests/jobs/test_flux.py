@@ -6,8 +6,8 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from batchjob import STEPS, WORDS, ranks_in, uninterrupted, variable
-from conftest import distgpt, losses, metrics, needs_mpi
+from batchjob import STEPS, WORDS, ranks_in, same, uninterrupted, variable
+from conftest import distgpt, metrics, needs_mpi
 from fluxinstance import flux_instance, lacking
 from standstill import standing_still
 
@@ -53,11 +53,6 @@ def said(folder, number, name="my-run-s"):
 
 def followed(folder):
     return [path.name for path in (folder / "my run's").glob("followed-*")]
-
-
-def same(run, finished):
-    saved = [(path / "weights.safetensors").read_bytes() for path in (run, finished)]
-    return saved[0] == saved[1] and losses(run) == losses(finished)
 
 
 @needs_mpi

@@ -5,8 +5,8 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from batchjob import STEPS, WORDS, is_asked, ranks_in, uninterrupted
-from conftest import distgpt, losses, metrics, needs_mpi
+from batchjob import STEPS, WORDS, is_asked, ranks_in, same, uninterrupted
+from conftest import distgpt, metrics, needs_mpi
 from gridengine import grid_engine, lacking
 from standstill import standing_still
 
@@ -53,11 +53,6 @@ def stopped_at_the_limit(cell, folder):
 
 def said(folder, number):
     return (folder / f"my-run-s-{number}.log").read_text()
-
-
-def same(run, finished):
-    saved = [(path / "weights.safetensors").read_bytes() for path in (run, finished)]
-    return saved[0] == saved[1] and losses(run) == losses(finished)
 
 
 @needs_mpi

@@ -6,22 +6,18 @@ The clone knows no -wa and -wt: where LSF sends URG before the limit by itself, 
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import batchjob
 import pytest
-from batchjob import STEPS, is_asked, ranks_in, uninterrupted, variable
+from batchjob import OPEN_MPI, STEPS, is_asked, ranks_in, same, uninterrupted, variable
 from conftest import distgpt, losses, metrics, needs_mpi
 from lava import lacking, lava
 from standstill import standing_still
 
 WORDS = [*batchjob.WORDS, "--save-every", "20"]
-IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"
-OPEN_MPI = next(Path("/usr/lib").glob("*/libmpi.so.40"), None) if IS_OPEN_MPIS else None
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
     pytest.mark.skipif(bool(lacking()), reason=lacking()),
@@ -68,11 +64,6 @@ def log_of(folder, number, attempt):
 
 def finish(cluster):
     cluster.wait_for(lambda: not cluster.queued())
-
-
-def same(run, finished):
-    saved = [(path / "weights.safetensors").read_bytes() for path in (run, finished)]
-    return saved[0] == saved[1] and losses(run) == losses(finished)
 
 
 @needs_mpi

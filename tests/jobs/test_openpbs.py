@@ -3,16 +3,14 @@
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import batchjob
 import pytest
-from batchjob import STEPS, is_asked, ranks_in, variable
+from batchjob import OPEN_MPI, STEPS, is_asked, ranks_in, same, variable
 from conftest import losses, metrics, needs_mpi
 from hosts import MPIRUN
 from openpbs import lacking, open_pbs
@@ -20,9 +18,6 @@ from standstill import standing_still
 
 WORDS = [*batchjob.WORDS, "--save-every", "20"]
 SPARE = 6  # seconds before the limit at which ranks that stood still have to save
-# Debian's is built without PBS's library.
-IS_OPEN_MPIS = Path(shutil.which("mpiexec") or "none").resolve().name == "orterun"
-OPEN_MPI = next(Path("/usr/lib").glob("*/libmpi.so.40"), None) if IS_OPEN_MPIS else None
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)),
     pytest.mark.skipif(bool(lacking()), reason=lacking()),
@@ -83,11 +78,6 @@ def said(cluster, folder, number):
     path = folder / f"my-run-s.o{number}"
     cluster.wait_for(path.exists)
     return path.read_text()
-
-
-def same(run, finished):
-    saved = [(path / "weights.safetensors").read_bytes() for path in (run, finished)]
-    return saved[0] == saved[1] and losses(run) == losses(finished)
 
 
 @needs_mpi
