@@ -194,7 +194,7 @@ def test_cells_cover_a_matrix_once_and_no_more_than_threads(threads, packs_rows)
 
 
 def test_many_threads_do_not_each_pack_all_of_a_matrix():
-    """GPT-2's head, as its backward pass takes it: 24 panels of 768 inputs for 64 threads, a few rows each."""
+    """GPT-2's head has 24 panels on the way back, so that 64 threads would get ten rows each."""
     panels = -(-768 // packing.COLUMNS)
     for threads in (16, 64):
         cut = bands(640, 768, threads)

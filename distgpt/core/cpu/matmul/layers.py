@@ -71,7 +71,13 @@ class OwnMatmuls:
         self._split(blocked.backward, w.shape[1], dx, dy, w)
 
     def _split(
-        self, loop: Callable[..., None], width: int, c: Floats2d, a: Floats2d, w: Floats2d, *bias: Floats1d | None
+        self,
+        loop: Callable[..., None],
+        width: int,
+        c: Floats2d,
+        a: Floats2d,
+        w: Floats2d,
+        *bias: Floats1d | None,
     ) -> None:
         """Let workers compute cells of C (…, width)."""
         cut = bands(len(a), width, self._pool.threads)
