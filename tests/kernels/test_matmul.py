@@ -13,6 +13,7 @@ import pytest
 
 from distgpt.core.cpu.fused import rowwise
 from distgpt.core.cpu.matmul import assembled, blocked, packing
+from distgpt.core.cpu.matmul.bands import bands
 from distgpt.core.cpu.matmul.blocked import backward, forward, product_scratch, products, scratch
 from distgpt.core.cpu.matmul.layers import OwnMatmuls
 from distgpt.core.cpu.pool import pool_of
@@ -138,10 +139,10 @@ def test_transposed_rows_from_tiles_add_to_what_is_there(kind, small_caches):
 
 
 @pytest.mark.parametrize("kind", [FLOAT, BITS])
-def test_threads_share_rows_or_panels_and_compute_the_same(kind):
+def test_threads_share_rows_and_panels_and_compute_the_same(kind):
     """Thin sides are those of adapters; 5 rows of 300 outputs share the panels of 96 inputs."""
     random = np.random.default_rng(5)
-    one, two = (OwnMatmuls(pool_of(threads), kind) for threads in (1, 2))
+    every = [OwnMatmuls(pool_of(threads), kind) for threads in (1, 2, 3, 16, 64)]
     for tokens, outputs, inputs in (
         (300, 70, 16),
         (300, 16, 70),
@@ -155,20 +156,54 @@ def test_threads_share_rows_or_panels_and_compute_the_same(kind):
             for shape in ((tokens, outputs), (tokens, inputs), (outputs, inputs))
         )
         found = []
-        for matmuls in (one, two):
-            dw, dx = np.ones((outputs, inputs), FLOAT), np.empty_like(x)
+        for matmuls in every:
+            (y, _), (dx, _) = guarded(*dy.shape, kind), guarded(*x.shape, kind)
+            dw = np.ones((outputs, inputs), FLOAT)
+            matmuls.forward(y, x, w, None)
             matmuls.backward_weights(dw, dy, x, True)
             matmuls.backward(dx, dy, w)
-            again = np.empty_like(dw)
+            again, _ = guarded(outputs, inputs, FLOAT)
             matmuls.backward_weights(again, dy, x, False)
-            found.append((dw, dx, again))
-        for ours, theirs in zip(*found, strict=True):
-            assert np.array_equal(ours, theirs), (tokens, outputs, inputs)
-        dw, dx, again = found[0]
+            found.append((dw, dx, again, y))
+        for more in found[1:]:
+            for ours, theirs in zip(found[0], more, strict=True):
+                assert np.array_equal(ours, theirs), (tokens, outputs, inputs)
+        dw, dx, again, y = found[0]
         expected, reach = wide(dy).T @ wide(x), np.abs(wide(dy)).T @ np.abs(wide(x))
         check(dw, 1 + expected, 1 + reach, FLOAT, (tokens, outputs, inputs))
         check(again, expected, reach, FLOAT, (tokens, outputs, inputs))
         check(dx, wide(dy) @ wide(w), np.abs(wide(dy)) @ np.abs(wide(w)), kind, (tokens, outputs, inputs))
+        check(y, wide(x) @ wide(w).T, np.abs(wide(x)) @ np.abs(wide(w)).T, kind, (tokens, outputs, inputs))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, 16, 64, 96])
+@pytest.mark.parametrize("packs_rows", [False, True])
+def test_cells_cover_a_matrix_once_and_no_more_than_threads(threads, packs_rows):
+    rows_of, columns_of = packing.ROWS, packing.COLUMNS
+    for rows, columns in ((1, 1), (640, 768), (640, 50257), (3072, 768), (15, 33), (100, 16), (0, 70)):
+        cut = bands(rows, columns, threads, packs_rows)
+        assert 1 <= cut.cells <= threads
+        seen = np.zeros((rows, columns), np.int8)
+        for cell in range(cut.cells):
+            (top, bottom), (left, right) = cut.cell(cell, cell + 1, rows, columns)
+            seen[top:bottom, left:right] += 1
+            assert (bottom > top or not rows) and right > left
+            assert top % rows_of == 0 and left % columns_of == 0
+        assert (seen == 1).all()
+        assert cut.cell(0, cut.cells, rows, columns) == ((0, rows), (0, columns))
+
+
+def test_many_threads_do_not_each_pack_all_of_a_matrix():
+    """GPT-2's head has 24 panels on the way back, so that 64 threads would get ten rows each."""
+    panels = -(-768 // packing.COLUMNS)
+    for threads in (16, 64):
+        cut = bands(640, 768, threads)
+        assert -(-panels // cut.columns) <= panels // 8, cut
+        of_weights = bands(3072, 768, threads, packs_rows=True)
+        assert of_weights.columns > 1
+        rows, columns = 3072 // of_weights.rows, 768 // of_weights.columns
+        assert rows + columns < 3072 / threads + 768, "less is packed than by bands of rows alone"
+    assert bands(640, 50257, 64).rows == 1  # there every thread has panels of its own
 
 
 @pytest.mark.parametrize("kind", [FLOAT, BITS])

@@ -26,7 +26,7 @@ from distgpt.core.cpu.compiling.jit import (
     zip_narrowed,
 )
 from distgpt.core.cpu.fused.softmax import EDGE, UNSEEN, softmax
-from distgpt.core.cpu.matmul.assembled import tile, transpose
+from distgpt.core.cpu.matmul.assembled import pairs_in_rows, tile, transpose
 from distgpt.core.cpu.matmul.blas import PLAIN, TRANSPOSED, gemm
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE
 from distgpt.core.cpu.matmul.packing import COLUMNS, LANES, ROWS, aligned, packed
@@ -58,6 +58,7 @@ class Backward(NamedTuple):
     dpairs: Array  # ds in the same way
     words: Array  # the memory of pairs, where a pair is one number; a view made in a loop would cost more
     dwords: Array
+    turned: Array  # (ROWS, BLOCK), pᵀ or dsᵀ by rows, where tiles want that
     dkeys: Array  # (T, head) in the wide type
     dvalues: Array
 
@@ -95,6 +96,7 @@ def backward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Backward
         dpairs=dpairs,
         words=words,
         dwords=dwords,
+        turned=aligned((ROWS, BLOCK), dtype),
         dkeys=aligned((rows, columns), wide),
         dvalues=aligned((rows, columns), wide),
     )
@@ -269,10 +271,20 @@ def _key_gradients(begin, end, seen, key, onto, s):
         line = (query - begin) // two
         k = end - query
         p, ds = s.pairs[line:, (start - key) * two :], s.dpairs[line:, (start - key) * two :]
-        for panel in range(s.grads.shape[0]):
-            dv, dk = s.dvalues[start:, panel * COLUMNS :], s.dkeys[start:, panel * COLUMNS :]
-            product(n, k, p, True, s.grads[panel, query * COLUMNS :], dv, COLUMNS, again)
-            product(n, k, ds, True, s.queries[panel, query * COLUMNS :], dk, COLUMNS, again)
+        _add_key_gradient(n, k, p, query, s.grads, s.dvalues[start:], again, s)
+        _add_key_gradient(n, k, ds, query, s.queries, s.dkeys[start:], again, s)
+
+
+@inline
+def _add_key_gradient(n, k, pairs, query, panels, out, again, s):
+    """Add to n rows of `out` those of p, or of ds, times `panels`, for k queries from `query` on."""
+    is_turned = pairs_in_rows(pairs, s.turned, k)  # once, not for each panel
+    for panel in range(panels.shape[0]):
+        b, c = panels[panel, query * COLUMNS :], out[:, panel * COLUMNS :]
+        if is_turned:
+            product(n, k, s.turned, False, b, c, COLUMNS, again)
+        else:
+            product(n, k, pairs, True, b, c, COLUMNS, again)
 
 
 @inline

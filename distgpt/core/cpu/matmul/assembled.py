@@ -169,6 +169,26 @@ def rearranged_rows(strips, count, k):
     return call
 
 
+@by_types()
+def pairs_in_rows(pairs, to, k):
+    """Put the rows of a tile, which lie in pairs of k, in `to` (rows, k), where tiles want bfloat16 so.
+
+    Return whether they lie there.
+    """
+    at_once, lanes = PACKED_K, shape().lanes
+    squares = shape().rows // lanes
+    if _ROWS is None or pairs.dtype != types.uint16:
+        return lambda pairs, to, k: False
+
+    def call(pairs, to, k):
+        for first in range(0, k, at_once):
+            of = pairs[first // 2 :].ctypes
+            _TRANSPOSE(of, pairs.strides[0], to[:, first:].ctypes, to.strides[0], squares)
+        return True
+
+    return call
+
+
 @inline
 def transpose(x, row, to, step, count):
     """Transpose squares of words of 32 bits inside compiled loops; see vectors.py."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from distgpt.core.cpu.compiling.processor import processor
 from distgpt.core.cpu.matmul import blas, blocked, packing
+from distgpt.core.cpu.matmul.bands import bands
 from distgpt.core.cpu.matmul.blocked import rows_conflict
 from distgpt.core.cpu.pool import COLUMNS, ROWS, Pool, WorkerMemory
 from distgpt.core.ops.api import DType, Floats1d, Floats2d, Wide2d
@@ -53,7 +54,7 @@ class BlasMatmuls:
 
 
 class OwnMatmuls:
-    """Matmuls of float32, or of bfloat16 as uint16. Splits the longer side."""
+    """Matmuls of float32, or of bfloat16 as uint16. Threads share C in cells: see bands.py."""
 
     words = "own kernels"
 
@@ -63,34 +64,32 @@ class OwnMatmuls:
         self._memory = WorkerMemory(pool)
 
     def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
-        self._split(blocked.forward, len(x) < len(w), len(w), y, x, w, bias)
+        self._split(blocked.forward, len(w), y, x, w, bias)
 
     def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         """dx ← dy w"""
-        width = w.shape[1]
-        self._split(blocked.backward, len(dx) < len(w) and self._share_panels(width), width, dx, dy, w)
+        self._split(blocked.backward, w.shape[1], dx, dy, w)
 
     def _split(
         self,
         loop: Callable[..., None],
-        by_columns: bool,
         width: int,
         c: Floats2d,
         a: Floats2d,
         w: Floats2d,
         *bias: Floats1d | None,
     ) -> None:
-        """Let workers compute rows of C (…, width), or columns."""
+        """Let workers compute cells of C (…, width)."""
+        cut = bands(len(a), width, self._pool.threads)
 
         def part(first: int, last: int) -> None:
-            rows, columns = ((0, len(a)), (first, last)) if by_columns else ((first, last), (0, width))
+            rows, columns = cut.cell(first, last, len(a), width)
             # The next power of two, so that prompts of many lengths share their scratch memory.
             count = 1 << (rows[1] - rows[0] - 1).bit_length()
             own = self._memory.scratch(blocked.scratch, self._dtype, count, a.shape[1], rows_conflict(a))
             self._pool.call(loop, *rows, *columns, c, a, w, *map(self._in_float32, bias), own)
 
-        total, grain = (width, packing.COLUMNS) if by_columns else (len(a), packing.ROWS)
-        self._pool.split_range(total, grain, part)
+        self._pool.split_range(cut.cells, 1, part)
 
     def _in_float32(self, bias: Floats1d | None) -> Floats1d | None:
         """Return a bias as tiles add it, in this worker's memory."""
@@ -100,32 +99,21 @@ class OwnMatmuls:
         self._pool.call(blocked.widen, wide, bias)
         return wide
 
-    def _share_panels(self, columns: int) -> bool:
-        """Return whether threads that take panels get at most an eighth more than the mean.
-
-        Then each packs its own panels alone. Otherwise they share out rows, and each packs all of w.
-        """
-        panels = -(-columns // packing.COLUMNS)
-        threads = self._pool.threads
-        return 8 * threads * -(-panels // threads) <= 9 * panels
-
     def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
-        """dw ← [dw +] dyᵀ x; each worker packs the shorter side, and its part of the longer one."""
+        """dw ← [dw +] dyᵀ x; each worker packs the columns of dy and of x that its cell of dw reads."""
         outputs, inputs = dw.shape
         if inputs <= packing.COLUMNS < outputs:
             self._turned_weights(dw, dy, x, accumulate)
             return
-        by_rows = outputs >= inputs
         is_thin = outputs <= packing.COLUMNS
+        cut = bands(outputs, inputs, self._pool.threads, packs_rows=True)
 
         def part(first: int, last: int) -> None:
-            top, bottom = (first, last) if by_rows else (0, outputs)
-            begin, end = (0, inputs) if by_rows else (first, last)
+            (top, bottom), (begin, end) = cut.cell(first, last, outputs, inputs)
             own = self._memory.scratch(blocked.product_scratch, self._dtype, len(x), end - begin, is_thin)
             self._pool.call(blocked.products, top, bottom, begin, end, dw, dy, x, own, int(accumulate))
 
-        grain = packing.ROWS if by_rows else packing.COLUMNS
-        self._pool.split_range(max(outputs, inputs), grain, part)
+        self._pool.split_range(cut.cells, 1, part)
 
     def _turned_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
         """dw ← [dw +] (xᵀ dy)ᵀ: for few inputs, where packing dy as rows would take longer than the sums."""
