@@ -236,18 +236,20 @@ def pytest_unconfigure(config):
                 reporter.write_line(f"  {line[:200]}")
 
 
-def copy_compiled(to, but=()):
-    """Copy what this session has compiled to a cache below `to`, without loops of these names.
+def copy_compiled(to, only=None, name=None):
+    """Copy what this session has compiled to a cache below `to`, or loops of these names alone.
 
-    To compile all of it again takes a minute of a core.
+    To compile all of it again takes a minute of a core. `name`: of the folder, where it is another package's.
+    Return the names of the files.
     """
     from distgpt.core.cpu.compiling import disk_cache
 
     kept = disk_cache._first_folder(())  # folder() may be another one's at the moment
-    (own := Path(to, disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
+    (own := Path(to, name or disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
     for path in kept.iterdir() if kept else ():
-        if path.suffix in {".loop", ".o"} and path.name.split("-")[0] not in but:
+        if path.suffix in {".loop", ".o"} and (only is None or path.name.split("-")[0] in only):
             shutil.copy2(path, own)
+    return {path.name for path in own.iterdir()}
 
 
 # What the workers of a session compile first, each in a format of its own: most tests need these loops, and
