@@ -236,18 +236,19 @@ def pytest_unconfigure(config):
                 reporter.write_line(f"  {line[:200]}")
 
 
-def copy_compiled(to, only=None, name=None):
-    """Copy what this session has compiled to a cache below `to`, or loops of these names alone.
+def copy_compiled(to, but=(), only=None, folder=""):
+    """Copy what this session has compiled to a cache below `to`, but for loops of these names, or only those.
 
-    To compile all of it again takes a minute of a core. `name`: of the folder, where it is another package's.
+    To compile all of it again takes a minute of a core. `folder`: its name where it is another package's.
     Return the names of the files.
     """
     from distgpt.core.cpu.compiling import disk_cache
 
     kept = disk_cache._first_folder(())  # folder() may be another one's at the moment
-    (own := Path(to, name or disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
+    (own := Path(to, folder or disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
     for path in kept.iterdir() if kept else ():
-        if path.suffix in {".loop", ".o"} and (only is None or path.name.split("-")[0] in only):
+        loop = path.name.split("-")[0]
+        if path.suffix in {".loop", ".o"} and loop not in but and (only is None or loop in only):
             shutil.copy2(path, own)
     return {path.name for path in own.iterdir()}
 

@@ -102,7 +102,7 @@ def test_a_copy_of_the_core_does_the_same_where_nothing_else_is(tmp_path, whole,
         patched.setattr(disk_cache, "PACKAGE", tmp_path / "distgpt")
         name = disk_cache.folder_name.__wrapped__()
     cache = tmp_path / "cache"
-    given = copy_compiled(cache, LONGEST, name)
+    given = copy_compiled(cache, only=LONGEST, folder=name)
     alone = everything(tmp_path / "alone", env={"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(cache)})
     assert_same(alone, whole)
     compiled = {path.name.split("-")[0] for path in (cache / name).glob("*.loop") if path.name not in given}
