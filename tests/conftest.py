@@ -56,7 +56,15 @@ needs_mpi = pytest.mark.skipif(
 # Files of tests that take 10 seconds or more, or compile much where nothing is compiled yet.
 LONG = (
     *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
-    *("test_model", "test_delta", "test_core", "test_sweep", "test_serve_limits", "test_clock"),
+    *(
+        "test_model",
+        "test_delta",
+        "test_core",
+        "test_sweep",
+        "test_serve_limits",
+        "test_clock",
+        "test_compiling",
+    ),
 )
 
 # A model that trains in about a millisecond a step, with everything that matters in it.
