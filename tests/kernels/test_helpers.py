@@ -41,8 +41,8 @@ print(len(start.missing_loops(stage, run.train.dtype, run.train.matmul_backend, 
 def test_what_a_run_needs_is_found_without_compiling_and_compiled_by_a_helper(tmp_path):
     """A run with these loops has the bits of one with those that the session has compiled.
 
-    That a process which compiles them itself has them too, shows the copy in core/test_core.py. The loops that
-    take longest are there already.
+    That a process which compiles them itself has them too, shows the copy in core/test_core.py. The loops
+    that take longest are there already.
     """
     program, settings = [sys.executable, "-c", PROGRAM], ("tiny-adamw", "float32", "blas")
     env = {"DISTGPT_CACHE": str(tmp_path / "cache")}

@@ -256,7 +256,7 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
 
 
-# Loops that two ranks compile in some seconds, more than are compiled without a helper, and one of generating.
+# Loops that two ranks compile in some seconds, too many to go without a helper, and one of generating.
 FEW = {"zero", "embed", "add_norm", "attention", "norm_backward", "step", "_checksum"}
 
 
