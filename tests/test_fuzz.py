@@ -24,7 +24,7 @@ def test_a_rank_that_fails_where_it_meets_the_others_ends_the_job():
 
 @pytest.mark.slow
 def test_no_damaged_file_hurts():
-    words = [sys.executable, str(RUN), "--cases", "1000", "--seconds", "5"]  # and longer to begin
+    words = [sys.executable, str(RUN), "--cases", "1000", "--seconds", "8"]  # and twice as long to begin
     done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     cases = int(re.search(r"(\d+) cases, 0 failures", done.stdout)[1])
