@@ -18,8 +18,8 @@ SHARED = {"__main__", "cli", "api", "components"}
 FACE = SHARED | {f"commands.{name}" for name in COMMANDS.split()}
 FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 NEEDED = Path(__file__).with_name("needed.txt")
-# Loops whose machine code the copy takes from the whole, found by the digest of their sources: two thirds of the
-# time to compile all that it needs. The others it compiles, alone as it is.
+# Loops whose machine code the copy takes from the whole, found by the digest of their sources: two thirds of
+# the time to compile all that it needs. The others it compiles, alone as it is.
 LONGEST = {"forward", "backward", "products", "attention", "attention_backward", "attention_cached"}
 
 
