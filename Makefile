@@ -20,7 +20,7 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # groups is that of tests/conftest.py.
 PYTEST := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all check tests-in-both tests-without-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-amx test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
+.PHONY: train test test-all check meanwhile tests-without-peers tests-peers tests-openmpi test-cluster rehearse mutations fuzz torture test-amx test-arm64 lint format bench test-gpu bench-gpu sample examples docs test-docs clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -28,14 +28,21 @@ train: .venv/train ## train a small model on two processes and let it write
 test: .venv/test ## run the tests, without the slow ones that rarely tell anything new
 	$(BIN)/$(PYTEST) -m "not slow and not cluster and not rehearsal" $(ARGS)
 
-test-all: tests-in-both ## run all tests, some with Open MPI, and those against PyTorch and tiktoken in an environment of their own
+test-all: tests-without-peers ## run all tests, some with Open MPI, and those against PyTorch and tiktoken in an environment of their own
+	$(MAKE) tests-peers
 	$(MAKE) tests-openmpi
 
-# With --jobs 2 each of the last two has a core of its own, and what it prints comes in one piece.
-check: tests-in-both ## run all tests, then lint
-	$(MAKE) --output-sync tests-openmpi lint
+# With --jobs 2 the last three share the cores, of which none uses both all the time; what each prints comes in
+# one piece.
+check: tests-without-peers meanwhile ## run all tests, then lint
+	$(MAKE) --output-sync tests-peers tests-openmpi lint
 
-tests-in-both: tests-without-peers .venv-peer/test
+# What the last three need is installed beside the first tests, which often wait. mypy keeps what it finds for lint.
+meanwhile: .venv/all .venv-peer/test
+	$(MAKE) .openmpi/done
+	-$(BIN)/mypy >.venv/types
+
+tests-peers: .venv-peer/test
 	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
 
 tests-without-peers: .venv/all

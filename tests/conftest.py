@@ -56,7 +56,15 @@ needs_mpi = pytest.mark.skipif(
 # Files of tests that take 10 seconds or more, or compile much where nothing is compiled yet.
 LONG = (
     *("test_kernels", "test_cuda_kernels", "test_attention", "test_cuda_model", "test_cli_on_gpu"),
-    *("test_model", "test_delta", "test_core", "test_sweep", "test_serve_limits", "test_clock"),
+    *(
+        "test_model",
+        "test_delta",
+        "test_core",
+        "test_sweep",
+        "test_serve_limits",
+        "test_clock",
+        "test_compiling",
+    ),
 )
 
 # A model that trains in about a millisecond a step, with everything that matters in it.
@@ -236,18 +244,21 @@ def pytest_unconfigure(config):
                 reporter.write_line(f"  {line[:200]}")
 
 
-def copy_compiled(to, but=()):
-    """Copy what this session has compiled to a cache below `to`, without loops of these names.
+def copy_compiled(to, but=(), only=None, folder=""):
+    """Copy what this session has compiled to a cache below `to`, but for loops of these names, or only those.
 
-    To compile all of it again takes a minute of a core.
+    To compile all of it again takes a minute of a core. `folder`: its name where it is another package's.
+    Return the names of the files.
     """
     from distgpt.core.cpu.compiling import disk_cache
 
     kept = disk_cache._first_folder(())  # folder() may be another one's at the moment
-    (own := Path(to, disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
+    (own := Path(to, folder or disk_cache.folder_name())).mkdir(mode=0o700, parents=True)
     for path in kept.iterdir() if kept else ():
-        if path.suffix in {".loop", ".o"} and path.name.split("-")[0] not in but:
+        loop = path.name.split("-")[0]
+        if path.suffix in {".loop", ".o"} and loop not in but and (only is None or loop in only):
             shutil.copy2(path, own)
+    return {path.name for path in own.iterdir()}
 
 
 # What the workers of a session compile first, each in a format of its own: most tests need these loops, and

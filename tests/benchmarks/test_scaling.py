@@ -148,7 +148,7 @@ def test_exchanges_over_a_switch_are_predicted_from_its_rate_and_delay():
 @pytest.mark.slow
 def test_real_runs_are_measured_and_more_ranks_predicted(tmp_path):
     words = ["--ranks", "2", "--predict", "4,64,1024", "--network", "1gbit,100us", "--out", tmp_path]
-    command = [sys.executable, scaling.__file__, *SMALL.split(), "--threads", 1, "--seconds", 6, *words]
+    command = [sys.executable, scaling.__file__, *SMALL.split(), "--threads", 1, "--seconds", 2, *words]
     result = run(command, env=unsteered())
     assert result.code == 0, result.errors
     file = json.loads((tmp_path / "scaling-tiny.json").read_text())

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, distgpt, losses, needs_mpi
+from conftest import SMALL, copy_compiled, distgpt, losses, needs_mpi
 from core.tree import CORE, KEPT, MODULES, PACKAGE, as_counts, found
+
+from distgpt.core.cpu.compiling import disk_cache
 
 ALONE = [sys.executable, str(Path(__file__).with_name("alone.py"))]
 COMMANDS = "complete help infer model_options options sample train watch_options"
@@ -16,6 +18,9 @@ SHARED = {"__main__", "cli", "api", "components"}
 FACE = SHARED | {f"commands.{name}" for name in COMMANDS.split()}
 FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 NEEDED = Path(__file__).with_name("needed.txt")
+# Loops whose machine code the copy takes from the whole, found by the digest of their sources: two thirds of
+# the time to compile all that it needs. The others it compiles, alone as it is.
+LONGEST = {"forward", "backward", "products", "attention", "attention_backward", "attention_cached"}
 
 
 def test_what_leads_out_of_the_core_only_becomes_less():
@@ -85,7 +90,7 @@ def test_the_core_runs_while_nothing_else_can_be_imported(tmp_path, whole):
 @needs_mpi
 @pytest.mark.slow  # compiles its loops
 @pytest.mark.timeout(900)
-def test_a_copy_of_the_core_does_the_same_where_nothing_else_is(tmp_path, whole):
+def test_a_copy_of_the_core_does_the_same_where_nothing_else_is(tmp_path, whole, monkeypatch):
     copied = {*CORE, *FACE, *NEEDED.read_text().split()}
     copied |= {name.rsplit(".", i)[0] for name in copied for i in range(name.count(".") + 1)} | {""}
     for path in (MODULES[name] for name in copied):
@@ -93,6 +98,13 @@ def test_a_copy_of_the_core_does_the_same_where_nothing_else_is(tmp_path, whole)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
     (tmp_path / "data").symlink_to(PACKAGE.parent / "data")  # the texts that come with it
-    alone = everything(tmp_path / "alone", env={"PYTHONPATH": str(tmp_path)})
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_cache, "PACKAGE", tmp_path / "distgpt")
+        name = disk_cache.folder_name.__wrapped__()
+    cache = tmp_path / "cache"
+    given = copy_compiled(cache, only=LONGEST, folder=name)
+    alone = everything(tmp_path / "alone", env={"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(cache)})
     assert_same(alone, whole)
+    compiled = {path.name.split("-")[0] for path in (cache / name).glob("*.loop") if path.name not in given}
+    assert len(compiled) >= 12 and not compiled & LONGEST
     assert alone[2] <= copied, "it was not the copy that ran"

@@ -176,9 +176,9 @@ def test_within_judges_a_gpu_by_two_probes_once_it_is_warm(monkeypatch):
 def test_within_trains_what_it_chose_on_a_gpu(gpu, tmp_path, monkeypatch):
     """By probes that a stand-in has time for."""
     monkeypatch.delenv(dtypes.VARIABLE)
-    small = replace(within.GPU_PROBES, depths=(1, 2), tokens=2e4)
+    small = replace(within.GPU_PROBES, depths=(1, 2), tokens=2e4, most=0.75)  # six seconds of eight
     monkeypatch.setattr(within, "GPU_PROBES", small)
-    words = ("--within", "20s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")
+    words = ("--within", "8s", "--data", "story", "--seq-len", "16", "--out", tmp_path / "run")
     result = gpu("train", "--stage", "cuda", *words, "--batch-size", "4")
     assert result.returncode == 0, result.stderr
     said = result.stdout

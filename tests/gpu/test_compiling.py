@@ -1,5 +1,6 @@
 """Every CUDA source becomes machine code for every kind of GPU, no kernel spills, and the cache is sound."""
 
+import functools
 import importlib
 import re
 import subprocess
@@ -61,8 +62,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 kernel_resources = importlib.import_module("kernel_resources")
 
 
+@functools.cache  # one in six is asked for by several tests
+def compiled(source, defines, arch):
+    return compiling.compile_source(source, defines, arch)
+
+
 def resources(source, defines, arch="sm_90"):
-    return kernel_resources.resources(compiling.compile_source(source, defines, arch).report)
+    return kernel_resources.resources(compiled(source, defines, arch).report)
 
 
 @needs_nvrtc
@@ -74,7 +80,7 @@ def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(so
 
 
 def check(source, defines, type, arch):
-    result = compiling.compile_source(source, defines, arch)
+    result = compiled(source, defines, arch)
     assert result.cubin[:4] == b"\x7fELF"
     assert "warning" not in result.report, result.report
     used = kernel_resources.resources(result.report)

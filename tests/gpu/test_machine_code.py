@@ -4,14 +4,17 @@ from functools import cache
 
 import pytest
 from sass import count, disassembled, disassembler
-from test_compiling import MAY_SPILL, kernel_resources
+from test_compiling import MAY_SPILL, compiled, kernel_resources
 
 from distgpt.gpu import compiling
 
-pytestmark = pytest.mark.skipif(
-    not compiling.available() or disassembler() is None,
-    reason="needs NVRTC and nvdisasm: pip install nvidia-cuda-nvrtc nvidia-cuda-nvdisasm",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not compiling.available() or disassembler() is None,
+        reason="needs NVRTC and nvdisasm: pip install nvidia-cuda-nvrtc nvidia-cuda-nvdisasm",
+    ),
+    pytest.mark.xdist_group("test_compiling"),  # which has compiled most of them
+]
 
 SOURCES = compiling.source_names()
 FAST = ("sm_90", "bfloat16")
@@ -41,7 +44,7 @@ def kernels(source, arch, type):
     return [
         (name, f"{name} of {source} {defines} for {arch}", code)
         for defines in (variants[:1] if (arch, type) == FAST else variants)
-        for name, code in disassembled(compiling.compile_source(source, defines, arch).cubin).items()
+        for name, code in disassembled(compiled(source, defines, arch).cubin).items()
     ]
 
 

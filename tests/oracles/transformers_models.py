@@ -1,4 +1,4 @@
-"""Models as transformers computes them: run in an interpreter that has it, with a list of jobs as JSON.
+"""Models as transformers computes them: run in an interpreter that has it. A line is a list of jobs as JSON.
 
 make DIR SHARD {config}        a random model, saved in parts of at most SHARD
 logits DIR TOKENS.npy OUT.npy  its scores, in float32
@@ -11,6 +11,7 @@ adapted DIR ADAPTER TOKENS.npy OUT.npz  scores with it, and gradients of the mea
 """
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -91,4 +92,11 @@ def adapted(directory, adapter, tokens, out):
     np.savez(out, logits=scores.detach().numpy(), **found)
 
 
-print(json.dumps([globals()[job](*arguments) for job, *arguments in json.loads(sys.argv[1])]))
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the libraries print is no answer
+for line in sys.stdin:
+    print(
+        json.dumps([globals()[job](*arguments) for job, *arguments in json.loads(line)]),
+        file=answers,
+        flush=True,
+    )

@@ -44,7 +44,8 @@ _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
 # Loops allocate nothing, so none needs to count who holds an array, with a call for every slice. No C calls
 # them, so none needs a wrapper for it.
 _OPTIONS: dict[str, object] = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy"}
-_OPTIONS["no_cfunc_wrapper"] = True
+_NO_C: dict[str, object] = {"no_cfunc_wrapper": True}
+_OPTIONS |= _NO_C
 
 
 def jit(function: Loop) -> Loop:
@@ -65,7 +66,7 @@ def by_types(**options: object) -> Callable[[Loop], Loop]:
         def function(*arguments: object) -> None:
             raise NotImplementedError("only compiled loops call this")
 
-        overload(function, jit_options=options)(choose)
+        overload(function, jit_options=_NO_C | options)(choose)
         return function
 
     return made
@@ -75,7 +76,7 @@ def also_for(function: Loop, **options: object) -> Callable[[Loop], Loop]:
     """Implement a function of `by_types` for more types; `choose` returns None for all others."""
 
     def added(choose: Loop) -> Loop:
-        overload(function, jit_options=options)(choose)
+        overload(function, jit_options=_NO_C | options)(choose)
         return choose
 
     return added
