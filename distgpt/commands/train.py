@@ -198,7 +198,7 @@ def _refuse_early(asked: Asked) -> None:
 
 def _losses(run: Any) -> str:
     """Return the losses of the last step and of the last evaluation, as far as there are any."""
-    bits = {"training": run.report.reading.bits_per_byte, "validation": run.assessment.bits_per_byte}
+    bits = {"training": run.report.reading.bits_per_byte, "validation": run.bits_per_byte}
     known = {"training": run.progress.loss, "validation": run.progress.val_loss}
     return ", ".join(
         f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None
@@ -222,7 +222,7 @@ def _report(run: Any, as_json: bool) -> None:
     click.echo(f"weights   {escape(str(directory.weights))}")
     if best:
         at = f" at step {best.step}" if best.step is not None else ""
-        loss = loss_and_bits(best.loss, run.assessment.bits_per_byte(best.loss))
+        loss = loss_and_bits(best.loss, run.bits_per_byte(best.loss))
         click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights

@@ -17,7 +17,7 @@ from distgpt.core.comm.agree import gather_texts
 from distgpt.core.comm.job import this_job
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.run import Run
-from distgpt.launch.notes import boot_id
+from distgpt.launch.job import boot_id
 
 if TYPE_CHECKING:
     from distgpt.energy.counters import Meter

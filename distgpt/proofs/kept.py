@@ -114,10 +114,11 @@ def sources() -> str:
 
 def _validation(run: Run) -> str:
     """Return a checksum of the tokens on which a run is evaluated, and of those that count; "": on none."""
-    if run.assessment.validation is None:
+    validation = run.assessment.validation if run.assessment else None
+    if validation is None:
         return ""
     found = 0
-    for span in run.assessment.validation.spans:
+    for span in validation.spans:
         for array in (span.ids, span.counted):
             found = found if array is None else crc32(np.ascontiguousarray(array).data.cast("B"), found)
     return f"crc32:{found:08x}"

@@ -58,8 +58,6 @@ _FAULTS = {
         ("betas are exchanged", "c.beta1,", "c.beta2,"),
         ("the warm-up is a step late", "(step + 1) / config.warmup", "step / config.warmup"),
         ("bias correction of the next step", "config.beta2 ** (step + 1)", "config.beta2 ** (step + 2)"),
-    ],
-    ("core/config/schedules.py", _WIRED): [
         ("min_lr is ignored", "last + (peak - last) * (1", "(peak - last) * (1"),
     ],
     ("core/train/setup.py", _WIRED): [

@@ -6,7 +6,6 @@ Not here: the options made of them (commands/options.py), and anything that comp
 
 from distgpt.core.base.errors import nearest
 from distgpt.core.config.run_config import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
-from distgpt.core.config.schedules import SCHEDULES
 from distgpt.core.config.setting import Setting, settings_of
 from distgpt.core.config.settings import (
     ALLREDUCES,
@@ -57,7 +56,6 @@ __all__ = [
     "POSITIONS",
     "RECOMPUTE",
     "ROUNDED_DTYPES",
-    "SCHEDULES",
     "SETTINGS",
     "SEVERAL",
     "STAGES",

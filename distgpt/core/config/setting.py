@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.base.tables import paths_in
@@ -149,8 +148,3 @@ def check(config: DataclassInstance) -> None:
     """Check every field of a dataclass of settings."""
     for name, about in settings_of(config).items():
         about.check(name, getattr(config, name))
-
-
-def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy with some settings changed. The copy checks the types when it is made (`check`)."""
-    return replace(config, **values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.config.schedules import SCHEDULES
 from distgpt.core.config.setting import Group, Setting, check, settings_of
 from distgpt.core.ops.activations import ACTIVATIONS
 
@@ -18,6 +17,7 @@ INITS = ("gpt2", "unit", "bigrams")
 POSITIONS = ("learned", "rope", "none")
 ROPE_SCALINGS = ("none", "linear", "llama3")
 OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("linear", "cosine", "wsd", "constant")
 LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES = ("float32", "float64", "bfloat16")
 ROUNDED_DTYPES = ("int8", "int4")
@@ -369,7 +369,7 @@ class TrainConfig:
     schedule: str = of_schedule(
         "cosine",
         "How the learning rate falls after the warm-up. wsd: constant, then linear at the end.",
-        choices=tuple(SCHEDULES),
+        choices=SCHEDULES,
         changeable=True,
     )
     decay_fraction: float = of_schedule(

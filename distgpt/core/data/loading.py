@@ -24,6 +24,7 @@ from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import (
     AUTO,
     BYTE,
+    BytesDecoder,
     Ids,
     Tokenizer,
     build_tokenizer,
@@ -32,6 +33,9 @@ from distgpt.core.data.tokenizers import (
     load_tokenizer,
     tokenizer_from_json,
 )
+
+SAMPLED = 1 << 20  # tokens of a text that say how many bytes its tokens have
+DECODED = 1 << 17  # of those, where each token has to be decoded
 
 # Rows of TEXTS: a text in a file, and a folder that no other row knows by a file in it.
 PLAIN = "plain"
@@ -191,6 +195,26 @@ def _notes(data: str) -> tuple[str, ...]:
     path = Path(data)
     convert = f"pandoc -t plain -o {quote(str(path.with_suffix('.txt')))} {quote(data)}"
     return (f"{escape(data)} is learned with its markup: {escape(convert)} makes a text of it",)
+
+
+def text_bytes(ids: Ids, tokenizer: Tokenizer) -> int:
+    """Return the length of these tokens' text in UTF-8, without separators between documents."""
+    ids = ids[ids != tokenizer.separator]
+    if isinstance(tokenizer, BytesDecoder):  # whose ids may hold parts of characters
+        lengths = np.array([len(piece) for piece in tokenizer.pieces])
+        return int(lengths[ids].sum())
+    return len(tokenizer.decode(ids).encode())
+
+
+def bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
+    """Return how many bytes a token of the training text has; None where it has none."""
+    if not corpus.is_text:
+        return None
+    ids = batches.sample(SAMPLED)
+    tokenizer = corpus.tokenizer
+    if not isinstance(tokenizer, BytesDecoder):
+        ids = ids[:DECODED]
+    return text_bytes(ids, tokenizer) / len(ids) or None
 
 
 TEXTS: Table[TextKind] = Table("texts", "a text of kind", {PLAIN: _PlainText()})

@@ -77,7 +77,7 @@ class Checkpoints:
         self._failed: Exception | None = None
         self._begun = self._failed_at = 0.0
         self._is_failing = False  # and that was reported
-        self._outdated = outdated or beyond(config.keep)
+        self._outdated = outdated or partial(beyond, config.keep)
         self.best = best  # the loss of the best weights that are on the disk; known to rank 0
         self.seconds: float | None = None  # the time that the last checkpoint took
 

@@ -11,6 +11,7 @@ from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError
 from distgpt.core.base.interrupts import Interrupted, deferred_signals
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
+from distgpt.core.train.assessment import Assessment
 from distgpt.core.train.progress import SAMPLING, SAVING, Due, Intervals
 from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Votes
@@ -44,9 +45,9 @@ def take_steps(run: Run) -> None:
     t = run.settings
     progress = run.progress
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
-        save(run, best=evaluate(run), checkpoint=False)
+        save(run, best=evaluate(run, run.assessment), checkpoint=False)
     progress.evaluation_pending = False
-    intervals = Intervals(t, run.comm, run.placement.rounds, bool(run.assessment), progress.step)
+    intervals = Intervals(t, run.comm, run.placement.rounds, run.assessment is not None, progress.step)
     votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
     in_flight = InFlight(depth)
@@ -113,9 +114,9 @@ def do(run: Run, due: Due) -> None:
     if due.evaluate or due.save:
         refuse_non_finite_weights(run)
     best = None
-    if due.evaluate:
+    if due.evaluate and run.assessment:
         try:
-            best = evaluate(run)
+            best = evaluate(run, run.assessment)
         except Interrupted as stop:
             if not stop.shared:  # a second signal, which this rank alone has seen
                 raise
@@ -127,14 +128,14 @@ def do(run: Run, due: Due) -> None:
         run.report.report_sample(run.progress.step, text)
 
 
-def evaluate(run: Run) -> Best | None:
+def evaluate(run: Run, assessment: Assessment) -> Best | None:
     """Measure and report. Return what says that these weights are the best so far. Collective.
 
     Only weights that a step has changed can be: None before the first one, and where no text is held out.
     """
     step = run.progress.step
-    validation = run.assessment.validation
-    metrics = {"step": step, **run.assessment.measure()}
+    validation = assessment.validation
+    metrics = {"step": step, **assessment.measure()}
     run.report.report_evaluation(metrics)
     run.progress.count_evaluation(loss := metrics.get("val_loss"))
     if not step or loss is None or validation is None:

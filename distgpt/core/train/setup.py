@@ -28,7 +28,7 @@ from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.batches import Batches
-from distgpt.core.data.loading import Corpus, DataRequest, load_corpus
+from distgpt.core.data.loading import Corpus, DataRequest, bytes_per_token, load_corpus
 from distgpt.core.data.tokenizers import AUTO, Tokenizer
 from distgpt.core.model.model import Model, miniature
 from distgpt.core.model.muon import OPTIMIZERS
@@ -38,7 +38,7 @@ from distgpt.core.saved.checkpoint import State, load_group
 from distgpt.core.saved.modelfile import Description, read_shortened
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import Tensors
-from distgpt.core.train.assessment import METRICS, Assessment, Validation, bytes_per_token
+from distgpt.core.train.assessment import METRICS, Assessment, Validation
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
@@ -160,7 +160,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     judge = seams.judge(settings, progress)
     disk = seams.disk(directory, settings, model, described, say)
     gathering = state.gathering(comm)
-    outdated = seams.outdated(settings)
+    outdated = seams.outdated(settings) if seams.outdated else None
     checkpoints = Checkpoints(
         model, state.optimizer, directory, described, settings, say, comm, best, disk, gathering, outdated
     )
@@ -172,6 +172,10 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         from distgpt.core.train import sampling  # with all that generates
 
         sample = sampling.sample
+    assessment = None
+    if is_evaluated:
+        enter = partial(activity.enter, EVALUATING)
+        assessment = Assessment(model, comm, validation, metrics, corpus.tokenizer, signals, enter)
     # Kernels with a queue leave out an update that is not finite, without `objection`.
     waits = judge.waits or not setup.kernels.capabilities.is_async
     step = Step(
@@ -194,9 +198,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=step,
-        assessment=Assessment(
-            model, comm, validation, metrics, corpus.tokenizer, signals, partial(activity.enter, EVALUATING)
-        ),
+        assessment=assessment,
         directory=directory,
         start=checkpoint,
         progress=progress,
@@ -307,7 +309,8 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     comm = stage.comm
     t = config.train
     strategy = strategy_for(t, comm.size)
-    agree_on_strategy(comm, strategy)  # first: ranks that differ would wait for each other
+    if comm.size > 1:
+        agree_on_strategy(comm, strategy)  # first: ranks that differ would wait for each other
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = kind_of(t)
     if not kind.trained(config).specs:  # kinds that are handed in may find none in this model
@@ -343,8 +346,6 @@ def _write(
         origin = {"from": str(checkpoint.absolute()), "branch": not directory.owns(checkpoint)}
     begins = {"step": progress.step, **origin, **event}
     directory.create(config, tokenizer.to_json(), begins, progress.step, progress.evaluation_pending)
-    if directory.finished_at() not in (None, progress.step):  # a run that goes on from elsewhere is not
-        directory.summary.unlink(missing_ok=True)
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:

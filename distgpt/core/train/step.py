@@ -186,10 +186,9 @@ class Step:
 
     def gather_updates(self) -> None:
         """Send the updates that this rank has computed to all, where each rank computes some of them."""
-        if bounds := self.optimizer.update_bounds:
-            self.activity.enter(EXCHANGING)
-            self.comm.all_gather(self.model.grads.flat, bounds)
-            self.activity.enter(UPDATING)
+        self.activity.enter(EXCHANGING)
+        self.comm.all_gather(self.model.grads.flat, self.optimizer.update_bounds)
+        self.activity.enter(UPDATING)
 
     def _compute(
         self, number: int, batches: Batches, micro_batch: int, rank: int, sends: bool = False
@@ -229,7 +228,8 @@ class Step:
             result.rejected = self._objection(*result.read())
         if not result.rejected:
             self.optimizer.prepare(number, lr, scales.gradients, scales.norm)
-            self.gather_updates()
+            if self.optimizer.update_bounds:
+                self.gather_updates()
             # Where nobody was asked, the kernel itself does nothing if the norm is not finite.
             self.optimizer.apply()
         if self.exchange.waits_after_update:

@@ -80,9 +80,9 @@ def _losses(run: Run) -> dict[str, object]:
         "loss": _known(run.progress.loss),
         "train_bits_per_byte": run.report.reading.bits_per_byte(_known(run.progress.loss)),
         "val_loss": _known(run.progress.val_loss),
-        "bits_per_byte": run.assessment.bits_per_byte(_known(run.progress.val_loss)),
+        "bits_per_byte": run.bits_per_byte(_known(run.progress.val_loss)),
         "best_val_loss": loss,
-        "best_bits_per_byte": run.assessment.bits_per_byte(loss),
+        "best_bits_per_byte": run.bits_per_byte(loss),
         "best_step": best.step if best else None,
     }
 
