@@ -23,7 +23,7 @@ from distgpt.core.comm.resources import (
 )
 from distgpt.core.comm.serial import SerialComm
 from distgpt.launch import job
-from distgpt.launch.batch import BatchGrants
+from distgpt.launch.environment import BatchGrants
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB
@@ -260,7 +260,7 @@ def test_cpus_are_not_called_cores_and_a_quota_that_decides_nothing_is_not_named
         (0.5, 1, "quota grants 0.5 of 256 CPUs: 1 thread"),
     ):
         monkeypatch.setattr(job, "granted_cores", lambda share, ranks, n=number: Cores(n, "quota"))
-        assert job.launch_notes(comm, "serial", threads, threads_given=False) == [said] * bool(said)
+        assert job.LAUNCHED.notes(comm, "serial", threads, threads_given=False) == [said] * bool(said)
 
 
 def test_a_quota_decides_the_threads_of_a_run_and_is_named(tmp_path):

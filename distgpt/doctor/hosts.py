@@ -23,7 +23,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.resources import granted_cores
-from distgpt.core.train.whereabouts import processor_name
+from distgpt.core.train.report import processor_name
 from distgpt.doctor.facts import Facts, versions
 from distgpt.doctor.gpus import gpu_driver
 from distgpt.doctor.launches import AS_ROOT, foreign_mpirun, is_refused_as_root
@@ -33,8 +33,8 @@ from distgpt.jobs import hostfile
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.jobs.processes import own_program
 from distgpt.jobs.reach import AT_ONCE, SSH, addresses, is_here
+from distgpt.launch.environment import launched_as
 from distgpt.launch.job import host_id
-from distgpt.launch.launched import launched_as
 
 SECONDS = 40.0  # for their answers: Python may load from a slow network disk
 MOST_PROBLEMS = 12  # on the page

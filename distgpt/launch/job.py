@@ -16,8 +16,7 @@ from distgpt.core.comm.job import Job, is_closed_pipe
 from distgpt.core.comm.resources import granted_cores, usable_cores
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import SEVERAL, WITH_MPI
-from distgpt.launch.batch import batch_job, job_end
-from distgpt.launch.launched import launched_as, launched_rank, launcher_name
+from distgpt.launch.environment import batch_job, job_end, launched_as, launched_rank, launcher_name
 
 
 class Launched(Job):
@@ -78,7 +77,26 @@ class Launched(Job):
             meet(comm)
 
     def notes(self, comm: Comm, stage: str, threads: int, threads_given: bool) -> list[str]:
-        return launch_notes(comm, stage, threads, threads_given)
+        """Return, on rank 0, what is slower than it looks. Collective."""
+        own = _about_cores(comm, threads, threads_given)
+        if comm.size == 1:
+            found = [own] if own else []
+            if stage in WITH_MPI:
+                found.insert(0, f"--stage {stage} runs as one process: mpirun -n 2 distgpt … starts two")
+            return found
+        texts = gather_texts(comm, own)
+        hosts = gather_texts(comm, host_id())
+        if comm.rank:
+            return []
+        found = []
+        for text, ranks in ranks_by_text(texts).items():
+            found.append(f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text)
+        if (here := hosts.count(hosts[0])) > comm.local_size:
+            found.append(
+                f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that"
+                " they take each other's cores and memory; give a host one name in the hostfile"
+            )
+        return found
 
     def complain(self, complaint: str, code: int) -> int:
         if launched_as() == 1:
@@ -109,27 +127,6 @@ class Launched(Job):
         elif comm is not None and not is_closed_pipe(error) and report_library(error, comm.rank):
             return
         super().report(error, comm, rank, where)
-
-
-def launch_notes(comm: Comm, stage: str, threads: int, threads_given: bool) -> list[str]:
-    """Return, on rank 0, what is slower than it looks. Collective."""
-    own = _about_cores(comm, threads, threads_given)
-    if comm.size == 1:
-        lacks_ranks = f"--stage {stage} runs as one process: mpirun -n 2 distgpt … starts two"
-        return [*[lacks_ranks] * (stage in WITH_MPI), *filter(None, [own])]
-    texts = gather_texts(comm, own)
-    hosts = gather_texts(comm, host_id())
-    if comm.rank:
-        return []
-    found = []
-    for text, ranks in ranks_by_text(texts).items():
-        found.append(f"{named_ranks(ranks)}: " * (len(ranks) < comm.size) + text)
-    if (here := hosts.count(hosts[0])) > comm.local_size:
-        found.append(
-            f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that they"
-            " take each other's cores and memory; give a host one name in the hostfile"
-        )
-    return found
 
 
 def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:

@@ -66,7 +66,7 @@ def test_ranks_that_share_a_core_and_names_of_one_host_are_noted_on_rank_0(monke
     monkeypatch.setattr(job, "usable_cores", lambda: {0, 1})
 
     def said(comm, name="mpi"):
-        return job.launch_notes(comm, name, 1, threads_given=True)
+        return job.LAUNCHED.notes(comm, name, 1, threads_given=True)
 
     (line,) = said(Four())
     assert line.startswith("4 ranks share 2 CPUs")

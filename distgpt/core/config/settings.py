@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.config.setting import Group, Setting, check, settings_of
+from distgpt.core.config.setting import Group, Setting, check
 from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
@@ -622,8 +622,7 @@ class TrainConfig:
     @property
     def components(self) -> dict[str, None]:
         """Return the names of the components that these settings need, in the order of declaration."""
-        about, plain = settings_of(TrainConfig), TrainConfig()
-        needed = (each.needs(getattr(self, name), getattr(plain, name)) for name, each in about.items())
+        needed = (f.metadata["setting"].needs(getattr(self, f.name), f.default) for f in fields(self))
         return dict.fromkeys(component for names in needed for component in names)
 
     @property

@@ -5,6 +5,7 @@ Each kind of text is a row of a table. Plain texts stand here, others are handed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,6 +216,13 @@ def bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
     if not isinstance(tokenizer, BytesDecoder):
         ids = ids[:DECODED]
     return text_bytes(ids, tokenizer) / len(ids) or None
+
+
+def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | None:
+    """Return a loss in nats per token in bits per byte; None where either is unknown."""
+    if loss is None or not bytes_per_token:
+        return None
+    return loss / math.log(2) / bytes_per_token
 
 
 TEXTS: Table[TextKind] = Table("texts", "a text of kind", {PLAIN: _PlainText()})

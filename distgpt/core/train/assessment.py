@@ -13,9 +13,11 @@ import numpy as np
 
 from distgpt.core.base.interrupts import Interrupted, PendingSignals, signal_of
 from distgpt.core.base.tables import Table
+from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.comm.api import Comm
+from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import Window
-from distgpt.core.data.loading import text_bytes
+from distgpt.core.data.loading import Corpus, bits_per_byte, text_bytes
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import ModelActivations, Pass
@@ -263,6 +265,17 @@ class MetricKind(Protocol):
 METRICS: Table[MetricKind] = Table("metrics", "a metric", {})
 
 
+def measured_by(comm: Comm, run: RunConfig, corpus: Corpus) -> tuple[Validation | None, list[Metric]]:
+    """Return the validation of a run, if a text is held out, and its other metrics. Collective."""
+    seq_len = run.model.seq_len
+    validation = None
+    if corpus.val is not None:
+        windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, run.train.val_tokens))
+        validation = Validation(windows, corpus.is_text)
+    files = run.train.metrics.items()
+    return validation, [METRICS[name](comm, Path(path), corpus.tokenizer, seq_len) for name, path in files]
+
+
 class Assessment:
     """Validation and other metrics, at least one of them."""
 
@@ -300,10 +313,3 @@ class Assessment:
         if self.validation is None or loss is None or self.scorer.comm.rank:
             return None
         return self.validation.bits_per_byte(loss, self._tokenizer)
-
-
-def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | None:
-    """Return a loss in nats per token in bits per byte; None where either is unknown."""
-    if loss is None or not bytes_per_token:
-        return None
-    return loss / math.log(2) / bytes_per_token

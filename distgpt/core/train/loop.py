@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
-from typing import NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 from zlib import crc32
 
 from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError
 from distgpt.core.base.interrupts import Interrupted, deferred_signals
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.saved.checkpoint import Best
-from distgpt.core.train.assessment import Assessment
 from distgpt.core.train.progress import SAMPLING, SAVING, Due, Intervals
 from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Votes
 from distgpt.core.train.step import InFlight
-from distgpt.core.train.summary import summarised
+from distgpt.core.train.summary import write_at_end
+
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Assessment
 
 
 def train(run: Run) -> None:
@@ -24,12 +27,12 @@ def train(run: Run) -> None:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(run.directory.lock.claimed(run.comm))  # first: a second process here must write nothing
-        enter(summarised(run))  # around all that may end the run
+        stack.push(partial(write_at_end, run))  # around all that may end the run
         enter(deferred_signals(run.signals))  # from here on one is noted, and `take_steps` ends the run
         for guard in run.guards:  # they watch what follows, which may take long
             enter(guard)
         enter(run.checkpoints.disk.reserved(run.comm, run.progress.step))
-        enter(run.checkpoints.awaited())  # left first: waits for what is being written
+        stack.push(run.checkpoints.wait_at_exit)  # left first: waits for what is being written
         while True:
             try:
                 take_steps(run)

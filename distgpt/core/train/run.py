@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distgpt.core.base.errors import Say
 from distgpt.core.base.interrupts import PendingSignals
@@ -18,13 +19,15 @@ from distgpt.core.model.optim import AdamW
 from distgpt.core.saved.checkpoint import Outdated, State
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.assessment import Assessment, Validation
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Activity, Pace, Progress
 from distgpt.core.train.report import Report
 from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Inspector, Judge, Times
 from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
+
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Assessment, Validation
 
 
 class BadStep(Exception):

@@ -7,12 +7,12 @@ texts, too; `settings` is its half about training, in which memory has decided w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.base.tables import Table, part
-from distgpt.core.comm.agree import on_every_rank, on_root, shared
+from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores
@@ -38,7 +38,6 @@ from distgpt.core.saved.checkpoint import State, load_group
 from distgpt.core.saved.modelfile import Description, read_shortened
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import Tensors
-from distgpt.core.train.assessment import METRICS, Assessment, Validation
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
@@ -50,6 +49,7 @@ from distgpt.core.train.report import (
     note_new,
     note_resumed,
     note_settings,
+    whereabouts,
 )
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Run, Seams
@@ -63,7 +63,9 @@ from distgpt.core.train.sharing import (
     strategy_for,
 )
 from distgpt.core.train.step import Step
-from distgpt.core.train.whereabouts import whereabouts
+
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Metric, Validation
 
 PLAIN = Seams()
 
@@ -88,16 +90,13 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     batches = texts.batches
     if checkpoint:
         on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, batches.fingerprint))
-    seq_len = config.model.seq_len
-    validation = None
-    if corpus.val is not None:
-        windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, config.train.val_tokens))
-        validation = Validation(windows, corpus.is_text)
-    metrics = [
-        METRICS[name](comm, Path(path), corpus.tokenizer, seq_len)
-        for name, path in config.train.metrics.items()
-    ]
-    is_evaluated = validation is not None or bool(metrics)
+    validation: Validation | None = None
+    metrics: Sequence[Metric] = ()
+    is_evaluated = corpus.val is not None or bool(config.train.metrics)
+    if is_evaluated:
+        from distgpt.core.train.assessment import measured_by  # with all that scores
+
+        validation, metrics = measured_by(comm, config, corpus)
 
     # Memory is counted before the model is made: too little of it is refused in words, and decides how the
     # model computes. A GPU compiles meanwhile.
@@ -174,6 +173,8 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         sample = sampling.sample
     assessment = None
     if is_evaluated:
+        from distgpt.core.train.assessment import Assessment
+
         enter = partial(activity.enter, EVALUATING)
         assessment = Assessment(model, comm, validation, metrics, corpus.tokenizer, signals, enter)
     # Kernels with a queue leave out an update that is not finite, without `objection`.

@@ -201,7 +201,8 @@ class Step:
         batches.fill(number, self._micro_batches.sequences_of(rank, micro_batch), *self._host)
         for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
-        run_forward_backward = self._recorded[self._micro_batches.accumulates(micro_batch), sends]
+        adds = micro_batch > 0 and self._micro_batches.accumulates
+        run_forward_backward = self._recorded[adds, sends]
         run_forward_backward()
 
     def _forward_backward(self, adds: bool, sends: bool) -> None:
