@@ -28,7 +28,6 @@ from distgpt.core.data.tokenizers import (
     BytesDecoder,
     Ids,
     Tokenizer,
-    build_tokenizer,
     can_mean,
     find_kind,
     load_tokenizer,
@@ -160,7 +159,7 @@ class _PlainText:
             path = resolve_data(request.data)
             text = read_text(path)
             choice = requested_tokenizer(request)
-            tokenizer = choice if isinstance(choice, Tokenizer) else build_tokenizer(choice, text)
+            tokenizer = choice if isinstance(choice, Tokenizer) else load_tokenizer(choice, text)
             try:
                 ids = tokenizer.encode(text)
             except DataError as error:

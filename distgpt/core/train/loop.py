@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from zlib import crc32
 
 from distgpt.core.base.errors import DistgptError, MismatchError, NonFiniteError
@@ -17,9 +17,6 @@ from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Votes
 from distgpt.core.train.step import InFlight
 from distgpt.core.train.summary import write_at_end
-
-if TYPE_CHECKING:
-    from distgpt.core.train.assessment import Assessment
 
 
 def train(run: Run) -> None:
@@ -48,7 +45,7 @@ def take_steps(run: Run) -> None:
     t = run.settings
     progress = run.progress
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
-        save(run, best=evaluate(run, run.assessment), checkpoint=False)
+        save(run, best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
     intervals = Intervals(t, run.comm, run.placement.rounds, run.assessment is not None, progress.step)
     votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
@@ -117,9 +114,9 @@ def do(run: Run, due: Due) -> None:
     if due.evaluate or due.save:
         refuse_non_finite_weights(run)
     best = None
-    if due.evaluate and run.assessment:
+    if due.evaluate:
         try:
-            best = evaluate(run, run.assessment)
+            best = evaluate(run)
         except Interrupted as stop:
             if not stop.shared:  # a second signal, which this rank alone has seen
                 raise
@@ -131,14 +128,15 @@ def do(run: Run, due: Due) -> None:
         run.report.report_sample(run.progress.step, text)
 
 
-def evaluate(run: Run, assessment: Assessment) -> Best | None:
+def evaluate(run: Run) -> Best | None:
     """Measure and report. Return what says that these weights are the best so far. Collective.
 
     Only weights that a step has changed can be: None before the first one, and where no text is held out.
     """
     step = run.progress.step
-    validation = assessment.validation
-    metrics = {"step": step, **assessment.measure()}
+    assert run.assessment is not None, "nothing is due where nothing is measured"
+    validation = run.assessment.validation
+    metrics = {"step": step, **run.assessment.measure()}
     run.report.report_evaluation(metrics)
     run.progress.count_evaluation(loss := metrics.get("val_loss"))
     if not step or loss is None or validation is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distgpt.core.base.errors import Say, StorageError, escape
 from distgpt.core.base.formatting import count, size, size_in_column
@@ -27,9 +27,6 @@ from distgpt.core.train.progress import Finished
 from distgpt.core.train.resume import Change
 from distgpt.core.train.seams import Clock, Listener, Times, is_over, kind_of
 
-if TYPE_CHECKING:
-    from distgpt.core.train.assessment import Validation
-
 MOST_SHOWN = 4  # hosts
 BY_HEART = 40  # times that a text is read, from which on a large model knows it
 
@@ -41,7 +38,7 @@ def facts(
     directory: Path,
     model: Model,
     batches: Batches,
-    validation: Validation | None,
+    held_out: int,
     first_step: int,
     times: Times,
 ) -> dict[str, object]:
@@ -56,7 +53,7 @@ def facts(
         "parameters": model.layout.elements,
         "vocabulary": config.model.vocab_size,
         "corpus_tokens": batches.n_tokens,
-        "held_out_tokens": validation.count if validation else 0,
+        "held_out_tokens": held_out,
         "first_step": first_step,
         "steps": config.train.steps,
         "seconds": seconds,

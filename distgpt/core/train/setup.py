@@ -97,6 +97,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         from distgpt.core.train.assessment import measured_by  # with all that scores
 
         validation, metrics = measured_by(comm, config, corpus)
+    held_out = validation.count if validation else 0  # tokens
 
     # Memory is counted before the model is made: too little of it is refused in words, and decides how the
     # model computes. A GPU compiles meanwhile.
@@ -122,8 +123,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         begin_anew(comm, state, settings, batches)
     best = None
     if checkpoint and "val" not in plan.changes and plan.state.corpus == batches.fingerprint:
-        tokens = validation.count if validation else 0
-        has_best = on_root(comm, lambda: best_on_disk(directory, checkpoint, plan.state, tokens, say))
+        has_best = on_root(comm, lambda: best_on_disk(directory, checkpoint, plan.state, held_out, say))
         best = plan.state.best if has_best else None
 
     # Now all that a user can have got wrong was refused, and rank 0 writes.
@@ -142,7 +142,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
             say(without_locks(directory.path))
         hosts = where["hosts"]
         first = progress.step
-        shown = facts(stage, hosts, config, directory.path, model, batches, validation, first, times)
+        shown = facts(stage, hosts, config, directory.path, model, batches, held_out, first, times)
         listener.started(shown)
         stage.notes.report_to(say)
 
