@@ -132,7 +132,7 @@ class RunDirectory:
                         file.write(text.encode())
                 if not fresh:
                     self.drop_metrics_after(step, owes_evaluation)  # those steps are repeated
-                    if self.finished_at() not in (None, step):  # a run that resumes before its end has none
+                    if self.finished_at() not in (None, step):  # it resumes elsewhere than at its end
                         self.summary.unlink(missing_ok=True)
             except UsageError:  # another process holds the directory, which is not ours to remove
                 raise
