@@ -47,6 +47,11 @@ class RunDirectory:
     def __hash__(self) -> int:
         return hash(self.path)
 
+    def is_there(self) -> bool:
+        """Return whether anything has the directory's name; else no run and no process is in the way."""
+        with storage_errors("use the run directory", self.path):
+            return self.path.exists()
+
     def saved(self) -> RunConfig | None:
         """Return the configuration of the run in this directory; None without one."""
         with storage_errors("use the run directory", self.path):
@@ -101,10 +106,13 @@ class RunDirectory:
 
     def refuse_undecodable(self) -> None:
         """Raise a UsageError if the directory's name could not be written into its files."""
+        name = str(self.path.absolute())
+        if "\0" in name:
+            raise UsageError(f"{name!r} has a NUL byte, as no directory's name has: choose another --out")
         try:
-            str(self.path.absolute()).encode()
+            name.encode()
         except UnicodeEncodeError:
-            raise UsageError(f"{self.path.absolute()} is not valid UTF-8: choose another --out") from None
+            raise UsageError(f"{name} is not valid UTF-8: choose another --out") from None
 
     def create(
         self,
