@@ -9,9 +9,8 @@ from typing import cast
 
 import numpy as np
 
-from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.compiling.barrier import counters
+from distgpt.core.cpu.compiling.barrier import RELEASED, counters
 from distgpt.core.cpu.compiling.jit import PackedArgs, entry
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import pool_of
@@ -29,6 +28,7 @@ from distgpt.decoding.loops.cached_attention import (
 )
 from distgpt.decoding.loops.variants import NO_VARIANTS, Variants
 from distgpt.decoding.packed import Packing, packing_of
+from distgpt.recorded.orders import Orders
 
 ROWS, ROOM = 512, 12 << 20  # tokens of one call, and bytes of their rows; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
@@ -66,7 +66,10 @@ class CompiledSlots:
             PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
         ]
         none = np.empty((0, config.vocab_size), np.float32)
+        threads = self._pool.threads
         self._call = entry(decode.decode, 0, 1, 0, 0, none, self._fixed[0])
+        arguments = [(i, threads, 0, 0, none, fixed) for i, fixed in enumerate(self._fixed)]
+        self._orders = Orders(self._pool, decode.decode, arguments, self._release)
 
     def feed(self, work: Sequence[Feed]) -> Array:
         logits = np.empty((sum(each.wanted for each in work), self._kind.vocab), np.float32)
@@ -114,11 +117,13 @@ class CompiledSlots:
         if threads == 1:
             self._call(0, 1, len(tokens), len(feeds), logits, self._fixed[0])
             return
-        with signals_deferred():  # all threads have to come to where they meet
-            self._counter[0] = 0
-            self._pool.run_parts(
-                lambda i: self._call(i, threads, len(tokens), len(feeds), logits, self._fixed[i]), threads
-            )
+        self._counter[0] = 0
+        self._orders.put(2, len(tokens), len(feeds), logits)
+        if self._orders.run():
+            raise RuntimeError(f"{decode.decode} has failed")
+
+    def _release(self) -> None:
+        self._counter[0] = RELEASED
 
 
 def _most_rows(config: ModelConfig, count: int) -> int:

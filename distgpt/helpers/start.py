@@ -81,9 +81,9 @@ def missing_loops(stage: Stage, dtype: str, matmul: str, work: Work) -> list[Mis
         with np.errstate(all="ignore"):
             work(kernels)
         if part("record", None):  # this loop does what `record` above leaves out
-            from distgpt.recorded.calls import rehearse
+            from distgpt.recorded.segment import rehearse
 
-            rehearse()
+            rehearse(stage.threads)
     finally:
         noted.reset(before)
     return list(found)

@@ -8,7 +8,6 @@ and calls: the machine code is the same that Python would call, so the bits are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,10 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 
-from distgpt.core.base.interrupts import signals_deferred
-from distgpt.core.cpu.compiling.barrier import RELEASED, Member, counters
-from distgpt.core.cpu.compiling.jit import Loop, entry
-from distgpt.core.cpu.pool import Pool
-from distgpt.core.ops.api import Array, Work
-from distgpt.recorded.loops.replay import END, FAILED, WIDTH, replay
+from distgpt.core.cpu.compiling.barrier import Member
+from distgpt.core.cpu.compiling.jit import Loop, PackedArgsType, entry
+from distgpt.core.ops.api import Array
+from distgpt.recorded.loops.replay import END, WIDTH
 
 _I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 WORD = 8
@@ -53,9 +50,9 @@ class Calls:
         """Write down a call of a loop."""
         kinds = tuple(map(typeof, arguments))
         self.loops.append((len(self._rows), loop))
-        self._rows.append((_caller(kinds), _machine_code(loop, kinds, arguments), len(self._words)))
+        self._rows.append((caller(kinds), machine_code(loop, kinds, arguments), len(self._words)))
         for kind, value in zip(kinds, arguments, strict=True):
-            _flatten(kind, value, self._words)
+            flatten(kind, value, self._words)
         self._kept.append([each for each in arguments if not isinstance(each, np.ndarray)])
         self.arrays += (each for each in arguments if isinstance(each, np.ndarray))
         self.counters += (each.counter for each in arguments if isinstance(each, Member) and not each.number)
@@ -76,53 +73,7 @@ class Calls:
         return program
 
 
-class Segment:
-    """A part of recorded work that needs no Python: a program for each thread. Calling it runs them."""
-
-    def __init__(self, pool: Pool, calls: Sequence[Calls], at_pauses: Sequence[Work]) -> None:
-        """`at_pauses`: what the first thread does in Python where its program pauses."""
-        self._pool = pool
-        self._at_pauses = at_pauses
-        self._calls = calls  # keeps the arrays
-        self._programs = [each.program() for each in calls]
-        self._counter = counters(1, pool.threads)[0]
-        self._counters = [self._counter, *(counter for each in calls for counter in each.counters)]
-
-    def __call__(self) -> None:
-        self._set(0)
-        # All threads have to come to where they meet: a signal waits for the first one's next pause.
-        with signals_deferred() as deliver:
-            self._pool.run_parts(partial(self._run, deliver), self._pool.threads)
-
-    def _run(self, deliver: Work, thread: int) -> None:
-        at, arrivals, n_threads = 0, 0, self._pool.threads
-        program = self._programs[thread]
-        try:
-            for work in self._at_pauses if thread == 0 else ():
-                at, arrivals = replay(program, at, self._counter, arrivals, n_threads)
-                if at < 0:
-                    break
-                work()
-                deliver()
-            if at >= 0:
-                at, arrivals = replay(program, at, self._counter, arrivals, n_threads)
-            if at <= FAILED:
-                raise RuntimeError(f"{dict(self._calls[thread].loops)[FAILED - at]} has failed")
-        except BaseException:  # the others wait for this thread
-            self._set(RELEASED)
-            raise
-
-    def _set(self, arrivals: int) -> None:
-        for counter in self._counters:
-            counter[0] = arrivals
-
-
-def rehearse() -> None:
-    """Call the loop that makes recorded calls, for who notes which loops a run needs."""
-    replay(Calls().program(), 0, counters(1, 1)[0], 0, 1)
-
-
-def _machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[Any]) -> int:
+def machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence[Any]) -> int:
     """Return the address of a loop's code for these types, which is compiled or loaded if need be."""
     assert isinstance(loop, Dispatcher)
     key = loop, kinds
@@ -135,7 +86,7 @@ def _machine_code(loop: Loop, kinds: tuple[types.Type, ...], arguments: Sequence
     return _addresses[key]
 
 
-def _flatten(kind: types.Type, value: Any, words: list[int]) -> None:
+def flatten(kind: types.Type, value: Any, words: list[int]) -> None:
     """Append what machine code takes for a value: the numbers that Numba's calling convention makes of it."""
     if isinstance(kind, types.Array):
         # Who holds the array's memory: two that loops do not use (`_nrt` is off), then what they do.
@@ -144,19 +95,21 @@ def _flatten(kind: types.Type, value: Any, words: list[int]) -> None:
         words += (stride % (1 << 64) for stride in value.strides)  # may be negative
     elif isinstance(kind, types.BaseTuple):
         for each, part in zip(kind, value, strict=True):
-            _flatten(each, part, words)
+            flatten(each, part, words)
     elif isinstance(kind, types.Float):
         size = kind.bitwidth // 8
         words.append(int(np.array(value, f"<f{size}").view(f"<u{size}")))
     elif isinstance(kind, types.Integer | types.Boolean):
         words.append(int(value) % (1 << 64))
+    elif isinstance(kind, PackedArgsType):
+        words.append(value.address)
     elif kind == types.none:
         words.append(0)
     else:
         raise NotRecordable(f"no words for {kind}")
 
 
-def _caller(kinds: tuple[types.Type, ...]) -> int:
+def caller(kinds: tuple[types.Type, ...]) -> int:
     """Return the address of code that calls a function with arguments of these types.
 
     Its own arguments are the function's address, and that of the words. It returns the function's status.

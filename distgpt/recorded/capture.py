@@ -15,8 +15,9 @@ from numba.core.dispatcher import Dispatcher
 from distgpt.core.cpu.kernels import CpuKernels, every_cross_entropy
 from distgpt.core.cpu.pool import ALONE, IN_PARTS, TOGETHER, Pool
 from distgpt.core.ops.api import Array, Kernels, Work
-from distgpt.recorded.calls import Calls, NotRecordable, Segment
+from distgpt.recorded.calls import Calls, NotRecordable
 from distgpt.recorded.loops.replay import MEET, PAUSE
+from distgpt.recorded.segment import Segment
 
 # Operations that are nothing but calls of loops on arrays that stay where they are. All others may look into
 # arrays, or make some: these are done in Python again at each replay.

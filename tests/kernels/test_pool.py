@@ -1,15 +1,12 @@
 """The thread pool: shared by all models of a process, and by threads of the user one after the other."""
 
-import json
-import os
-import select
-import signal
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
+from forks import forked
 
 from distgpt.api import GPT
 from distgpt.core.comm.serial import SerialComm
@@ -123,20 +120,6 @@ def test_an_interrupt_is_raised_wherever_it_comes_and_the_pool_lives_on():
     """The job under way is over by then, and the next one is not mistaken for it."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE, text=True, timeout=60)
     assert not done.returncode and not done.stderr, done.stderr
-
-
-def forked(act):
-    """What `act` gives in a child of this process, which must not take long."""
-    heard, tell = os.pipe()
-    if not (child := os.fork()):
-        os.write(tell, json.dumps(act()).encode())
-        os._exit(0)
-    os.close(tell)
-    answered = select.select([heard], [], [], 20)[0]
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(heard) as told:
-        return json.loads(told.read()) if answered else None
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -183,6 +183,15 @@ _FAULTS = {
         ),
         ("a thread computes into another one's recording", "get_ident() == own else", "True else"),
     ],
+    ("recorded/orders.py", "recorded/test_orders.py"): [
+        ("a call that failed is not told", "        self._failed.append(thread)", "        pass"),
+        ("an order keeps its first arguments", "self._words[:, first : first + len(words)] = words", "pass"),
+        (
+            "helpers stay lent when they are called back",
+            "        self.words[0, loops.CALLED_BACK] = 1",
+            "        pass",
+        ),
+    ],
     ("recorded/record.py", "recorded/test_recorded.py -k rows or profile"): [
         (
             "targets are looked at once",

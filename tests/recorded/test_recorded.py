@@ -22,9 +22,10 @@ from distgpt.core.ops.api import IGNORED, Affine, Head
 from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
-from distgpt.recorded.calls import Segment
 from distgpt.recorded.capture import OF_LOOPS, Capture
+from distgpt.recorded.orders import Board
 from distgpt.recorded.record import Recorded, record
+from distgpt.recorded.segment import Segment
 
 KERNELS = [partial(CpuKernels, "float32"), Bfloat16Kernels]
 NAMES = ["float32", "bfloat16"]
@@ -367,7 +368,7 @@ def test_a_thread_that_is_interrupted_lets_the_others_go(monkeypatch):
         kernels.each(lambda i: kernels.zero(y[i]), 3)
 
     (segment,) = segments_of(3, work, kernels)
-    import distgpt.recorded.calls as module
+    import distgpt.recorded.segment as module
 
     genuine, main = module.replay, threading.main_thread()
 
@@ -426,15 +427,13 @@ def test_threads_meet_one_that_is_late(monkeypatch):
     work()
     wanted = dw.copy()
     h[...] = 0
-    import distgpt.recorded.calls as module
+    genuine = Board.serve
 
-    genuine, main = module.replay, threading.main_thread()
+    def late(board, thread):
+        time.sleep(0.1)
+        genuine(board, thread)
 
-    def late(*args):
-        if threading.current_thread() is not main:
-            time.sleep(0.1)
-        return genuine(*args)
-
-    monkeypatch.setattr(module, "replay", late)
+    monkeypatch.setattr(Board, "serve", late)
+    pool_of(2).run_parts(lambda part: None, 2)  # calls helpers back, so that they begin anew
     segment()
     np.testing.assert_array_equal(dw, wanted)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
+from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.comm.layout import layout
 
 Work = Callable[[int], object]
@@ -42,6 +44,16 @@ class _Job:
 _pools: WeakSet[Pool] = WeakSet()  # all that live
 
 
+class Loan(Protocol):
+    """What helpers do between the jobs of their pool (`Pool.lend`)."""
+
+    def serve(self, thread: int) -> None:
+        """Serve as one of the helpers, until all are called back."""
+
+    def call_back(self) -> None:
+        """Let all helpers return, those too that have not begun yet. May come twice."""
+
+
 class Pool:
     """Splits work in three ways.
 
@@ -60,6 +72,7 @@ class Pool:
     def begin_anew(self) -> None:
         """Forget the helpers, which a fork does not copy: the next job starts them."""
         self.state = _State()
+        self.loan: Loan | None = None  # what all helpers do now
         self._turn = threading.Lock()
         self._jobs: list[SimpleQueue[_Job]] = []  # of each helper
 
@@ -109,6 +122,24 @@ class Pool:
         """Call a compiled loop, inside a part of an operation. By this alone a component can record calls."""
         loop(*args)
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let the pool's other users wait. What this thread does meanwhile, it does alone."""
+        with self._turn:
+            self.state.mode = IN_PARTS
+            try:
+                yield
+            finally:
+                self.state.mode = ALONE
+
+    def lend(self, loan: Loan) -> None:
+        """Let all helpers do loan.serve(thread), until the next job calls them back. For whose turn it is."""
+        self._call_back()
+        self._jobs = self._jobs or self._started()
+        with signals_deferred():  # or some helpers would be lent and others not
+            self._hand_out(_Job(loan.serve, self.threads, IN_PARTS))
+            self.loan = loan
+
     @staticmethod
     def part_of(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
         """Return the range of one part."""
@@ -119,6 +150,7 @@ class Pool:
         """Wake a helper per part, do the caller's own parts, wait for the others, raise what they raised."""
         with self._turn:
             try:
+                self._call_back()
                 self._jobs = self._jobs or self._started()
                 job = self._hand_out(_Job(work, count, mode))
                 self._parts_of(0, job)  # the caller is worker 0
@@ -129,6 +161,12 @@ class Pool:
         for failure in failures:
             if failure is not None:
                 raise failure
+
+    def _call_back(self) -> None:
+        """End the loan. Helpers need not be waited for: each takes its next job once it has returned."""
+        if self.loan is not None:
+            self.loan.call_back()
+            self.loan = None
 
     def _started(self) -> list[SimpleQueue[_Job]]:
         jobs: list[SimpleQueue[_Job]] = [SimpleQueue() for _ in range(self.threads - 1)]
@@ -153,6 +191,7 @@ class Pool:
         """
         while True:
             try:
+                self._call_back()
                 self._outcomes(self._hand_out(_Job(_nothing, self.threads, IN_PARTS)))
                 return
             except KeyboardInterrupt:  # a second one: the first is raised anyway

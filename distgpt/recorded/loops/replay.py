@@ -37,13 +37,13 @@ def replay(program, at, counter, arrivals, n_threads):
             barrier(counter, arrivals)
             if arrived(counter) >= RELEASED:
                 return DONE, arrivals
-        elif _call(what, program[at, 1], program[at, 2]) != 0:
+        elif call(what, program[at, 1], program[at, 2]) != 0:
             return FAILED - at, arrivals
         at += 1
 
 
 @intrinsic
-def _call(context, caller=None, function=None, arguments=None):
+def call(context, caller=None, function=None, arguments=None):
     """Call what lies at an address with two more."""
 
     def generate(context, builder, signature, values):

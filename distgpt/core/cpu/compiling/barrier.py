@@ -59,12 +59,12 @@ def wait_for_all(counter, arrivals, n_threads):
 @inline
 def barrier(counter, arrivals):
     """Arrive, and return when `arrivals` threads have, since the call began."""
-    _arrive(counter)
+    arrive(counter)
     spins = 0
     while arrived(counter) < arrivals:
         spins += 1
         if spins < counter[1]:
-            _pause()
+            pause()
         else:
             _yield_core()
 
@@ -75,7 +75,9 @@ def _first(context, builder, signature, values):
 
 
 @intrinsic
-def _arrive(context, counter=None):
+def arrive(context, counter=None):
+    """Count one more arrival."""
+
     def generate(context, builder, signature, values):
         builder.atomic_rmw("add", _first(context, builder, signature, values), _I64(1), "acq_rel")
         return context.get_dummy_value()
@@ -85,6 +87,8 @@ def _arrive(context, counter=None):
 
 @intrinsic
 def arrived(context, counter=None):
+    """Return the arrivals so far; what came before them can be read."""
+
     def generate(context, builder, signature, values):
         return builder.load_atomic(_first(context, builder, signature, values), "acquire", 8)
 
@@ -92,7 +96,7 @@ def arrived(context, counter=None):
 
 
 @intrinsic
-def _pause(context):
+def pause(context):
     """Tell the core that this loop waits; nothing on unknown processors."""
 
     def generate(context, builder, signature, values):
