@@ -309,6 +309,7 @@ def _say_renamed(before: str, now: str) -> None:
 def _gpu_options(command: F) -> F:
     """Add an option for each field of GpuConfig. They arrive as one argument, `gpu`."""
     known = settings_of(GpuConfig)
+    plain = GpuConfig()
 
     @functools.wraps(command)
     def with_gpu(*args: object, **options: Any) -> object:
@@ -318,7 +319,7 @@ def _gpu_options(command: F) -> F:
     decorated: Callable[..., object] = with_gpu
     for name, about in known.items():
         switch = {"is_flag": True} if about.kind is bool else {"show_default": True}
-        decorated = setting_option(name, about, default=getattr(GpuConfig(), name), **switch)(decorated)
+        decorated = setting_option(name, about, default=getattr(plain, name), **switch)(decorated)
     return cast(F, decorated)
 
 
