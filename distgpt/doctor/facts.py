@@ -23,7 +23,7 @@ from distgpt.core.comm.resources import granted_cores, granted_memory, usable_co
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig
 from distgpt.core.cpu.stages import Stage, expected_dtype
-from distgpt.core.train.report import processor_name
+from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor.gpus import gpu_driver, gpu_facts
 from distgpt.layout.machine import listed
 

@@ -23,7 +23,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.resources import granted_cores
-from distgpt.core.train.report import processor_name
+from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor.facts import Facts, versions
 from distgpt.doctor.gpus import gpu_driver
 from distgpt.doctor.launches import AS_ROOT, foreign_mpirun, is_refused_as_root

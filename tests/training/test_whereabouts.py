@@ -14,7 +14,7 @@ from conftest import SCRIPT, SMALL, distgpt, inside, needs_mpi, train
 from distgpt.core.comm import mpi
 from distgpt.core.train import lines as loglines
 from distgpt.core.train.lines import Lines
-from distgpt.core.train.report import compact, shown_hosts
+from distgpt.core.train.whereabouts import compact, shown_hosts
 from distgpt.launch.environment import batch_job
 
 JOBS = {

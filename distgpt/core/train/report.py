@@ -1,21 +1,15 @@
-"""Reports of rank 0: where a run runs, facts and notes as it begins; steps, evaluations and samples later."""
+"""Reports of rank 0: facts and notes as a run begins; steps, evaluations and samples while it goes on."""
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from distgpt.core.base.errors import Say, StorageError, escape
 from distgpt.core.base.formatting import count, size, size_in_column
-from distgpt.core.base.system import sysctl_text
-from distgpt.core.comm.agree import gather_texts
-from distgpt.core.comm.job import this_job
-from distgpt.core.config import PARAMETERS_PER_TOKEN, WITH_MPI, RunConfig, TrainConfig
+from distgpt.core.config import PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import Corpus, bits_per_byte
@@ -26,8 +20,8 @@ from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.resume import Change
 from distgpt.core.train.seams import Clock, Listener, Times, is_over, kind_of
+from distgpt.core.train.whereabouts import shown_hosts
 
-MOST_SHOWN = 4  # hosts
 BY_HEART = 40  # times that a text is read, from which on a large model knows it
 
 
@@ -119,62 +113,6 @@ def note_new(t: TrainConfig, model: Model, batches: Batches, token_bytes: float 
         f"the text is short: {text}, read {round(times):,} times. A model of {parameters:,} parameters learns"
         f" that by heart, and little else: give it {wanted} or more, or make it smaller (--depth)"
     )
-
-
-# Where a run runs, for its files and its first line
-
-
-def whereabouts(stage: Stage) -> dict[str, Any]:
-    """Return the facts that are known, ready for JSON. Collective."""
-    job, mpi = this_job(), ""
-    if stage.name in WITH_MPI:
-        from distgpt.core.comm.mpi import library  # which loads MPI
-
-        mpi = library()
-    found = {
-        "hosts": compact(gather_texts(stage.comm, platform.node())),
-        "processors": list(dict.fromkeys(gather_texts(stage.comm, processor_name()))),  # each once
-        "job": job.batch,
-        "launcher": job.launcher,
-        "mpi": mpi,
-    }
-    return {name: fact for name, fact in found.items() if fact}
-
-
-def compact(hosts: Sequence[str]) -> list[str]:
-    """["a", "a", "b"] → ["a:2", "b"], as in a hostfile of MPICH: in the order of the ranks."""
-    runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
-    return [f"{host}:{ranks}" if ranks > 1 else host for host, ranks in runs]
-
-
-def shown_hosts(hosts: Sequence[str]) -> str:
-    """Return the hosts in words for a line; "" for a single one, unless a batch system has chosen it."""
-    if len(hosts) < 2:
-        return hosts[0].partition(":")[0] if this_job().batch else ""
-    if len(hosts) <= MOST_SHOWN:
-        return ", ".join(hosts)
-    return f"{hosts[0]}, {hosts[1]} … {hosts[-1]}"
-
-
-def processor_name() -> str:
-    """Return the name of this machine's processor."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    if brand := sysctl_text("machdep.cpu.brand_string"):
-        return brand
-    name = platform.processor()
-    if platform.machine() == "aarch64":  # which Linux names nowhere, but LLVM knows
-        try:
-            from distgpt.core.cpu.compiling.processor import processor
-
-            name = processor()[0]
-        except (ImportError, OSError):  # `distgpt doctor` says why
-            name = ""
-    return name or platform.machine()
 
 
 @dataclass(frozen=True, slots=True)

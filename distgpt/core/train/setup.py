@@ -49,7 +49,6 @@ from distgpt.core.train.report import (
     note_new,
     note_resumed,
     note_settings,
-    whereabouts,
 )
 from distgpt.core.train.resume import best_on_disk, refuse_changed_text
 from distgpt.core.train.run import Run, Seams
@@ -63,6 +62,7 @@ from distgpt.core.train.sharing import (
     strategy_for,
 )
 from distgpt.core.train.step import Step
+from distgpt.core.train.whereabouts import whereabouts
 
 if TYPE_CHECKING:
     from distgpt.core.train.assessment import Metric, Validation
