@@ -167,7 +167,7 @@ class Lines:
         self._begun = time.monotonic()
         self._last = 0.0
         # Output of a batch job that is a terminal is one that people work in.
-        self._is_job = not sys.stdout.isatty() and this_job().batch is not None
+        self._is_job = not self.stream.isatty() and this_job().batch is not None
         self._speed = Speed()
         self._end: Remaining = BySteps(0)
 
