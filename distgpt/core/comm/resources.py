@@ -135,9 +135,8 @@ def granted_cores(
             if time.isdigit() and period.isdigit():  # neither -1 nor max
                 quota = int(time) / int(period)
                 found.append(Cores(quota / ranks, f"{file} of the control group {name}"))
-    found += [
-        Cores(float(number), limit) for number, limit in (grants or part("grants", _UNKNOWN)).cores(ranks)
-    ]
+    granted = (grants or part("grants", _UNKNOWN)).cores(ranks)
+    found += [Cores(float(number), limit) for number, limit in granted]
     return min(found, key=lambda cores: cores.number)
 
 

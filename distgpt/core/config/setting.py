@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 Value = bool | int | float | str
 Values = dict[str, Value]  # by the names of settings
-Config = TypeVar("Config", bound="DataclassInstance")  # a dataclass of settings
 
 LONGEST_TEXT = 4096  # bytes: as long as a path may be
 LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting: floats are exact up to there

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -265,15 +266,18 @@ class MetricKind(Protocol):
 METRICS: Table[MetricKind] = Table("metrics", "a metric", {})
 
 
-def measured_by(comm: Comm, run: RunConfig, corpus: Corpus) -> tuple[Validation | None, list[Metric]]:
-    """Return the validation of a run, if a text is held out, and its other metrics. Collective."""
+def measured_by(
+    comm: Comm, run: RunConfig, corpus: Corpus
+) -> tuple[Validation | None, Callable[..., Assessment]]:
+    """Return the validation of a run, if a text is held out, and what makes its assessment. Collective."""
     seq_len = run.model.seq_len
     validation = None
     if corpus.val is not None:
         windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, run.train.val_tokens))
         validation = Validation(windows, corpus.is_text)
     files = run.train.metrics.items()
-    return validation, [METRICS[name](comm, Path(path), corpus.tokenizer, seq_len) for name, path in files]
+    metrics = [METRICS[name](comm, Path(path), corpus.tokenizer, seq_len) for name, path in files]
+    return validation, partial(Assessment, comm, validation, metrics, corpus.tokenizer)
 
 
 class Assessment:
@@ -281,11 +285,11 @@ class Assessment:
 
     def __init__(
         self,
-        model: Model,
         comm: Comm,
         validation: Validation | None,
         metrics: Sequence[Metric],
         tokenizer: Tokenizer,
+        model: Model,
         signals: PendingSignals,
         on_batch: Callable[[], None],
     ) -> None:

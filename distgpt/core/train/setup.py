@@ -7,7 +7,7 @@ texts, too; `settings` is its half about training, in which memory has decided w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,7 +65,7 @@ from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
 
 if TYPE_CHECKING:
-    from distgpt.core.train.assessment import Metric, Validation
+    from distgpt.core.train.assessment import Assessment, Validation
 
 PLAIN = Seams()
 
@@ -91,12 +91,12 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     if checkpoint:
         on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, batches.fingerprint))
     validation: Validation | None = None
-    metrics: Sequence[Metric] = ()
+    assess: Callable[..., Assessment] | None = None
     is_evaluated = corpus.val is not None or bool(config.train.metrics)
     if is_evaluated:
         from distgpt.core.train.assessment import measured_by  # with all that scores
 
-        validation, metrics = measured_by(comm, config, corpus)
+        validation, assess = measured_by(comm, config, corpus)
     held_out = validation.count if validation else 0  # tokens
 
     # Memory is counted before the model is made: too little of it is refused in words, and decides how the
@@ -171,12 +171,6 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         from distgpt.core.train import sampling  # with all that generates
 
         sample = sampling.sample
-    assessment = None
-    if is_evaluated:
-        from distgpt.core.train.assessment import Assessment
-
-        enter = partial(activity.enter, EVALUATING)
-        assessment = Assessment(model, comm, validation, metrics, corpus.tokenizer, signals, enter)
     # Kernels with a queue leave out an update that is not finite, without `objection`.
     waits = judge.waits or not setup.kernels.capabilities.is_async
     step = Step(
@@ -199,7 +193,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=step,
-        assessment=assessment,
+        assessment=assess(model, signals, partial(activity.enter, EVALUATING)) if assess else None,
         directory=directory,
         start=checkpoint,
         progress=progress,

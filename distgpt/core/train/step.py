@@ -202,8 +202,7 @@ class Step:
         for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
         adds = micro_batch > 0 and self._micro_batches.accumulates
-        run_forward_backward = self._recorded[adds, sends]
-        run_forward_backward()
+        self._recorded[adds, sends]()
 
     def _forward_backward(self, adds: bool, sends: bool) -> None:
         """Compute the loss and gradients of the sequences that lie in `_inputs`."""
