@@ -43,7 +43,7 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.gpu.probe import driver
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.jobs.processes import run
-from distgpt.launch.launched import launched_as
+from distgpt.launch.environment import launched_as
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
 

@@ -48,7 +48,7 @@ TABLES: dict[str, dict[str, str]] = {
     },
     # Parts of a run that the core has plain ones of (core/base/tables.py).
     "parts": {
-        "grants": "distgpt.launch.batch:GRANTS",
+        "grants": "distgpt.launch.environment:GRANTS",
         "helpers": "distgpt.helpers.start:start",
         "job": "distgpt.launch.job:LAUNCHED",
         "kept": "distgpt.proofs.kept:note",

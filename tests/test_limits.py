@@ -22,8 +22,8 @@ from distgpt.core.comm.resources import (
     usable_cores,
 )
 from distgpt.core.comm.serial import SerialComm
-from distgpt.launch import notes
-from distgpt.launch.batch import BatchGrants
+from distgpt.launch import job
+from distgpt.launch.environment import BatchGrants
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGE = [*SMALL, "--n-embd", "1024", "--n-layer", "12"]  # about 600 MiB
@@ -253,14 +253,14 @@ def test_more_threads_than_cores_are_noted_before_the_first_step(tmp_path):
 def test_cpus_are_not_called_cores_and_a_quota_that_decides_nothing_is_not_named(monkeypatch):
     """On 128 cores of two CPUs each a rank takes 128 threads, with a quota of 200 CPUs' time, too."""
     comm = SerialComm()
-    monkeypatch.setattr(notes, "usable_cores", lambda: range(256))
+    monkeypatch.setattr(job, "usable_cores", lambda: range(256))
     for number, threads, said in (
         (200.0, 128, ""),
         (64.0, 64, "quota grants 64 of 256 CPUs: 64 threads"),
         (0.5, 1, "quota grants 0.5 of 256 CPUs: 1 thread"),
     ):
-        monkeypatch.setattr(notes, "granted_cores", lambda share, ranks, n=number: Cores(n, "quota"))
-        assert notes.launch_notes(comm, "serial", threads, threads_given=False) == [said] * bool(said)
+        monkeypatch.setattr(job, "granted_cores", lambda share, ranks, n=number: Cores(n, "quota"))
+        assert job.LAUNCHED.notes(comm, "serial", threads, threads_given=False) == [said] * bool(said)
 
 
 def test_a_quota_decides_the_threads_of_a_run_and_is_named(tmp_path):

@@ -14,7 +14,7 @@ from distgpt.core.comm import resources
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor import facts
-from distgpt.launch.notes import boot_id
+from distgpt.launch.job import boot_id
 
 MAC = {
     "hw.memsize": 16 << 30,

@@ -33,7 +33,6 @@ from distgpt.core.data.tokenizers import (
     EXTRAS,
     TOKENIZERS,
     TokenizerKind,
-    build_tokenizer,
     load_tokenizer,
     tokenizer_from_json,
 )
@@ -210,7 +209,7 @@ class Alphabet:
     """A tokenizer's row as somebody may add it: what is asked for by name, learned and read again."""
 
     def learn(self, argument, texts, are_documents):
-        return build_tokenizer("char", argument + "".join(texts))
+        return load_tokenizer("char", argument + "".join(texts))
 
     def from_json(self, document, source):
         return load_tokenizer("byte")
@@ -239,10 +238,10 @@ def test_a_tokenizer_is_one_file_and_one_line(handed_in, tmp_path):
     with pytest.raises(UsageError, match="no kind and no file"):
         load_tokenizer("alphabet:abc")
     handed_in("tokenizers", alphabet=f"{__name__}:ALPHABET")
-    assert build_tokenizer("alphabet:abc", "d").size == 4
+    assert load_tokenizer("alphabet:abc", "d").size == 4
     with pytest.raises(UsageError, match="takes its vocabulary from a text"):
         load_tokenizer("alphabet:abc")
-    saved = json.loads(build_tokenizer("byte", "").to_json()) | {"kind": "alphabet"}
+    saved = json.loads(load_tokenizer("byte", "").to_json()) | {"kind": "alphabet"}
     assert tokenizer_from_json(json.dumps(saved), "here").size == 256
     (tmp_path / "text.txt").write_text("cab " * 9)
     asked = DataRequest(str(tmp_path / "text.txt"), "alphabet:abc")
@@ -276,8 +275,8 @@ def test_a_kind_of_text_is_found_by_its_ending_or_by_a_setting(handed_in, tmp_pa
 
 def test_a_component_that_is_missing_is_named_in_one_line(handed_in, tmp_path):
     handed_in("tokenizers", bpe="distgpt.removed.bpe:BPE", hub="distgpt.texts.no_such_file:HUB")
-    saved = json.dumps(json.loads(build_tokenizer("byte", "").to_json()) | {"kind": "bpe"})
-    for wrong in (lambda: tokenizer_from_json(saved, "x"), lambda: build_tokenizer("bpe:300", "a text")):
+    saved = json.dumps(json.loads(load_tokenizer("byte", "").to_json()) | {"kind": "bpe"})
+    for wrong in (lambda: tokenizer_from_json(saved, "x"), lambda: load_tokenizer("bpe:300", "a text")):
         with pytest.raises(UsageError, match=r"'bpe' needs distgpt\.removed\.bpe, which is not installed"):
             wrong()
     with pytest.raises(UsageError, match="no kind and no file"):  # although some rows cannot be asked

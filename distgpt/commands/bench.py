@@ -14,7 +14,7 @@ from distgpt.commands.help import Group
 from distgpt.commands.options import FiniteRange, Threads, launch_options, settings, stage_options
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import ROUNDED_DTYPES, nearest
-from distgpt.launch.launched import launched_as
+from distgpt.launch.environment import launched_as
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

@@ -200,30 +200,40 @@ def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
     return found
 
 
-def preset_options(command: F) -> F:
-    """Add --preset and --config, from which the settings start."""
-    preset = option(
+def together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return what adds these options to a command, in this order."""
+
+    def decorate(command: F) -> F:
+        for add in reversed(options):
+            command = add(command)
+        return command
+
+    return decorate
+
+
+# From these the settings start.
+preset_options = together(
+    option(
         "--preset",
         is_eager=True,  # --help shows its values
         show_default=DEFAULT_PRESET,
         completes="preset",
         help="Start from a named configuration (tiny, fast, gpt2, …).",
-    )
-    config = option("--config", type=PATH, help="Read settings from this TOML file.")
-    return preset(config(command))
+    ),
+    option("--config", type=PATH, help="Read settings from this TOML file."),
+)
 
-
-def dial_options(command: F) -> F:
-    """Add --depth and --within, from which the settings of a new run follow."""
-    depth = option(
+# From these the settings of a new run follow.
+dial_options = together(
+    option(
         "--depth",
         group="model",
         first=True,
         type=click.IntRange(1, DEEPEST),
         help="Train a model of this many layers. Its width, its tokenizer, batches, learning rates and steps"
         " follow from that and from the text.",
-    )
-    within = option(
+    ),
+    option(
         "--within",
         group="schedule",
         first=True,
@@ -231,36 +241,17 @@ def dial_options(command: F) -> F:
         help="Be done in this time (as 30m) with the best model that it allows: measure this machine, then"
         " choose --depth and let the learning rate follow the clock. A resumed run counts what it took"
         " before.",
-    )
-    return depth(within(command))
+    ),
+)
 
-
-def stage_options(command: F) -> F:
-    """Add --stage, --threads, and the options of GPU stages, which arrive as the argument `gpu`."""
-    stage = click.option(
-        "--stage",
-        type=click.Choice(STAGES),
-        default="serial",
-        show_default=True,
-        help="Where to compute: one process or several (mpi), on CPUs or on GPUs (cuda).",
-    )
-    threads = option(
-        "--threads",
-        type=Threads(),
-        group="computing",
-        help="Use this many CPU threads per rank. [default: auto, its share of the cores]",
-    )
-    return stage(threads(_gpu_options(command)))
-
-
-def launch_options(command: F) -> F:
-    """Add the options of commands that start jobs of several ranks."""
-    ranks = click.option(
+# Of commands that start jobs of several ranks.
+launch_options = together(
+    click.option(
         "--ranks", type=click.IntRange(1), default=2, show_default=True, help="Start this many processes."
-    )
-    hostfile = click.option("--hostfile", type=PATH, help="Start them on the hosts of this file.")
-    launcher = click.option("--launcher", help='Start them with this: mpirun, or "srun --mpi=pmix".')
-    return ranks(hostfile(launcher(command)))
+    ),
+    click.option("--hostfile", type=PATH, help="Start them on the hosts of this file."),
+    click.option("--launcher", help='Start them with this: mpirun, or "srun --mpi=pmix".'),
+)
 
 
 def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
@@ -318,6 +309,7 @@ def _say_renamed(before: str, now: str) -> None:
 def _gpu_options(command: F) -> F:
     """Add an option for each field of GpuConfig. They arrive as one argument, `gpu`."""
     known = settings_of(GpuConfig)
+    plain = GpuConfig()
 
     @functools.wraps(command)
     def with_gpu(*args: object, **options: Any) -> object:
@@ -327,5 +319,24 @@ def _gpu_options(command: F) -> F:
     decorated: Callable[..., object] = with_gpu
     for name, about in known.items():
         switch = {"is_flag": True} if about.kind is bool else {"show_default": True}
-        decorated = setting_option(name, about, default=getattr(GpuConfig(), name), **switch)(decorated)
+        decorated = setting_option(name, about, default=getattr(plain, name), **switch)(decorated)
     return cast(F, decorated)
+
+
+# Where to compute; the options of GPU stages arrive as the argument `gpu`.
+stage_options = together(
+    click.option(
+        "--stage",
+        type=click.Choice(STAGES),
+        default="serial",
+        show_default=True,
+        help="Where to compute: one process or several (mpi), on CPUs or on GPUs (cuda).",
+    ),
+    option(
+        "--threads",
+        type=Threads(),
+        group="computing",
+        help="Use this many CPU threads per rank. [default: auto, its share of the cores]",
+    ),
+    _gpu_options,
+)

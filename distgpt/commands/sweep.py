@@ -53,7 +53,7 @@ def sweep(
     mpirun -n 4 distgpt sweep GRID.toml trains a run on each of 4 ranks. The same command again resumes.
     """
     from distgpt.core.comm.agree import on_root
-    from distgpt.launch.batch import job_end
+    from distgpt.launch.environment import job_end
     from distgpt.sweep.opening import begin_sweep, preview
     from distgpt.sweep.report import finish
     from distgpt.sweep.stages import open_stages

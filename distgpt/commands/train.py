@@ -32,7 +32,7 @@ from distgpt.core.comm.job import shown_on_terminal, this_job
 from distgpt.core.config import GpuConfig
 from distgpt.core.config.asked import Asked, asked_for, resolve
 from distgpt.core.config.presets import DEFAULT_PRESET
-from distgpt.core.cpu.stages import Stage, open_stage
+from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.textfile import resolve_data
 
 _schedule, _saving = partial(option, group="schedule"), partial(option, group="saving")
@@ -148,7 +148,8 @@ def train(
     plan = run = session = None
     try:
         if ready.comm.rank == 0:
-            note_small_model(ready, asked, shown.noted)
+            if ready.on_gpu:
+                note_small_model(asked, shown.noted)
             if end is not None:
                 note_unguarded(shown.noted)
         asked = follow_recipes(asked, ready, shown.noted)
@@ -198,7 +199,7 @@ def _refuse_early(asked: Asked) -> None:
 
 def _losses(run: Any) -> str:
     """Return the losses of the last step and of the last evaluation, as far as there are any."""
-    bits = {"training": run.report.reading.bits_per_byte, "validation": run.assessment.bits_per_byte}
+    bits = {"training": run.report.reading.bits_per_byte, "validation": run.bits_per_byte}
     known = {"training": run.progress.loss, "validation": run.progress.val_loss}
     return ", ".join(
         f"{name} {loss_and_bits(loss, bits[name](loss))}" for name, loss in known.items() if loss is not None
@@ -222,7 +223,7 @@ def _report(run: Any, as_json: bool) -> None:
     click.echo(f"weights   {escape(str(directory.weights))}")
     if best:
         at = f" at step {best.step}" if best.step is not None else ""
-        loss = loss_and_bits(best.loss, run.assessment.bits_per_byte(best.loss))
+        loss = loss_and_bits(best.loss, run.bits_per_byte(best.loss))
         click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights
@@ -248,11 +249,11 @@ def _word_of_text(run: Any) -> str:
     return found[0] if found else ""
 
 
-def note_small_model(stage: Stage, asked: Asked, say: Say) -> None:
-    """Suggest a larger model than the default one for a GPU."""
+def note_small_model(asked: Asked, say: Say) -> None:
+    """Suggest a larger model for a GPU than the default one, if nobody has chosen one."""
     by_recipe = asked.depth or asked.within or asked.decay_from
     is_chosen = by_recipe or asked.preset or asked.toml or asked.resume or asked.given.keys() & CHOOSES_MODEL
-    if not stage.on_gpu or is_chosen:
+    if is_chosen:
         return
     # The bundled text is read too fast: five minutes of it would be learned by heart.
     own = "" if "data" in asked.given else "with a text of your own (--data) "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import click
 
 from distgpt.commands.help import option
-from distgpt.commands.options import PATH, F
+from distgpt.commands.options import PATH, F, together
 from distgpt.core.base.tables import COMPONENTS
 
 _display = partial(option, group="display")
@@ -34,10 +33,8 @@ def watch_options(command: F) -> F:
         wanted += [partial(_made, "tensorboard")] * bool(tensorboard)
         return command(*args, recorders=wanted, **more)
 
-    decorated: Callable[..., object] = with_recorders
-    for add in reversed((_GROUP, _LOG_FORMAT, _TENSORBOARD, _TEXTFILE, _PORT)):
-        decorated = add(decorated)
-    return decorated  # type: ignore[return-value]
+    add = together(_GROUP, _LOG_FORMAT, _TENSORBOARD, _TEXTFILE, _PORT)
+    return add(with_recorders)  # type: ignore[return-value]
 
 
 def _made(name: str, *how: Any) -> Any:

@@ -19,7 +19,7 @@ from distgpt.core.base.errors import print_lines
 from distgpt.core.base.formatting import count, size, size_in_column
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.doctor.report import pairs, print_page
-from distgpt.launch.launched import launched_rank
+from distgpt.launch.environment import launched_rank
 from distgpt.moved_caches import FOLDER, LIBRARIES
 
 IN_USE = 3600.0  # seconds: a lock, or a file that is being written, is not older

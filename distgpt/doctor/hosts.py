@@ -33,8 +33,8 @@ from distgpt.jobs import hostfile
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.jobs.processes import own_program
 from distgpt.jobs.reach import AT_ONCE, SSH, addresses, is_here
-from distgpt.launch.launched import launched_as
-from distgpt.launch.notes import host_id
+from distgpt.launch.environment import launched_as
+from distgpt.launch.job import host_id
 
 SECONDS = 40.0  # for their answers: Python may load from a slow network disk
 MOST_PROBLEMS = 12  # on the page

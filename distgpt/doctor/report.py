@@ -27,7 +27,7 @@ from distgpt.doctor.launches import around, lines
 from distgpt.doctor.node import advice, legend, nodes, of_host, rows, summary
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
 from distgpt.jobs.launchers import distant_mpi, launch, running_mpi
-from distgpt.launch.launched import launched_rank
+from distgpt.launch.environment import launched_rank
 from distgpt.layout.bind import wanted
 
 WIDTH = 100

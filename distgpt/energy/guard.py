@@ -17,7 +17,7 @@ from distgpt.core.comm.agree import gather_texts
 from distgpt.core.comm.job import this_job
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.run import Run
-from distgpt.launch.notes import boot_id
+from distgpt.launch.job import boot_id
 
 if TYPE_CHECKING:
     from distgpt.energy.counters import Meter
@@ -91,8 +91,10 @@ class Energy(AbstractContextManager["Energy"]):
 
 def guard(run: Run, root: Path | None = None) -> Energy | None:
     """Return what counts this run's energy; None where a host shows none. Collective."""
-    root, gpu = root or SYS, _gpu(run)
-    if run.comm.size == 1 and not (gpu or may_show_zones(root) or slurm_may_count()):
+    root, gpu = root or SYS, _gpu(run) if run.stage.on_gpu else ""
+    # Counters that Linux may show, as it does on few virtual machines.
+    zones = any(any((root / "class").glob(each)) for each in ("powercap/intel-rapl:*", "hwmon/hwmon*"))
+    if run.comm.size == 1 and not (gpu or zones or slurm_may_count()):
         return None
     from distgpt.energy.counters import meter_of_host, meter_of_slurm, opened_zones
     from distgpt.guards.reports import Reports
@@ -118,20 +120,13 @@ def guard(run: Run, root: Path | None = None) -> Energy | None:
     return None
 
 
-def may_show_zones(root: Path) -> bool:
-    """Return whether Linux may show counters here, as it does on few virtual machines."""
-    return any(any((root / "class").glob(each)) for each in ("powercap/intel-rapl:*", "hwmon/hwmon*"))
-
-
 def slurm_may_count(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process is one of a job of Slurm whose counters can be asked for."""
     return "SLURM_JOB_ID" in environ and shutil.which("sstat") is not None
 
 
 def _gpu(run: Run) -> str:
-    """Return the id of this rank's GPU; "" without one."""
-    if not run.stage.on_gpu:
-        return ""
+    """Return the id of this rank's GPU; "" where its driver shows none."""
     from distgpt.gpu.probe import driver
     from distgpt.gpu.stage import device_of
 

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,14 +49,10 @@ class Room(Disk):
     @contextmanager
     def reserved(self, comm: Comm, step: int) -> Iterator[None]:
         """Hold room for the final weights meanwhile. Collective."""
-
-        def reserve() -> None:
-            try:
-                self.write(step, self._weights, self._take)
-            finally:
-                self.report()
-
-        on_root(comm, reserve)
+        try:
+            on_root(comm, partial(self.write, step, self._weights, self._take))
+        finally:
+            self.report()
         try:
             yield
         finally:

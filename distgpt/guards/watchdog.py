@@ -156,7 +156,8 @@ class Watchdog:
 
     def _look(self) -> None:
         now = time.monotonic()
-        if self._activity.count != self._count:
+        moved = self._activity.count != self._count
+        if moved:
             self._count, moved_at, self._moved_at = self._activity.count, self._moved_at, now
             self._asked_at = None
             if self._is_reported:
@@ -165,10 +166,12 @@ class Watchdog:
                     self._say(f"going on after {long_duration(now - moved_at)} without progress")
         if self._rank:
             self._report(now)
-        else:
-            self._listen(now)
-            self._check_progress(now)
-        self._exit_on_second_signal(now)
+        elif self._reports:
+            self._listen(self._reports, now)
+        if not moved:  # whoever has just moved is not stuck
+            if self._rank == 0:
+                self._check_progress(now)
+            self._exit_on_second_signal(now)
         if self._nccl and (trouble := self._nccl.trouble()):
             from distgpt.launch.leaving import has_failed
 
@@ -217,10 +220,10 @@ class Watchdog:
 
     # Rank 0
 
-    def _listen(self, now: float) -> None:
-        for message, address in self._reports.received() if self._reports else ():
+    def _listen(self, reports: Reports, now: float) -> None:
+        for message, address in reports.received():
             rank = message["rank"]
-            if not 0 < rank < self._size or self._reports is None:
+            if not 0 < rank < self._size:
                 continue
             if isinstance(message.get("failed"), str):
                 self._end_job(DistgptError(message["failed"]))
@@ -229,7 +232,7 @@ class Watchdog:
                     self._stacks[rank] = message["stack"]
             elif seen := _seen(message, now, address):
                 self._seen[rank] = seen
-                self._reports.send({}, address)
+                reports.send({}, address)
 
     def _check_progress(self, now: float) -> None:
         idle, usual = now - self._moved_at, self._usual()

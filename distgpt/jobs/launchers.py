@@ -19,7 +19,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.cpu.stages import open_stage
 from distgpt.jobs import hostfile as hostfiles
-from distgpt.launch.launched import launched_as, launcher_name
+from distgpt.launch.environment import launched_as, launcher_name
 from distgpt.launch.mpis import MPIS
 
 Facts = dict[str, Any]

@@ -21,7 +21,7 @@ from distgpt.core.base.version import __version__
 from distgpt.core.comm.agree import gather_bytes, named_ranks, ranks_by_text, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import require_mpi, say
-from distgpt.launch.launched import (
+from distgpt.launch.environment import (
     MPICH,
     OPEN_MPI,
     Launcher,

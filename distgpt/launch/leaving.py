@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from distgpt.core.base.tables import Table
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import rank_name, say, this_job
-from distgpt.launch.launched import OPEN_MPI
+from distgpt.launch.environment import OPEN_MPI
 
 # Ctrl-C reaches all ranks of a terminal's job. Another rank reports it if rank 0 has not ended it by then.
 SECONDS_FOR_RANK_0 = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from distgpt.core.comm.mpi import library, vendor
-from distgpt.launch.launched import launcher_name
+from distgpt.launch.environment import launcher_name
 from distgpt.launch.mpis import HELP, MPIS
 
 # It speaks if this process is gone, by which its input ends, before it has had a line.

@@ -39,6 +39,7 @@ class ReproducibleParts(MicroBatches):
     """Each micro-batch is one part of the batch. The tree adds their gradients, not the backward pass."""
 
     name = "reproducible parts"
+    accumulates = False
 
     def __init__(self, config: TrainConfig, ranks: int, model: Model) -> None:
         super().__init__(config, ranks)
@@ -50,9 +51,6 @@ class ReproducibleParts(MicroBatches):
     def sequences_of(self, rank: int, i: int) -> slice:
         # A rank has neighbouring parts, which are a whole branch of the tree.
         return rank_sequences(self._batch_size, rank * self.count + i, self._parts, 0, 1)
-
-    def accumulates(self, i: int) -> bool:
-        return False
 
     def collect(self, i: int) -> None:
         if self._tree:

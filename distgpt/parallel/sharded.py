@@ -16,7 +16,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Model
 from distgpt.core.model.muon import borders
-from distgpt.core.model.optim import AdamW, position_in
+from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.api import PIECE, Array
 from distgpt.core.saved.tensors import Tensors
 from distgpt.core.train.sharing import (
@@ -169,7 +169,7 @@ class Shards(TensorByTensor):
         self._parts = {
             "m/": Part(layout, optimizer.own, optimizer.m.flat, bounds),
             "v/": Part(
-                second, optimizer.v_own, optimizer.v.flat, [position_in(second, layout, at) for at in bounds]
+                second, optimizer.v_own, optimizer.v.flat, [layout.position_in(second, at) for at in bounds]
             ),
             MASTER: Part(layout, optimizer.own, model.masters(optimizer.own), bounds),
         }

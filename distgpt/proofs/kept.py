@@ -14,7 +14,7 @@ from functools import cache
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -24,6 +24,9 @@ from distgpt.core.base.version import __version__
 from distgpt.core.comm.agree import gather_texts
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.train.run import Run
+
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Assessment
 
 KEY = "bits"  # of the event in history.jsonl
 PACKAGE = Path(__file__).parents[1]
@@ -80,10 +83,11 @@ def facts_of(run: Run) -> Facts:
     own = json.dumps([_gpu_name(stage) if on_gpu else _processor(), stage.threads])
     ranks = [json.loads(text) for text in gather_texts(comm, own)]
     hosts = gather_texts(comm, platform.node())
+    loaded = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
     init = t.init if t.init and run.start is None and comm.rank == 0 else ""
     return Facts(
         sources=sources() if comm.rank == 0 else "",  # what other ranks return is looked at by nobody
-        versions={"distgpt": __version__, **(_gpu_libraries() if on_gpu else _libraries())},
+        versions={"distgpt": __version__, **(_gpu_libraries() if on_gpu else loaded)},
         processors=list(dict.fromkeys(processor for processor, _ in ranks)),
         threads=[threads for _, threads in ranks],
         nodes=[len(list(of_host)) for _, of_host in groupby(hosts)],
@@ -95,7 +99,7 @@ def facts_of(run: Run) -> Facts:
         recompute=t.recompute,
         data=run.batches.fingerprint,
         init=fingerprint(Path(init)) if init else "",
-        validation=_validation(run) if comm.rank == 0 else "",
+        validation=_validation(run.assessment) if run.assessment and comm.rank == 0 else "",
         gpu=_gpu_options(stage) if on_gpu else {},
     )
 
@@ -112,20 +116,15 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-def _validation(run: Run) -> str:
+def _validation(assessment: Assessment) -> str:
     """Return a checksum of the tokens on which a run is evaluated, and of those that count; "": on none."""
-    if run.assessment.validation is None:
+    if assessment.validation is None:
         return ""
     found = 0
-    for span in run.assessment.validation.spans:
+    for span in assessment.validation.spans:
         for array in (span.ids, span.counted):
             found = found if array is None else crc32(np.ascontiguousarray(array).data.cast("B"), found)
     return f"crc32:{found:08x}"
-
-
-def _libraries() -> dict[str, str]:
-    """Return the versions of the libraries of CPU stages, which this process has loaded."""
-    return {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
 
 
 def _processor() -> str:

@@ -20,7 +20,7 @@ from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.textfile import resolve_data
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.train.plan import DTYPE, begins_anew, is_open
 from distgpt.core.train.resume import saved_run
 from distgpt.core.train.seams import KEPT
@@ -146,7 +146,7 @@ def _compiled(
     t = replace(run.train, grad_sync=grad_sync or run.train.grad_sync)
     compile_once_per_node(stage, kernels, run, strategy_for(t, stage.comm.size))
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
-        build_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
+        load_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
     stage.comm.barrier()
     # On any rank: the others wait for it.
     has_compiled = stage.comm.allreduce_max(int(first_use.has_compiled()))

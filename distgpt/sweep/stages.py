@@ -9,7 +9,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ON_GPU, SEVERAL, WITH_MPI, GpuConfig
 from distgpt.core.cpu.stages import Notes, Stage, open_stage
-from distgpt.launch.launched import launched_as
+from distgpt.launch.environment import launched_as
 
 
 def open_stages(name: str, threads: int | None, gpu: GpuConfig) -> tuple[Comm, Stage]:

@@ -25,9 +25,8 @@ from distgpt.core.config import (
 )
 from distgpt.core.config.asked import PRETRAINED, asked_for, resolve
 from distgpt.core.config.presets import PRESETS, preset
-from distgpt.core.config.schedules import SCHEDULES, Schedule
 from distgpt.core.config.setting import brief
-from distgpt.core.model.optim import learning_rate
+from distgpt.core.model.optim import SCHEDULES, Schedule, learning_rate
 from distgpt.core.saved.rundir import RunDirectory
 
 DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from distgpt.core.config.presets import preset
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.recipes.scaling import (
     Text,
     batch,
@@ -108,5 +108,5 @@ def test_more_time_asks_for_a_deeper_model():
 
 def test_a_bpe_of_any_size_is_learned_from_the_text():
     assert [learned_size(name) for name in ("bpe:300", "bpe:", "bpe:-1", "bpe", "300")] == [300, 0, 0, 0, 0]
-    tokenizer = build_tokenizer("bpe:300", "the keeper lit the lamp " * 20)
+    tokenizer = load_tokenizer("bpe:300", "the keeper lit the lamp " * 20)
     assert tokenizer.size <= 300 and len(tokenizer.encode("the keeper")) < 8

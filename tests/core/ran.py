@@ -37,7 +37,7 @@ Dispatcher.compile = _compile_unseen  # before loops are made, which hold on to 
 
 from distgpt.cli import main
 from distgpt.core.train.step import Step
-from distgpt.launch.launched import launched_rank
+from distgpt.launch.environment import launched_rank
 
 PACKAGE = f"{Path(__file__).resolve().parents[2] / 'distgpt'}{os.sep}"
 

@@ -15,7 +15,7 @@ from distgpt.core.base.files import bundled
 from distgpt.core.data.batches import SAMPLE_PIECE, ArrayTokens, Batches, rank_sequences, shuffled
 from distgpt.core.data.loading import DataRequest, load_corpus, read_text
 from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 
 SEED = 1337
 
@@ -202,7 +202,7 @@ def whole(tokens):
 
 def test_every_rank_gets_the_tokens_of_rank_zero(tmp_path):
     for kind, ranks in itertools.product(["byte", "char", "word"], [1, 2, 4]):
-        expected = build_tokenizer(kind, STORY)
+        expected = load_tokenizer(kind, STORY)
         for corpus in loaded(ranks, "story", kind, 64):
             tokens = whole(corpus.train)
             assert corpus.tokenizer.to_json() == expected.to_json()
@@ -212,7 +212,7 @@ def test_every_rank_gets_the_tokens_of_rank_zero(tmp_path):
     places = (str(path), "nowhere")  # only rank 0 touches the file
     corpora = on_all_ranks(2, lambda comm: load_corpus(comm, DataRequest(places[comm.rank], "char", 8)))
     assert [len(corpus.train) for corpus in corpora] == [80, 80]
-    mine = build_tokenizer("char", STORY + "äöü")  # of a model that there is already
+    mine = load_tokenizer("char", STORY + "äöü")  # of a model that there is already
     (corpus,) = loaded(1, "story", "auto", 8, existing=mine)
     assert corpus.tokenizer.to_json() == mine.to_json()
     assert corpus.tokenizer.decode(whole(corpus.train)) == STORY
@@ -229,7 +229,7 @@ def test_the_first_part_of_a_text_is_held_out(tmp_path):
 
 def test_what_rank_zero_finds_wrong_is_raised_on_all(tmp_path):
     path, known = tmp_path / "text.txt", tmp_path / "known.json"
-    known.write_text(build_tokenizer("word", "some").to_json())
+    known.write_text(load_tokenizer("word", "some").to_json())
     for content, choice, kind, message in (
         (None, "char", DataError, "no readable file"),
         ("x", "char", DataError, "1 token"),

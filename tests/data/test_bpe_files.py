@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizing import GPT2, STORY, TEXT, gpt2, needs_gpt2, small
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.data.tokenizers import build_tokenizer, fingerprint, load_tokenizer
+from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT
 from distgpt.texts.tokenizers.learn import learn_bpe
 
@@ -225,7 +225,7 @@ def test_options_reach_the_learning(tmp_path):
     assert out.read_text() == learn_bpe([STORY], 9000, 30, "first").to_json()
     for kind in ("char", "word"):
         learn("story", "--kind", kind, "--out", tmp_path / kind)
-        assert (tmp_path / kind).read_text() == build_tokenizer(kind, STORY).to_json()
+        assert (tmp_path / kind).read_text() == load_tokenizer(kind, STORY).to_json()
         assert kind in inside("tokenizer", "info", tmp_path / kind).stdout
     (tmp_path / "a.jsonl").write_text('{"story": "ab ab", "no": 1}\n{"story": "ab ab c"}')
     options = ["--field", "story", "--vocab-size", "300", "--separator", "none"]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizing import small
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.texts.chats.format import ChatFormat, checked_messages
 from distgpt.texts.chats.template import Renderer
 from distgpt.texts.tokenizers.parts import encode_parts
@@ -90,7 +90,7 @@ def test_without_a_template_a_tokenizer_chats_in_chatml_or_in_plain_words(tmp_pa
         "<|im_start|>assistant\n"
     )
     assert chatml.tokenizer.specials["<|im_end|>"] in chatml.ends
-    for tokenizer, end in ((small(), "<|endoftext|>"), (build_tokenizer("byte", ""), "")):
+    for tokenizer, end in ((small(), "<|endoftext|>"), (load_tokenizer("byte", ""), "")):
         plain = ChatFormat(tokenizer)
         assert tokenizer.decode(plain.prompt(CHAT)) == (
             f"User:\nWhere is the lamp? \n\nAssistant:\nIn the 12th harbour.{end}\n\n"
@@ -173,7 +173,7 @@ def test_a_message_full_of_special_tokens_takes_time_in_proportion_to_its_length
 
 
 def test_a_tokenizer_that_does_not_tell_where_its_ids_end_cannot_encode_chats():
-    words = build_tokenizer("word", "a lamp")
+    words = load_tokenizer("word", "a lamp")
     ids, ends = encode_parts(words, ["a lamp", 1, "lamp"])
     assert ids.tolist() == [0, 1, 1, 1] and ends.tolist() == [1, 6, 10, 14]
 

@@ -10,7 +10,7 @@ from families import FAMILIES, write_family
 from tokenizing import small
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.texts.chats.format import ChatFormat
 from distgpt.texts.chats.rows import read_examples
 
@@ -62,7 +62,7 @@ def test_of_several_answers_each_is_learned_with_its_end(plain, tmp_path):
     ((ids, learned),) = examples(rows(tmp_path / "r", {"messages": messages}), plain)
     assert plain.tokenizer.decode(ids[learned == 1]) == f"{ANSWER}<|endoftext|>" * 2
     assert plain.tokenizer.decode(ids).startswith(f"Be brief.\n\nUser:\n{QUESTION}\n\nAssistant:\n")
-    byte = ChatFormat(build_tokenizer("byte", ""))
+    byte = ChatFormat(load_tokenizer("byte", ""))
     ((ids, learned),) = examples(rows(tmp_path / "r", {"messages": messages}), byte)
     assert bytes(ids[learned == 1].tolist()).decode() == f"{ANSWER}\n\nUser:\n" * 2
 

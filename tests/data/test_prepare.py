@@ -13,7 +13,7 @@ from preparing import Quiet, contents, everything, inputs, interrupted, refuse, 
 from tokenizing import small
 
 from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.texts.prepare import preparing
 from distgpt.texts.prepare.documents import Offset, find_inputs
 from distgpt.texts.prepare.preparing import prepare
@@ -92,7 +92,7 @@ def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
 
 def test_impossible_inputs_and_settings_are_refused_and_nothing_is_left_behind(tmp_path):
     path, saved = tmp_path / "a.txt", tmp_path / "t.json"
-    saved.write_text(build_tokenizer("char", "abc").to_json())
+    saved.write_text(load_tokenizer("char", "abc").to_json())
     for text, changes, message in (
         ("", {}, "there is no text"),
         ("x", {}, "only 1 token; at least 2 are needed"),

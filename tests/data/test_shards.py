@@ -12,7 +12,7 @@ import pytest
 
 from distgpt.core.base.errors import DataError, StorageError
 from distgpt.core.data.batches import Batches, windows_of
-from distgpt.core.data.tokenizers import build_tokenizer, fingerprint
+from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.show.datapages import unlisted
 from distgpt.texts import shards
 from distgpt.texts.packing import PackedBatches
@@ -43,7 +43,7 @@ def folder(tmp_path):
             writer.write(piece)
         written.append(writer.finish(name.split("-")[0]))
         start += tokens
-    tokenizer = build_tokenizer("byte", "")
+    tokenizer = load_tokenizer("byte", "")
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     manifest = Manifest(
         tokenizer=fingerprint(tokenizer),
@@ -229,7 +229,7 @@ def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(fol
 
 def test_another_tokenizer_beside_the_shards_is_refused(folder):
     manifest = read_manifest(folder)
-    (folder / "tokenizer.json").write_text(build_tokenizer("char", "ab").to_json())
+    (folder / "tokenizer.json").write_text(load_tokenizer("char", "ab").to_json())
     with pytest.raises(DataError, match="not the tokenizer that the shards"):
         shards_tokenizer(folder, manifest)
     (folder / "tokenizer.json").unlink()

@@ -16,7 +16,7 @@ from tokenizing import small
 from distgpt.core.base.errors import DataError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.data.loading import DataRequest, load_corpus
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.texts import shards
 from distgpt.texts.prepare import tokenized
 from distgpt.texts.prepare.preparing import prepare
@@ -102,7 +102,7 @@ def test_other_contents_settings_and_tokenizers_have_shards_of_their_own(asked, 
     assert folders() == 4
     _, said = loaded(replace(asked, existing=corpus.tokenizer))  # as a resumed run has it
     assert folders() == 4 and len(said) == 1
-    wider = build_tokenizer("char", "".join(corpus.tokenizer.vocabulary) + "€")
+    wider = load_tokenizer("char", "".join(corpus.tokenizer.vocabulary) + "€")
     loaded(replace(asked, existing=wider))
     assert folders() == 5
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
 def test_shards_that_another_node_does_not_see_are_named(asked, monkeypatch):
     loaded(asked)
     (folder,) = asked.kept.iterdir()
-    manifest, tokenizer = shards.read_manifest(folder), build_tokenizer("byte", "")
+    manifest, tokenizer = shards.read_manifest(folder), load_tokenizer("byte", "")
     gone = folder.rename(asked.kept / "gone")
     monkeypatch.setattr(shards, "read_manifest", lambda path: manifest)
     monkeypatch.setattr(shards, "shards_tokenizer", lambda path, manifest: tokenizer)

@@ -11,7 +11,6 @@ from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.data.tokenizers import (
-    build_tokenizer,
     fingerprint,
     id_dtype,
     load_tokenizer,
@@ -43,7 +42,7 @@ BYTES = {
 
 @functools.cache
 def one_of_each_kind():
-    return [*(build_tokenizer(kind, PROSE + ALPHABET) for kind in ("byte", "char", "word")), small()]
+    return [*(load_tokenizer(kind, PROSE + ALPHABET) for kind in ("byte", "char", "word")), small()]
 
 
 def saved(document):
@@ -60,7 +59,7 @@ def random_texts(count=300, length=60):
 
 def test_texts_come_back_and_ids_have_the_smaller_type():
     for text in [*random_texts(), PROSE, TEXT, ""]:
-        for tokenizer in (build_tokenizer("byte", text), build_tokenizer("char", text), small()):
+        for tokenizer in (load_tokenizer("byte", text), load_tokenizer("char", text), small()):
             ids = tokenizer.encode(text)
             assert tokenizer.decode(ids) == text, (tokenizer.kind, text)
             assert ids.dtype == np.uint16 and ids.max(initial=0) <= tokenizer.size - bool(text)
@@ -69,16 +68,16 @@ def test_texts_come_back_and_ids_have_the_smaller_type():
 
 def test_large_vocabularies_get_wider_ids():
     assert id_dtype(65536) is np.uint16 and id_dtype(65537) is np.uint32
-    tokenizer = build_tokenizer("word", words := " ".join(f"w{i}" for i in range(65537)))
+    tokenizer = load_tokenizer("word", words := " ".join(f"w{i}" for i in range(65537)))
     ids = tokenizer.encode(words)
     assert ids.dtype == np.uint32 and ids.max() == 65536 and tokenizer.decode(ids) == words
 
 
 def test_texts_are_split_by_the_stated_rules():
-    assert build_tokenizer("byte", "").encode("é🙂").tolist() == list("é🙂".encode())
-    chars = build_tokenizer("char", "hello")
+    assert load_tokenizer("byte", "").encode("é🙂").tolist() == list("é🙂".encode())
+    chars = load_tokenizer("char", "hello")
     assert chars.vocabulary == ("e", "h", "l", "o") and chars.encode("hole").tolist() == [1, 3, 2, 0]
-    words = build_tokenizer("word", "don't stop_it, x2!\n")
+    words = load_tokenizer("word", "don't stop_it, x2!\n")
     assert words.vocabulary == ("\n", "!", ",", "_", "don't", "it", "stop", "x2")
     assert words.decode(words.encode("stop  it \t!\n\ndon't")) == "stop it!\n\ndon't"
     assert saved(BYTES).encode("ab b").tolist() == [256, 0x20, ord("b")]
@@ -103,17 +102,17 @@ def test_gpt2_is_recognised_and_gives_the_ids_that_it_is_known_for():
 
 def test_words_of_usual_prose_come_back_exactly_and_of_any_other_text_without_its_blanks():
     for text in (STORY, PROSE):
-        tokenizer = build_tokenizer("word", text)
+        tokenizer = load_tokenizer("word", text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
     for text in random_texts():
-        tokenizer = build_tokenizer("word", text)
+        tokenizer = load_tokenizer("word", text)
         decoded = tokenizer.decode(tokenizer.encode(text))
         assert WORD.findall(decoded) == WORD.findall(text)
         assert "".join(decoded.split(" ")) == "".join(WORD.findall(text))
 
 
 def test_any_sequence_of_word_ids_survives_decoding_and_encoding():
-    tokenizer = build_tokenizer("word", " ".join(random_texts()) + " a'b a’b a'b’c x y z")
+    tokenizer = load_tokenizer("word", " ".join(random_texts()) + " a'b a’b a'b’c x y z")
     source = np.random.default_rng(3)
     risky = [i for i, word in enumerate(tokenizer.vocabulary) if word[0] in "'’-\"“‘(/_\nxyza"]
     assert len(risky) > 12
@@ -133,17 +132,17 @@ def test_decoding_never_fails_and_streaming_gives_the_same():
             assert streamed == tokenizer.decode(ids), (tokenizer.kind, length)
         for foreign in ([-1], [tokenizer.size], [10**9], np.array([2**31 - 1], np.int32)):
             assert tokenizer.decode(foreign) == "\ufffd", (tokenizer.kind, foreign)
-    tokenizer = build_tokenizer("byte", "")  # a foreign id inside a character breaks it, but joins nothing
+    tokenizer = load_tokenizer("byte", "")  # a foreign id inside a character breaks it, but joins nothing
     assert tokenizer.decode([0xC3, 256, 0xA9]) == tokenizer.decode([0xC3, -1, 0xA9]) == "\ufffd" * 3
 
 
 def test_a_streamer_holds_back_a_character_until_it_is_whole_and_continues_a_prompt():
-    for tokenizer in (build_tokenizer("byte", ""), saved(BYTES)):
+    for tokenizer in (load_tokenizer("byte", ""), saved(BYTES)):
         streamer = tokenizer.streamer()
         ids = tokenizer.encode("é🙂").tolist()
         assert [streamer.feed(i) for i in ids] == ["", "é", "", "", "", "🙂"], tokenizer.kind
         assert (streamer.feed(ids[0]), streamer.flush()) == ("", "\ufffd")
-    words = build_tokenizer("word", PROSE)
+    words = load_tokenizer("word", PROSE)
     streamer = words.streamer()
     prompt, more = words.encode("said").tolist(), words.encode("Nell.").tolist()
     assert "".join([streamer.feed(i) for i in prompt + more][len(prompt) :]) == " Nell."
@@ -156,7 +155,7 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
     path = tmp_path / "tokenizer.json"
     for tokenizer in one_of_each_kind():
         path.write_text(tokenizer.to_json(), encoding="utf-8")
-        for again in (*map(load_tokenizer, map(str, (path, tmp_path))), build_tokenizer(str(path), "")):
+        for again in (*map(load_tokenizer, map(str, (path, tmp_path))), load_tokenizer(str(path), "")):
             assert (again.kind, again.size) == (tokenizer.kind, tokenizer.size)
             assert again.to_json() == tokenizer.to_json()
             assert again.encode(PROSE).tolist() == tokenizer.encode(PROSE).tolist()
@@ -168,10 +167,10 @@ def test_saved_and_loaded_they_are_the_same(tmp_path):
 
 def test_they_say_what_they_are_and_equal_ones_have_equal_fingerprints():
     for kind, words in (("byte", "byte, 256"), ("char", "char, 3"), ("word", "word, 2")):
-        tokenizer = build_tokenizer(kind, "a b")
+        tokenizer = load_tokenizer(kind, "a b")
         assert tokenizer.describe() == f"{words} entries" and tokenizer.separator is None
-        assert fingerprint(tokenizer) == fingerprint(build_tokenizer(kind, "b a"))
-        assert (fingerprint(tokenizer) == fingerprint(build_tokenizer(kind, "b c"))) == (kind == "byte")
+        assert fingerprint(tokenizer) == fingerprint(load_tokenizer(kind, "b a"))
+        assert (fingerprint(tokenizer) == fingerprint(load_tokenizer(kind, "b c"))) == (kind == "byte")
 
 
 def test_names_that_are_no_tokenizer_are_refused(tmp_path):
@@ -186,7 +185,7 @@ def test_names_that_are_no_tokenizer_are_refused(tmp_path):
         (load_tokenizer, "chra", UsageError, f"'chra'.*{near}"),
         (load_tokenizer, binary, DataError, "cannot be read as a saved tokenizer"),
         (load_tokenizer, binary / "x", DataError, "cannot be read as a saved"),
-        (lambda name: build_tokenizer(name, "text"), tmp_path, DataError, "holds no tokenizer: neither"),
+        (lambda name: load_tokenizer(name, "text"), tmp_path, DataError, "holds no tokenizer: neither"),
     ):
         with pytest.raises(error, match=message):
             make(str(name))
@@ -233,14 +232,14 @@ def test_what_is_not_in_the_vocabulary_is_named():
         ("word", "", "x", r"word 'x' at position 0"),
     ):
         with pytest.raises(DataError, match=message):
-            build_tokenizer(kind, known).encode(text)
+            load_tokenizer(kind, known).encode(text)
 
 
 def test_bytes_smuggled_in_as_surrogates_are_refused():
     smuggled = b"ok \xff".decode("utf-8", errors="surrogateescape")
     for refuse in (
         *(tokenizer.encode for tokenizer in one_of_each_kind()),
-        *(functools.partial(build_tokenizer, kind) for kind in ("char", "word")),
+        *(functools.partial(load_tokenizer, kind) for kind in ("char", "word")),
     ):
         with pytest.raises(DataError, match="position 3"):
             refuse(smuggled)

@@ -15,7 +15,7 @@ from distgpt.core.base.errors import DataError, DistgptError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import load_model
 from distgpt.core.train.assessment import Scorer, Span
@@ -24,7 +24,7 @@ from distgpt.evaluation.likelihoods import likelihoods
 from distgpt.evaluation.questions import LINES, Question, read_questions
 
 CONFIG = ModelConfig(vocab_size=256, seq_len=700, n_layer=2, n_head=2, n_embd=16)
-BYTES = build_tokenizer("byte", "")
+BYTES = load_tokenizer("byte", "")
 
 
 def lines(path, *objects):

@@ -17,7 +17,7 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.batches import ArrayTokens, windows_of
 from distgpt.core.data.textfile import read_text, resolve_data
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.train import assessment
@@ -79,13 +79,13 @@ def test_validation_predicts_every_token_once():
 def test_the_predicted_text_is_as_long_as_it_is_written():
     wide = "a é€😀 b, é€😀 a."
     for kind, text in (("byte", wide), ("char", wide), ("word", "a cat, a dog.")):
-        tokenizer = build_tokenizer(kind, text)
+        tokenizer = load_tokenizer(kind, text)
         for window in (1, 2, 3, 7):
             validation = Validation(windows_of(ArrayTokens(tokenizer.encode(text)), window))
             size = validation.count / validation.bits_per_byte(math.log(2), tokenizer)
             assert size == pytest.approx(len(text[1:].encode())), (kind, window)
     ids = np.array([60, 97, 98, 60, 99], np.uint16)
-    tokenizer = build_tokenizer("byte", "")
+    tokenizer = load_tokenizer("byte", "")
     tokenizer.separator = 60  # which is no text
     assert Validation(windows_of(ArrayTokens(ids), 2)).bits_per_byte(math.log(2), tokenizer) == pytest.approx(
         4 / 3

@@ -97,7 +97,7 @@ def site():
 def rank_main(rank, fails_at, when, log, *words):
     """Run the command on this rank, of which one fails."""
     from distgpt.cli import main
-    from distgpt.launch.launched import launched_rank
+    from distgpt.launch.environment import launched_rank
 
     mine = launched_rank() == int(rank)
     planted = Planted(int(fails_at) if mine else -1, when, Path(log))

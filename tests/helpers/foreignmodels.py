@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distgpt.core.config import ModelConfig, RunConfig
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.model import Architecture
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.tensors import read_header, read_into, write_tensors
@@ -53,7 +53,7 @@ def random_model(path, shape, tokenizer="byte", dtype=np.float32):
         arrays[spec.name] = (0.3 * draw.standard_normal(spec.shape)).astype(dtype)
         if spec.name in ("wte", "head.w"):
             arrays[spec.name][config.vocab_size :] = 0
-    own = build_tokenizer(tokenizer, "a b c") if tokenizer and config.vocab_size >= 256 else None
+    own = load_tokenizer(tokenizer, "a b c") if tokenizer and config.vocab_size >= 256 else None
     write_tensors(path, arrays, Description(RunConfig(model=config), own).to_metadata())
     return arrays
 

@@ -7,7 +7,7 @@ import json
 import sys
 
 from distgpt.cli import main
-from distgpt.launch.launched import launched_rank
+from distgpt.launch.environment import launched_rank
 
 codes = []
 for args in json.loads(sys.argv[1]):

@@ -14,7 +14,7 @@ from conftest import inside, refused
 from distgpt.jobs.batch import launch
 from distgpt.jobs.batch.launch import LAUNCHERS
 from distgpt.jobs.batch.script import SYSTEMS
-from distgpt.launch.batch import batch_job, job_end
+from distgpt.launch.environment import batch_job, job_end
 from distgpt.launch.mpis import MPIS
 
 TRAIN = ["train", "--batch-size", "32", "--out", "runs/mine"]

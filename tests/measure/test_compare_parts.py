@@ -10,7 +10,7 @@ import pytest
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import STAGES, RunConfig
 from distgpt.core.config.presets import preset
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.model.optim import learning_rate
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.compare import page
@@ -204,7 +204,7 @@ def test_the_prompt_is_the_beginning_of_the_text(tmp_path):
     (tmp_path / "text.txt").write_text(text)
     for kind in ("byte", "char", "word"):
         run = RunConfig().with_values({"data": str(tmp_path / "text.txt"), "tokenizer": kind})
-        opening, tokenizer = look_at_data(run), build_tokenizer(kind, text)
+        opening, tokenizer = look_at_data(run), load_tokenizer(kind, text)
         ids = tokenizer.encode(opening.prompt).tolist()
         assert ids == tokenizer.encode(text).tolist()[: len(ids)] and 255 <= len(ids) <= 256, kind
         assert opening.vocabulary == tokenizer.size and opening.corpus_tokens == len(tokenizer.encode(text))

@@ -58,8 +58,6 @@ _FAULTS = {
         ("betas are exchanged", "c.beta1,", "c.beta2,"),
         ("the warm-up is a step late", "(step + 1) / config.warmup", "step / config.warmup"),
         ("bias correction of the next step", "config.beta2 ** (step + 1)", "config.beta2 ** (step + 2)"),
-    ],
-    ("core/config/schedules.py", _WIRED): [
         ("min_lr is ignored", "last + (peak - last) * (1", "(peak - last) * (1"),
     ],
     ("core/train/setup.py", _WIRED): [
@@ -100,7 +98,11 @@ _FAULTS = {
         ("the newest checkpoint is given up", ".index(newest[0]) + 1 :]", ".index(newest[0]) :]"),
         ("the newest of the old is given up first", "in reversed(saved", "in iter(saved"),
         ("the start of another run is given up", "if path.resolve() not in needed:", "if True:"),
-        ("weights have no room", "self.write(step, self._weights, self._take)", "pass"),
+        (
+            "weights have no room",
+            "on_root(comm, partial(self.write, step, self._weights, self._take))",
+            "pass",
+        ),
     ],
     ("guards/rollback.py", "training/test_badsteps.py"): [
         (

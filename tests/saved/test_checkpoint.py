@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def groups(value):
 
 def save(directory, step, value=None, keep=3, **state):
     return save_checkpoint(
-        directory, groups(step if value is None else value), State(step, **state), beyond(keep)
+        directory, groups(step if value is None else value), State(step, **state), partial(beyond, keep)
     )
 
 
@@ -319,7 +320,7 @@ def test_killed_before_any_change_and_any_failing_change(directory, step):
 def check_failed_save(directory, reason):
     big = {"weights": ({"w": np.zeros(1 << 19, np.float32)}, {})}  # 2 MiB
     with pytest.raises(StorageError, match=reason):
-        save_checkpoint(directory, big, State(2), beyond(1))
+        save_checkpoint(directory, big, State(2), partial(beyond, 1))
     assert names(directory) == ["step-00000001"] and newest_intact(directory)[1] == []
 
 

@@ -8,7 +8,7 @@ from gguffiles import LLAMA, rewritten_gguf, tokenizer_like, with_tokenizer
 from tokenizing import STORY, TEXT, small
 
 from distgpt.core.base.errors import DataError, UsageError
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.saved.modelfile import read_description
 from distgpt.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
 from distgpt.formats.gguf.container import read_container
@@ -117,14 +117,14 @@ def test_tokenizers_come_back_with_their_chat_templates(tmp_path, family):
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_our_own_tokenizers_come_back(tmp_path, kind):
-    ours = small() if kind == "bpe" else build_tokenizer("byte", "")
+    ours = small() if kind == "bpe" else load_tokenizer("byte", "")
     path = with_tokenizer(tmp_path / "ours.safetensors", ours)
     assert read_description(there_and_back(path)).tokenizer.to_json() == ours.to_json()
 
 
 def test_bytes_that_no_text_has_stand_for_ends_that_are_not_there(tmp_path):
     """llama.cpp takes token 11 for the end of a text where a file names none."""
-    path = with_tokenizer(tmp_path / "ours.safetensors", build_tokenizer("byte", ""))
+    path = with_tokenizer(tmp_path / "ours.safetensors", load_tokenizer("byte", ""))
     export_gguf(path, tmp_path / "m.gguf", "float32")
     metadata = read_container(tmp_path / "m.gguf").metadata
     assert metadata["tokenizer.ggml.eos_token_id"] == metadata["tokenizer.ggml.bos_token_id"] == 0xFF
@@ -154,7 +154,7 @@ def test_what_gguf_cannot_hold_is_named(tmp_path, change, words):
 
 @pytest.mark.parametrize("kind", ["char", "word"])
 def test_tokenizers_that_cannot_encode_every_text_are_refused(tmp_path, kind):
-    path = with_tokenizer(tmp_path / "ours.safetensors", build_tokenizer(kind, "a b c"))
+    path = with_tokenizer(tmp_path / "ours.safetensors", load_tokenizer(kind, "a b c"))
     with pytest.raises(UsageError, match=f"of kind {kind}"):
         export_gguf(path, tmp_path / "m.gguf", "float32")
 

@@ -15,7 +15,7 @@ from tokenizing import TEXT, small
 import distgpt
 from distgpt.core.base.files import bundled
 from distgpt.core.data.textfile import read_text, resolve_data
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.formats.gguf.blocks import NUMBERS, TYPES, quantised, restored
 from distgpt.formats.gguf.transfer import export_gguf, import_gguf
 from distgpt.texts.tokenizers.chat_template import chat_of
@@ -157,7 +157,7 @@ def test_files_that_llama_cpp_wrote_are_the_same_model_here(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen", "smollm2", "tinyllama", "mistral", "byte", "bpe"])
 def test_texts_become_the_same_tokens_there(tmp_path, kind):
-    own = {"byte": lambda: build_tokenizer("byte", ""), "bpe": small}
+    own = {"byte": lambda: load_tokenizer("byte", ""), "bpe": small}
     tokenizer = own[kind]() if kind in own else tokenizer_like(kind)
     path, file = with_tokenizer(tmp_path / "ours.safetensors", tokenizer), tmp_path / "m.gguf"
     export_gguf(path, file, "float32")

@@ -30,6 +30,13 @@ input()
 """
 
 
+def test_a_name_that_no_directory_can_have_is_refused(tmp_path):
+    for name in ("a\0b", "a\udc80"):
+        with pytest.raises(UsageError, match="choose another --out"):
+            RunDirectory(tmp_path / name).refuse_undecodable()
+    assert not RunDirectory(tmp_path / "none").is_there() and RunDirectory(tmp_path).is_there()
+
+
 def test_a_directory_is_held_only_as_long_as_it_is_claimed(tmp_path):
     run = RunDirectory(tmp_path)
     assert not run.lock.is_held() and run.lock.refuse_second() == ""

@@ -307,7 +307,7 @@ def test_a_mistake_ends_a_job_with_its_exit_code(tmp_path):
 EACH_ITS_OWN = """
 import json, os, sys
 from distgpt.cli import main
-from distgpt.launch.launched import launched_rank
+from distgpt.launch.environment import launched_rank
 sys.argv[1:] = json.loads(sys.argv[1 + launched_rank()])
 """
 EACH = {"program": [sys.executable, "-c", f"{EACH_ITS_OWN}main()"], "cold": False}

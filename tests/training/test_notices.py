@@ -8,7 +8,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import open_stage
-from distgpt.launch import notes
+from distgpt.launch import job
 
 
 def notices(out, *args):
@@ -62,11 +62,11 @@ class Four(SerialComm):
 
 def test_ranks_that_share_a_core_and_names_of_one_host_are_noted_on_rank_0(monkeypatch):
     alike = lambda comm, data: [data] * comm.size  # noqa: E731
-    monkeypatch.setattr(notes, "gather_texts", alike)
-    monkeypatch.setattr(notes, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(job, "gather_texts", alike)
+    monkeypatch.setattr(job, "usable_cores", lambda: {0, 1})
 
     def said(comm, name="mpi"):
-        return notes.launch_notes(comm, name, 1, threads_given=True)
+        return job.LAUNCHED.notes(comm, name, 1, threads_given=True)
 
     (line,) = said(Four())
     assert line.startswith("4 ranks share 2 CPUs")

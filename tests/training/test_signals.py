@@ -23,7 +23,7 @@ from distgpt.core.train.assessment import Scorer
 from distgpt.core.train.step import Step
 from distgpt.guards import deadline
 from distgpt.guards.deadline import TimeLimit
-from distgpt.launch.batch import job_end
+from distgpt.launch.environment import job_end
 
 WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
 WORDS += ["--save-every", "3", "--save", "sync"]

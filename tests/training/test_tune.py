@@ -25,7 +25,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.stages import open_stage
-from distgpt.core.data.tokenizers import build_tokenizer
+from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
@@ -111,7 +111,7 @@ def test_every_example_is_whole_in_one_row_and_every_answer_comes_once_in_an_epo
 def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
     rows = [*ROWS, {"prompt": "A long question, " * 9, "completion": "lost"}, {"text": "All of it. " * 20}]
     path, said = written(tmp_path / "chats.jsonl", *rows), []
-    tokenizer = build_tokenizer("byte", "")
+    tokenizer = load_tokenizer("byte", "")
     found = load_examples(SerialComm(), path, tokenizer, 80, 0.0, said.append)["train"]
     assert said == [
         "2 of 7 examples are cut after 81 tokens (--seq-len), and 1 without an answer before that"

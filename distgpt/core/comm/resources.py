@@ -91,11 +91,6 @@ class Grants:
         return ()
 
 
-def grants_here() -> Grants:
-    """Return what is known of this process's batch system, where the component for these is installed."""
-    return part("grants", _UNKNOWN)
-
-
 _UNKNOWN = Grants()
 
 
@@ -118,7 +113,7 @@ def granted_memory(ranks: int = 1, groups: Groups = Groups(), grants: Grants | N
                 free = int(total) - max(0, int(now) - sum(map(int, caches)))
                 limit_of_group = f"{limit} of the control group {name}"
                 found.append(Memory(max(0, free) // ranks, int(total), limit_of_group))
-    for granted, by in (grants or grants_here()).memory():
+    for granted, by in (grants or part("grants", _UNKNOWN)).memory():
         found.append(Memory(max(0, granted // ranks - status_bytes("VmRSS")), granted, by))
     for flag, (number, counted) in ULIMITS.items():  # which each rank has for itself
         most = resource.getrlimit(number)[0]
@@ -140,7 +135,8 @@ def granted_cores(
             if time.isdigit() and period.isdigit():  # neither -1 nor max
                 quota = int(time) / int(period)
                 found.append(Cores(quota / ranks, f"{file} of the control group {name}"))
-    found += [Cores(float(number), limit) for number, limit in (grants or grants_here()).cores(ranks)]
+    granted = (grants or part("grants", _UNKNOWN)).cores(ranks)
+    found += [Cores(float(number), limit) for number, limit in granted]
     return min(found, key=lambda cores: cores.number)
 
 

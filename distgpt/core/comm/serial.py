@@ -1,4 +1,4 @@
-"""A real communicator of size one, so that nothing above needs to ask whether it is alone."""
+"""A real communicator of size one: what lies above may ask whether it is alone, and need not."""
 
 from __future__ import annotations
 

@@ -6,10 +6,8 @@ Not here: the options made of them (commands/options.py), and anything that comp
 
 from distgpt.core.base.errors import nearest
 from distgpt.core.config.run_config import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
-from distgpt.core.config.schedules import SCHEDULES
 from distgpt.core.config.setting import Setting, settings_of
 from distgpt.core.config.settings import (
-    ALLREDUCES,
     AUTO_DTYPE,
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
@@ -17,7 +15,6 @@ from distgpt.core.config.settings import (
     DEFAULT_TEMPERATURE,
     DTYPES,
     GRAD_SYNCS,
-    GRADIENT_DTYPES,
     GROUPS,
     INFERENCE_DTYPES,
     LORA_MATRICES,
@@ -37,7 +34,6 @@ from distgpt.core.config.settings import (
 )
 
 __all__ = [
-    "ALLREDUCES",
     "AUTO_DTYPE",
     "BATCH_IN_TOKENS",
     "BATCH_TOKENS",
@@ -45,7 +41,6 @@ __all__ = [
     "DEEPEST",
     "DEFAULT_TEMPERATURE",
     "DTYPES",
-    "GRADIENT_DTYPES",
     "GRAD_SYNCS",
     "GROUPS",
     "INFERENCE_DTYPES",
@@ -57,7 +52,6 @@ __all__ = [
     "POSITIONS",
     "RECOMPUTE",
     "ROUNDED_DTYPES",
-    "SCHEDULES",
     "SETTINGS",
     "SEVERAL",
     "STAGES",

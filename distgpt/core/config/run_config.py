@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from distgpt.core.base.errors import DistgptError, UsageError, nearest
 from distgpt.core.base.files import read_small
-from distgpt.core.config.setting import brief, settings_of, with_settings
+from distgpt.core.config.setting import brief, settings_of
 from distgpt.core.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig
 
 LONGEST_TOML = 1 << 18  # characters of TOML
@@ -37,16 +38,15 @@ class RunConfig:
         for name in values:
             if name not in SETTINGS:
                 raise UsageError(f"unknown setting {name!r:.80}{nearest(name[:80], SETTINGS)}")
-        model = {name: value for name, value in values.items() if name in MODEL}
-        train = {name: value for name, value in values.items() if name in TRAIN}
-        return RunConfig(with_settings(self.model, model), with_settings(self.train, train))
+        # Whatever their types are: the copies check them as they are made.
+        model: dict[str, Any] = {name: value for name, value in values.items() if name in MODEL}
+        train: dict[str, Any] = {name: value for name, value in values.items() if name in TRAIN}
+        return RunConfig(replace(self.model, **model), replace(self.train, **train))
 
     @staticmethod
-    def from_dict(halves: Mapping[str, Mapping[str, object]]) -> RunConfig:
+    def from_dict(halves: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         """Return the configuration that dataclasses.asdict has turned into these halves."""
-        return RunConfig(
-            with_settings(ModelConfig(), halves["model"]), with_settings(TrainConfig(), halves["train"])
-        )
+        return RunConfig(ModelConfig(**halves["model"]), TrainConfig(**halves["train"]))
 
     def to_toml(self) -> str:
         return "\n".join(f"[{title}]\n{as_toml(half)}" for title, half in asdict(self).items())

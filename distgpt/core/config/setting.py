@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import reprlib
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.base.tables import paths_in
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 Value = bool | int | float | str
 Values = dict[str, Value]  # by the names of settings
-Config = TypeVar("Config", bound="DataclassInstance")  # a dataclass of settings
 
 LONGEST_TEXT = 4096  # bytes: as long as a path may be
 LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting: floats are exact up to there
@@ -149,8 +147,3 @@ def check(config: DataclassInstance) -> None:
     """Check every field of a dataclass of settings."""
     for name, about in settings_of(config).items():
         about.check(name, getattr(config, name))
-
-
-def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy with some settings changed. The copy checks the types when it is made (`check`)."""
-    return replace(config, **values)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from distgpt.core.base.errors import UsageError, nearest
-from distgpt.core.config.schedules import SCHEDULES
-from distgpt.core.config.setting import Group, Setting, check, settings_of
+from distgpt.core.config.setting import Group, Setting, check
 from distgpt.core.ops.activations import ACTIVATIONS
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
@@ -18,6 +17,7 @@ INITS = ("gpt2", "unit", "bigrams")
 POSITIONS = ("learned", "rope", "none")
 ROPE_SCALINGS = ("none", "linear", "llama3")
 OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("linear", "cosine", "wsd", "constant")
 LORA_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 DTYPES = ("float32", "float64", "bfloat16")
 ROUNDED_DTYPES = ("int8", "int4")
@@ -369,7 +369,7 @@ class TrainConfig:
     schedule: str = of_schedule(
         "cosine",
         "How the learning rate falls after the warm-up. wsd: constant, then linear at the end.",
-        choices=tuple(SCHEDULES),
+        choices=SCHEDULES,
         changeable=True,
     )
     decay_fraction: float = of_schedule(
@@ -622,8 +622,7 @@ class TrainConfig:
     @property
     def components(self) -> dict[str, None]:
         """Return the names of the components that these settings need, in the order of declaration."""
-        about, plain = settings_of(TrainConfig), TrainConfig()
-        needed = (each.needs(getattr(self, name), getattr(plain, name)) for name, each in about.items())
+        needed = (f.metadata["setting"].needs(getattr(self, f.name), f.default) for f in fields(self))
         return dict.fromkeys(component for names in needed for component in names)
 
     @property

@@ -5,6 +5,7 @@ Each kind of text is a row of a table. Plain texts stand here, others are handed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,14 +25,17 @@ from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.data.tokenizers import (
     AUTO,
     BYTE,
+    BytesDecoder,
     Ids,
     Tokenizer,
-    build_tokenizer,
     can_mean,
     find_kind,
     load_tokenizer,
     tokenizer_from_json,
 )
+
+SAMPLED = 1 << 20  # tokens of a text that say how many bytes its tokens have
+DECODED = 1 << 17  # of those, where each token has to be decoded
 
 # Rows of TEXTS: a text in a file, and a folder that no other row knows by a file in it.
 PLAIN = "plain"
@@ -155,7 +159,7 @@ class _PlainText:
             path = resolve_data(request.data)
             text = read_text(path)
             choice = requested_tokenizer(request)
-            tokenizer = choice if isinstance(choice, Tokenizer) else build_tokenizer(choice, text)
+            tokenizer = choice if isinstance(choice, Tokenizer) else load_tokenizer(choice, text)
             try:
                 ids = tokenizer.encode(text)
             except DataError as error:
@@ -191,6 +195,33 @@ def _notes(data: str) -> tuple[str, ...]:
     path = Path(data)
     convert = f"pandoc -t plain -o {quote(str(path.with_suffix('.txt')))} {quote(data)}"
     return (f"{escape(data)} is learned with its markup: {escape(convert)} makes a text of it",)
+
+
+def text_bytes(ids: Ids, tokenizer: Tokenizer) -> int:
+    """Return the length of these tokens' text in UTF-8, without separators between documents."""
+    ids = ids[ids != tokenizer.separator]
+    if isinstance(tokenizer, BytesDecoder):  # whose ids may hold parts of characters
+        lengths = np.array([len(piece) for piece in tokenizer.pieces])
+        return int(lengths[ids].sum())
+    return len(tokenizer.decode(ids).encode())
+
+
+def bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
+    """Return how many bytes a token of the training text has; None where it has none."""
+    if not corpus.is_text:
+        return None
+    ids = batches.sample(SAMPLED)
+    tokenizer = corpus.tokenizer
+    if not isinstance(tokenizer, BytesDecoder):
+        ids = ids[:DECODED]
+    return text_bytes(ids, tokenizer) / len(ids) or None
+
+
+def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | None:
+    """Return a loss in nats per token in bits per byte; None where either is unknown."""
+    if loss is None or not bytes_per_token:
+        return None
+    return loss / math.log(2) / bytes_per_token
 
 
 TEXTS: Table[TextKind] = Table("texts", "a text of kind", {PLAIN: _PlainText()})

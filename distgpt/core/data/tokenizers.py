@@ -264,20 +264,17 @@ def find_kind(name: str) -> tuple[TokenizerKind | None, str]:
     return kind, argument
 
 
-def build_tokenizer(name: str, text: str) -> Tokenizer:
-    """Return a tokenizer of this kind with the vocabulary of `text`, or what `load_tokenizer` returns."""
-    kind, argument = find_kind(name)
-    if kind is None or kind.learn is None:
-        return load_tokenizer(name)
-    encoded(text, "utf-8")
-    return with_row(kind.learn(argument, [text], False), name)
+def load_tokenizer(name: str, text: str | None = None) -> Tokenizer:
+    """Return a tokenizer by the name of its kind, or the path of a file or folder.
 
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return a tokenizer that needs no text: by the name of its kind, or the path of a file or folder."""
+    A kind that learns its vocabulary takes it from `text`.
+    """
     kind, argument = find_kind(name)
     if kind is None:
         return _from_path(name)
+    if text is not None and kind.learn is not None:
+        encoded(text, "utf-8")  # before it takes long
+        return with_row(kind.learn(argument, [text], False), name)
     if kind.from_name is None:
         raise UsageError(f"a tokenizer of kind {name!r} takes its vocabulary from a text")
     return with_row(kind.from_name(argument), name)

@@ -84,9 +84,15 @@ class Layout:
         self._starts = list(self.offsets.values())
         self.elements = sum(spec.size for spec in self.specs)
 
-    def tensor_at(self, position: int) -> str:
-        """Return the name of the tensor that has this element, or the padding behind it."""
-        return self._names[bisect_right(self._starts, position) - 1]
+    def position_in(self, other: Layout, position: int) -> int:
+        """Return where an element of this layout lies in one whose tensors are those of this one, or shorter.
+
+        The element is of a tensor that both have alike, or the first of one, or the end of all.
+        """
+        if position == self.size:
+            return other.size
+        name = self._names[bisect_right(self._starts, position) - 1]  # of the tensor that has it
+        return other.offsets[name] + position - self.offsets[name]
 
     def end_of(self, names: Iterable[str]) -> int:
         """Return where the last of these tensors ends; 0 if there is none."""

@@ -46,7 +46,8 @@ class Muon(AdamW):
         matrices = [spec.name for spec in layout.specs if _is_matrix(spec)]
         first = layout.offsets[matrices[0]]
         last = layout.end_of(matrices)
-        self._bounds = [first, *borders(layout, ranks, _work)[1:-1], last]
+        inner = borders(layout, ranks, _work)[1:-1] if ranks > 1 else []
+        self._bounds = [first, *inner, last]
         self._part = slice(self._bounds[rank], self._bounds[rank + 1])
         ranges = layout.ranges(_is_matrix, self.own)
         self._momenta = [slice(start, stop) for start, stop, is_matrix in ranges if is_matrix]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from distgpt.core.config import SCHEDULES, TrainConfig
+from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import (
     EMBEDDING,
     GROUPS,
@@ -47,13 +49,13 @@ class AdamW:
         # For AdamW alone v would be as long as m, and lie alike. Muon, which extends this class, has fewer
         # second moments: then a tensor lies elsewhere in v than in p, and so does this rank's part.
         second = self.second_moments(layout)
-        first = position_in(second, layout, self.own.start)
-        self.v_own = slice(first, position_in(second, layout, self.own.stop))
+        first = layout.position_in(second, self.own.start)
+        self.v_own = slice(first, layout.position_in(second, self.own.stop))
         self.v = _moment(second, own and self.v_own, k)
         self.norm = k.scalars(1)  # Σ g² of the last step
         self._scalars = k.scalars(len(StepScalars._fields) + 2 * len(GROUPS))
         rows = [  # of `AdamState.ranges`
-            (start, stop, group, position_in(second, layout, self.own.start + start) - first)
+            (start, stop, group, layout.position_in(second, self.own.start + start) - first)
             for start, stop, group in layout.ranges(self.group_number, self.own)
         ]
         self._ranges = k.integers(np.reshape(rows, (-1, 4)), "int64")
@@ -155,6 +157,34 @@ def clip_norm(config: TrainConfig, grad_scale: float, norm_scale: float) -> floa
     return config.clip * (grad_scale / norm_scale)
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`rate` gives the learning rate from the peak, the last one, and the progress of the fall, 0 to 1."""
+
+    rate: Callable[[float, float, float], float]
+    falls_late: bool = False  # only in the last `decay_fraction` of the run
+
+
+def linear(peak: float, last: float, progress: float) -> float:
+    return last + (peak - last) * (1 - progress)
+
+
+def cosine(peak: float, last: float, progress: float) -> float:
+    return last + (peak - last) * (0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def constant(peak: float, last: float, progress: float) -> float:
+    return peak
+
+
+SCHEDULES = {
+    "linear": Schedule(linear),
+    "cosine": Schedule(cosine),
+    "wsd": Schedule(linear, falls_late=True),
+    "constant": Schedule(constant),
+}
+
+
 def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) -> float:
     """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule.
 
@@ -172,17 +202,6 @@ def learning_rate(config: TrainConfig, step: int, elapsed: float | None = None) 
     else:
         progress = (elapsed - constant) / max(1e-9, 1 - constant)
     return schedule.rate(config.lr, config.min_lr, min(1.0, max(0.0, progress)))
-
-
-def position_in(other: Layout, layout: Layout, position: int) -> int:
-    """Return where an element of `layout` lies in one whose tensors are those of `layout`, or shorter.
-
-    The element is of a tensor that both have alike, or the first of one.
-    """
-    if position == layout.size:
-        return other.size
-    name = layout.tensor_at(position)
-    return other.offsets[name] + position - layout.offsets[name]
 
 
 def _moment(layout: Layout, own: slice | None, kernels: Kernels) -> FlatBuffer | FlatPart:

@@ -236,9 +236,7 @@ class Pass:
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         """Cut the rows into slices of whole sequences: 1, or some for each worker."""
-        count = _slice_count(n_seq, seq_len, self._workers, self._slice_rows)
-        if _is_bound_by_weights(n_seq * seq_len, self._workers, self._layer_bytes):
-            count = 1
+        count = _slice_count(n_seq, seq_len, self._workers, self._slice_rows, self._layer_bytes)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
         self.slices = [slice(start, stop) for start, stop in pairwise(cuts)]
         self.shape = (n_seq, seq_len)
@@ -353,9 +351,11 @@ class Pass:
 
 
 EVEN_ENOUGH = 8  # sequences of each worker
+FEW_ROWS = range(3, 65)  # of a worker
+LARGE_LAYER = 4 << 20  # bytes of a layer's parameters
 
 
-def _slice_count(n_seq: int, seq_len: int, workers: int, rows: int) -> int:
+def _slice_count(n_seq: int, seq_len: int, workers: int, rows: int, layer_bytes: int) -> int:
     """Return the number of slices: as many for each worker, or 1, whose rows or columns each kernel splits.
 
     Where sequences do not divide evenly, some workers have one more, and the others wait for them. Beside
@@ -364,24 +364,16 @@ def _slice_count(n_seq: int, seq_len: int, workers: int, rows: int) -> int:
     """
     if n_seq % workers and n_seq < EVEN_ENOUGH * workers:
         return 1
+    # A forward pass of few rows takes its time to read weights. A matmul first packs its matrix, in the order
+    # in which it reads it: each worker with a slice of its own would pack all of every matrix; of one slice
+    # kernels split the columns, and each worker packs a part. Of a layer that fits into a cache, or for more
+    # rows than FEW_ROWS, packing hardly counts. For one or two rows nothing is packed, and slices, which do
+    # not wait for each other, are best.
+    if layer_bytes >= LARGE_LAYER and -(-n_seq * seq_len // workers) in FEW_ROWS:
+        return 1
     most = max(1, min(n_seq, n_seq * seq_len // rows) // workers)
     even = (each for each in range(most, 1, -1) if n_seq % (workers * each) == 0)
     return workers * next(even, 1)
-
-
-FEW_ROWS = range(3, 65)  # of a worker
-LARGE_LAYER = 4 << 20  # bytes of a layer's parameters
-
-
-def _is_bound_by_weights(rows: int, workers: int, layer_bytes: int) -> bool:
-    """Return whether a forward pass takes its time to read weights rather than to compute with them.
-
-    A matmul of some rows first packs its matrix, in the order in which it reads it. If each worker had a
-    slice of its own, each would pack all of every matrix; with one slice kernels split the columns, and each
-    packs a part. Of a layer that fits into a cache, or for more rows than FEW_ROWS, packing hardly counts.
-    For one or two rows nothing is packed, and slices, which do not wait for each other, are best.
-    """
-    return layer_bytes >= LARGE_LAYER and -(-rows // workers) in FEW_ROWS
 
 
 def cache_shape(config: ModelConfig, sequences: int = 1) -> tuple[int, ...]:

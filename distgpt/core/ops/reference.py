@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import (
@@ -50,14 +51,17 @@ class OnHost:
     wide: np.dtype
     wire: Wire | None = None
 
+    def allocate(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return np.zeros(shape, dtype)
+
     def zeros(self, *shape: int) -> Array:
-        return np.zeros(shape, self.dtype)
+        return self.allocate(shape, self.dtype)
 
     def wide_zeros(self, *shape: int) -> Array:
-        return np.zeros(shape, self.wide)
+        return self.allocate(shape, self.wide)
 
     def scalars(self, count: int) -> Array:
-        return np.zeros(count)
+        return self.allocate((count,), np.float64)
 
     def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
         return np.array(host, dtype)

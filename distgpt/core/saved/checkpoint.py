@@ -148,9 +148,9 @@ def is_kept(checkpoint: Path) -> bool:
     return (checkpoint / MARK).exists()
 
 
-def beyond(keep: int) -> Outdated:
+def beyond(keep: int, saved: Sequence[Path]) -> list[Path]:
     """Let all go but the newest `keep`, and those that stay for good."""
-    return lambda saved: [path for path in saved[keep:] if not is_kept(path)]
+    return [path for path in saved[keep:] if not is_kept(path)]
 
 
 def save_checkpoint(directory: Path, groups: Groups, state: State, outdated: Outdated) -> Path:

@@ -47,6 +47,11 @@ class RunDirectory:
     def __hash__(self) -> int:
         return hash(self.path)
 
+    def is_there(self) -> bool:
+        """Return whether anything has the directory's name; else no run and no process is in the way."""
+        with storage_errors("use the run directory", self.path):
+            return self.path.exists()
+
     def saved(self) -> RunConfig | None:
         """Return the configuration of the run in this directory; None without one."""
         with storage_errors("use the run directory", self.path):
@@ -101,10 +106,9 @@ class RunDirectory:
 
     def refuse_undecodable(self) -> None:
         """Raise a UsageError if the directory's name could not be written into its files."""
-        try:
-            str(self.path.absolute()).encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"{self.path.absolute()} is not valid UTF-8: choose another --out") from None
+        name = str(self.path.absolute())
+        if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+            raise UsageError(f"{name!r} is not valid UTF-8, or has a NUL byte: choose another --out")
 
     def create(
         self,
@@ -116,30 +120,37 @@ class RunDirectory:
     ) -> None:
         """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
 
-        `event` is for the history: where the run begins, and from what. Drops metrics of steps after `step`,
-        which will be repeated, and of the evaluation after it if that is still due. Sets damaged checkpoints
-        of such steps aside.
+        `event` is for the history: where the run begins, and from what. In a directory that was there, drops
+        what is of steps after `step`, which will be repeated, and of the evaluation after it if that is due.
         """
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 self.lock.claim()  # first: what follows removes files that another process may be writing
-                remove_unfinished(self.checkpoints)
-                set_damaged_aside(self.checkpoints, step)
-                for path in self._left_behind():
-                    path.unlink(missing_ok=True)
+                if not fresh:
+                    self._clean_up(step)
                 self.remember(event)  # before the configuration: what has that has its origin, too
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
-                self.drop_metrics_after(step, owes_evaluation)  # those steps are repeated
+                if not fresh:
+                    self.drop_metrics_after(step, owes_evaluation)  # those steps are repeated
+                    if self.finished_at() not in (None, step):  # it resumes elsewhere than at its end
+                        self.summary.unlink(missing_ok=True)
             except UsageError:  # another process holds the directory, which is not ours to remove
                 raise
             except BaseException:
                 if fresh:
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
+
+    def _clean_up(self, step: int) -> None:
+        """Remove what killed processes have left unfinished; set damaged checkpoints from `step` on aside."""
+        remove_unfinished(self.checkpoints)
+        set_damaged_aside(self.checkpoints, step)
+        for path in self._left_behind():
+            path.unlink(missing_ok=True)
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl, with null for values that are not finite.

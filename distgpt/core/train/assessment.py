@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,16 +14,16 @@ import numpy as np
 
 from distgpt.core.base.interrupts import Interrupted, PendingSignals, signal_of
 from distgpt.core.base.tables import Table
+from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.comm.api import Comm
-from distgpt.core.data.batches import Batches, Window
-from distgpt.core.data.loading import Corpus
-from distgpt.core.data.tokenizers import BytesDecoder, Tokenizer
+from distgpt.core.config import RunConfig
+from distgpt.core.data.batches import Window
+from distgpt.core.data.loading import Corpus, bits_per_byte, text_bytes
+from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import ModelActivations, Pass
 from distgpt.core.ops.api import Array, Work
 
-SAMPLED = 1 << 20  # tokens of a text that say how many bytes its tokens have
-DECODED = 1 << 17  # of those, where each token has to be decoded
 # Tokens per forward pass; a GPU needs more of them to be busy.
 AT_A_TIME, AT_A_TIME_QUEUED = 1 << 12, 1 << 15
 SHORTEST = 32  # lengths are rounded up to this times a power of two: few shapes, little padding
@@ -265,16 +266,30 @@ class MetricKind(Protocol):
 METRICS: Table[MetricKind] = Table("metrics", "a metric", {})
 
 
+def measured_by(
+    comm: Comm, run: RunConfig, corpus: Corpus
+) -> tuple[Validation | None, Callable[..., Assessment]]:
+    """Return the validation of a run, if a text is held out, and what makes its assessment. Collective."""
+    seq_len = run.model.seq_len
+    validation = None
+    if corpus.val is not None:
+        windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, run.train.val_tokens))
+        validation = Validation(windows, corpus.is_text)
+    files = run.train.metrics.items()
+    metrics = [METRICS[name](comm, Path(path), corpus.tokenizer, seq_len) for name, path in files]
+    return validation, partial(Assessment, comm, validation, metrics, corpus.tokenizer)
+
+
 class Assessment:
-    """Validation and other metrics; false without any."""
+    """Validation and other metrics, at least one of them."""
 
     def __init__(
         self,
-        model: Model,
         comm: Comm,
         validation: Validation | None,
         metrics: Sequence[Metric],
         tokenizer: Tokenizer,
+        model: Model,
         signals: PendingSignals,
         on_batch: Callable[[], None],
     ) -> None:
@@ -282,9 +297,6 @@ class Assessment:
         self._metrics = metrics
         self._tokenizer = tokenizer
         self.scorer = Scorer(model, comm, signals, on_batch)
-
-    def __bool__(self) -> bool:
-        return self.validation is not None or bool(self._metrics)
 
     def measure(self) -> dict[str, float]:
         """Return the fields of a line of metrics.jsonl, which rank 0 has all of. Collective."""
@@ -305,30 +317,3 @@ class Assessment:
         if self.validation is None or loss is None or self.scorer.comm.rank:
             return None
         return self.validation.bits_per_byte(loss, self._tokenizer)
-
-
-def text_bytes(ids: Array, tokenizer: Tokenizer) -> int:
-    """Return the length of these tokens' text in UTF-8, without separators between documents."""
-    ids = ids[ids != tokenizer.separator]
-    if isinstance(tokenizer, BytesDecoder):  # whose ids may hold parts of characters
-        lengths = np.array([len(piece) for piece in tokenizer.pieces])
-        return int(lengths[ids].sum())
-    return len(tokenizer.decode(ids).encode())
-
-
-def bytes_per_token(corpus: Corpus, batches: Batches) -> float | None:
-    """Return how many bytes a token of the training text has; None where it has none."""
-    if not corpus.is_text:
-        return None
-    ids = batches.sample(SAMPLED)
-    tokenizer = corpus.tokenizer
-    if not isinstance(tokenizer, BytesDecoder):
-        ids = ids[:DECODED]
-    return text_bytes(ids, tokenizer) / len(ids) or None
-
-
-def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | None:
-    """Return a loss in nats per token in bits per byte; None where either is unknown."""
-    if loss is None or not bytes_per_token:
-        return None
-    return loss / math.log(2) / bytes_per_token

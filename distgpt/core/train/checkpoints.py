@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 
 import numpy as np
 
@@ -77,7 +78,7 @@ class Checkpoints:
         self._failed: Exception | None = None
         self._begun = self._failed_at = 0.0
         self._is_failing = False  # and that was reported
-        self._outdated = outdated or beyond(config.keep)
+        self._outdated = outdated or partial(beyond, config.keep)
         self.best = best  # the loss of the best weights that are on the disk; known to rank 0
         self.seconds: float | None = None  # the time that the last checkpoint took
 
@@ -156,17 +157,14 @@ class Checkpoints:
         self.disk.write_final(step, data_bytes(weights), write)
         self.disk.report()
 
-    @contextmanager
-    def awaited(self) -> Iterator[None]:
+    def wait_at_exit(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Wait at an early end for what is being written: a second after a signal, else to the end."""
-        try:
-            yield
-        except Interrupted:
+        if isinstance(error, Interrupted):
             self.wait(SECONDS_AT_ONCE)
-            raise
-        except DistgptError:
+        elif isinstance(error, DistgptError):
             self.wait()
-            raise
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until nothing is being written, or for this many seconds."""

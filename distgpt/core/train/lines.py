@@ -17,7 +17,6 @@ from distgpt.core.base.tables import MissingComponent, Table
 from distgpt.core.comm.agree import on_every_rank
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import drop_output, shown_on_terminal, this_job
-from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.seams import Listener
 
 Metrics = dict[str, float]  # a line of metrics.jsonl
@@ -320,6 +319,8 @@ def summary(facts: Facts) -> str:
 
 def measured(metrics: Metrics) -> str:
     """Describe the results of an evaluation, in one line."""
+    from distgpt.core.train.assessment import METRICS  # which a run without evaluations does not load
+
     words = [f"after step {metrics['step']}:"]
     if "val_loss" in metrics:
         bits = f" ({metrics['bits_per_byte']:.4f} bits per byte)" if "bits_per_byte" in metrics else ""

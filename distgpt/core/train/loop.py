@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
+from functools import partial
 from typing import NoReturn
 from zlib import crc32
 
@@ -15,7 +16,7 @@ from distgpt.core.train.progress import SAMPLING, SAVING, Due, Intervals
 from distgpt.core.train.run import BadStep, Run
 from distgpt.core.train.seams import Votes
 from distgpt.core.train.step import InFlight
-from distgpt.core.train.summary import summarised
+from distgpt.core.train.summary import write_at_end
 
 
 def train(run: Run) -> None:
@@ -23,12 +24,12 @@ def train(run: Run) -> None:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(run.directory.lock.claimed(run.comm))  # first: a second process here must write nothing
-        enter(summarised(run))  # around all that may end the run
+        stack.push(partial(write_at_end, run))  # around all that may end the run
         enter(deferred_signals(run.signals))  # from here on one is noted, and `take_steps` ends the run
         for guard in run.guards:  # they watch what follows, which may take long
             enter(guard)
         enter(run.checkpoints.disk.reserved(run.comm, run.progress.step))
-        enter(run.checkpoints.awaited())  # left first: waits for what is being written
+        stack.push(run.checkpoints.wait_at_exit)  # left first: waits for what is being written
         while True:
             try:
                 take_steps(run)
@@ -46,7 +47,7 @@ def take_steps(run: Run) -> None:
     if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
         save(run, best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
-    intervals = Intervals(t, run.comm, run.placement.rounds, bool(run.assessment), progress.step)
+    intervals = Intervals(t, run.comm, run.placement.rounds, run.assessment is not None, progress.step)
     votes = Votes(run.comm, run.signals, run.checkpoints.disk, run.clock)
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
     in_flight = InFlight(depth)
@@ -133,6 +134,7 @@ def evaluate(run: Run) -> Best | None:
     Only weights that a step has changed can be: None before the first one, and where no text is held out.
     """
     step = run.progress.step
+    assert run.assessment is not None, "nothing is due where nothing is measured"
     validation = run.assessment.validation
     metrics = {"step": step, **run.assessment.measure()}
     run.report.report_evaluation(metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt, prod
@@ -22,8 +22,8 @@ from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
-from distgpt.core.ops.api import Array, Kernels, Work
-from distgpt.core.train.assessment import Scorer
+from distgpt.core.ops.api import Array, HostArray, Kernels
+from distgpt.core.ops.reference import OnHost
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange, Placement, Strategy
 from distgpt.core.train.step import Step
@@ -52,14 +52,14 @@ class Need:
         return sum(parts)
 
 
-class DryKernels:
+class DryKernels(OnHost):
     """Kernels of a dry run: they count the memory that is requested, and allocate none."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
         self.logits_bytes, self.slice_rows = kernels.logits_bytes, kernels.slice_rows
         self.capabilities = kernels.capabilities
-        self.wire = kernels.wire and SimpleNamespace(zeros=self._count, piece=kernels.wire.piece)
+        self.wire = kernels.wire and SimpleNamespace(zeros=self.allocate, piece=kernels.wire.piece)
         self.requested = 0  # bytes so far
         self._before = 0
 
@@ -69,30 +69,18 @@ class DryKernels:
         self._before = self.requested
         return more
 
-    def zeros(self, *shape: int) -> Array:
-        return self._count(shape, self.dtype)
+    def allocate(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        self.requested += prod(shape) * np.dtype(dtype).itemsize
+        return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
 
-    def wide_zeros(self, *shape: int) -> Array:
-        return self._count(shape, self.wide)
+    def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
+        return self.allocate(np.shape(host), dtype)
 
-    def scalars(self, count: int) -> Array:
-        return self._count((count,), np.float64)
-
-    def integers(self, host: Array, dtype: str = "int32") -> Array:
-        return self._count(np.shape(host), dtype)
-
-    def put(self, array: Array, host: Array) -> None:
+    def put(self, array: Array, host: HostArray) -> None:
         return None
 
     def zero(self, x: Array) -> None:
         return None
-
-    def record(self, work: Work) -> Work:
-        return work
-
-    def _count(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        self.requested += prod(shape) * np.dtype(dtype).itemsize
-        return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
 
 
 def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool = False) -> Need:
@@ -122,6 +110,8 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
         )
     activations = dry.more()
     if evaluated:
+        from distgpt.core.train.assessment import Scorer
+
         Scorer(model, comm).reserve(config.model.seq_len, spans=1 << 31)
     evaluation = dry.more()
     strategy.reserve(comm, model, config.train)

@@ -81,7 +81,8 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     if checkpoint:
         _refuse_moved(config.train)
     directory.refuse_undecodable()
-    if dead := directory.lock.refuse_second():
+    is_there = directory.is_there()
+    if is_there and (dead := directory.lock.refuse_second()):
         say(f"{dead} has left this run without an end: taking over")
     state = load_state(checkpoint) if checkpoint else State()
     # The model that is trained further, if there is one, must be one that this run can go on with.
@@ -96,7 +97,7 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
         refuse_impossible(f"{checkpoint} is of a run", before, config)
     if found.settings and found.in_place:
         refuse_impossible(f"{directory.path} holds a run", found.settings, config)
-    else:
+    elif is_there:
         directory.refuse_conflict(config, asked.resume is not None)
     if state.step > t.steps and not t.train_minutes:
         steps = count(t.steps, "step")

@@ -12,11 +12,10 @@ from distgpt.core.base.formatting import count, size, size_in_column
 from distgpt.core.config import PARAMETERS_PER_TOKEN, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.batches import Batches
-from distgpt.core.data.loading import Corpus
+from distgpt.core.data.loading import Corpus, bits_per_byte
 from distgpt.core.model.model import Model
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.assessment import METRICS, Validation, bits_per_byte
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.resume import Change
@@ -33,7 +32,7 @@ def facts(
     directory: Path,
     model: Model,
     batches: Batches,
-    validation: Validation | None,
+    held_out: int,
     first_step: int,
     times: Times,
 ) -> dict[str, object]:
@@ -48,7 +47,7 @@ def facts(
         "parameters": model.layout.elements,
         "vocabulary": config.model.vocab_size,
         "corpus_tokens": batches.n_tokens,
-        "held_out_tokens": validation.count if validation else 0,
+        "held_out_tokens": held_out,
         "first_step": first_step,
         "steps": config.train.steps,
         "seconds": seconds,
@@ -84,6 +83,8 @@ def note_settings(
     for line in corpus.notes:
         say(line)
     if t.eval_every and not is_evaluated:
+        from distgpt.core.train.assessment import METRICS
+
         *others, last = ("--val", "--val-fraction", *(f"--{name}" for name in METRICS))
         say(f"nothing is held out, so nothing is evaluated: see {', '.join(others)} and {last}")
 

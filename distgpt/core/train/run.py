@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distgpt.core.base.errors import Say
 from distgpt.core.base.interrupts import PendingSignals
@@ -15,16 +16,18 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.saved.checkpoint import Outdated, State, beyond
+from distgpt.core.saved.checkpoint import Outdated, State
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
-from distgpt.core.train.assessment import Assessment, Validation
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Activity, Pace, Progress
 from distgpt.core.train.report import Report
 from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Inspector, Judge, Times
 from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
+
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Assessment, Validation
 
 
 class BadStep(Exception):
@@ -52,7 +55,7 @@ class Run:
     tokenizer: Tokenizer
     batches: Batches
     step: Step
-    assessment: Assessment
+    assessment: Assessment | None  # None: nothing is held out, and no metric is asked for
     directory: RunDirectory
     start: Path | None  # the checkpoint from which this process began
     progress: Progress
@@ -86,6 +89,10 @@ class Run:
     def exchange(self) -> Exchange:
         return self.step.exchange
 
+    def bits_per_byte(self, loss: float | None) -> float | None:
+        """Return a validation loss in bits per byte; None where that is unknown."""
+        return self.assessment.bits_per_byte(loss) if self.assessment else None
+
     def state(self) -> State:
         """Return what a checkpoint says now, beside weights and moments; `Checkpoints` adds the best loss."""
         return self.progress.save(replace(self.identity, seconds=self.clock.seconds()))
@@ -105,7 +112,7 @@ class Seams:
         lambda t, last, *about: Clock(last)
     )
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = lambda *about: Disk()
-    outdated: Callable[[TrainConfig], Outdated] = lambda t: beyond(t.keep)
+    outdated: Callable[[TrainConfig], Outdated] | None = None  # None: all but the newest may go
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = lambda run: ()
 

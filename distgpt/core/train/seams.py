@@ -130,17 +130,22 @@ class Judge(Protocol):
         """
 
 
+def not_finite(loss: float, norm: float) -> str:
+    """Return what of a step is not finite, "" if all is."""
+    for what, value in {"loss": loss, "gradient": norm}.items():
+        if not math.isfinite(value):
+            return f"the {what} is not finite"
+    return ""
+
+
 class FiniteJudge:
     """Ends the run at the first step that is not finite. It changes no weights."""
 
     waits = False
+    objection = staticmethod(not_finite)
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
         self._config, self._progress = config, progress
-
-    def objection(self, loss: float, norm: float) -> str:
-        """Return why a step must not change the weights, "" if it may."""
-        return not_finite(loss, norm)
 
     def judge_step(self, done: Finished) -> str:
         """Return "" for a good step; raise the error that ends the run for another one."""
@@ -150,14 +155,6 @@ class FiniteJudge:
             bad = described(reason, self._progress.step + 1, done.loss, done.norm)
             raise shared(NonFiniteError(ending(bad, self._config)))
         return ""
-
-
-def not_finite(loss: float, norm: float) -> str:
-    """Return what of a step is not finite, "" if all is."""
-    for what, value in {"loss": loss, "gradient": norm}.items():
-        if not math.isfinite(value):
-            return f"the {what} is not finite"
-    return ""
 
 
 def described(reason: str, step: int, loss: float, norm: float) -> str:

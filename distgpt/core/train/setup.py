@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import without_locks
 from distgpt.core.base.interrupts import PendingSignals
 from distgpt.core.base.tables import Table, part
-from distgpt.core.comm.agree import on_every_rank, on_root, shared
+from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import granted_cores
@@ -28,7 +28,7 @@ from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.batches import Batches
-from distgpt.core.data.loading import Corpus, DataRequest, load_corpus
+from distgpt.core.data.loading import Corpus, DataRequest, bytes_per_token, load_corpus
 from distgpt.core.data.tokenizers import AUTO, Tokenizer
 from distgpt.core.model.model import Model, miniature
 from distgpt.core.model.muon import OPTIMIZERS
@@ -38,7 +38,6 @@ from distgpt.core.saved.checkpoint import State, load_group
 from distgpt.core.saved.modelfile import Description, read_shortened
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import Tensors
-from distgpt.core.train.assessment import METRICS, Assessment, Validation, bytes_per_token
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.memory import fit_to_memory
 from distgpt.core.train.plan import Plan
@@ -65,6 +64,9 @@ from distgpt.core.train.sharing import (
 from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
 
+if TYPE_CHECKING:
+    from distgpt.core.train.assessment import Assessment, Validation
+
 PLAIN = Seams()
 
 
@@ -88,16 +90,14 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     batches = texts.batches
     if checkpoint:
         on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, batches.fingerprint))
-    seq_len = config.model.seq_len
-    validation = None
-    if corpus.val is not None:
-        windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, config.train.val_tokens))
-        validation = Validation(windows, corpus.is_text)
-    metrics = [
-        METRICS[name](comm, Path(path), corpus.tokenizer, seq_len)
-        for name, path in config.train.metrics.items()
-    ]
-    is_evaluated = validation is not None or bool(metrics)
+    validation: Validation | None = None
+    assess: Callable[..., Assessment] | None = None
+    is_evaluated = corpus.val is not None or bool(config.train.metrics)
+    if is_evaluated:
+        from distgpt.core.train.assessment import measured_by  # with all that scores
+
+        validation, assess = measured_by(comm, config, corpus)
+    held_out = validation.count if validation else 0  # tokens
 
     # Memory is counted before the model is made: too little of it is refused in words, and decides how the
     # model computes. A GPU compiles meanwhile.
@@ -123,8 +123,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         begin_anew(comm, state, settings, batches)
     best = None
     if checkpoint and "val" not in plan.changes and plan.state.corpus == batches.fingerprint:
-        tokens = validation.count if validation else 0
-        has_best = on_root(comm, lambda: best_on_disk(directory, checkpoint, plan.state, tokens, say))
+        has_best = on_root(comm, lambda: best_on_disk(directory, checkpoint, plan.state, held_out, say))
         best = plan.state.best if has_best else None
 
     # Now all that a user can have got wrong was refused, and rank 0 writes.
@@ -143,7 +142,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
             say(without_locks(directory.path))
         hosts = where["hosts"]
         first = progress.step
-        shown = facts(stage, hosts, config, directory.path, model, batches, validation, first, times)
+        shown = facts(stage, hosts, config, directory.path, model, batches, held_out, first, times)
         listener.started(shown)
         stage.notes.report_to(say)
 
@@ -160,7 +159,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     judge = seams.judge(settings, progress)
     disk = seams.disk(directory, settings, model, described, say)
     gathering = state.gathering(comm)
-    outdated = seams.outdated(settings)
+    outdated = seams.outdated(settings) if seams.outdated else None
     checkpoints = Checkpoints(
         model, state.optimizer, directory, described, settings, say, comm, best, disk, gathering, outdated
     )
@@ -194,9 +193,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=step,
-        assessment=Assessment(
-            model, comm, validation, metrics, corpus.tokenizer, signals, partial(activity.enter, EVALUATING)
-        ),
+        assessment=assess(model, signals, partial(activity.enter, EVALUATING)) if assess else None,
         directory=directory,
         start=checkpoint,
         progress=progress,
@@ -307,7 +304,8 @@ def set_up(config: RunConfig, stage: Stage, is_evaluated: bool = False, preferre
     comm = stage.comm
     t = config.train
     strategy = strategy_for(t, comm.size)
-    agree_on_strategy(comm, strategy)  # first: ranks that differ would wait for each other
+    if comm.size > 1:
+        agree_on_strategy(comm, strategy)  # first: ranks that differ would wait for each other
     strategy.refuse_unable(comm, on_gpu=stage.on_gpu)
     kind = kind_of(t)
     if not kind.trained(config).specs:  # kinds that are handed in may find none in this model
@@ -343,8 +341,6 @@ def _write(
         origin = {"from": str(checkpoint.absolute()), "branch": not directory.owns(checkpoint)}
     begins = {"step": progress.step, **origin, **event}
     directory.create(config, tokenizer.to_json(), begins, progress.step, progress.evaluation_pending)
-    if directory.finished_at() not in (None, progress.step):  # a run that goes on from elsewhere is not
-        directory.summary.unlink(missing_ok=True)
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:

@@ -40,11 +40,11 @@ class MicroBatches:
     """Even parts of the batch. The gradients of each are added to those of the ones before it.
 
     micro.sequences_of(rank, i)  # of the global batch, in micro-batch i of a rank
-    micro.accumulates(i)         # whether the backward pass adds to the gradients that are there
     micro.collect(i)             # after the backward pass
     """
 
     name = "even"
+    accumulates = True  # whether the backward pass adds to the gradients of the micro-batch before
     shares: list[int] | None = None  # sequences of each rank, if a checkpoint has to keep them
     hosts = 0  # a checksum of the hosts that these shares are for
 
@@ -61,10 +61,6 @@ class MicroBatches:
     def sequences_of(self, rank: int, i: int) -> slice:
         """Return the sequences of a rank's micro-batch."""
         return rank_sequences(self._batch_size, rank, self._ranks, i, self.count)
-
-    def accumulates(self, i: int) -> bool:
-        """Return whether gradients are added to those of the micro-batch before, or replace them."""
-        return i > 0
 
     def collect(self, i: int) -> None:
         """Take the gradients of a micro-batch from the buffer, if they are to be added in another order."""

@@ -186,10 +186,9 @@ class Step:
 
     def gather_updates(self) -> None:
         """Send the updates that this rank has computed to all, where each rank computes some of them."""
-        if bounds := self.optimizer.update_bounds:
-            self.activity.enter(EXCHANGING)
-            self.comm.all_gather(self.model.grads.flat, bounds)
-            self.activity.enter(UPDATING)
+        self.activity.enter(EXCHANGING)
+        self.comm.all_gather(self.model.grads.flat, self.optimizer.update_bounds)
+        self.activity.enter(UPDATING)
 
     def _compute(
         self, number: int, batches: Batches, micro_batch: int, rank: int, sends: bool = False
@@ -202,8 +201,8 @@ class Step:
         batches.fill(number, self._micro_batches.sequences_of(rank, micro_batch), *self._host)
         for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
-        run_forward_backward = self._recorded[self._micro_batches.accumulates(micro_batch), sends]
-        run_forward_backward()
+        adds = micro_batch > 0 and self._micro_batches.accumulates
+        self._recorded[adds, sends]()
 
     def _forward_backward(self, adds: bool, sends: bool) -> None:
         """Compute the loss and gradients of the sequences that lie in `_inputs`."""
@@ -229,7 +228,8 @@ class Step:
             result.rejected = self._objection(*result.read())
         if not result.rejected:
             self.optimizer.prepare(number, lr, scales.gradients, scales.norm)
-            self.gather_updates()
+            if self.optimizer.update_bounds:
+                self.gather_updates()
             # Where nobody was asked, the kernel itself does nothing if the norm is not finite.
             self.optimizer.apply()
         if self.exchange.waits_after_update:

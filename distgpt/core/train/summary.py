@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 from distgpt.core.base.errors import DistgptError
 from distgpt.core.base.files import atomic_file
@@ -24,15 +25,14 @@ FACTS: Table[Callable[[Run], object]] = Table("summary", "facts", {})
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
 
 
-@contextmanager
-def summarised(run: Run) -> Iterator[None]:
-    """Write the summary at the end, whatever ends the run. Collective where nothing fails."""
-    try:
-        yield
-    except BaseException as error:
+def write_at_end(
+    run: Run, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Write the summary at the exit of a context, whatever ends the run. Collective where nothing fails."""
+    if error is None:
+        write_summary(run)
+    else:
         write_stopped(run, error)
-        raise
-    write_summary(run)
 
 
 def write_summary(run: Run) -> None:
@@ -80,9 +80,9 @@ def _losses(run: Run) -> dict[str, object]:
         "loss": _known(run.progress.loss),
         "train_bits_per_byte": run.report.reading.bits_per_byte(_known(run.progress.loss)),
         "val_loss": _known(run.progress.val_loss),
-        "bits_per_byte": run.assessment.bits_per_byte(_known(run.progress.val_loss)),
+        "bits_per_byte": run.bits_per_byte(_known(run.progress.val_loss)),
         "best_val_loss": loss,
-        "best_bits_per_byte": run.assessment.bits_per_byte(loss),
+        "best_bits_per_byte": run.bits_per_byte(loss),
         "best_step": best.step if best else None,
     }
 

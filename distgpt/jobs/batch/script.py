@@ -20,7 +20,7 @@ from distgpt.jobs.batch import array
 from distgpt.jobs.batch.job import Job
 
 WIDTH = 100  # of a line of the command
-# For a system that sends no signal before its limit: the run saves in time by itself (launch/batch.py).
+# For a system that sends no signal before its limit: the run saves in time by itself (launch/environment.py).
 END = "export DISTGPT_JOB_END=$(($(date +%s) + {}))  # the limit above, in seconds since 1970\n"
 
 

@@ -21,7 +21,7 @@ from distgpt.core.config import GpuConfig
 from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.train.sharing import Allreduce
 from distgpt.jobs.launchers import find_launcher
-from distgpt.launch.launched import launched_as
+from distgpt.launch.environment import launched_as
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
 from distgpt.parallel.choose import ONE_CALL

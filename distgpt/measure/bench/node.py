@@ -349,7 +349,10 @@ class Node:
         with tempfile.TemporaryDirectory(prefix=".disk-", dir=self.options.out.resolve()) as folder:
             begun = time.perf_counter()
             path = save_checkpoint(
-                Path(folder), {name: (tensors, {}) for name, tensors in parts.items()}, State(1), beyond(1)
+                Path(folder),
+                {name: (tensors, {}) for name, tensors in parts.items()},
+                State(1),
+                partial(beyond, 1),
             )
             written = time.perf_counter() - begun
             for file in path.iterdir():  # of what was written nothing is to be read from memory

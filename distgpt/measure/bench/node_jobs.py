@@ -26,7 +26,7 @@ from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
 from distgpt.doctor.speed import SECONDS, measure_peaks
 from distgpt.energy.counters import Meter, opened_zones
-from distgpt.launch.notes import host_id
+from distgpt.launch.job import host_id
 
 Row = dict[str, Any]
 BYTES = 256  # the vocabulary of a preset that has none
