@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from distgpt.core.config import ModelConfig
-from distgpt.core.cpu.compiling.barrier import RELEASED, counters
+from distgpt.core.cpu.compiling.barrier import counters
 from distgpt.core.cpu.compiling.jit import PackedArgs, entry
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.cpu.pool import pool_of
@@ -69,7 +69,7 @@ class CompiledSlots:
         threads = self._pool.threads
         self._call = entry(decode.decode, 0, 1, 0, 0, none, self._fixed[0])
         arguments = [(i, threads, 0, 0, none, fixed) for i, fixed in enumerate(self._fixed)]
-        self._orders = Orders(self._pool, decode.decode, arguments, self._release)
+        self._orders = Orders(self._pool, decode.decode, arguments, [self._counter]) if threads > 1 else None
 
     def feed(self, work: Sequence[Feed]) -> Array:
         logits = np.empty((sum(each.wanted for each in work), self._kind.vocab), np.float32)
@@ -108,22 +108,18 @@ class CompiledSlots:
             raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
         if min(variants) < 0 or max(variants) > self._variants:
             raise ValueError(f"variants must lie in [0, {self._variants}]")
-        inputs, threads = self._inputs, self._pool.threads
+        inputs = self._inputs
         inputs.tokens[: len(tokens)] = tokens
         inputs.feeds[: len(feeds)] = feeds
         inputs.wanted[: len(wanted)] = wanted
         inputs.variants[0, : len(tokens)] = variants
         inputs.variants[1, : len(wanted)] = inputs.variants[0, wanted]
-        if threads == 1:
+        if self._orders is None:
             self._call(0, 1, len(tokens), len(feeds), logits, self._fixed[0])
             return
-        self._counter[0] = 0
         self._orders.put(2, len(tokens), len(feeds), logits)
         if self._orders.run():
             raise RuntimeError(f"{decode.decode} has failed")
-
-    def _release(self) -> None:
-        self._counter[0] = RELEASED
 
 
 def _most_rows(config: ModelConfig, count: int) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from distgpt.core.base.interrupts import signals_deferred
-from distgpt.core.cpu.compiling.barrier import RELEASED, counters
+from distgpt.core.cpu.compiling.barrier import counters
 from distgpt.core.cpu.pool import Pool
 from distgpt.core.ops.api import Work
 from distgpt.recorded.calls import Calls
-from distgpt.recorded.loops.orders import follow, serve
+from distgpt.recorded.loops.orders import follow, order, serve
 from distgpt.recorded.loops.replay import FAILED, replay
-from distgpt.recorded.orders import Board, Orders
+from distgpt.recorded.orders import Orders
 
 
 class Segment:
@@ -26,14 +26,13 @@ class Segment:
         self._calls = calls  # keeps the arrays
         self._programs = [each.program() for each in calls]
         self._counter = counters(1, pool.threads)[0]
-        self._counters = [self._counter, *(counter for each in calls for counter in each.counters)]
+        meetings = [self._counter, *(counter for each in calls for counter in each.counters)]
         self._ended_at = np.zeros((pool.threads, 1), np.int64)  # the row where a thread's program ended
         ended = zip(self._programs, self._ended_at, strict=True)
         arguments = [(program, self._counter, pool.threads, at) for program, at in ended]
-        self._orders = Orders(pool, follow, arguments, self._release) if pool.threads > 1 else None
+        self._orders = Orders(pool, follow, arguments, meetings) if pool.threads > 1 else None
 
     def __call__(self) -> None:
-        self._set(0)
         # All threads have to come to where they meet: a signal waits for the first one's next pause.
         with signals_deferred() as deliver:
             if self._orders is None:
@@ -56,20 +55,14 @@ class Segment:
     def _fail(self, thread: int, at: int) -> None:
         raise RuntimeError(f"{dict(self._calls[thread].loops)[FAILED - at]} has failed")
 
-    def _release(self) -> None:
-        self._set(RELEASED)
-
-    def _set(self, arrivals: int) -> None:
-        for counter in self._counters:
-            counter[0] = arrivals
-
 
 def rehearse(threads: int) -> None:
-    """Call the loops that make recorded calls, for who notes which loops a run needs."""
+    """Call the loops that make recorded calls, for whoever notes which loops a run needs."""
     program, counter = Calls().program(), counters(1, 1)[0]
     replay(program, 0, counter, 0, 1)
     if threads > 1:
         follow(program, counter, 1, np.zeros(1, np.int64))
-        board = Board(1)
-        board.call_back()
-        serve(board.words, 0, 0, False)
+        board = counters(2, 1)
+        board[0, :] = 1  # an order, and that helpers are called back
+        order(board, 0, 1, 0)
+        serve(board, 0, 0, False)

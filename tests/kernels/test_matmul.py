@@ -157,14 +157,15 @@ def test_threads_share_rows_and_panels_and_compute_the_same(kind):
         )
         found = []
         for matmuls in every:
-            (y, _), (dx, _) = guarded(*dy.shape, kind), guarded(*x.shape, kind)
+            shapes = (*dy.shape, kind), (*x.shape, kind), (outputs, inputs, FLOAT)
+            (y, dx, again), behind = zip(*(guarded(*shape) for shape in shapes), strict=True)
             dw = np.ones((outputs, inputs), FLOAT)
             matmuls.forward(y, x, w, None)
             matmuls.backward_weights(dw, dy, x, True)
             matmuls.backward(dx, dy, w)
-            again, _ = guarded(outputs, inputs, FLOAT)
             matmuls.backward_weights(again, dy, x, False)
             found.append((dw, dx, again, y))
+            assert all(map(untouched, behind))
         for more in found[1:]:
             for ours, theirs in zip(found[0], more, strict=True):
                 assert np.array_equal(ours, theirs), (tokens, outputs, inputs)

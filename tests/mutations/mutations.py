@@ -195,6 +195,23 @@ _FAULTS = {
             "        self.words[0, loops.CALLED_BACK] = 1",
             "        pass",
         ),
+        (
+            "a pool keeps the arrays of the last order",
+            "            board.failed = _nothing",
+            "            pass",
+        ),
+        (
+            "a failed call is not counted",
+            "number = loops.serve(self.words, thread, number, True)",
+            "number = loops.serve(self.words, thread, number, False)",
+        ),
+    ],
+    ("core/cpu/pool.py", "recorded/test_orders.py -k fork"): [
+        (
+            "a child of a fork takes its parent's helpers for lent",
+            "        self.loan: Loan | None = None",
+            "        self.loan: Loan | None = getattr(self, 'loan', None)",
+        ),
     ],
     ("recorded/record.py", "recorded/test_recorded.py -k rows or profile"): [
         (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from queue import SimpleQueue
@@ -61,7 +60,8 @@ class Pool:
     `run_together`: all threads make the same calls, and every `split_range` in them gives each its own part
     of the range, without waiting in between. A `split_range` inside a part of either kind is done whole by
     its thread.
-    Threads of the user that compute at once take turns.
+    Threads of the user that compute at once take turns. Between jobs helpers wait here, or do what they are
+    lent for (`lend`).
     """
 
     def __init__(self, threads: int) -> None:
@@ -122,18 +122,17 @@ class Pool:
         """Call a compiled loop, inside a part of an operation. By this alone a component can record calls."""
         loop(*args)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Let the pool's other users wait. What this thread does meanwhile, it does alone."""
-        with self._turn:
-            self.state.mode = IN_PARTS
+    def in_turn(self, work: Callable[[], None]) -> None:
+        """Call work() while the pool's other users wait. What it computes, this thread computes alone."""
+        with self._turn:  # a lock's own: a signal that comes in a generator's could leave it locked
             try:
-                yield
+                self.state.mode = IN_PARTS
+                work()
             finally:
                 self.state.mode = ALONE
 
     def lend(self, loan: Loan) -> None:
-        """Let all helpers do loan.serve(thread), until the next job calls them back. For whose turn it is."""
+        """Let helpers do loan.serve(thread) until the next job calls them back. To be called `in_turn`."""
         self._call_back()
         self._jobs = self._jobs or self._started()
         with signals_deferred():  # or some helpers would be lent and others not

@@ -21,9 +21,10 @@ LEFT = -1  # what `serve` returns once it was called back
 GIVE, OWN, WAIT = 1, 2, 4
 
 # Linux lets threads sleep while a word of memory stays as it is, and wakes all of them by one call.
+# The number of that system call; 0: there is none.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-SLEEP, WAKE, ALL = 128, 129, (1 << 31) - 1  # 128: only threads of this process
-LOW = (1 << 32) - 1  # the futex is the lower half of a word
+FUTEX_WAIT, FUTEX_WAKE, ALL = 128, 129, (1 << 31) - 1  # 128 is the flag "private": of this process alone
+LOW = (1 << 32) - 1  # a futex has 32 bits: the lower half of the count, which comes first on these processors
 _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 _I64 = ir.IntType(64)
@@ -31,9 +32,9 @@ _I64 = ir.IntType(64)
 
 @jit
 def serve(board, thread, number, has_failed):
-    """Carry out all orders after this one, which has failed or not.
+    """Carry out each order after order `number`; return the number of one whose call failed, or LEFT.
 
-    Return the number of an order whose call failed, or LEFT.
+    `has_failed`: this thread's call of order `number` has, and is not counted yet.
     """
     orders, done = board[0], board[1]
     while True:
@@ -51,7 +52,7 @@ def serve(board, thread, number, has_failed):
 
 @jit
 def order(board, calls, n_threads, what):
-    """GIVE an order, make the first row's call as this thread's OWN, WAIT for the helpers: what is asked.
+    """Do what `what` names: GIVE an order, make the first row's call as one's OWN, WAIT for the helpers.
 
     Return the status of that call.
     """
@@ -60,7 +61,7 @@ def order(board, calls, n_threads, what):
         orders[CALLS] = calls
         arrive(orders)
         if FUTEX:
-            _system_call(FUTEX, orders[ADDRESS], WAKE, ALL, 0, 0, 0)
+            _system_call(FUTEX, orders[ADDRESS], FUTEX_WAKE, ALL, 0, 0, 0)
     status = _call_row(calls, 0) if what & OWN else 0
     if what & WAIT and status == 0:  # after a failure helpers may wait for this thread inside their calls
         barrier(board[1], arrived(orders) * n_threads)
@@ -84,7 +85,7 @@ def _await_order(orders, number):
         if looks < orders[1]:
             pause()
         else:  # returns at once if the count has changed by then
-            _system_call(FUTEX, orders[ADDRESS], SLEEP, number & LOW, 0, 0, 0)
+            _system_call(FUTEX, orders[ADDRESS], FUTEX_WAIT, number & LOW, 0, 0, 0)
 
 
 @inline

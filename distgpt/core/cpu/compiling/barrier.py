@@ -16,7 +16,7 @@ from distgpt.core.cpu.compiling.jit import inline
 from distgpt.core.ops.api import Array
 
 LINE = 64  # bytes of a cache line
-SPINS = 2_000  # looks at the counter, some 30 µs, before a thread yields its core
+SPINS = 2_000  # looks at the counter, tens of µs, before a thread yields its core
 RELEASED = 1 << 62  # a counter of which nobody waits any more: a thread failed before its call began
 
 _I64 = ir.IntType(64)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from distgpt.core.cpu.matmul.packing import COLUMNS, ROWS
 from distgpt.core.cpu.pool import Pool
 
-# The tiles that take as long as packing what one of them reads, by count on a Zen 4 in bfloat16: a panel of
-# B, and in `products` a strip of A.
+# Packing a panel of B takes as long as PANEL tiles that read it; packing a strip of A, which only `products`
+# does, as long as STRIP tiles. By count on a Zen 4, in bfloat16.
 PANEL, STRIP = 2, 1
 KEPT = 256  # choices: prompts have many lengths
 
