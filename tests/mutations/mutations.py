@@ -187,7 +187,7 @@ _FAULTS = {
         ),
         ("a thread computes into another one's recording", "get_ident() == own else", "True else"),
     ],
-    ("recorded/orders.py", "recorded/test_orders.py"): [
+    ("recorded/orders.py", "recorded/test_lending.py"): [
         ("a call that failed is not told", "        self._failed.append(thread)", "        pass"),
         ("an order keeps its first arguments", "self._words[:, first : first + len(words)] = words", "pass"),
         (
@@ -206,7 +206,7 @@ _FAULTS = {
             "number = loops.serve(self.words, thread, number, False)",
         ),
     ],
-    ("core/cpu/pool.py", "recorded/test_orders.py -k fork"): [
+    ("core/cpu/pool.py", "recorded/test_lending.py -k fork"): [
         (
             "a child of a fork takes its parent's helpers for lent",
             "        self.loan: Loan | None = None",

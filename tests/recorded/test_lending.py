@@ -206,7 +206,7 @@ def interrupt():
 INTERRUPTED = """
 import random, signal, sys
 sys.path[:0] = {path}
-from test_orders import Counting, orders
+from test_lending import Counting, orders
 from distgpt.core.base.interrupts import signals_deferred
 from distgpt.core.cpu.pool import Pool
 
@@ -240,7 +240,7 @@ def test_an_interrupt_may_come_anywhere(can_lend):
 ENDING = """
 import sys
 sys.path[:0] = {path}
-from test_orders import Counting
+from test_lending import Counting
 from distgpt.core.cpu.pool import Pool
 
 Counting(Pool({threads})).check()
