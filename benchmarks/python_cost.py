@@ -5,7 +5,8 @@
 
 No compiled loop computes anything, so this needs no cores to be true: as many threads as one likes wait for
 each other as they would on a node. Beside it stands what the step takes with its kernels on one thread,
-divided by the threads: the step that the kernels allow. `--floor-only` leaves that out.
+divided by the threads: the step that the kernels allow. `--floor-only` leaves that out. `--wakes` times
+nothing but waking all threads of a pool and waiting for them, by a job in Python and by an order.
 """
 
 from __future__ import annotations
@@ -93,6 +94,28 @@ def step_cost(name: str, threads: int, dtype: str, steps: int, is_empty: bool) -
     return median(seconds[3:]), sum(entry.callcount for entry in profile.getstats())
 
 
+def wake_cost(threads: int, rounds: int = 300) -> dict[str, float]:
+    """Return the median µs in which all threads of a pool do nothing, by a job and by an order."""
+    from distgpt.core.cpu.compiling.jit import jit
+    from distgpt.core.cpu.pool import Pool
+    from distgpt.recorded.orders import Orders
+
+    def idle(thread: int) -> None:
+        pass
+
+    pool = Pool(threads)
+    orders = Orders(pool, jit(idle), [(thread,) for thread in range(threads)], [])
+    found: dict[str, float] = {"threads": threads}
+    for name, wake in {"job": lambda: pool.run_parts(idle, threads), "order": orders.run}.items():
+        seconds = []
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            wake()
+            seconds.append(time.perf_counter() - begun)
+        found[name] = 1e6 * median(seconds[rounds // 10 :])
+    return found
+
+
 def measured(
     name: str, threads: int, dtype: str, steps: int, is_empty: bool, flags: Sequence[str]
 ) -> tuple[float, int]:
@@ -129,6 +152,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--floor-only", action="store_true")
     parser.add_argument("--by-python", action="store_true", help="leave out recorded steps")
+    parser.add_argument("--wakes", action="store_true", help="time nothing but jobs and orders")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     parser.add_argument("--alone", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -137,6 +161,14 @@ def main() -> None:
     if args.alone:
         name, threads, dtype, steps, is_empty = args.alone
         print(*step_cost(name, int(threads), dtype, int(steps), bool(int(is_empty))))
+        return
+    if args.wakes:
+        for threads in args.threads:
+            row = wake_cost(threads)
+            print(
+                f"{threads:3} threads   a job {row['job']:7.1f} µs, an order {row['order']:7.1f} µs",
+                flush=True,
+            )
         return
     rows = []
     flags = ["--by-python"] * args.by_python
