@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from fake_macos import pretend_macos
 
-from distgpt.core.base.system import sysctl, sysctl_number, sysctl_text
+from distgpt.core.base.system import boot_id, sysctl, sysctl_number, sysctl_text
 from distgpt.core.comm import resources
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor import facts
-from distgpt.launch.job import boot_id
 
 MAC = {
     "hw.memsize": 16 << 30,

@@ -22,6 +22,7 @@ from distgpt.core.base.checked import Count, checked, parse_json
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count
+from distgpt.core.base.system import host_id
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor.facts import Facts, versions
@@ -34,7 +35,6 @@ from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.jobs.processes import own_program
 from distgpt.jobs.reach import AT_ONCE, SSH, addresses, is_here
 from distgpt.launch.environment import launched_as
-from distgpt.launch.job import host_id
 
 SECONDS = 40.0  # for their answers: Python may load from a slow network disk
 MOST_PROBLEMS = 12  # on the page

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distgpt.core.base.system import boot_id
 from distgpt.core.comm.agree import gather_texts
 from distgpt.core.comm.job import this_job
 from distgpt.core.train.progress import Finished
 from distgpt.core.train.run import Run
-from distgpt.launch.job import boot_id
 
 if TYPE_CHECKING:
     from distgpt.energy.counters import Meter
@@ -91,7 +91,8 @@ class Energy(AbstractContextManager["Energy"]):
 
 def guard(run: Run, root: Path | None = None) -> Energy | None:
     """Return what counts this run's energy; None where a host shows none. Collective."""
-    root, gpu = root or SYS, _gpu(run) if run.stage.on_gpu else ""
+    root = root or SYS
+    gpu = _gpu(run) if run.stage.on_gpu else ""
     # Counters that Linux may show, as it does on few virtual machines.
     zones = any(any((root / "class").glob(each)) for each in ("powercap/intel-rapl:*", "hwmon/hwmon*"))
     if run.comm.size == 1 and not (gpu or zones or slurm_may_count()):

@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import Any
 
 from distgpt.core.base.checked import parse_json
+from distgpt.core.base.system import boot_id
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
-from distgpt.launch.job import boot_id
 
 LARGEST = 8192  # bytes of a message
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface

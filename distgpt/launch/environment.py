@@ -17,6 +17,7 @@ Environ = Mapping[str, str]
 JOB_END = "DISTGPT_JOB_END"  # in seconds since 1970
 LONGEST_NAME = 200  # characters
 MIB = 1 << 20
+STEP = "SLURM_STEP_NUM_TASKS"  # SLURM_NTASKS is also set where srun has launched nothing
 SLURM_MEMORY = {  # MiB, and what they are given for
     "SLURM_MEM_PER_NODE": "",
     "SLURM_MEM_PER_CPU": "SLURM_CPUS_ON_NODE",
@@ -62,7 +63,7 @@ class Slurm(BatchSystem):
 
     def cores(self, environ: Environ, ranks: int) -> tuple[float, str] | None:
         # A batch script's own steps have it too, but are no task: what they may run on is their affinity.
-        return _limit(environ, "SLURM_CPUS_PER_TASK") if "SLURM_STEP_NUM_TASKS" in environ else None
+        return _limit(environ, "SLURM_CPUS_PER_TASK") if STEP in environ else None
 
 
 class Pbs(BatchSystem):
@@ -162,8 +163,6 @@ GRANTS = BatchGrants()
 
 
 # Launchers
-
-STEP = "SLURM_STEP_NUM_TASKS"  # SLURM_NTASKS is also set where srun has launched nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import platform
 import signal
 import time
-from pathlib import Path
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import count
-from distgpt.core.base.system import sysctl_text
+from distgpt.core.base.system import host_id
 from distgpt.core.comm.agree import gather_texts, named_ranks, ranks_by_text
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import Job, is_closed_pipe
@@ -80,10 +79,8 @@ class Launched(Job):
         """Return, on rank 0, what is slower than it looks. Collective."""
         own = _about_cores(comm, threads, threads_given)
         if comm.size == 1:
-            found = [own] if own else []
-            if stage in WITH_MPI:
-                found.insert(0, f"--stage {stage} runs as one process: mpirun -n 2 distgpt … starts two")
-            return found
+            alone = f"--stage {stage} runs as one process: mpirun -n 2 distgpt … starts two"
+            return [note for note in (alone * (stage in WITH_MPI), own) if note]
         texts = gather_texts(comm, own)
         hosts = gather_texts(comm, host_id())
         if comm.rank:
@@ -145,19 +142,6 @@ def _about_cores(comm: Comm, threads: int, threads_given: bool) -> str:
         of = count(cpus, "CPU")
         return f"{limit} grants {granted.number:.3g} of {of}{each}: {count(threads, 'thread')}{each}"
     return ""
-
-
-def host_id() -> str:
-    """Return an id of this host, however many names it has."""
-    return f"{platform.node()} {boot_id()}"
-
-
-def boot_id() -> str:
-    """Return an id of this machine since it started; "" where the system gives none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return sysctl_text("kern.bootsessionuuid")
 
 
 LAUNCHED = Launched()

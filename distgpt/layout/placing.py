@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from distgpt.core.base.system import boot_id
 from distgpt.core.comm.agree import gather_texts
 from distgpt.core.comm.api import Comm
-from distgpt.launch.job import boot_id
 from distgpt.layout.claims import Claim, claimed
 from distgpt.layout.machine import Machine
 from distgpt.layout.places import Place, Rank, about, place_of

@@ -363,7 +363,7 @@ def test_schedules():
 
 
 def test_a_schedule_is_a_function_in_the_table(monkeypatch):
-    """So no word is without one: the setting takes the table's names, the optimizer its functions."""
+    """Both lists have the same names: the choices of the setting, and the functions of the optimizer."""
     assert SETTINGS["schedule"].choices == tuple(SCHEDULES)
     t = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
     for name in SCHEDULES:

@@ -3,7 +3,7 @@
 import sys
 
 from conftest import SMALL, distgpt
-from core.tree import PACKAGE
+from core.tree import MODULES, PACKAGE
 
 # Up to its first update a run in a batch job, on a host with counters, or of several ranks has more to load.
 LOADED = """
@@ -52,6 +52,7 @@ SAID = [*SMALL, "--tokenizer", "byte", "--steps", "1", "--threads", "1", "--prog
 
 
 def test_the_plainest_run_loads_and_calls_nothing_that_nobody_asked_for(tmp_path):
+    assert MODULES.keys() >= LATER.keys() and all((PACKAGE / name).is_file() for name in UNUSED)  # renamed?
     script = tmp_path / "run.py"
     script.write_text(LOADED)
     result = distgpt("train", *SAID, "--out", tmp_path / "run", program=[sys.executable, script])

@@ -136,6 +136,14 @@ def test_a_larger_model_is_suggested_for_a_gpu_where_none_was_chosen(tmp_path):
     assert len(said) == 1
 
 
+def test_only_a_run_on_a_gpu_is_told_that_its_model_is_small_for_one(gpu, tmp_path):
+    words = ("--tokenizer", "byte", "--optimizer", "adamw", "--seq-len", "8", "--batch-size", "1")
+    for stage, is_told in (("cuda", True), ("serial", False)):
+        result = gpu("train", *words, "--steps", "1", "--stage", stage, "--out", tmp_path / stage)
+        assert result.returncode == 0, result.stderr
+        assert ("is small for a GPU" in " ".join(result.stdout.split())) is is_told
+
+
 def chosen_within(monkeypatch, seconds, cold, probes):
     """Choose a depth by the clock on a GPU whose first steps are that cold. Return what was measured, and it.
 

@@ -2,10 +2,7 @@
 
 import sys
 
-from conftest import copy_compiled, distgpt
-
-# Three quarters of the time to compile all; the loops that are left are many enough for a helper.
-LONGEST = {"forward", "backward", "products", "attention", "attention_backward", "attention_cached"}
+from conftest import distgpt
 
 # A process of its own, as one that has compiled a loop does not note it.
 PROGRAM = """
@@ -41,16 +38,15 @@ print(len(start.missing_loops(stage, run.train.dtype, run.train.matmul_backend, 
 def test_what_a_run_needs_is_found_without_compiling_and_compiled_by_a_helper(tmp_path):
     """A run with these loops has the bits of one with those that the session has compiled.
 
-    That a process which compiles them itself has them too, shows the copy in core/test_core.py. The loops
-    that take longest are there already.
+    Attention's take longest. The copy in core/test_core.py is given these, and compiles by itself what our
+    own matmul needs, which blas does not.
     """
     program, settings = [sys.executable, "-c", PROGRAM], ("tiny-adamw", "float32", "blas")
     env = {"DISTGPT_CACHE": str(tmp_path / "cache")}
-    given = [name for name in copy_compiled(tmp_path / "cache", only=LONGEST) if name.endswith(".loop")]
     result = distgpt(*settings, program=program, env=env, timeout=300)
     assert result.returncode == 0, result.stderr
     noted, again, missing = map(str.split, result.stdout.splitlines())
-    assert int(noted[0]) > 15 and int(noted[1]) == len(given)
+    assert int(noted[0]) > 15 and noted[1] == "0"
     assert again[0] == again[1] and again[2] == "False"  # no file more, nothing reported
     assert missing == ["0"]
     small = "--n-layer 2 --seq-len 32 --batch-size 2 --data story --tokenizer byte --threads 2 --steps 3"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from select import select
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ pytestmark = [
     ),
 ]
 
+ANSWERS_WITHIN = 250  # seconds: before pytest-timeout ends the test
 V, T = 99, 20
 OLD = {"model_type": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": V, "n_positions": T}
 NEW = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 24}
@@ -86,13 +88,19 @@ def oracle():
 
 
 def transformers(*jobs):
+    """Return its answers to these jobs."""
     process, messages = oracle()
-    print(json.dumps(jobs), file=process.stdin, flush=True)
-    if not (answer := process.stdout.readline()):
+    try:
+        print(json.dumps(jobs), file=process.stdin, flush=True)
+        is_ready, _, _ = select([process.stdout], [], [], ANSWERS_WITHIN)
+        if not is_ready or not (answer := process.stdout.readline()):
+            messages.seek(0)
+            pytest.fail(messages.read() or f"no answer within {ANSWERS_WITHIN} s")
+        return json.loads(answer)
+    except BaseException:  # also pytest-timeout's: another test must not read the answer to this one
+        process.kill()
         oracle.cache_clear()
-        messages.seek(0)
-        pytest.fail(messages.read())
-    return json.loads(answer)
+        raise
 
 
 def check_scores(ours, theirs, tokens):

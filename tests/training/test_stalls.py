@@ -194,7 +194,7 @@ def gone(ranks):
 @pytest.mark.slow
 @needs_mpi
 def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
-    job, ranks, out = stuck(tmp_path, "--stall-timeout", "2s", "--stall-abort", "5s")
+    job, ranks, out = stuck(tmp_path, "--stall-timeout", "2s", "--stall-abort", "6s")
     begun = time.monotonic()
     named = next(line for line in job.stdout if line.startswith("  rank 1 on "))
     assert time.monotonic() - begun < 2 + 5

@@ -1,9 +1,11 @@
-"""Facts that macOS reports about the machine, as it has no /proc."""
+"""Facts that the system reports about the machine: Linux in /proc, macOS by a call."""
 
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
+from pathlib import Path
 
 
 def sysctl(name: str) -> bytes:
@@ -23,3 +25,16 @@ def sysctl_text(name: str) -> str:
 def sysctl_number(name: str) -> int:
     """Return an integer value; 0 where there is none."""
     return int.from_bytes(sysctl(name), "little")
+
+
+def host_id() -> str:
+    """Return an id of this host, however many names it has."""
+    return f"{platform.node()} {boot_id()}"
+
+
+def boot_id() -> str:
+    """Return an id of this machine since it started; "" where the system gives none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return sysctl_text("kern.bootsessionuuid")

@@ -31,7 +31,7 @@ def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
 
 def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
     """Run `act` on every rank; a DistgptError on any of them is raised by all. Collective."""
-    if comm.size == 1:  # its error is its own
+    if comm.size == 1:  # not shared(): a node of one rank may belong to a larger job, which it has to abort
         return act()
     complaint, code, result = "", 0, None
     try:

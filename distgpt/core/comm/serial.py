@@ -1,4 +1,4 @@
-"""A real communicator of size one: what lies above may ask whether it is alone, and need not."""
+"""A real communicator of size one: code that communicates needs no case of its own for one rank."""
 
 from __future__ import annotations
 

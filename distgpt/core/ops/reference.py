@@ -44,12 +44,11 @@ from distgpt.core.ops.api import (
 )
 
 
-class OnHost:
-    """Base of kernels whose arrays are NumPy's and whose calls return when their work is done."""
+class Allocating:
+    """Base of what makes arrays in the types of kernels, all of them by `allocate`."""
 
     dtype: np.dtype
     wide: np.dtype
-    wire: Wire | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return np.zeros(shape, dtype)
@@ -62,6 +61,12 @@ class OnHost:
 
     def scalars(self, count: int) -> Array:
         return self.allocate((count,), np.float64)
+
+
+class OnHost(Allocating):
+    """Base of kernels whose arrays are NumPy's and whose calls return when their work is done."""
+
+    wire: Wire | None = None
 
     def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
         return np.array(host, dtype)

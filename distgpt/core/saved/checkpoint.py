@@ -149,7 +149,7 @@ def is_kept(checkpoint: Path) -> bool:
 
 
 def beyond(keep: int, saved: Sequence[Path]) -> list[Path]:
-    """Let all go but the newest `keep`, and those that stay for good."""
+    """Return those that may go: all but the newest `keep`, and those that stay for good."""
     return [path for path in saved[keep:] if not is_kept(path)]
 
 

@@ -107,8 +107,10 @@ class RunDirectory:
     def refuse_undecodable(self) -> None:
         """Raise a UsageError if the directory's name could not be written into its files."""
         name = str(self.path.absolute())
-        if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
-            raise UsageError(f"{name!r} is not valid UTF-8, or has a NUL byte: choose another --out")
+        if "\0" in name:
+            raise UsageError(f"{name!r} has a NUL byte: choose another --out")
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise UsageError(f"{name!r} is not valid UTF-8: choose another --out")
 
     def create(
         self,

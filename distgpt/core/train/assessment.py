@@ -266,10 +266,18 @@ class MetricKind(Protocol):
 METRICS: Table[MetricKind] = Table("metrics", "a metric", {})
 
 
-def measured_by(
+class MakeAssessment(Protocol):
+    """Makes the assessment of a run, once there is a model."""
+
+    def __call__(self, model: Model, signals: PendingSignals, on_batch: Callable[[], None]) -> Assessment: ...
+
+
+def prepare_assessment(
     comm: Comm, run: RunConfig, corpus: Corpus
-) -> tuple[Validation | None, Callable[..., Assessment]]:
-    """Return the validation of a run, if a text is held out, and what makes its assessment. Collective."""
+) -> tuple[Validation | None, MakeAssessment]:
+    """Load what a run is assessed by, without a model: return its validation, if a text is held out, and
+    what makes its assessment. Collective.
+    """
     seq_len = run.model.seq_len
     validation = None
     if corpus.val is not None:

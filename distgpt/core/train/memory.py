@@ -22,8 +22,8 @@ from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
-from distgpt.core.ops.api import Array, HostArray, Kernels
-from distgpt.core.ops.reference import OnHost
+from distgpt.core.ops.api import Array, HostArray, Kernels, Work
+from distgpt.core.ops.reference import Allocating
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange, Placement, Strategy
 from distgpt.core.train.step import Step
@@ -52,8 +52,8 @@ class Need:
         return sum(parts)
 
 
-class DryKernels(OnHost):
-    """Kernels of a dry run: they count the memory that is requested, and allocate none."""
+class DryKernels(Allocating):
+    """Kernels of a dry run: they count the memory that is requested, allocate none, and compute nothing."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
@@ -81,6 +81,9 @@ class DryKernels(OnHost):
 
     def zero(self, x: Array) -> None:
         return None
+
+    def record(self, work: Work) -> Work:
+        return work
 
 
 def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: bool = False) -> Need:

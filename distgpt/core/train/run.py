@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from distgpt.core.data.batches import Batches
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.saved.checkpoint import Outdated, State
+from distgpt.core.saved.checkpoint import Outdated, State, beyond
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
@@ -112,7 +113,7 @@ class Seams:
         lambda t, last, *about: Clock(last)
     )
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = lambda *about: Disk()
-    outdated: Callable[[TrainConfig], Outdated] | None = None  # None: all but the newest may go
+    outdated: Callable[[TrainConfig], Outdated] = lambda t: partial(beyond, t.keep)
     inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = lambda run: ()
 

@@ -65,7 +65,7 @@ from distgpt.core.train.step import Step
 from distgpt.core.train.whereabouts import whereabouts
 
 if TYPE_CHECKING:
-    from distgpt.core.train.assessment import Assessment, Validation
+    from distgpt.core.train.assessment import MakeAssessment, Validation
 
 PLAIN = Seams()
 
@@ -91,12 +91,12 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     if checkpoint:
         on_root(comm, lambda: refuse_changed_text(checkpoint, plan.state, plan.changes, batches.fingerprint))
     validation: Validation | None = None
-    assess: Callable[..., Assessment] | None = None
-    is_evaluated = corpus.val is not None or bool(config.train.metrics)
-    if is_evaluated:
-        from distgpt.core.train.assessment import measured_by  # with all that scores
+    make_assessment: MakeAssessment | None = None
+    if corpus.val is not None or config.train.metrics:
+        from distgpt.core.train.assessment import prepare_assessment  # with all that scores
 
-        validation, assess = measured_by(comm, config, corpus)
+        validation, make_assessment = prepare_assessment(comm, config, corpus)
+    is_evaluated = make_assessment is not None
     held_out = validation.count if validation else 0  # tokens
 
     # Memory is counted before the model is made: too little of it is refused in words, and decides how the
@@ -159,7 +159,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
     judge = seams.judge(settings, progress)
     disk = seams.disk(directory, settings, model, described, say)
     gathering = state.gathering(comm)
-    outdated = seams.outdated(settings) if seams.outdated else None
+    outdated = seams.outdated(settings)
     checkpoints = Checkpoints(
         model, state.optimizer, directory, described, settings, say, comm, best, disk, gathering, outdated
     )
@@ -183,6 +183,9 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         inspector=seams.inspector(comm, model, settings) if seams.inspector else None,
         activity=activity,
     )
+    assessment = None
+    if make_assessment:
+        assessment = make_assessment(model, signals, partial(activity.enter, EVALUATING))
     run = Run(
         config=config,
         settings=settings,
@@ -193,7 +196,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         tokenizer=corpus.tokenizer,
         batches=batches,
         step=step,
-        assessment=assess(model, signals, partial(activity.enter, EVALUATING)) if assess else None,
+        assessment=assessment,
         directory=directory,
         start=checkpoint,
         progress=progress,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import DistgptError
+from distgpt.core.base.system import host_id
 from distgpt.core.comm.agree import gather_bytes, gather_ints, on_root
 from distgpt.core.config import RunConfig
 from distgpt.core.config.presets import preset
@@ -26,7 +27,6 @@ from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
 from distgpt.doctor.speed import SECONDS, measure_peaks
 from distgpt.energy.counters import Meter, opened_zones
-from distgpt.launch.job import host_id
 
 Row = dict[str, Any]
 BYTES = 256  # the vocabulary of a preset that has none
