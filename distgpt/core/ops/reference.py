@@ -45,22 +45,22 @@ from distgpt.core.ops.api import (
 
 
 class Allocating:
-    """Base of what makes arrays in the types of kernels, all of them by `allocate`."""
+    """Base of what makes arrays in the types of kernels, all of them by `_new`."""
 
     dtype: np.dtype
     wide: np.dtype
 
-    def allocate(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return np.zeros(shape, dtype)
 
     def zeros(self, *shape: int) -> Array:
-        return self.allocate(shape, self.dtype)
+        return self._new(shape, self.dtype)
 
     def wide_zeros(self, *shape: int) -> Array:
-        return self.allocate(shape, self.wide)
+        return self._new(shape, self.wide)
 
     def scalars(self, count: int) -> Array:
-        return self.allocate((count,), np.float64)
+        return self._new((count,), np.float64)
 
 
 class OnHost(Allocating):

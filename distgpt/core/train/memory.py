@@ -59,7 +59,7 @@ class DryKernels(Allocating):
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
         self.logits_bytes, self.slice_rows = kernels.logits_bytes, kernels.slice_rows
         self.capabilities = kernels.capabilities
-        self.wire = kernels.wire and SimpleNamespace(zeros=self.allocate, piece=kernels.wire.piece)
+        self.wire = kernels.wire and SimpleNamespace(zeros=self._new, piece=kernels.wire.piece)
         self.requested = 0  # bytes so far
         self._before = 0
 
@@ -69,12 +69,12 @@ class DryKernels(Allocating):
         self._before = self.requested
         return more
 
-    def allocate(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         self.requested += prod(shape) * np.dtype(dtype).itemsize
         return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
 
     def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
-        return self.allocate(np.shape(host), dtype)
+        return self._new(np.shape(host), dtype)
 
     def put(self, array: Array, host: HostArray) -> None:
         return None
