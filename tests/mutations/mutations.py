@@ -200,11 +200,6 @@ _FAULTS = {
             "            board.failed = _nothing",
             "            pass",
         ),
-        (
-            "a failed call is not counted",
-            "number = loops.serve(self.words, thread, number, True)",
-            "number = loops.serve(self.words, thread, number, False)",
-        ),
     ],
     ("core/cpu/pool.py", "recorded/test_lending.py -k fork"): [
         (
