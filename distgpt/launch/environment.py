@@ -1,4 +1,4 @@
-"""What batch systems and launchers tell a process in environment variables.
+"""Environment variables by which batch systems and launchers inform a process.
 
 Of its job: the end, and what it is granted; of the ranks: how many they are, and which one it is.
 """

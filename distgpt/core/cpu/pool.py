@@ -44,7 +44,7 @@ _pools: WeakSet[Pool] = WeakSet()  # all that live
 
 
 class Loan(Protocol):
-    """What helpers do between the jobs of their pool (`Pool.lend`)."""
+    """Work of a pool's helpers between its jobs (`Pool.lend`)."""
 
     def serve(self, thread: int) -> None:
         """Serve as one of the helpers, until all are called back."""
