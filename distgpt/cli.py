@@ -27,13 +27,13 @@ from distgpt.core.cpu.stages import connected
 COMMANDS = (
     *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate"),
     *("submit", "slurm", "supervise", "runs", "plot", "compare", "replay", "sweep", "compare-stages"),
-    *("profile", "bench", "doctor", "compile", "bundle", "help"),
+    *("profile", "bench", "doctor", "compile", "help"),
 )
 # Those that a launcher may start as several processes.
 TOGETHER = ("train", "tune", "infer", "eval", "sweep", "profile", "bench", "doctor", "replay")
 
-# Which a slim installation may lack (bundling/); those that every run needs are not among them.
-LIBRARIES = ("jinja2", "matplotlib", "packaging", "rich", "tokenizers")
+# A slim installation (packaging/slim.txt) may lack these; those that every run needs are not among them.
+LIBRARIES = ("jinja2", "matplotlib", "rich", "tokenizers")
 
 COMPLETE = "_DISTGPT_COMPLETE"  # set by the shell's completion
 _SPELLED = "distgpt.spelled"

@@ -100,7 +100,6 @@ TABLES: dict[str, dict[str, str]] = {
     "packed rows": {"amx": "distgpt.processors.amx:ROWS"},
     # By what shows or records a run (core/train/lines.py).
     "listeners": {
-        "group": "distgpt.fleet.group:Group",
         "json": "distgpt.fleet.structured:JsonLines",
         "live": "distgpt.show.display:Live",
         "port": "distgpt.fleet.port:Port",

@@ -33,11 +33,10 @@ EASYBUILD = {
     "jinja2": ("Python-bundle-PyPI", "2025.04", "3.1.6"),
     "tokenizers": ("tokenizers", "0.22.2", None),
     "matplotlib": ("matplotlib", "3.10.3", None),
-    "packaging": ("Python", "3.13.1", "24.2"),
     "mpi4py": ("mpi4py", "4.1.0", None),
     "hatchling": ("hatchling", "1.27.0", None),
 }
-# Not installed by slim.txt, or by it alone, as in distgpt/bundling/wheels.py.
+# Not in slim.txt; installed by its second command.
 LEFT_OUT, ALONE = ("matplotlib",), ("tokenizers",)
 
 

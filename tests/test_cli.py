@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import unicodedata
 from functools import partial
 from pathlib import Path
@@ -382,3 +383,11 @@ def test_a_disk_that_is_read_only_or_full_or_fills_up(here, tmp_path):
         assert "No space left" in result.stderr
         kept = sorted(path.name for path in (place / "run" / "checkpoints").iterdir())
         assert kept and all(name.startswith("step-") for name in kept)
+
+
+def test_plot_without_matplotlib_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "distgpt.show.plot", raising=False)
+    refused(
+        inside("plot", "run", cwd=tmp_path), 2, "needs matplotlib, which is not installed here: pip install"
+    )

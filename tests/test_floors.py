@@ -32,7 +32,6 @@ ORDER = (
         "texts",
         "formats",
         "jobs",
-        "bundling",
         "doctor",
         "fleet",
     ),

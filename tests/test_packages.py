@@ -13,7 +13,7 @@ NEEDED = ("py.typed", "gpu/cu/attention.cu", "gpu/cu/common.cuh", "serving/page.
 NEEDED += ("jobs/batch/options/pbs.txt",)
 NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
 NEEDED += ("bundled/docs/reference/exit-codes.md",)
-NEEDED += ("bundled/docs/tutorials/your-texts.md", "bundling/install.sh", "bundling/README.md")
+NEEDED += ("bundled/docs/tutorials/your-texts.md",)
 
 
 @pytest.mark.slow

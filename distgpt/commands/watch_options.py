@@ -1,4 +1,4 @@
-"""Options of `distgpt train` for a site: metrics for Prometheus, a log of JSON, files for a group."""
+"""Options of `distgpt train` for a site: metrics for Prometheus and a log of JSON."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ def watch_options(command: F) -> F:
     @functools.wraps(command)
     def with_recorders(
         *args: object,
-        group: str | None,
         tensorboard: bool,
         metrics_textfile: Path | None,
         metrics_port: str | None,
         **more: Any,
     ) -> object:
-        asked: dict[str, Any] = {"group": group, "textfile": metrics_textfile, "port": metrics_port}
+        asked: dict[str, Any] = {"textfile": metrics_textfile, "port": metrics_port}
         wanted = [partial(_made, name, value) for name, value in asked.items() if value is not None]
         wanted += [partial(_made, "tensorboard")] * bool(tensorboard)
         return command(*args, recorders=wanted, **more)
 
-    add = together(_GROUP, _LOG_FORMAT, _TENSORBOARD, _TEXTFILE, _PORT)
+    add = together(_LOG_FORMAT, _TENSORBOARD, _TEXTFILE, _PORT)
     return add(with_recorders)  # type: ignore[return-value]
 
 
@@ -59,11 +58,6 @@ def write_json(context: click.Context, *how: str) -> None:
     context.find_root().with_resource(as_json(*how))
 
 
-_GROUP = option(
-    "--group",
-    group="saving",
-    help="Let this Unix group read and change the run's files as you may, whatever the umask.",
-)
 _LOG_FORMAT = _display(
     "--log-format",
     type=click.Choice(["plain", "json"]),

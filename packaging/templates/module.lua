@@ -1,4 +1,4 @@
--- Made by packaging/recipes.py, for Lmod. The one line to change: where `sh install.sh` or `python -m venv` put it.
+-- Made by packaging/recipes.py, for Lmod. The one line to change: the path of its environment.
 local root = os.getenv("DISTGPT_ROOT") or "/opt/distgpt/@VERSION@"
 
 help([[@DESCRIPTION@

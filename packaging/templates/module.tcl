@@ -1,6 +1,5 @@
 #%Module
-# Made by packaging/recipes.py, for Environment Modules. The one line to change: where `sh install.sh` or
-# `python -m venv` put it.
+# Made by packaging/recipes.py, for Environment Modules. The one line to change: the path of its environment.
 set root [expr {[info exists ::env(DISTGPT_ROOT)] ? $::env(DISTGPT_ROOT) : "/opt/distgpt/@VERSION@"}]
 
 proc ModulesHelp {} {

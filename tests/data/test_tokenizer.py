@@ -4,18 +4,22 @@ import functools
 import hashlib
 import json
 import random
+import sys
 
 import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
 from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import (
     fingerprint,
     id_dtype,
     load_tokenizer,
     tokenizer_from_json,
 )
+from distgpt.jobs.nodes import refuse_unready
+from distgpt.texts.tokenizers import hub
 from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT, symbols
 from distgpt.texts.tokenizers.collected import WORD
 from distgpt.texts.tokenizers.learn import learn_bpe
@@ -282,3 +286,19 @@ def test_a_damaged_saved_tokenizer_is_refused_in_one_line():
                 tokenizer_from_json(document, "some/file.json")
             text = str(refusal.value)
             assert text.startswith("some/file.json") and "\n" not in text and len(text) < 300, text
+
+
+def test_hub_finds_tokenizer_in_installation(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    folder = hub.installed("some/model")
+    assert folder == tmp_path / "share/distgpt/tokenizers/some/model"
+    folder.mkdir(parents=True)
+    with pytest.raises(UsageError, match="pip install huggingface_hub"):
+        hub.download_tokenizer("some/model")
+    vocabulary = {entry: i for i, entry in enumerate(small().vocabulary)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in small().merges), encoding="utf-8")
+    assert hub.download_tokenizer("some/model") == folder / "vocab.json"
+    # Nodes see the installation, so a batch script needs no note on the hub's cache.
+    assert refuse_unready(preset("tiny", {"tokenizer": "hub:some/model"})) == ""

@@ -71,9 +71,9 @@ def download_tokenizer(repository: str) -> Path:
     return _from_hub(repository, what, instead, download)
 
 
-def installed(repository: str, folder: Path | None = None) -> Path:
-    """Return where a tokenizer lies that a bundle brought (bundling/), or where it lies in another folder."""
-    return (folder or Path(sys.prefix, "share", "distgpt", "tokenizers")) / repository
+def installed(repository: str) -> Path:
+    """Return the directory in which an administrator may put this tokenizer for all users."""
+    return Path(sys.prefix, "share", "distgpt", "tokenizers", repository)
 
 
 def cache() -> Path:

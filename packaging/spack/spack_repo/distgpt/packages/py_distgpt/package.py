@@ -31,7 +31,6 @@ class PyDistgpt(PythonPackage):
     depends_on("py-tokenizers@0.20:", type=("build", "run"))
     depends_on("py-matplotlib@3.9:", type=("build", "run"))
     depends_on("py-jinja2@3.1:", type=("build", "run"))
-    depends_on("py-packaging@23:", type=("build", "run"))
     depends_on("py-mpi4py@4.0:", type=("build", "run"), when="+mpi")
     depends_on("py-pyarrow@15:", type=("build", "run"), when="+parquet")
     depends_on("py-starlette@0.46:", type=("build", "run"), when="+serve")

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from distgpt.bundling import wheels
 from distgpt.core.base.version import __version__
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PACKAGING = ROOT / "packaging"
 sys.path.insert(0, str(PACKAGING))
 import recipes
@@ -37,7 +36,6 @@ def test_every_requirement_stands_in_every_recipe():
         assert name in recipes.EASYBUILD, name
         slim = made["slim.txt"]
         assert (name in slim) == (name not in recipes.LEFT_OUT), name
-    assert set(recipes.LEFT_OUT) <= wheels.LEFT_OUT
 
 
 def test_a_release_is_named_by_its_hash_and_old_modules_are_refused(tmp_path):
