@@ -109,7 +109,6 @@ TABLES: dict[str, dict[str, str]] = {
     # By their name in summary.json (core/train/summary.py).
     "summary": {
         "environment": "distgpt.doctor.facts:of_run",
-        "energy": "distgpt.energy.guard:of_run",
     },
     # By whose errors they are (launch/leaving.py).
     "libraries": {"nccl": "distgpt.gpu.failures:NCCL"},
@@ -134,7 +133,7 @@ TABLES: dict[str, dict[str, str]] = {
         "sharded": "distgpt.parallel.sharded:make",
     },
     # Guards of every run, by any name, beside those that settings ask for (guards/attach.py).
-    "guards": {"energy": "distgpt.energy.guard:guard"},
+    "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
     "loops": {
         "adapters": "adapters/loops",

@@ -35,7 +35,7 @@ ORDER = (
         "doctor",
         "fleet",
     ),
-    *("generation", "guards", "energy", "parallel", "recipes", "evaluation", "serving", "api", "show"),
+    *("generation", "guards", "parallel", "recipes", "evaluation", "serving", "api", "show"),
     *("measure", "proofs", "sweep", "supervise", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )

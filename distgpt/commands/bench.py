@@ -1,4 +1,4 @@
-"""distgpt bench: train, infer, allreduce, node"""
+"""distgpt bench: train, infer, allreduce"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distgpt.launch.environment import launched_as
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-ORDER = ("train", "infer", "allreduce", "node")
+ORDER = ("train", "infer", "allreduce")
 # Programs of the repository, in benchmarks/.
 MOVED = {"forward": "forward_study", "scaling": "scaling", "report": "report"}
 # A launcher may start several processes of it; of the others only what they start themselves to measure.
@@ -198,31 +198,3 @@ def allreduce(**given: Any) -> None:
     from distgpt.measure.bench import allreduce
 
     allreduce.bench(to_options(allreduce.AllreduceOptions, given))
-
-
-@bench.command("node", example="distgpt bench node --out report")
-@click.option(
-    *("--minutes", "minutes"),
-    type=FiniteRange(0.5, 1440),
-    default=10.0,
-    show_default=True,
-    help="About how long; what there is no time for is named.",
-)
-@click.option("--hostfile", type=click.Path(path_type=Path), help="Measure 1, 2, 4 … of these hosts, too.")
-@click.option("--launcher", help='What starts ranks: mpirun, or as in "srun --mpi=pmix".')
-@result_options(name="")
-@click.option("--measure", hidden=True)  # for the processes that this starts
-def node(measure: str | None, **given: Any) -> None:
-    """Measure a whole node for a report: JSON, and a page to hand in.
-
-    Training by preset and type, cores, ranks, hosts, sums, disk, text, joules per token, and whether its bits
-    are right.
-    """
-    if measure is not None:
-        from distgpt.measure.bench import node_jobs
-
-        node_jobs.measure(measure)
-    else:
-        from distgpt.measure.bench import node as whole
-
-        whole.bench(to_options(whole.NodeOptions, given))

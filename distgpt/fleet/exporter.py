@@ -37,7 +37,6 @@ FAMILIES = {
     "step_s": ("step_seconds", "gauge", "Duration of the last step."),
     "late_s": ("slowest_rank_late_seconds", "gauge", "By how much the slowest rank was later than others."),
     "val_s": ("validation_seconds", "gauge", "Duration of the last evaluation."),
-    "joules": ("energy_joules_total", "counter", "Energy that the hosts of this start have taken so far."),
     "elapsed_s": ("elapsed_seconds", "gauge", "Elapsed of the time that the run has."),
     "time": ("step_timestamp_seconds", "gauge", "When the last step was finished."),
 }

@@ -26,28 +26,19 @@ def unsteered(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {key: value for key, value in unlaunched(environ).items() if not key.startswith(_STEERING)}
 
 
-def start(
-    words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1, timeout: float | None = None
-) -> Ended:
-    """Run a distgpt command to its end: as `ranks` processes of a launcher, or as one process without it.
-
-    It is ended after `timeout` seconds.
-    """
+def start(words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1) -> Ended:
+    """Run a distgpt command to its end: as `ranks` processes of a launcher, or as one process without it."""
     command = distgpt_command(*words)
     if launcher is not None:
         command = launcher.command(ranks, command)
-    return run(command, env=unsteered(), timeout=timeout)
+    return run(command, env=unsteered())
 
 
 def ask(
-    what: str,
-    words: Sequence[object],
-    launcher: Launcher | None = None,
-    ranks: int = 1,
-    timeout: float | None = None,
+    what: str, words: Sequence[object], launcher: Launcher | None = None, ranks: int = 1
 ) -> dict[str, Any]:
     """Run a distgpt command and return the JSON object it prints; `what` names it where it fails."""
-    return answer(start(words, launcher, ranks, timeout), what)
+    return answer(start(words, launcher, ranks), what)
 
 
 def answer(ended: Ended, what: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ KEY = "bits"  # of the event in history.jsonl
 PACKAGE = Path(__file__).parents[1]
 # Folders of the package that change no bit of a step: those that show, serve, measure, install or start runs.
 ELSEWHERE = (
-    *("commands", "decoding", "doctor", "energy", "evaluation", "fleet", "formats"),
+    *("commands", "decoding", "doctor", "evaluation", "fleet", "formats"),
     *("generation", "helpers", "jobs", "launch", "measure", "proofs", "serving", "show"),
     *("supervise", "sweep"),
 )

@@ -95,8 +95,8 @@ def bench(options: AllreduceOptions) -> None:
         options.finish("allreduce", name, found, blocks(found), {"": time_chart(found)})
 
 
-def start(options: AllreduceOptions, timeout: float | None = None) -> Row:
-    """Start the ranks and return what they measure; they are ended after `timeout` seconds."""
+def start(options: AllreduceOptions) -> Row:
+    """Start the ranks and return what they measure."""
     words = ["bench", "allreduce", "--measure-only"]
     for key in ("stage", "max_bytes", "repeats", "seconds", "sizes", "algorithms"):
         value = getattr(options, key)
@@ -104,7 +104,7 @@ def start(options: AllreduceOptions, timeout: float | None = None) -> Row:
     launcher = find_launcher(options.launcher, options.hostfile)
     what = f"bench allreduce on {count(options.ranks, 'rank')}"
     say(f"{what}: about {duration(options.seconds)} at most")
-    return ask(what, words, launcher, options.ranks, timeout)
+    return ask(what, words, launcher, options.ranks)
 
 
 def _as_rank(options: AllreduceOptions) -> Row | None:

@@ -84,9 +84,8 @@ def measure(
     }  # fmt: skip
 
 
-def own_seconds(job: Row, timeout: float | None = None) -> dict[str, Any]:
-    words = ["bench", "infer", "--measure", json.dumps(job)]
-    return jobs.ask("distgpt bench infer", words, timeout=timeout)
+def own_seconds(job: Row) -> dict[str, Any]:
+    return jobs.ask("distgpt bench infer", ["bench", "infer", "--measure", json.dumps(job)])
 
 
 def config_of(name: str) -> ModelConfig:
