@@ -30,10 +30,16 @@ from distgpt.core.cpu.dtypes import VARIABLE as AUTO_DTYPE
 from distgpt.core.cpu.first_use import COMPILING
 from distgpt.layout.bind import VARIABLE as BIND
 
-# What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    with contextlib.suppress(ValueError):  # in another thread than the main one
+# Processes in the background of a script ignore SIGINT, those of nohup SIGHUP, and their children inherit that. A
+# handler ends at exec, so children get the default; this process, and pytest-xdist's workers, still survive SIGHUP.
+with contextlib.suppress(ValueError):  # not in the main thread
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or "DISTGPT_TEST_NOHUP" in os.environ:
+        os.environ["DISTGPT_TEST_NOHUP"] = "1"
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+os.environ["COLUMNS"] = "100"  # whatever the width of this terminal
 
 # What a run computes in by default must not depend on the processor that the tests run on.
 os.environ.setdefault(AUTO_DTYPE, "float32")

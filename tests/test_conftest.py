@@ -1,5 +1,6 @@
 """How the tests themselves run: a line says every few seconds how far they are; long ones begin first."""
 
+import os
 import re
 import subprocess
 import sys
@@ -27,3 +28,19 @@ def test_no_two_files_of_tests_have_one_name():
     """Folders of tests are no packages, so that pytest would collect the first one alone."""
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_nohup_leaves_children_the_default_sighup(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import signal, subprocess, sys\n"
+        "def test_it():\n"
+        "    asked = 'import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_DFL)'\n"
+        "    assert subprocess.check_output([sys.executable, '-c', asked]) == b'True\\n'\n"
+        "    signal.raise_signal(signal.SIGHUP)\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "-p", "conftest"]
+    words += ["--rootdir", tmp_path, tmp_path]
+    root = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}:{root / 'tests/helpers'}"}
+    done = subprocess.run(["nohup", *words], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
