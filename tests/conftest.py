@@ -30,7 +30,7 @@ from distgpt.core.cpu.dtypes import VARIABLE as AUTO_DTYPE
 from distgpt.core.cpu.first_use import COMPILING
 from distgpt.layout.bind import VARIABLE as BIND
 
-# Processes in the background of a script ignore SIGINT, those of nohup SIGHUP, and their children inherit that.
+# Processes in the background of a script ignore SIGINT, those of nohup SIGHUP; children inherit that.
 # A handler ends at exec, so children get the default, while this process and its workers survive SIGHUP.
 with contextlib.suppress(ValueError):  # not in the main thread
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
