@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from distgpt.core.base.errors import Say, command_line, escape, escape_model_tex
 from distgpt.core.base.formatting import loss_and_bits, parse_duration
 from distgpt.core.base.tables import COMPONENTS, MissingComponent, part
 from distgpt.core.comm.job import shown_on_terminal, this_job
-from distgpt.core.config import GpuConfig
+from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.config.asked import Asked, asked_for, resolve
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.cpu.stages import open_stage
@@ -183,8 +183,17 @@ def train(
         _report(run, as_json=log_format == "json")
 
 
+def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
+    """Return the options that let a job resume whenever it is started, also where it has yet to begin."""
+    if asked["resume"]:
+        return []
+    is_named = out.exists() or any(map(asked.get, ("data", "preset", "config", "depth", "init")))
+    return [*([] if is_named else ["--data", RunConfig().train.data]), "--resume", "auto"]
+
+
 def _refuse_early(asked: Asked) -> None:
     """Refuse what makes no sense before NumPy and Numba are imported, which takes a second."""
+    asked.refuse_mistyped()
     if asked.resume is not None or asked.decay_from is not None:
         return
     known = asked.settings()

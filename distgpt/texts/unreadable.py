@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from distgpt.core.base.errors import DataError, Say
@@ -87,6 +88,16 @@ def remedy(path: Path | None, content: bytes, at: int = 0) -> str:
         return f"{kind}: {command} converts it"
     other = path.with_name(f"{path.stem}-utf8{path.suffix or '.txt'}")
     return f"{kind}: {command} {shlex.quote(str(path))} > {shlex.quote(str(other))}"
+
+
+def remedy_for(documents: Iterable[bytes]) -> str:
+    """Return the remedy for the first document that is not UTF-8, after a colon; "" if all are."""
+    for content in documents:
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            return f": {remedy(None, content, error.start)}"
+    return ""
 
 
 def _encoding(sample: bytes) -> tuple[str, str]:
