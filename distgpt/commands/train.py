@@ -236,7 +236,7 @@ def _report(run: Any, as_json: bool) -> None:
         click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights
-    word = "" if talks else _word_of_text(run)
+    word = "" if talks else _words_of_text(run)
     words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))
     click.echo(f"next      {escape(command_line(*words))}")
 
@@ -249,12 +249,12 @@ def note_unguarded(say: Say) -> None:
         say(f"this run will not save before its batch job ends: {error}")
 
 
-def _word_of_text(run: Any) -> str:
-    """Return a word of the training text, for a prompt; "" if none is found at once."""
+def _words_of_text(run: Any) -> str:
+    """Return two words of the training text, or one, for a prompt; "" if none is found at once."""
     from distgpt.core.data.batches import SAMPLE_PIECE
 
     ids = run.batches.sample(SAMPLE_PIECE)[:LOOKED_AT]
-    found = re.search(r"(?<=\s)[^\W\d_]{3,20}(?=\s)", run.tokenizer.decode(ids.tolist()))
+    found = re.search(r"(?<=\s)([^\W\d_]{2,20} )?[^\W\d_]{3,20}(?=\s)", run.tokenizer.decode(ids.tolist()))
     return found[0] if found else ""
 
 

@@ -26,10 +26,7 @@ DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
 NAME = 16  # characters of a name that are shown at least
 # Left out in this order where the terminal is too narrow.
-SPARE = (
-    *("train_bits_per_byte", "tokens_per_s", "when", "loss", "bits_per_byte", "val_loss", "time"),
-    "state",
-)
+SPARE = ("train_bits_per_byte", "tokens_per_s", "when", "loss", "bits_per_byte", "val_loss", "time", "state")
 _STEP_TIME = re.compile(rb'^\{"step": (\d{1,15}),.*"step_s": (\d{1,15}(?:\.\d{1,20})?(?:e-\d\d?)?)')
 STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "failed")
 
@@ -118,24 +115,14 @@ def _with_sweeps(runs: list[Listed]) -> Iterator[Listed]:
     for run in runs:
         groups.setdefault(run.sweep or run.name, []).append(run)
     for name, members in groups.items():
-        best = min(members, key=_badness)
-        if best.sweep:
-            yield replace(
-                best,
-                name=f"{name} ({count(len(members), 'run')})",
-                state="running" if any(run.state == "running" for run in members) else best.state,
-                elapsed_s=sum(run.elapsed_s or 0 for run in members),
-                total_s=None,
-                when=max(run.when or 0 for run in members),
-            )
-        else:
-            yield best
-
-
-def _badness(run: Listed) -> list[float]:
-    """Return the losses by which a sweep's runs are compared, the most telling first."""
-    losses = (run.bits_per_byte, run.val_loss, run.train_bits_per_byte, run.loss)
-    return [math.inf if loss is None else loss for loss in losses]
+        if members[0].sweep is None:
+            yield members[0]
+            continue
+        best = min(members, key=lambda r: [x or math.inf for x in (r.bits_per_byte, r.val_loss, r.loss)])
+        state = "running" if any(run.state == "running" for run in members) else best.state
+        taken, when = sum(run.elapsed_s or 0 for run in members), max(run.when or 0 for run in members)
+        name = f"{name} ({count(len(members), 'run')})"
+        yield replace(best, name=name, state=state, elapsed_s=taken, total_s=None, when=when)
 
 
 def _steps(run: Listed) -> str:

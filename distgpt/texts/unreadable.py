@@ -29,7 +29,7 @@ ADVICE = {
     **dict.fromkeys(_OFFICE, "pandoc -t plain -o {text} {path} makes a text of it"),
     ".doc": "libreoffice --headless --convert-to txt:Text {path} makes a text of it",
     ".pdf": "pdftotext {path} {text} makes a text of it",
-    **dict.fromkeys(_BINARY, "files of this kind are no texts"),
+    **dict.fromkeys(_BINARY, "such a file holds no text to train on"),
     **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
 }
 # How files begin, and the ending of such names.
