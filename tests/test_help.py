@@ -54,6 +54,7 @@ def flags(text):
 
 def test_help_lists_what_is_needed_first_and_help_all_the_rest_in_groups():
     short, full = shown("train", "--help"), shown("train", "--help-all")
+    assert "[default: tiny]" in short
     assert flags(short) == {*NEEDED, "help", "help-all"}
     assert re.findall(r"^([A-Z][a-z ]+):$", full, re.MULTILINE) == ["Options", *map(str.capitalize, GROUPS)]
     train = dict(commands())["train",]

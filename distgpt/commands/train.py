@@ -254,7 +254,8 @@ def _words_of_text(run: Any) -> str:
     from distgpt.core.data.batches import SAMPLE_PIECE
 
     ids = run.batches.sample(SAMPLE_PIECE)[:LOOKED_AT]
-    found = re.search(r"(?<=\s)([^\W\d_]{2,20} )?[^\W\d_]{3,20}(?=\s)", run.tokenizer.decode(ids.tolist()))
+    text, word = run.tokenizer.decode(ids.tolist()), r"[^\W\d_]{3,20}"
+    found = re.search(rf"(?<=\s){word} {word}(?=\s)", text) or re.search(rf"(?<=\s){word}(?=\s)", text)
     return found[0] if found else ""
 
 
