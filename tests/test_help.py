@@ -54,6 +54,7 @@ def flags(text):
 
 def test_help_lists_what_is_needed_first_and_help_all_the_rest_in_groups():
     short, full = shown("train", "--help"), shown("train", "--help-all")
+    assert "[default: tiny]" in short
     assert flags(short) == {*NEEDED, "help", "help-all"}
     assert re.findall(r"^([A-Z][a-z ]+):$", full, re.MULTILINE) == ["Options", *map(str.capitalize, GROUPS)]
     train = dict(commands())["train",]
@@ -95,9 +96,9 @@ def test_help_prints_pages_for_use_and_reference_offline():
         return dict(re.findall(r"^  ([\w-]+) +(.*)$", shown("help", *folder), re.MULTILINE))
 
     listed, tutorials, reference = pages(), pages("tutorials"), pages("reference")
-    assert (
-        listed == pages("how-to") | tutorials | reference and {"exit-codes", "settings"} <= reference.keys()
-    )
+    others = pages("how-to") | pages("explanation")
+    assert listed == others | tutorials | reference and {"exit-codes", "settings"} <= reference.keys()
+    assert "learning" in listed and shown("help", "commands") == shown("--help")
     assert {"your-texts", "first-model"} <= tutorials.keys()
     assert "distgpt help out-of-memory" in shown("help")
     assert listed["out-of-memory"] == "Out of memory" and len(listed) > 10

@@ -269,7 +269,7 @@ def test_a_quota_decides_the_threads_of_a_run_and_is_named(tmp_path):
         result = limited(["train", *words, "--steps", "1", "--out", tmp_path / "run"], place)
     (line,) = [line for line in noted(result) if "grants" in line]
     assert line.startswith(f"cpu.cfs_quota_us of the control group /{place.name} grants 0.5 of")
-    assert line.endswith(": 1 thread") and "1 thread each" in result.stdout
+    assert line.endswith(": 1 thread") and "1 rank, 1 thread," in result.stdout
 
 
 @needs_mpi

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 NEEDED = ("py.typed", "gpu/cu/attention.cu", "gpu/cu/common.cuh", "serving/page.html", "show/page.html.j2")
 NEEDED += ("jobs/batch/options/pbs.txt",)
 NEEDED += ("bundled/data/corpus.txt", "bundled/weights/sample.safetensors", "bundled/docs/how-to/chats.md")
-NEEDED += ("bundled/docs/reference/exit-codes.md",)
+NEEDED += ("bundled/docs/reference/exit-codes.md", "bundled/docs/explanation/learning.md")
 NEEDED += ("bundled/docs/tutorials/your-texts.md",)
 
 

@@ -66,6 +66,8 @@ class Option(click.Option):
     def record(self, context: click.Context, run: RunConfig | None) -> tuple[str, str] | None:
         """Return the option's spelling and its help, with the value that it has in `run` if left out."""
         record = super().get_help_record(context)
+        if record and isinstance(self.show_default, str):  # which click puts in parentheses
+            record = record[0], record[1].replace(f"({self.show_default})", self.show_default)
         value = None
         if run and self.default is None:
             value = self.undecided or _default(self.name or "", run)
@@ -264,6 +266,7 @@ class Group(click.Group):
 # Pages of the documentation, by `distgpt help TOPIC`
 
 FOLDERS = {"how-to": "How-to pages", "tutorials": "Tutorials", "reference": "Reference pages"}
+FOLDERS |= {"explanation": "Explanations"}
 MADE = ("commands", "python-api")  # by `make docs` alone; --help lists what they would
 SETTINGS = "<!-- generated: settings -->"
 NOT_SHOWN = re.compile(r"<!-- .*? -->\n?", re.DOTALL)
@@ -283,7 +286,7 @@ def topics(*folders: str) -> dict[str, Path]:
 def contents(folder: str) -> str:
     """Return the names and titles of a folder's pages."""
     titles = {name: path.read_text("utf-8").partition("\n")[0] for name, path in topics(folder).items()}
-    lines = (f"  {name:<18}{title.lstrip('# ')}" for name, title in titles.items())
+    lines = (f"  {name:<20}{title.lstrip('# ')}" for name, title in titles.items())
     return "\n".join([f"{FOLDERS[folder]}:", *lines, ""])
 
 
@@ -309,6 +312,8 @@ def help(context: click.Context, topic: str | None) -> None:
             print_lines(contents(folder))
         print_lines("distgpt help TOPIC prints a page, as distgpt help out-of-memory.")
         print_lines("A batch script is what distgpt submit prints; a hostfile: distgpt help two-machines.")
+    elif topic == "commands" and parent:
+        print_lines(parent.get_help())
     elif topic in known:
         print_lines(page(known[topic]))
     elif parent and isinstance(parent.command, click.Group) and topic in parent.command.list_commands(parent):

@@ -8,11 +8,11 @@ import click
 
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, LocaleText
-from distgpt.core.base.errors import print_lines
+from distgpt.core.base.errors import UsageError, command_line, print_lines
 
 
 @command(example="distgpt plot runs/one runs/other")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
+@click.argument("runs", nargs=-1, metavar="[RUN]...", type=PATH)
 @click.option(
     "--out",
     type=PATH,
@@ -38,8 +38,12 @@ def plot(
 ) -> None:
     """Draw the curves of runs: loss, learning rate, speed.
 
-    RUN is the directory of a run, or one with several runs in it.
+    RUN is the directory of a run, or one with several runs in it; the newest run in runs/ if left out.
     """
     from distgpt.show.plot import Look, plot
+    from distgpt.show.runs import list_runs
 
-    print_lines(plot(runs, out, Look(axis, smooth, title, log_loss)))
+    newest = [] if runs else [Path(run.path) for run in list_runs(Path("runs"), "when", False) if run.step]
+    if not runs and not newest:
+        raise UsageError(f"no run in runs has recorded a step; {command_line('train')} starts one")
+    print_lines(plot(runs or newest[:1], out, Look(axis, smooth, title, log_loss)))

@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH
-from distgpt.core.base.errors import print_lines
+from distgpt.core.base.errors import command_line, print_lines
 
 _SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "speed", "when")
 
@@ -27,8 +27,9 @@ _SORTED_BY = ("name", "steps", "state", "loss", "validation", "bits-per-byte", "
 def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     """List the runs in a directory, runs/ if left out.
 
-    Validation is the lowest loss so far. Beside each loss are its bits per byte, which compare runs with
-    different tokenizers.
+    Validation is the lowest loss so far. Next to each loss are its bits per byte, which compare runs with
+    different tokenizers. A sweep is one row, with the results of its best run: name its directory to list
+    all. A narrow terminal shows fewer columns.
     """
     import json
     from dataclasses import asdict
@@ -39,4 +40,5 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"runs": [asdict(run) for run in found]}))
     else:
-        print_lines(render_terminal(found) if found else f"no runs in {directory}")
+        empty = f"no runs in {directory}; {command_line('train')} starts one in runs"
+        print_lines(render_terminal(found) if found else empty)

@@ -18,7 +18,7 @@ import click
 from distgpt.commands.complete import line_of
 from distgpt.commands.help import command
 from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
-from distgpt.commands.train import train
+from distgpt.commands.train import resuming, train
 from distgpt.commands.tune import as_train, tune
 from distgpt.core.base.errors import UsageError, command_line, print_lines
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
@@ -211,7 +211,7 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
     ]
     ending = [
         *([] if asked["out"] else ["--out", str(out)]),
-        *([] if asked["resume"] else ["--resume", "auto"]),
+        *resuming(asked, runs[0][0]),
     ]
     job = Job(
         name=system.named(given.name, _name_of(out, element)),
@@ -339,7 +339,9 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own
-    wanted = derived(replace(asked_for(flags, asked["preset"], asked["config"]), fetches=False), ranks)
+    given = asked_for(flags, asked["preset"], asked["config"], out, asked["resume"])
+    given.refuse_mistyped()
+    wanted = derived(replace(given, out=None, resume=None, fetches=False), ranks)
     run = new_run(wanted)
     refuse_uneven(run.train.batch_size, ranks, run.train.grad_accum or 1)
     return out or place_for(Path("runs"), wanted.name, resuming=False), run

@@ -10,7 +10,7 @@ import click
 from distgpt.commands.complete import line_of
 from distgpt.commands.help import command
 from distgpt.commands.options import parsed_duration
-from distgpt.commands.train import train
+from distgpt.commands.train import resuming, train
 from distgpt.commands.tune import tune
 from distgpt.commands.watch_options import write_json
 from distgpt.core.base.errors import UsageError
@@ -67,9 +67,8 @@ def supervise(min_ranks: int, restarts: int | None, stall: float | None, words: 
         )
     if asked["log_format"] == "json":
         write_json(click.get_current_context(), "supervisor")
-    more = [] if asked["resume"] else ["--resume", "auto"]
     limits = Limits(min_ranks, restarts, stall)
-    code = Supervisor(line.with_options(more), out, asked["stage"] in ON_GPU, limits).run()
+    code = Supervisor(line.with_options(resuming(asked, out)), out, asked["stage"] in ON_GPU, limits).run()
     raise click.exceptions.Exit(code)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from distgpt.core.base.errors import Say, command_line, escape, escape_model_tex
 from distgpt.core.base.formatting import loss_and_bits, parse_duration
 from distgpt.core.base.tables import COMPONENTS, MissingComponent, part
 from distgpt.core.comm.job import shown_on_terminal, this_job
-from distgpt.core.config import GpuConfig
+from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.config.asked import Asked, asked_for, resolve
 from distgpt.core.config.presets import DEFAULT_PRESET
 from distgpt.core.cpu.stages import open_stage
@@ -183,8 +183,17 @@ def train(
         _report(run, as_json=log_format == "json")
 
 
+def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
+    """Return the options that let a job resume whenever it is started, also where it has yet to begin."""
+    if asked["resume"]:
+        return []
+    is_named = out.exists() or any(map(asked.get, ("data", "preset", "config", "depth", "init")))
+    return [*([] if is_named else ["--data", RunConfig().train.data]), "--resume", "auto"]
+
+
 def _refuse_early(asked: Asked) -> None:
     """Refuse what makes no sense before NumPy and Numba are imported, which takes a second."""
+    asked.refuse_mistyped()
     if asked.resume is not None or asked.decay_from is not None:
         return
     known = asked.settings()
@@ -227,7 +236,7 @@ def _report(run: Any, as_json: bool) -> None:
         click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
     click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if best else directory.weights
-    word = "" if talks else _word_of_text(run)
+    word = "" if talks else _words_of_text(run)
     words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))
     click.echo(f"next      {escape(command_line(*words))}")
 
@@ -240,12 +249,13 @@ def note_unguarded(say: Say) -> None:
         say(f"this run will not save before its batch job ends: {error}")
 
 
-def _word_of_text(run: Any) -> str:
-    """Return a word of the training text, for a prompt; "" if none is found at once."""
+def _words_of_text(run: Any) -> str:
+    """Return two words of the training text, or one, for a prompt; "" if none is found at once."""
     from distgpt.core.data.batches import SAMPLE_PIECE
 
     ids = run.batches.sample(SAMPLE_PIECE)[:LOOKED_AT]
-    found = re.search(r"(?<=\s)[^\W\d_]{3,20}(?=\s)", run.tokenizer.decode(ids.tolist()))
+    text, word = run.tokenizer.decode(ids.tolist()), r"[^\W\d_]{3,20}"
+    found = re.search(rf"(?<=\s){word} {word}(?=\s)", text) or re.search(rf"(?<=\s){word}(?=\s)", text)
     return found[0] if found else ""
 
 

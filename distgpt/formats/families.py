@@ -84,6 +84,7 @@ class Gpt2(Family):
         return mappings
 
 
+EXPORTABLE = ("tiny-adamw", "gpt2")  # presets of these shapes
 FAMILIES: tuple[Family, ...] = (Gpt2(), Llama(), Mistral(), Qwen2(), Qwen3())
 
 
@@ -115,4 +116,7 @@ def family_for(config: ModelConfig, source: object, where: str = "transformers")
     fewest = min(map(len, lacking.values()))
     told = [family for family in FAMILIES if family in FAMILIES[:2] or len(lacking[family]) == fewest]
     reasons = "; ".join(f"{family.title} has no {', no '.join(lacking[family])}" for family in told)
-    raise UsageError(f"{source} cannot be exported, as {where} has no such model: {reasons}")
+    raise UsageError(
+        f"{source} cannot be exported: train a model that {where} has, by --preset {' or '.join(EXPORTABLE)};"
+        f" this one does not fit, as {reasons}"
+    )

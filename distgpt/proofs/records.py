@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.checked import JsonObject, parse_object
-from distgpt.core.base.errors import DataError, UsageError
+from distgpt.core.base.errors import DataError, UsageError, nearest_path
 from distgpt.core.base.files import read_small
 from distgpt.core.config import RunConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
@@ -52,7 +52,7 @@ class Record:
     def __init__(self, path: Path) -> None:
         self.directory = RunDirectory(path)
         if not path.is_dir():
-            raise UsageError(f"there is no directory {path}")
+            raise UsageError(f"there is no directory {path}{nearest_path(path)}")
         config = self.directory.saved()
         if config is None:
             raise UsageError(f"{path} holds no run: there is no config.toml")

@@ -30,7 +30,7 @@ HEAD_LR = 5.0  # divided by the width, over which a score sums
 class PairWeights:
     """A row of the table of first weights (core/train/setup.py)."""
 
-    note = "first weights: from how often each token of the text follows each other one"
+    note = "initial weights: computed from counts of adjacent token pairs in the text"
     tokens = MOST_TOKENS
 
     def learn(self, tokens: Array, weights: Mapping[str, Array], config: ModelConfig, threads: int) -> None:

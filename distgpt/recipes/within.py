@@ -118,7 +118,7 @@ def _report(found: Choice, rest: float, seconds: float, text: Text, held_out: bo
             " if it is read more often; a longer one would use all of the time"
         )
     if not held_out:
-        say("--within: nothing is held out to measure that: --val-fraction 0.1 does so")
+        say("--within: no text is held out to check this estimate; --val-fraction 0.1 holds out a tenth")
 
 
 def _text(comm: Comm, asked: Asked) -> tuple[Text, bool]:

@@ -133,10 +133,11 @@ def prose_columns(rows: Sequence[Sequence[str]]) -> set[int]:
     return {i for row in rows for i, cell in enumerate(row) if i > 0 and len(cell) > PROSE}
 
 
-def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]], wraps: bool = True) -> str:
     """Format a table: first column and sentences to the left, the rest to the right; nothing is cut.
 
-    Sentences are wrapped. Where words do not fit into 100 columns, it is as wide as the terminal.
+    Sentences are wrapped, if it `wraps`. Where words do not fit into 100 columns, it is as wide as the
+    terminal.
     """
     left = {0} | prose_columns(rows)
     table = RichTable(box=RULE_BELOW_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -147,8 +148,9 @@ def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
         table.add_row(*(Text(escape(cell)) for cell in row))
     out = StringIO()
     console = Console(file=out, width=1 << 16, color_system=None, force_terminal=False)
-    most = get_terminal_size((console.width, 24)).columns
-    console.width = max(_width(), min(console.measure(table).minimum, most))
+    if wraps:
+        most = get_terminal_size((console.width, 24)).columns
+        console.width = max(_width(), min(console.measure(table).minimum, most))
     console.print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

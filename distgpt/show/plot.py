@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from distgpt.core.base.errors import DataError, StorageError, UsageError, escape
+from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, nearest_path
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
 from distgpt.core.saved.rundir import RunDirectory
@@ -342,7 +342,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 def _history(path: Path) -> list[dict[str, Any]]:
     """Return a record per step, in order. A resumed run has lost records beyond its first step."""
     if not path.exists():
-        raise UsageError(f"there is no run directory {path}")
+        raise UsageError(f"there is no run directory {path}{nearest_path(path)}")
     directory = RunDirectory(path)
     if not directory.metrics.is_file():
         begun = directory.config.is_file()

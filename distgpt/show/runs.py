@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from shutil import get_terminal_size
 from statistics import median
 from typing import Any, TypeGuard
 
 from distgpt.core.base.checked import parse_object
-from distgpt.core.base.errors import DistgptError, UsageError, escape
+from distgpt.core.base.errors import DistgptError, UsageError, command_line, escape, nearest_path
 from distgpt.core.base.files import read_small, storage_errors
-from distgpt.core.base.formatting import clock
+from distgpt.core.base.formatting import clock, count
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.show.metrics import parse_metrics, whole_lines
 from distgpt.show.page import Column, tabulated, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
+NAME = 16  # characters of a name that are shown at least
+# Left out in this order where the terminal is too narrow.
+SPARE = ("train_bits_per_byte", "tokens_per_s", "when", "loss", "bits_per_byte", "val_loss", "time", "state")
+_STEP_TIME = re.compile(rb'^\{"step": (\d{1,15}),.*"step_s": (\d{1,15}(?:\.\d{1,20})?(?:e-\d\d?)?)')
 STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "failed")
 
 
@@ -27,7 +35,8 @@ STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "fai
 class Listed:
     """One run. `val_loss` is the lowest so far; None is what is not known.
 
-    One that ends by the clock has no `steps`, but `total_s`. `train_bits_per_byte` is `loss` in a unit that
+    One that ends by the clock has no `steps`. `total_s` is known of such a run, and estimated while another
+    one is running. `train_bits_per_byte` is `loss` in a unit that
     tokenizers share, and `bits_per_byte` is `val_loss`.
     """
 
@@ -44,6 +53,7 @@ class Listed:
     bits_per_byte: float | None = None
     tokens_per_s: float | None = None
     when: float | None = None  # seconds since 1970
+    sweep: str | None = None  # the name of the sweep that it belongs to
     error: str | None = None
 
 
@@ -64,10 +74,11 @@ LARGEST_FIRST = ("speed", "when")
 def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
     """Return all runs in a directory, or the one that it is, sorted; those without the value come last."""
     if not top.is_dir():
-        raise UsageError(f"there is no directory {top}")
+        start = f"; {command_line('train')} starts a run there" if top == Path("runs") else ""
+        raise UsageError(f"there is no directory {top}{nearest_path(top) or start}")
     with storage_errors("read", top):
         paths = list(run_directories(top))
-    runs = [_look_at(path, path.relative_to(top)) for path in paths]
+    runs = [_look_at(path, top) for path in paths]
     known = [run for run in runs if KEYS[key](run) is not None]
     known.sort(key=lambda run: run.name)
     known.sort(key=KEYS[key], reverse=(key in LARGEST_FIRST) != reverse)
@@ -75,10 +86,43 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
 
 
 def render_terminal(runs: list[Listed]) -> str:
-    """Format runs as a table, and below it what is wrong with a run."""
-    table = tabulated(COLUMNS, [asdict(run) | {"steps": _steps(run), "time": _time(run)} for run in runs])
+    """Format runs as a table, one row for each sweep, and below it what is wrong with a run.
+
+    In a narrow terminal columns are left out and long names are shortened; no word is broken.
+    """
+    room = get_terminal_size((1 << 16, 24)).columns
+    shown = [asdict(run) | {"steps": _steps(run), "time": _time(run)} for run in _with_sweeps(runs)]
+    for spared in range(len(SPARE) + 1):
+        table = tabulated([column for column in COLUMNS if column[1] not in SPARE[:spared]], shown)
+        names, *others = (max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True))
+        left = room - sum(others) - 2 * len(others)
+        if left >= min(names, NAME):
+            break
+    rows = [[_elided(escape(name), max(left, NAME)), *cells] for name, *cells in table.rows]
     wrong = [escape(f"{run.name}: {run.error}") for run in runs if run.error]
-    return "\n".join([terminal_table(table.columns, table.rows), *wrong])
+    return "\n".join([terminal_table(table.columns, rows, wraps=False), *wrong])
+
+
+def _elided(name: str, most: int) -> str:
+    """Return a name of at most `most` characters: its beginning and its end."""
+    half = (most - 1) // 2
+    return name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}"
+
+
+def _with_sweeps(runs: list[Listed]) -> Iterator[Listed]:
+    """Yield one entry for each sweep, its best run with the time of all, and the other runs as they are."""
+    groups: dict[str, list[Listed]] = {}
+    for run in runs:
+        groups.setdefault(run.sweep or run.name, []).append(run)
+    for name, members in groups.items():
+        if members[0].sweep is None:
+            yield members[0]
+            continue
+        best = min(members, key=lambda r: [x or math.inf for x in (r.bits_per_byte, r.val_loss, r.loss)])
+        state = "running" if any(run.state == "running" for run in members) else best.state
+        taken, when = sum(run.elapsed_s or 0 for run in members), max(run.when or 0 for run in members)
+        name = f"{name} ({count(len(members), 'run')})"
+        yield replace(best, name=name, state=state, elapsed_s=taken, total_s=None, when=when)
 
 
 def _steps(run: Listed) -> str:
@@ -86,10 +130,9 @@ def _steps(run: Listed) -> str:
 
 
 def _time(run: Listed) -> str:
-    """Return how much of its time has elapsed of a run that ends by the clock."""
-    if run.total_s is None:
-        return ""
-    return f"{'?' if run.elapsed_s is None else clock(run.elapsed_s)}/{clock(run.total_s)}"
+    """Return the time that a run has taken, and how long it takes in all if that is known."""
+    taken = "" if run.elapsed_s is None else clock(run.elapsed_s)
+    return taken if run.total_s is None else f"{taken or '?'}/{clock(run.total_s)}"
 
 
 def _moment(seconds: float) -> str:
@@ -131,8 +174,11 @@ def run_directories(top: Path) -> Iterator[Path]:
         inside[:] = sorted(folder for folder in inside if not folder.startswith("."))
 
 
-def _look_at(path: Path, name: Path) -> Listed:
+def _look_at(path: Path, top: Path) -> Listed:
+    name = path.relative_to(top)
     found = Listed(str(name) if name.parts else path.resolve().name, str(path))
+    if len(name.parts) > 1 and (path.parent / "grid.json").is_file():
+        found.sweep = str(name.parent)
     try:
         _fill(found, RunDirectory(path))
     except DistgptError as error:
@@ -156,6 +202,8 @@ def _fill(found: Listed, run: RunDirectory) -> None:
         found.state = "running" if run.lock.is_held() else "stopped"
     elif run.summary.exists():
         _read_summary(found, run.summary)
+    if found.steps is not None and found.state != "running":
+        found.total_s = None
 
 
 def _read_metrics(found: Listed, path: Path) -> None:
@@ -180,6 +228,14 @@ def _read_metrics(found: Listed, path: Path) -> None:
     found.elapsed_s = trained[-1].get("elapsed_s") if trained else None
     rates = [rate for numbers in trained if _is_finite(rate := numbers.get("tokens_per_s"))]
     found.tokens_per_s = median(rates) if rates else None
+    timed = [(int(match[1]), float(match[2])) for _, line in numbered if (match := _STEP_TIME.match(line))]
+    if timed and found.elapsed_s is None:
+        # A step that was not recorded took as long as the next one that was.
+        later = sum((step - before) * seconds for (before, _), (step, seconds) in pairwise(timed))
+        found.elapsed_s = timed[0][1] + later
+        if found.steps:
+            left = found.steps - found.step
+            found.total_s = found.elapsed_s + left * median(seconds for _, seconds in timed[-TAIL:])
 
 
 def _read_summary(found: Listed, path: Path) -> None:

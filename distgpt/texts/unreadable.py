@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from distgpt.core.base.errors import DataError, Say
@@ -28,7 +29,7 @@ ADVICE = {
     **dict.fromkeys(_OFFICE, "pandoc -t plain -o {text} {path} makes a text of it"),
     ".doc": "libreoffice --headless --convert-to txt:Text {path} makes a text of it",
     ".pdf": "pdftotext {path} {text} makes a text of it",
-    **dict.fromkeys(_BINARY, "files of this kind are no texts"),
+    **dict.fromkeys(_BINARY, "such a file holds no text to train on"),
     **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
 }
 # How files begin, and the ending of such names.
@@ -87,6 +88,16 @@ def remedy(path: Path | None, content: bytes, at: int = 0) -> str:
         return f"{kind}: {command} converts it"
     other = path.with_name(f"{path.stem}-utf8{path.suffix or '.txt'}")
     return f"{kind}: {command} {shlex.quote(str(path))} > {shlex.quote(str(other))}"
+
+
+def remedy_for(documents: Iterable[bytes]) -> str:
+    """Return the remedy for the first document that is not UTF-8, after a colon; "" if all are."""
+    for content in documents:
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            return f": {remedy(None, content, error.start)}"
+    return ""
 
 
 def _encoding(sample: bytes) -> tuple[str, str]:

@@ -80,6 +80,7 @@ def test_a_row_that_is_none_is_named_by_its_line(plain, tmp_path):
     good = {"messages": TURN}
     for bad, message in (
         ("{", "Expecting property name"),
+        ("The lamp was lit.", r'not JSON, such as .*"prompt".* use distgpt train'),
         ("[1]", "is not a JSON object"),
         ({"question": "a"}, r"it has 'question', and not \"messages\""),
         ({}, "it has nothing"),

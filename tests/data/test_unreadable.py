@@ -126,4 +126,22 @@ def test_a_folder_with_other_encodings_says_how_to_convert_them(tmp_path):
     (tmp_path / "texts" / "a.txt").write_bytes(TEXT.encode("latin-1"))
     words = "train --data texts --n-layer 1 --steps 1 --threads 1 --out run"
     said = inside(*words.split(), cwd=tmp_path).stdout
-    assert "240 × U+FFFD put in for what was not UTF-8; file -i names encodings, iconv" in said
+    assert "Latin-1: iconv -f WINDOWS-1252 -t UTF-8" in said
+    counted = "texts: 1 file read; 240 × U+FFFD"
+    assert counted in said
+    assert counted in inside(*words.split()[:-1], "again", cwd=tmp_path).stdout  # not tokenized again
+
+
+def test_what_of_a_folder_is_not_read_is_counted(tmp_path):
+    (texts := tmp_path / "texts" / "sub").mkdir(parents=True)
+    for name in ("a.txt", "b.md", "rows.csv", "scan.PDF", "old.pdf", "README"):
+        (texts / name).write_text("The lamp was lit. " * 9)
+    (texts / "empty.txt").touch()
+    (texts / ".hidden.bin").touch()
+    for words in (
+        ["train", "--data", "texts", "--n-layer", "1", "--steps", "1", "--threads", "1"],
+        ["data", "prepare", "texts", "--tokenizer", "byte", "--out", "shards"],
+    ):
+        result = inside(*words, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert "2 files read, 1 empty, 4 skipped (.csv, .pdf, README)" in result.stdout + result.stderr

@@ -207,5 +207,5 @@ def test_threads_are_those_that_pbs_grants(cluster, finished, folder):
     (folder / "job.sh").write_text(f'cd "$PBS_O_WORKDIR" && {" ".join(words)} >said.txt 2>&1\n')
     cluster.by_user("qsub", "-l", "select=1:ncpus=1", "job.sh", cwd=folder)
     cluster.wait_for(lambda: not cluster.queued())
-    assert "1 thread each" in (text := (folder / "said.txt").read_text()), text
+    assert "1 rank, 1 thread," in (text := (folder / "said.txt").read_text()), text
     assert (os.cpu_count() or 1) == 1 or "NCPUS=1 grants 1 of" in text

@@ -59,7 +59,8 @@ def test_the_script_asks_for_what_was_asked(tmp_path):
     assert srun[:2] == ["srun", "--mpi=pmix"] and "--kill-on-bad-exit=0" in srun
     assert Path(command[0]).is_absolute()
     added = ["--stage", "mpi", "--threads", "8"]
-    assert command[1:] == ["train", *added, "--out", "my run's $(x)", "--steps", "8", "--resume", "auto"]
+    asked = ["--out", "my run's $(x)", "--steps", "8", "--data", "corpus", "--resume", "auto"]
+    assert command[1:] == ["train", *added, *asked]
     assert not list(tmp_path.iterdir())
 
 
@@ -72,7 +73,9 @@ def test_what_is_left_out_is_chosen(tmp_path):
     opts, words = made("slurm", "--time", "2m", "train")
     assert words[1] == "--mpi=none" and opts[1:4] == ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
     assert "--signal=USR1@30" in opts
-    assert words[7:] == shlex.split("train --stage serial --threads 1 --out runs/tiny-2 --resume auto")
+    assert words[7:] == shlex.split(
+        "train --stage serial --threads 1 --out runs/tiny-2 --data corpus --resume auto"
+    )
     opts, words = made(
         "slurm", "--gpus-per-node", "4", "--nodes", "2", "--mpi", "pmi2", "--time", "1h", "train"
     )

@@ -67,7 +67,8 @@ def test_each_system_is_asked_for_the_same_job_in_its_own_documented_options(sys
     # All that an element writes has its number; and it resumes.
     command = started(text)
     number = row.element
-    assert command[command.index("--out") :] == ["--out", f"runs/mine/{number}", "--resume", "auto"]
+    named = ["--out", f"runs/mine/{number}", "--data", "corpus"]
+    assert command[command.index("--out") :] == [*named, "--resume", "auto"]
     assert command[command.index("train") :][:3] == ["train", "--stage", "mpi-cuda"]
 
 
@@ -85,6 +86,18 @@ def test_module_lines_come_before_and_a_prefix_stands_before_distgpt(system, tmp
     assert bare[bare.index("-l") + 1].endswith("/distgpt")
     result = inside("submit", "--system", system, "--time", "1h", "--prefix", "a 'b", "train", cwd=tmp_path)
     refused(result, 2, "--prefix a 'b")
+
+
+def test_the_first_start_of_a_script_begins_the_run(tmp_path):
+    small = ["--n-layer", "1", "--n-embd", "16", "--n-head", "1", "--seq-len", "16", "--batch-size", "2"]
+    for out, words in (("mine", ["train", *small]), ("other", ["train", "--preset", "tiny-adamw", *small])):
+        text = written("slurm", command=[*words, "--steps", "1", "--out", out], cwd=tmp_path)
+        command = started(text)
+        again = inside(*command[command.index("train") :], "--threads", "1", cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert (tmp_path / out / "weights.safetensors").exists()
+    words = ["submit", "--system", "slurm", "--time", "1h", "train", "--out", "mnie", "--resume", "auto"]
+    refused(inside(*words, cwd=tmp_path), 2, "no run mnie", "did you mean 'mine'")
 
 
 STARTED = {

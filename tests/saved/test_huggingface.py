@@ -29,9 +29,12 @@ from foreignmodels import (
 from tokenizing import GPT2, needs_gpt2
 
 from distgpt.core.base.errors import DataError, StorageError, UsageError
+from distgpt.core.config.presets import preset
 from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.core.saved.modelfile import read_description
 from distgpt.core.saved.tensors import read_header, write_tensors
+from distgpt.formats.families import EXPORTABLE, FAMILIES, family_for
+from distgpt.formats.gguf.names import family_in_gguf
 from distgpt.formats.huggingface import export_model, import_model
 from distgpt.texts.tokenizers.bpe import GPT2_FINGERPRINT
 
@@ -297,3 +300,11 @@ def test_commands_say_what_they_did_and_what_is_next(exported):
     shutil.rmtree(exported)
     result = inside("weights", "export", out, "--out", exported)
     assert result.returncode == 0 and "GPT2LMHeadModel.from_pretrained" in result.stdout
+
+
+def test_a_refused_export_names_presets_that_can_be_exported():
+    for name in EXPORTABLE:
+        assert family_in_gguf(preset(name).model, name) in FAMILIES
+    for family in (family_for, family_in_gguf):
+        with pytest.raises(UsageError, match=f"exported: .*--preset {' or '.join(EXPORTABLE)};.*no "):
+            family(preset("tiny").model, "tiny")

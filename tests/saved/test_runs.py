@@ -146,11 +146,51 @@ def test_a_run_that_ends_by_the_clock_shows_its_time(runs):
     (out / "summary.json").unlink()
     assert "1:17/3:00" in minutes(3.0, recorded[0] | {"elapsed_s": 77.0}) and "/7" not in page_of(out)
     del recorded[0]["elapsed_s"]  # as runs of a former version
+    assert "1:40/3:00" in minutes(3.0, recorded[0] | {"step_s": 99.9})
+    del recorded[0]["step_s"]
     assert "?/3:00" in minutes(3.0, recorded[0])
 
 
 def page_of(run):
     return inside("runs", run).stdout
+
+
+def test_every_run_has_a_time_and_one_that_runs_an_expected_end(runs):
+    out = runs / "my first"
+    taken = [{"step": step, "loss": 1.0, "step_s": 60.0} for step in (1, 3)]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in taken))
+    found = listed(out)[0]
+    assert (found["elapsed_s"], found["total_s"]) == (180.0, None) and " 3:00 " in page_of(out)
+    with RunDirectory(out).lock.claimed(SerialComm()):
+        assert listed(out)[0]["total_s"] == 360.0 and " 3:00/6:00 " in page_of(out)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_a_narrow_terminal_shows_whole_words_in_one_line_for_each_run(runs, columns):
+    long = "a-run-with-a-rather-long-name-of-mine"
+    (runs / "my first").rename(runs / long)
+    (runs / "sweep" / "grid.json").touch()
+    shutil.copytree(runs / "sweep" / "second", runs / "sweep" / "third")
+    head, rule, first, second = inside("runs", runs, env={"COLUMNS": str(columns)}).stdout.splitlines()
+    assert max(map(len, (head, rule, first, second))) <= columns
+    assert head.startswith("run ") and {"steps", "time", "state"} <= {*head.split()} and "finished" in first
+    assert first.startswith(long if columns == 200 else long[:6]) and "6/6" in first
+    assert ("tokens/s" in head and " when" in head) == (columns > 80)
+    assert "(2 runs)" in second and "3/3" in second
+    assert [run["name"] for run in listed(runs / "sweep")] == ["second", "third"]
+    assert [run["sweep"] for run in listed(runs)] == [None, "sweep", "sweep"]
+
+
+def test_where_there_are_no_runs_the_next_command_is_named(runs, tmp_path):
+    (tmp_path / "empty" / "runs").mkdir(parents=True)
+    shown = inside("runs", cwd=tmp_path / "empty")
+    assert shown.returncode == 0 and "distgpt train" in shown.stdout
+    refused(inside("plot", cwd=tmp_path / "empty"), 2, "distgpt train")
+    refused(inside("runs", cwd=tmp_path / "empty" / "runs"), 2, "distgpt train")
+    for words in (["runs"], ["plot"], ["compare", "runs/sweep/second"], ["train", "--resume"]):
+        result = inside(*words, "runs/my frst", cwd=tmp_path)
+        assert result.returncode in (2, 65) and "did you mean 'runs/my first'?" in result.stderr
+    assert inside("plot", cwd=tmp_path).stdout == "runs/sweep/second/curves.png\n"
 
 
 def test_runs_are_sorted(runs):
@@ -247,6 +287,47 @@ def test_a_runs_directory_stands_for_its_best_weights(runs, monkeypatch):
     assert RunDirectory(runs / "more").saved().train.init == str(newest / "weights.safetensors")
     shutil.rmtree(run.checkpoints)
     refused(inside("infer", "--weights", out), 2, "without weights")
+    # A path that does not exist: the nearest name, otherwise the newest run.
+    for weights, meant in (
+        ("runs/sweep/seconds", "'runs/sweep/second'"),
+        ("runs/other/weights.safetensors", "runs/more"),
+    ):
+        refused(inside("infer", "--weights", weights, cwd=runs.parent), 74, weights, f"{meant}")
+    os.utime(runs / "sweep" / "second" / "weights.safetensors", (4e9, 4e9))
+    result = inside("eval", "--weights", "runs/my first", "--val", "story", cwd=runs.parent)
+    refused(result, 2, "runs/sweep/second")
+
+
+def test_a_run_that_took_no_step_leaves_its_place_to_the_next_one(runs, tmp_path):
+    out = tmp_path / "runs" / "tiny-adamw"
+    words = ["train", *SMALL, "--steps", "1"]
+
+    def begun():
+        shutil.copytree(runs / "sweep" / "second", out, dirs_exist_ok=True)
+        shutil.rmtree(out / "checkpoints")
+        for name in ("metrics.jsonl", "weights.safetensors", "summary.json"):
+            (out / name).unlink()
+
+    for place in ([], ["--out", out]):
+        begun()
+        assert inside(*words, *place, cwd=tmp_path).returncode == 0
+        assert RunDirectory(out).finished_at() == 1
+    assert inside(*words, cwd=tmp_path).returncode == 0  # that one has a step
+    assert RunDirectory(tmp_path / "runs" / "tiny-adamw-2").finished_at() == 1
+    refused(inside(*words, "--out", out), 2, "add --resume auto")
+    begun()
+    (out / "running.json").write_text("{}")  # it may be about to take its first step
+    assert inside(*words, cwd=tmp_path).returncode == 0
+    assert (out / "running.json").exists() and (tmp_path / "runs" / "tiny-adamw-3").exists()
+
+
+def test_a_mistyped_directory_is_not_resumed_into(runs):
+    near = ["--resume", "auto", "--out", "runs/my frst"]
+    for more in ([], ["--steps", "9"], ["--stage", "mpi"]):
+        result = inside("train", *near, *more, "--threads", "1", cwd=runs.parent)
+        refused(result, 2, "runs/my frst", "'runs/my first'", "--data")
+    assert not (runs / "my frst").exists()
+    assert inside("train", *SMALL, "--steps", "1", *near, cwd=runs.parent).returncode == 0
 
 
 def test_a_model_of_transformers_names_the_command_that_imports_it(runs, tmp_path):

@@ -60,6 +60,16 @@ class RunDirectory:
         text = read_small(self.config).decode(errors="replace")
         return RunConfig().with_values(parse_toml(text, str(self.config)))
 
+    def has_no_step(self) -> bool:
+        """Return whether a run ended here before its first step, so that another may take its place.
+
+        False for a branch, which resumes from its origin, and while a process may be about to take a step.
+        """
+        kept = (self.lock.path, self.checkpoints, self.metrics, self.weights, self.best, self.summary)
+        with storage_errors("use the run directory", self.path):
+            is_empty = self.config.is_file() and not any(path.exists() for path in kept)
+        return is_empty and self.branched_from() is None
+
     def refuse_conflict(self, run: RunConfig, resuming: bool) -> None:
         """Raise a UsageError if the directory holds anything but this very run. Writes nothing."""
         with storage_errors("use the run directory", self.path):
@@ -69,7 +79,7 @@ class RunDirectory:
                     raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
             elif saved is None and self.path.exists():
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
-        if saved is None:
+        if saved is None or (not resuming and self.has_no_step()):
             return
         different = differing(saved, run)
         if not different and not resuming:

@@ -282,10 +282,10 @@ def _parse(file: BufferedReader, size: int) -> Header:
         raise ValueError("it is a pickled file; distgpt reads safetensors only")
     if front.startswith(b"GGUF"):
         raise ValueError("it is in GGUF, which `distgpt weights import` reads")
+    if front[8:] != b"{" or length < 2:
+        raise ValueError("it has no header, so it is a file of another kind")
     if length > min(_HEADER_CAP, size - 8):
         raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
-    if front[8:] != b"{" or length < 2:
-        raise ValueError("it has no header")
     header = parse_json(b"{" + file.read(length - 1), _HEADER_CAP)
     assert isinstance(header, dict)  # since it begins with a brace
     metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))

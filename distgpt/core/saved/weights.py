@@ -7,12 +7,13 @@ beside those of another file, its base. Both kinds are rows of tables, and the c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, UsageError, command_line
+from distgpt.core.base.errors import DataError, StorageError, UsageError, command_line, nearest_path
 from distgpt.core.base.files import storage_errors
 from distgpt.core.base.tables import Table
 from distgpt.core.comm.api import Comm
@@ -52,6 +53,9 @@ def find_weights(path: Path) -> Path:
         if path.suffix == ".gguf" and path.is_file():
             raise UsageError(f"{path} is in GGUF: first {import_command(path, path.stem)}")
         if not path.is_dir():
+            if not path.exists():
+                meant = nearest_path(path) or _newest_in_words()
+                raise StorageError(f"cannot read {path}: No such file or directory{meant}")
             return path
         run = RunDirectory(path)
         for file in (run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):
@@ -61,7 +65,23 @@ def find_weights(path: Path) -> Path:
             raise UsageError(f"{path} holds a model of transformers: first {import_command(path)}")
     if newest := newest_intact(run.checkpoints):
         return newest[0] / WEIGHTS
-    raise UsageError(f"{path} is a directory without weights: give a weights file, or the directory of a run")
+    raise UsageError(f"{path} is a directory without weights{_newest_in_words()}")
+
+
+def _newest_in_words() -> str:
+    newest = newest_run(Path("runs"))
+    return f"; the newest run with weights is {newest}" if newest else ""
+
+
+def newest_run(top: Path) -> Path | None:
+    """Return the run below this directory that wrote weights last."""
+    found: dict[float, Path] = {}
+    for config in (*top.glob("*/config.toml"), *top.glob("*/*/config.toml")):
+        run = RunDirectory(config.parent)
+        for file in (run.best, run.weights, *run.checkpoints.glob(f"*/{WEIGHTS}")):
+            with suppress(OSError):  # it does not exist, or was removed in the meantime
+                found[file.stat().st_mtime] = run.path
+    return found[max(found)] if found else None
 
 
 def import_command(source: Path, name: str = "") -> str:

@@ -305,7 +305,8 @@ def listeners(
 
 def summary(facts: Facts) -> str:
     """Describe a run that starts, in one line."""
-    threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
+    each = " each" * (facts["ranks"] > 1)
+    threads = f", {count(facts['threads'], 'thread')}{each}" if facts["threads"] else ""
     on = f" on {facts['hosts']}" if facts.get("hosts") else ""  # where they are several
     dtype = f", {facts['dtype']}" if facts.get("dtype") else ""
     held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""

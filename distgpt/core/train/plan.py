@@ -58,7 +58,7 @@ class Plan:
 def make_plan(stage: Stage, asked: Asked, say: Say) -> Plan:
     """Resolve the settings, choose the directory, verify the checkpoint; write nothing. Collective.
 
-    Without `asked.out` a new run gets a new directory runs/<name>.
+    Without `asked.out` a new run gets a new directory runs/<name>, or the last one if it has no step.
     """
     ranks = stage.comm.size
     on_gpu = stage.on_gpu
@@ -71,8 +71,11 @@ def _decide(asked: Asked, ranks: int, on_gpu: bool, say: Say) -> Plan:
     """Return the plan of rank 0, whose say it is."""
     if asked.resume is None:
         config = new_run(asked)
-        found = Resumption(RunDirectory(asked.out or place_for(Path("runs"), asked.name, resuming=False)))
+        last, fresh = (place_for(Path("runs"), asked.name, resuming) for resuming in (True, False))
+        own = asked.out or (last if RunDirectory(last).has_no_step() else fresh)
+        found = Resumption(RunDirectory(own))
     else:
+        asked.refuse_mistyped()
         found = find_run(asked.resume, asked.out, asked.name, say)
         config = _resumed_run(found.settings, asked) if found.settings else new_run(asked)
     refuse_unsuited(config.train, ranks, on_gpu)

@@ -14,6 +14,7 @@ Of a chat the answers alone are learned, each with the token that ends it; of a 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from distgpt.texts.chats.format import ChatFormat, Example, Message, checked_mes
 from distgpt.texts.prepare.documents import LINES, Input, find_inputs, opened
 
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names for roles
+EXAMPLE = '{"prompt": "Who are you?", "completion": "A model."}'
 SHAPES = '"messages", "conversations", "prompt" with "completion", "instruction" with "output", or "text"'
 
 
@@ -55,7 +57,9 @@ def _of_file(source: Input, chat: ChatFormat) -> Iterator[Example]:
                 row = parse_json(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
                 example = example_of(row, chat)
             except (DataError, ValueError) as error:
-                raise DataError(f"{path}, line {number}: {error}") from None
+                is_text = isinstance(error, JSONDecodeError) and not line.lstrip().startswith((b"{", b"["))
+                plain = f"it is not JSON, such as {EXAMPLE}; to train on plain text, use distgpt train"
+                raise DataError(f"{path}, line {number}: {plain if is_text else error}") from None
             yield example
             rows += 1
     if not rows:

@@ -35,6 +35,7 @@ FIELD = "text"  # where lines of JSON and tables have the text, unless another o
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
 # What is taken from folders; a file given by name is a text unless its ending says otherwise.
 ENDINGS = {".txt": TEXT, ".md": TEXT, ".txt.gz": TEXT, ".jsonl": LINES, ".jsonl.gz": LINES, ".parquet": ROWS}
+MOST_ENDINGS = 6  # that are shown
 _SMALL = 1 << 12  # bytes that show what a file is
 _FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # of open files
 
@@ -77,6 +78,20 @@ def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
                 if b"\0" in (start := stream.read(_SMALL)):
                     raise _no_text(source.path, start, None if source.compressed else source.path)
     return found
+
+
+def overview(paths: Sequence[Path | Input]) -> str:
+    """Count the files of folders that are read, empty, and skipped by their endings; "" without a folder."""
+    folders = [path for path in paths if isinstance(path, Path) and path.is_dir()]
+    files = [file for folder in folders for file in _files(folder)]
+    taken = [file for file in files if _by_ending(ENDINGS, file.name)]
+    skipped = set(files).difference(taken)
+    endings = sorted({file.suffix.lower() or file.name for file in skipped})
+    shown = escape(", ".join(endings[:MOST_ENDINGS])) + ", …" * (len(endings) > MOST_ENDINGS)
+    empty = sum(_described(file, file.name).bytes == 0 for file in taken)
+    parts = [f"{count(len(taken) - empty, 'file')} read"]
+    parts += [f"{empty:,} empty"] * bool(empty) + [f"{len(skipped):,} skipped ({shown})"] * bool(skipped)
+    return ", ".join(parts) if folders else ""
 
 
 def _no_text(name: Path | str, start: bytes, path: Path | None = None) -> DataError:

@@ -5,6 +5,7 @@ the shuffle is one of all documents, and everything is counted before the first 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.core.base.errors import DataError, DistgptError, UsageError
+from distgpt.core.base.errors import DataError, DistgptError, UsageError, escape
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.data.tokenizers import (
@@ -61,6 +62,7 @@ from distgpt.texts.shards import (
     shard_name,
 )
 from distgpt.texts.tokenizers.learn import not_empty
+from distgpt.texts.unreadable import remedy_for
 
 LEAST = 2  # tokens: one to see, one to predict
 EVERY, EACH = 1 << 24, 1 << 18  # tokens from one note of the progress to the next; more for each file
@@ -183,8 +185,13 @@ class Preparation:
         every = min(self._request.shard_tokens, EVERY + EACH * len(spool.sizes))
         tokens = noted = sum(pair[1] for pair in progress.sources)
         self._watcher.began(self._total, self._tokenizer.describe())
+        broken: Counter[str] = Counter()  # characters that were not UTF-8, by file
+        remedies: dict[str, str] = {}
         with self._encoded() as results:
             for encoded in results:
+                if encoded.counts.replaced:
+                    broken[encoded.piece.source] += encoded.counts.replaced
+                    remedies.setdefault(encoded.piece.source, remedy_for(encoded.piece.data))
                 piece, source = encoded.piece, progress.sources[encoded.piece.place.input]
                 spool.add(progress.counts.documents - (not piece.begins), encoded.lengths, encoded.ids)
                 progress.counts += encoded.counts
@@ -196,6 +203,10 @@ class Preparation:
                     progress.save(self._request.out)
                     noted = tokens
                 self._watcher.advanced(piece.consumed, tokens)
+        for name, times in broken.most_common(1):
+            others = f" (and {count(len(broken) - 1, 'other file')})" if len(broken) > 1 else ""
+            invalid = f"{count(times, 'invalid character')} in {escape(name)}{others}"
+            self._watcher.noted(f"{invalid}{remedies[name]}")
         progress.spooled = spool.flush()
         tokens = max(0, self._with_separators() - self._dropped())
         progress.held_out = min(self._request.held_out(tokens), tokens)

@@ -19,7 +19,7 @@ from distgpt.core.comm.resources import granted_cores
 from distgpt.core.data.loading import Corpus, DataRequest, requested_tokenizer
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import Tokenizer, fingerprint
-from distgpt.texts.prepare.documents import find_inputs
+from distgpt.texts.prepare.documents import find_inputs, overview
 from distgpt.texts.prepare.preparing import Request, prepare
 from distgpt.texts.prepare.progress import BeingPrepared, list_inputs, refuse_unfinished
 from distgpt.texts.shards import is_shards, load_shards, read_manifest
@@ -51,7 +51,7 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
     is_waiting = False
     while not is_shards(wanted.out):
         try:
-            manifest = prepare(wanted, _Watcher(say))
+            prepare(wanted, _Watcher(say))
         except BeingPrepared as error:  # for a run that was started a moment before
             if not is_waiting:
                 say(f"{error}: waiting for it")
@@ -59,11 +59,11 @@ def tokenized(path: Path, tokenizer: str | Tokenizer, val_fraction: float, kept:
             time.sleep(SECONDS_BETWEEN_TRIES)
         except DataError as error:
             raise DataError(f"{error} (distgpt data prepare has options for such files)") from None
-        else:
-            if manifest.replaced:
-                what = f"{manifest.replaced:,} × U+FFFD put in for what was not UTF-8"
-                say(f"{escape(str(path))}: {what}; file -i names encodings, iconv -t UTF-8 converts")
-    if val_fraction and not read_manifest(wanted.out).of("val"):
+    manifest = read_manifest(wanted.out)
+    replaced = f"{manifest.replaced:,} × U+FFFD put in for what was not UTF-8" if manifest.replaced else ""
+    if found := "; ".join(filter(None, [overview((path,)), replaced])):
+        say(f"{escape(str(path))}: {found}")
+    if val_fraction and not manifest.of("val"):
         raise DataError(f"{path}: --val-fraction {val_fraction} of it is not even 2 tokens")
     return wanted.out
 

@@ -67,7 +67,7 @@ def download_tokenizer(repository: str) -> Path:
         raise missing
 
     what = f"the tokenizer of {repository}"
-    instead = "--tokenizer a directory with its vocab.json and merges.txt"
+    instead = "--tokenizer a directory with its vocab.json and merges.txt, or learn one: --tokenizer bpe:N"
     return _from_hub(repository, what, instead, download)
 
 
