@@ -52,8 +52,6 @@ from distgpt.core.train.seams import MODEL_KINDS, WholeModel
 from distgpt.core.train.setup import FIRST_WEIGHTS, unhelped
 from distgpt.core.train.sharing import STRATEGIES, USUAL, Strategy, strategy_for
 from distgpt.core.train.summary import FACTS
-from distgpt.gpu.kernels import LINEARS
-from distgpt.gpu.linear import Linears
 from distgpt.guards.attach import GUARDS, keep_nothing
 from distgpt.jobs.batch.script import SYSTEMS, System
 from distgpt.launch.leaving import LIBRARIES
@@ -86,7 +84,6 @@ ROWS = {
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "exchanges": (EXCHANGES, callable),
     "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),
-    "linears": (LINEARS, lambda row: issubclass(row, Linears)),
     "guards": (GUARDS, callable),
     "summary": (FACTS, callable),
     "components": (COMPONENTS, lambda row: row is not None),
@@ -125,7 +122,7 @@ OBJECTS = {"job": Job, "grants": Grants, "layout": Layout}
 
 
 def test_every_row_that_is_handed_in_is_there():
-    assert TABLES.keys() - {"loops", "cuda", "parts"} == ROWS.keys()  # folders, files, and plain ones
+    assert TABLES.keys() - {"loops", "parts"} == ROWS.keys()  # folders, files, and plain ones
     assert {*MORE, *OBJECTS} == {*TABLES["parts"]}
     for name, plain in OBJECTS.items():
         assert isinstance(row := part(name, None), plain) and type(row) is not plain

@@ -24,7 +24,7 @@ TREE = ("base", "ops", "config", "comm", "cpu", "data", "model", "saved", "gener
 # What components are called. The settings name them, so `config` is left out.
 WORDS = (
     *("lora", "adapter", "outer", "recheck", "reproducible", "int8", "int4"),
-    *("chat", "hellaswag", "nccl", "float8", "slurm"),
+    *("chat", "hellaswag", "nccl", "slurm"),
 )
 AIMS = {"Any": 80, "cast": 17}
 

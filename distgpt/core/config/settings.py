@@ -670,12 +670,6 @@ class GpuConfig:
         "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages).",
         component="gpu",
     )
-    float8: bool = of_computing(
-        False,
-        "Multiply bfloat16 matrices in float8 where that is faster (Ada, Hopper and newer). A run's"
-        " evaluations and samples stay in bfloat16.",
-        component="gpu",
-    )
 
     def __post_init__(self) -> None:
         check(self)
