@@ -29,7 +29,6 @@ TABLES: dict[str, dict[str, str]] = {
         "overlapped": "distgpt.parallel.overlapped:make",
         "packing": "distgpt.texts.packing:PACKED",
         "profile": "distgpt.measure.profile.session:Session",
-        "recheck": "distgpt.guards.recheck:Recheck",
         "reproducible": "distgpt.parallel.reproducible:make",
         "retention": "distgpt.guards.retention:Retention",
         "rollback": "distgpt.guards.bad_steps:BadSteps",

@@ -144,10 +144,10 @@ def test_every_component_that_settings_name_is_in_the_table():
 
 
 def test_a_setting_whose_component_is_missing_is_refused_in_one_line(handed_in):
-    t = replace(TrainConfig(), recheck_every=2)
+    t = replace(TrainConfig(), on_bad_step="skip")
     refuse_unsuited(t, 1, on_gpu=False)
-    handed_in("components", recheck="distgpt.guards.removed:Recheck")
-    with pytest.raises(MissingComponent, match=r"'recheck' needs distgpt\.guards\.removed, which"):
+    handed_in("components", rollback="distgpt.guards.removed:BadSteps")
+    with pytest.raises(MissingComponent, match=r"'rollback' needs distgpt\.guards\.removed, which"):
         refuse_unsuited(t, 1, on_gpu=False)
     refuse_unsuited(TrainConfig(), 1, on_gpu=False)
 
@@ -167,7 +167,7 @@ def test_a_part_that_is_missing_is_the_cores_plain_one(handed_in):
 
 
 def test_settings_that_ask_for_no_other_way_to_share_a_step_get_the_usual_one(handed_in):
-    plain = (TrainConfig(), TrainConfig(grad_sync="chunked"), TrainConfig(recheck_every=2))
+    plain = (TrainConfig(), TrainConfig(grad_sync="chunked"))
     assert {type(strategy_for(t, 4)) for t in plain} == {STRATEGIES[USUAL]}
     assert {type(strategy_for(t, 1)) for t in plain} == {Strategy}
     handed_in("strategies", **{USUAL: "distgpt.parallel.removed:Chosen"})

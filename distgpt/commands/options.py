@@ -53,7 +53,7 @@ OPTIONS = (
     *("grad_sync", "gradient_dtype", "outer_every", "outer_lr", "outer_momentum"),
     *("reproducible_parts", "balance", "recompute"),
     *("save_every", "save", "keep", "keep_every", "keep_minutes", "on_disk_error"),
-    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
+    *("on_bad_step", "spike_zscore", "bad_steps_allowed"),
     *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag", "log_every"),
 )
 

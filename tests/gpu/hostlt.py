@@ -131,8 +131,6 @@ class Layout(NamedTuple):
         return self.ld * DTYPES[self.type].itemsize
 
 
-
-
 class Descriptor(dict[int, int]):
     """Attributes of a kind of matmul, with the types of its sums and factors."""
 

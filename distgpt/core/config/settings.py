@@ -563,14 +563,6 @@ class TrainConfig:
         changeable=True,
         component="rollback",
     )
-    recheck_every: int = of_trouble(
-        0,
-        "Every N steps, let another rank recompute one rank's gradients and compare. 0: never.",
-        low=0,
-        changeable=True,
-        formerly="replay_every",
-        component="recheck",
-    )
     verify_every: int = of_trouble(
         100,
         "Compare the ranks' weights every N steps, after the first one and at the end. 0: never.",
