@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 import click
 import pytest
-from click.testing import CliRunner
 from conftest import inside, refused
 
 from distgpt.commands.options import OPTIONS, set_by_user, settings, settings_but, spelled, stage_options
@@ -157,25 +156,8 @@ def test_defaults_then_preset_then_file_then_flags(tmp_path):
     assert (asked_for({}).name, resolve(asked_for({}))) == ("tiny", preset("tiny"))
 
 
-def test_former_names_of_settings_are_understood_and_flags_say_the_new_one(tmp_path):
-    now = {
-        "gradient_dtype": "bfloat16",
-        "reproducible_parts": 4,
-        "grad_sync": "allreduce",
-    }
-    text = '[train]\nwire = "bfloat16"\nunits = 4\ngrad_sync = "packed"\n'
-    assert parse_toml(text, "a file") == now
-    (tmp_path / "old.toml").write_text(text.replace("units = 4\n", ""))
-    run = resolve(asked_for({"reproducible_parts": 4}, toml=tmp_path / "old.toml"))
-    assert all(getattr(run.train, name) == value for name, value in now.items())
-
-    command = click.command()(settings(lambda **flags: click.echo(json.dumps(set_by_user(flags)))))
-    words = ["--wire", "bfloat16", "--units=4", "--grad-sync", "packed"]
-    result = CliRunner().invoke(command, words)
-    *said, found = result.output.splitlines()
-    assert json.loads(found) == now
-    assert "--wire is now called --gradient-dtype" in said and len(said) == 3
-    assert "--wire" not in CliRunner().invoke(command, ["--help"]).output
+def test_former_choices_of_settings_are_read_from_files():
+    assert parse_toml('[train]\ngrad_sync = "packed"\n', "a file") == {"grad_sync": "allreduce"}
 
 
 def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):

@@ -19,8 +19,7 @@ MOST_TOML_DOTS = 2000  # the parser keeps every beginning of a dotted key
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
 # Settings that are gone, and the value at which they did nothing: only a run with another one cannot resume.
-REMOVED: dict[str, object] = {"recheck_every": 0, "replay_every": 0}
-FORMER_NAMES = {about.formerly: name for name, about in SETTINGS.items() if about.formerly}
+REMOVED: dict[str, object] = {"recheck_every": 0}
 
 BATCH_KEYS = {"batch_size", BATCH_TOKENS}
 
@@ -70,17 +69,15 @@ def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, ob
 
 
 def renamed(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values with former names, and former names of choices, replaced by those of today.
-
-    Settings that are gone are left out if they did nothing.
+    """Return the values with former choices replaced by those of today, without settings that did nothing
+    and are gone.
     """
     found: dict[str, object] = {}
     for name, value in values.items():
         if name in REMOVED and value == REMOVED[name]:
             continue
-        now = FORMER_NAMES.get(name, name)
-        choices = dict(SETTINGS[now].former_choices) if now in SETTINGS else {}
-        found[now] = choices.get(value, value) if isinstance(value, str) else value
+        choices = dict(SETTINGS[name].former_choices) if name in SETTINGS else {}
+        found[name] = choices.get(value, value) if isinstance(value, str) else value
     return found
 
 

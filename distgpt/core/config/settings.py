@@ -429,7 +429,6 @@ class TrainConfig:
         choices=GRADIENT_DTYPES,
         changeable=True,
         component="in parts",
-        formerly="wire",
     )
     outer_every: int = of_ranks(
         0,
@@ -461,7 +460,6 @@ class TrainConfig:
         low=0,
         most=1 << 20,
         changeable=True,
-        formerly="units",
         component="reproducible",
     )
     balance: str = of_ranks(
