@@ -61,7 +61,6 @@ class Measurements:
         for name in ("XL", "S"):
             self._forward(name)
         self._decode()
-        self._train("GPT-2 float8", "gpt2", "float8", 64)
         self._train("GPT-2 TF32", "gpt2", "tf32", 16, "PyTorch, compiled")
         if "autotune" in (args.only or ()):
             self._train("autotune", "gpt2", "bfloat16", 64, "PyTorch, max-autotune")
@@ -82,8 +81,7 @@ class Measurements:
 
     def _ours(self, name: str, dtype: str, batch: int, command: str, steps: int) -> list[Any]:
         words = [*self._args.distgpt, *command.split(), "--stage", "cuda", "--preset", name, *TEXT]
-        how = {"tf32": ["float32", "--tf32"], "float8": ["bfloat16", "--float8"]}
-        words += ["--dtype", *how.get(dtype, [dtype])]
+        words += ["--dtype", *(["float32", "--tf32"] if dtype == "tf32" else [dtype])]
         if not self._args.quick:
             return [*words, "--batch-size", batch, "--steps", steps, "--recompute", "none"]
         toy = [word for key, value in TOY.items() for word in (f"--{key.replace('_', '-')}", value)]

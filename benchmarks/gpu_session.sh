@@ -24,7 +24,7 @@ declare -A every
 every[A]="facts tests sanitize agreement commands nccl modes four collect speed"
 every[N]="facts amx amx_losses threads ranks both torch ddp sums text serving small python_cost"
 every[B]="facts ways torch decode autotune profile kernels large startup counters"
-every[C]="facts within nanochat depth float8"
+every[C]="facts within nanochat depth"
 if [ -z "$out" ] || [ -z "${every[$block]:-}" ]; then
     echo "usage: $0 A|N|B|C FOLDER [SECONDS]" >&2
     exit 2
@@ -186,7 +186,6 @@ sanitize() {
     : >"$work/running"
     sanitized memcheck kernels test_cuda_kernels.py 'bfloat16 and not muon'
     sanitized memcheck attention test_attention.py attention
-    sanitized memcheck newer test_float8.py ''
     sanitized racecheck attention test_attention.py 'tensor_cores_is or with_a_cache'
     sanitized racecheck rows test_cuda_kernels.py '(norms or cross_entropy or sums or embed) and bfloat16'
     sanitized synccheck rows test_cuda_kernels.py '(norms or cross_entropy or sums or embed) and bfloat16'
@@ -299,7 +298,7 @@ four() {
     return $code
 }
 speed() {
-    into speed 110 "${host[@]}" benchmarks/training_ways.py gpu --only bfloat16 float8 \
+    into speed 110 "${host[@]}" benchmarks/training_ways.py gpu --only bfloat16 \
         "fast, 8k tokens" "fast by AdamW, 8k tokens" --turns 2 --out "$out/speed.json" "${quick[@]}"
     local code=$?
     grep '^{' "$out/speed.txt"
@@ -450,7 +449,7 @@ python_cost() {
 # -- B. GPT-2 124M: 598,000 tokens/s, PyTorch compiled 492,000, one sequence 1,208 tokens/s [2026-11-22].
 
 ways() {
-    into ways 150 "${host[@]}" benchmarks/training_ways.py gpu --turns 2 --out "$out/ways.json" --only bfloat16 float8 \
+    into ways 150 "${host[@]}" benchmarks/training_ways.py gpu --turns 2 --out "$out/ways.json" --only bfloat16 \
         "heads of 128" "fast, 8k tokens" smollm2 "${quick[@]}"
     local code=$?
     grep '^{' "$out/ways.txt"
@@ -486,13 +485,10 @@ decode() {
 profile() {
     local shape=(--stage cuda --preset gpt2 --dtype bfloat16 "${corpus[@]:0:8}" --batch-size 64 --recompute none --steps 5)
     into profile 40 "${dist[@]}" profile "${shape[@]}" --out "$out/profile" "${narrow[@]}"
-    local code=$?
-    into profile 40 "${dist[@]}" profile "${shape[@]}" --float8 --out "$out/profile-float8" "${narrow[@]}"
-    worst $code $?
 }
 kernels() { measured kernels 60 kernels; }
 large() {
-    into large 90 "${host[@]}" benchmarks/training_ways.py gpu --only gpt2-xl "gpt2-xl, float8" qwen3 \
+    into large 90 "${host[@]}" benchmarks/training_ways.py gpu --only gpt2-xl qwen3 \
         --out "$out/large.json" "${quick[@]}"
     local code=$?
     grep '^{' "$out/large.txt"
@@ -530,7 +526,6 @@ learn() { # learn NAME SECONDS OPTION …
 }
 within() { learn within 170 --within $time ${REHEARSAL:+--depth 1} "${few[@]}"; }
 depth() { learn depth 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes" "${few[@]}"; }
-float8() { learn float8 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes" --float8 "${few[@]}"; }
 # `benchmarks/gpu_carry.py C --nanochat CHECKOUT --nanochat-base FOLDER` brings it. FA3 cannot be had without a network.
 nanochat() {
     if [ ! -d "$carry/nanochat" ]; then

@@ -41,7 +41,7 @@ class Attended(NamedTuple):
 # Sizes to print: GPT-2's first, and larger ones.
 CHANNELS = (768, 1600, 5120)
 ATTENDED = (Attended(64), Attended(128))
-FOR_BFLOAT16 = ("attention_mma", "float8")  # sources for this type alone
+FOR_BFLOAT16 = ("attention_mma",)  # sources for this type alone
 USERS_TYPES = ("bfloat16", "float32")  # that runs on GPUs are in
 DEPTHS = (2, 3, 4, 5, 6, 8, 12)  # of --depth and --within
 WINDOWS = (64, 128, 256)  # of these, a quarter of their contexts

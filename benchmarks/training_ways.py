@@ -14,7 +14,6 @@ import gc
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +24,12 @@ from distgpt.core.cpu.stages import Stage, open_stage
 from distgpt.core.model.model import Architecture
 from distgpt.counts import operations
 from distgpt.doctor.speed import measure_peaks
-from distgpt.gpu.stage import GpuStage
 from distgpt.recipes.within import measured_speed
 
 
 class Way(NamedTuple):
     preset: str
     changes: dict[str, Any]
-    float8: bool = False
 
 
 GPT2 = {"vocab_size": 50257, "batch_size": 64, "grad_accum": 1, "recompute": "none", "dtype": "bfloat16"}
@@ -41,14 +38,12 @@ ON_NODE = {"vocab_size": 50257, "grad_accum": 1, "seq_len": 512, "batch_size": 1
 BYTES = {"vocab_size": 256, "grad_accum": 1}
 GPU = {
     "bfloat16": Way("gpt2", GPT2),
-    "float8": Way("gpt2", GPT2, float8=True),
     "heads of 128": Way("gpt2", GPT2 | {"n_head": 6}),
     "fast, 8k tokens": Way("gpt2-fast", GPT2 | {"batch_size": 8}),
     "fast by AdamW, 8k tokens": Way("gpt2-fast", GPT2 | {"batch_size": 8, "optimizer": "adamw"}),
     "fast, 64k tokens": Way("gpt2-fast", GPT2),
     "smollm2": Way("smollm2-135m", {"batch_size": 16, "grad_accum": 1, "dtype": "bfloat16"}),
     "qwen3": Way("qwen3-0.6b", {"batch_size": 4, "grad_accum": 1, "dtype": "bfloat16"}),
-    "gpt2-xl, float8": Way("gpt2-xl", GPT2 | {"batch_size": 8, "recompute": "auto"}, float8=True),
     "gpt2-xl": Way("gpt2-xl", GPT2 | {"batch_size": 8, "recompute": "auto"}),
     "tiny": Way("tiny", BYTES | {"dtype": "bfloat16"}),
     "tiny, float32": Way("tiny", BYTES | {"dtype": "float32"}),
@@ -69,10 +64,8 @@ TOY |= {"seq_len": 16, "batch_size": 4, "vocab_size": 64}
 
 
 def measured(stage: Stage, way: Way, args: Any) -> dict[str, Any]:
-    gpu = stage if isinstance(stage, GpuStage) else None
-    on = replace(gpu, gpu=replace(gpu.gpu, float8=way.float8)) if gpu else stage
     run = preset(way.preset, way.changes | (TOY if args.quick else {}))
-    tokens_per_s, _ = measured_speed(on, run, args.warm_up)
+    tokens_per_s, _ = measured_speed(stage, run, args.warm_up)
     return with_flops({"tokens_per_s": round(tokens_per_s, 1)}, run)
 
 

@@ -232,7 +232,7 @@ class GPT:
         ids, shape = self._checked(tokens)
         work, k = self._pass(ids, training=False), self._model.kernels
         out = k.zeros(ids.size, self.config.padded_vocab)
-        k.precisely(lambda: work.logits(out, work.hidden(self._flat(ids))))
+        work.logits(out, work.hidden(self._flat(ids)))
         return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
 
     def trace(self, tokens: ArrayLike) -> Trace:
@@ -249,7 +249,7 @@ class GPT:
         k = self._model.kernels
         total = k.wide_zeros(1)
         work = self._pass(ids, training=False)
-        k.precisely(lambda: work.loss(total, self._flat(ids), self._flat(wanted)))
+        work.loss(total, self._flat(ids), self._flat(wanted))
         return float(k.to_host(total)[0])
 
     def gradients(self, tokens: ArrayLike, targets: ArrayLike) -> dict[str, NDArray[Any]]:

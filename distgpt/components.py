@@ -29,7 +29,6 @@ TABLES: dict[str, dict[str, str]] = {
         "overlapped": "distgpt.parallel.overlapped:make",
         "packing": "distgpt.texts.packing:PACKED",
         "profile": "distgpt.measure.profile.session:Session",
-        "recheck": "distgpt.guards.recheck:Recheck",
         "reproducible": "distgpt.parallel.reproducible:make",
         "retention": "distgpt.guards.retention:Retention",
         "rollback": "distgpt.guards.bad_steps:BadSteps",
@@ -94,8 +93,6 @@ TABLES: dict[str, dict[str, str]] = {
         "int4 on arm64": "distgpt.experimental.arm64.integers:NeonInt4Tile",
     },
     # By what a GPU's linear layers read (gpu/kernels.py); by a source's name, its path (gpu/compiling.py).
-    "linears": {"float8": "distgpt.experimental.float8:Float8Linears"},
-    "cuda": {"float8": "experimental/float8.cu"},
     "steps": {"bfmmla": "distgpt.experimental.arm64.mmla:STEPS"},
     "packed rows": {"amx": "distgpt.processors.amx:ROWS"},
     # By what shows or records a run (core/train/lines.py).

@@ -52,8 +52,6 @@ from distgpt.core.train.seams import MODEL_KINDS, WholeModel
 from distgpt.core.train.setup import FIRST_WEIGHTS, unhelped
 from distgpt.core.train.sharing import STRATEGIES, USUAL, Strategy, strategy_for
 from distgpt.core.train.summary import FACTS
-from distgpt.gpu.kernels import LINEARS
-from distgpt.gpu.linear import Linears
 from distgpt.guards.attach import GUARDS, keep_nothing
 from distgpt.jobs.batch.script import SYSTEMS, System
 from distgpt.launch.leaving import LIBRARIES
@@ -86,7 +84,6 @@ ROWS = {
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "exchanges": (EXCHANGES, callable),
     "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),
-    "linears": (LINEARS, lambda row: issubclass(row, Linears)),
     "guards": (GUARDS, callable),
     "summary": (FACTS, callable),
     "components": (COMPONENTS, lambda row: row is not None),
@@ -125,7 +122,7 @@ OBJECTS = {"job": Job, "grants": Grants, "layout": Layout}
 
 
 def test_every_row_that_is_handed_in_is_there():
-    assert TABLES.keys() - {"loops", "cuda", "parts"} == ROWS.keys()  # folders, files, and plain ones
+    assert TABLES.keys() - {"loops", "parts"} == ROWS.keys()  # folders, files, and plain ones
     assert {*MORE, *OBJECTS} == {*TABLES["parts"]}
     for name, plain in OBJECTS.items():
         assert isinstance(row := part(name, None), plain) and type(row) is not plain
@@ -147,10 +144,10 @@ def test_every_component_that_settings_name_is_in_the_table():
 
 
 def test_a_setting_whose_component_is_missing_is_refused_in_one_line(handed_in):
-    t = replace(TrainConfig(), recheck_every=2)
+    t = replace(TrainConfig(), on_bad_step="skip")
     refuse_unsuited(t, 1, on_gpu=False)
-    handed_in("components", recheck="distgpt.guards.removed:Recheck")
-    with pytest.raises(MissingComponent, match=r"'recheck' needs distgpt\.guards\.removed, which"):
+    handed_in("components", rollback="distgpt.guards.removed:BadSteps")
+    with pytest.raises(MissingComponent, match=r"'rollback' needs distgpt\.guards\.removed, which"):
         refuse_unsuited(t, 1, on_gpu=False)
     refuse_unsuited(TrainConfig(), 1, on_gpu=False)
 
@@ -170,7 +167,7 @@ def test_a_part_that_is_missing_is_the_cores_plain_one(handed_in):
 
 
 def test_settings_that_ask_for_no_other_way_to_share_a_step_get_the_usual_one(handed_in):
-    plain = (TrainConfig(), TrainConfig(grad_sync="chunked"), TrainConfig(recheck_every=2))
+    plain = (TrainConfig(), TrainConfig(grad_sync="chunked"))
     assert {type(strategy_for(t, 4)) for t in plain} == {STRATEGIES[USUAL]}
     assert {type(strategy_for(t, 1)) for t in plain} == {Strategy}
     handed_in("strategies", **{USUAL: "distgpt.parallel.removed:Chosen"})

@@ -47,13 +47,10 @@ def benchmark_options(command: Any) -> Any:
     "--chats", is_flag=True, help="Take --val for chats, as tune does, and count their answers alone."
 )
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
-@click.option("--tokens", "old_tokens", type=click.IntRange(0), hidden=True)  # the former name
 @click.option("--context", type=click.IntRange(1), help="Context length (not with learned positions).")
 @number_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
-def eval(
-    stage: str, threads: int | None, gpu: GpuConfig, old_tokens: int | None, as_json: bool, **options: Any
-) -> None:
+def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **options: Any) -> None:
     """Measure a model on a text, on shards or on benchmarks, in files as their authors publish them."""
     import json
 
@@ -64,7 +61,6 @@ def eval(
     if options["val"] is None and not benchmarks:
         raise UsageError("nothing to evaluate: give --val, or a benchmark such as --hellaswag")
     ready = open_stage(stage, threads, gpu)
-    options["val_tokens"] = options["val_tokens"] or old_tokens or 0
     options["beside"] = beside(options.pop("adapter"))
     found = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))
     if ready.comm.rank == 0 and as_json:

@@ -18,9 +18,8 @@ from typing import Any, TypeVar, cast
 import click
 
 from distgpt.commands.help import option
-from distgpt.core.base.errors import UsageError, print_lines
+from distgpt.core.base.errors import UsageError
 from distgpt.core.base.formatting import parse_duration, parse_size
-from distgpt.core.comm.job import this_job
 from distgpt.core.config import (
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
@@ -53,7 +52,7 @@ OPTIONS = (
     *("grad_sync", "gradient_dtype", "outer_every", "outer_lr", "outer_momentum"),
     *("reproducible_parts", "balance", "recompute"),
     *("save_every", "save", "keep", "keep_every", "keep_minutes", "on_disk_error"),
-    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
+    *("on_bad_step", "spike_zscore", "bad_steps_allowed"),
     *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag", "log_every"),
 )
 
@@ -105,20 +104,6 @@ class StepsOrTime(click.types.StringParamType):
                 param,
                 context,
             )
-
-
-class Choice(click.Choice):  # type: ignore[type-arg]  # no generic class before click 8.2
-    """Choices of a setting; accepts their former names, which are not shown."""
-
-    def __init__(self, about: Setting) -> None:
-        super().__init__([*filter(None, [about.undecided]), *about.allowed])
-        self._former = dict(about.former_choices)
-
-    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
-        word = str(value)
-        if word in self._former:
-            _say_renamed(word, self._former[word])
-        return str(super().convert(self._former.get(word, word), param, context))
 
 
 class LocaleText(click.types.StringParamType):
@@ -180,7 +165,6 @@ def settings_but(*unused: str) -> Callable[[F], F]:
             about = known[name]
             if spelled(name, about) not in unused:
                 command = setting_option(name, about, default=None)(command)
-                command = _former_option(name, about)(command) if about.formerly else command
         return command
 
     return decorate
@@ -285,25 +269,9 @@ def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
 
 
 def _kind(name: str, about: Setting) -> Any:
-    return Choice(about) if about.choices else _KINDS.get(name, about.kind)
-
-
-def _former_option(name: str, about: Setting) -> Callable[[F], F]:
-    """Add the former spelling of a setting's option, hidden."""
-    flag = "--" + about.formerly.replace("_", "-")
-
-    def convert(context: click.Context, param: click.Parameter, value: Value | None) -> Values | None:
-        if value is None:
-            return None
-        _say_renamed(flag, spelled(name, about))
-        return {name: value}
-
-    return click.option(flag, about.formerly, type=_kind(name, about), hidden=True, callback=convert)
-
-
-def _say_renamed(before: str, now: str) -> None:
-    if this_job().rank == 0:
-        print_lines(f"{before} is now called {now}", err=True)
+    if about.choices:
+        return click.Choice([*filter(None, [about.undecided]), *about.allowed])
+    return _KINDS.get(name, about.kind)
 
 
 def _gpu_options(command: F) -> F:

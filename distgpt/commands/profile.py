@@ -29,7 +29,7 @@ from distgpt.core.cpu.stages import open_stage
 UNUSED = (
     *("--steps", "--save-every", "--sample-every", "--eval-every", "--log-every"),
     *("--val-tokens", "--hellaswag", "--save", "--on-disk-error", "--on-bad-step", "--spike-zscore"),
-    *("--bad-steps-allowed", "--recheck-every"),
+    *("--bad-steps-allowed",),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -52,7 +51,7 @@ def _of_sequences(scorer: Scorer, rows: list[list[Span]], inputs: Array, outputs
         some = slice(start, min(start + AT_ONCE, len(states)))
         count = some.stop - start
         k.put(inputs[:count], states[some])
-        k.precisely(partial(work.logits, outputs[:count], inputs[:count]))
+        work.logits(outputs[:count], inputs[:count])
         logits = k.to_host(outputs[:count])[:, : scorer.model.config.vocab_size]
         top = logits.max(1)
         hit = logits[np.arange(count), targets[some]]

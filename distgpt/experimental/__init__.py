@@ -1,5 +1,5 @@
-"""Code never seen to work on its hardware: arm64's microkernels, and matmuls of GPUs that read float8.
+"""Code never seen to work on its hardware: arm64's microkernels.
 
-Its tests run as all others do, on qemu and a stand-in for GPUs. docs/explanation/experimental.md says what a
-run has to show before a file leaves this folder. Not here: what other processors and GPUs have answered.
+Its tests run under qemu. docs/explanation/experimental.md says what a run has to show before a file leaves
+this folder. Not here: what other processors have answered.
 """

@@ -61,16 +61,16 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
     with _one_line(device.index):
         matmuls = _matmuls(device, options)
-    return CudaKernels(device, matmuls, dtype, attention, options.float8)
+    return CudaKernels(device, matmuls, dtype, attention)
 
 
-def kernels_for_estimate(dtype: str, memory: int | None, float8: bool = False) -> CudaKernels:
+def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
     """Make kernels of an imaginary GPU with this much memory, for estimates only: they cannot compute."""
     total = memory or ESTIMATED_BYTES
     device = SimpleNamespace(
         multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=(9, 0), memory=lambda: (total, total)
     )
-    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype, float8=float8)
+    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
 
 
 def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:

@@ -36,9 +36,7 @@ class Matmul:
     for `stride`.
 
     With `transpose_a`, a is stored as (k, m); with `transpose_b`, b as (n, k). Types are "bfloat16",
-    "float32" or "float64"; sums are taken in one of the latter. Where `in_type` is "e4m3" or "e5m2", that is
-    the type of a; b is transposed, in E4M3, and `scales` hold one factor for each. `epilogue`, with `extra`
-    beside the factors:
+    "float32" or "float64"; sums are taken in one of the latter. `epilogue`, with `extra` beside the factors:
 
     | epilogue    | meaning                                                       | extra    |
     |-------------|---------------------------------------------------------------|----------|

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from distgpt.core.base.caches import cache_folder, made_by_one
 from distgpt.core.base.errors import UsageError
-from distgpt.core.base.tables import paths_in
 from distgpt.gpu import probe
 from distgpt.gpu.probe import library_path
 
@@ -44,7 +43,7 @@ class Compiled:
 
 def source_names() -> list[str]:
     """Return the names of all sources, without their suffix."""
-    return sorted([*(path.stem for path in FOLDER.glob("*.cu")), *paths_in("cuda")])
+    return sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 
 @cache
@@ -63,16 +62,10 @@ def options(defines: Iterable[str]) -> list[str]:
     return ["-std=c++17", *(f"-D{define}" for define in defines)]
 
 
-def _path(file: str) -> Path:
-    """Return where a source or a header lies: most in gpu/cu/, some in other components."""
-    elsewhere = paths_in("cuda").get(file.removesuffix(".cu"))
-    return PACKAGE / elsewhere if elsewhere else FOLDER / file
-
-
 def _lines(file: str, included: set[str]) -> Iterable[str]:
     included.add(file)
     yield f'#line 1 "{file}"\n'
-    for number, line in enumerate(_path(file).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate((FOLDER / file).read_text("utf-8").splitlines(), 1):
         include = _INCLUDE.fullmatch(line)
         if include and include[1] not in included:
             yield from _lines(include[1], included)

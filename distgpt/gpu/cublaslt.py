@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, byref, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Any
 
@@ -24,8 +24,6 @@ class DataType(IntEnum):
     R_32F = 0
     R_64F = 1
     R_16BF = 14
-    R_8F_E4M3 = 28
-    R_8F_E5M2 = 29
 
 
 class Compute(IntEnum):
@@ -64,9 +62,6 @@ class Desc(IntEnum):
     BIAS_POINTER = 8
     EPILOGUE_AUX_POINTER = 11
     EPILOGUE_AUX_LD = 12
-    A_SCALE_POINTER = 17
-    B_SCALE_POINTER = 18
-    FAST_ACCUM = 25
 
 
 class Shape(IntEnum):
@@ -92,9 +87,6 @@ _TYPES: Mapping[tuple[str, int], Any] = {
     ("MatmulDesc", Desc.BIAS_POINTER): c_void_p,
     ("MatmulDesc", Desc.EPILOGUE_AUX_POINTER): c_void_p,
     ("MatmulDesc", Desc.EPILOGUE_AUX_LD): c_int64,
-    ("MatmulDesc", Desc.A_SCALE_POINTER): c_void_p,
-    ("MatmulDesc", Desc.B_SCALE_POINTER): c_void_p,
-    ("MatmulDesc", Desc.FAST_ACCUM): c_int8,
     ("MatrixLayout", Shape.STRIDED_BATCH_OFFSET): c_int64,
     ("MatmulPreference", Pref.MAX_WORKSPACE_BYTES): c_uint64,
 }

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.core.base.tables import Table
 from distgpt.core.ops.api import (
     ALL_ROWS,
     PIECE,
@@ -47,14 +46,9 @@ MOVED = 32  # positions that a thread of move_cached copies from another slot
 ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 the backward norm spills
 
-LINEARS: Table[type[Linears]] = Table("linears", "matmuls in", {"plain": Linears})
-
 
 class CudaKernels:
-    """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own.
-
-    `float8`: linear layers read it where that is faster.
-    """
+    """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own."""
 
     threads = 1
     slice_rows = ALL_ROWS
@@ -65,9 +59,7 @@ class CudaKernels:
         matmuls: LtMatmul,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
-        float8: bool = False,
     ) -> None:
-        linears = LINEARS["float8" if float8 else "plain"]
         self._device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.capabilities = Capabilities(
@@ -75,7 +67,6 @@ class CudaKernels:
             fuses_residual=True,
             sums_bias_gradients=True,
             norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
-            copy_bytes=linears.copy_bytes,
         )
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
         self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))
@@ -83,7 +74,7 @@ class CudaKernels:
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, Attention] = {}
         self.wire: Wire | None = DeviceWire(self._launcher)
-        self.linears = linears(self._launcher, matmuls, dtype)
+        self.linears = Linears(self._launcher, matmuls, dtype)
         self._muon = MuonSteps(self._launcher, matmuls, self.dtype, self.wide)
 
     # -- arrays and workers
@@ -136,10 +127,6 @@ class CudaKernels:
 
     def run_together(self, work: Work) -> None:
         work()
-
-    def precisely(self, work: Work) -> None:
-        with self.linears.precise():
-            work()
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)

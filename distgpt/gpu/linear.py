@@ -5,8 +5,6 @@ Where there are two ways, one that the library fuses and one in several steps, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -26,18 +24,11 @@ DOWN = 8  # rows that it reads at a time, as in common.cuh
 class Linears:
     """Linear layers of arrays of the storage type; gradients of parameters are wide."""
 
-    # Return the bytes that are kept for a copy of a tensor of this many elements; None: nothing is copied.
-    copy_bytes: Callable[[int], int] | None = None
-
     def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: str) -> None:
         self._launcher, self.matmuls, self._type = launcher, matmuls, storage
         self._device, self._wide = launcher.device, WIDE[storage]
         self._gelu_fuses = storage != "float64"  # cuBLASLt's has constants of ten digits
         self._possible: dict[Matmul, bool] = {}
-
-    def precise(self) -> AbstractContextManager[None]:
-        """Round no more than the storage type does, in this context."""
-        return nullcontext()
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
         (n, c), (w, b) = x.shape, wb
@@ -191,11 +182,7 @@ class Linears:
             self.matmuls.run(kind, out, a, b, bias=bias, aux=aux)
             behind()
 
-        self._device.fastest(self._way(kind), (together, apart))
-
-    def _way(self, fused: Matmul) -> Hashable:
-        """Return the key of the choice between this matmul and several steps."""
-        return fused
+        self._device.fastest(kind, (together, apart))
 
     def _can(self, kind: Matmul) -> bool:
         if kind not in self._possible:

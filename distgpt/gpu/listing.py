@@ -65,16 +65,14 @@ class _NoMatmuls:
     def run(self, *_: Any, **__: Any) -> None: ...
 
 
-def kinds_for(
-    device: CupyDevice, dtype: str, work: Callable[[Kernels], None], float8: bool = False
-) -> set[Kind]:
+def kinds_for(device: CupyDevice, dtype: str, work: Callable[[Kernels], None]) -> set[Kind]:
     """Return the sources and macros of what `work` starts with kernels of this device.
 
     Of attention those of our own, which is tried first also where a library's is then taken.
     """
     notes = Notes(device)
     on_notes, nothing = cast(CupyDevice, notes), cast(LtMatmul, _NoMatmuls())
-    work(cast(Kernels, CudaKernels(on_notes, nothing, dtype, float8=float8)))
+    work(cast(Kernels, CudaKernels(on_notes, nothing, dtype)))
     return notes.kinds
 
 
@@ -82,7 +80,6 @@ def compile_ahead(
     device: CupyDevice,
     dtype: str,
     work: Callable[[Kernels], None],
-    float8: bool = False,
     local_rank: int = 0,
 ) -> None:
     """Let threads compile what `work` will need, while this process reads files and makes weights.
@@ -90,4 +87,4 @@ def compile_ahead(
     `local_rank`: this rank among those of its node, which share the work.
     """
     with suppress(Exception):  # a head start: what fails here fails again, or not, where it is needed
-        device.compile_ahead(kinds_for(device, dtype, work, float8), len(usable_cores()), local_rank)
+        device.compile_ahead(kinds_for(device, dtype, work), len(usable_cores()), local_rank)

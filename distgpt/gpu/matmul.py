@@ -37,11 +37,8 @@ _TYPES = {
     "bfloat16": DataType.R_16BF,
     "float32": DataType.R_32F,
     "float64": DataType.R_64F,
-    "e4m3": DataType.R_8F_E4M3,
-    "e5m2": DataType.R_8F_E5M2,
 }
-_FLOAT8 = ("e4m3", "e5m2")  # types of a; b is in E4M3
-_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, **dict.fromkeys(_FLOAT8, 1)}
+_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _EPILOGUES = {
     ("none", False): Epilogue.DEFAULT,
     ("bias", False): Epilogue.BIAS,
@@ -54,8 +51,7 @@ _WITH_BIAS = (Epilogue.BIAS, Epilogue.GELU_AUX_BIAS, Epilogue.BGRADB)
 _WITH_AUX = (Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU)
 _ACCUMULATING = (Epilogue.DEFAULT, Epilogue.BGRADB)
 _ADDING = (Epilogue.DEFAULT, Epilogue.BIAS)
-_SCALES = (Desc.B_SCALE_POINTER, Desc.A_SCALE_POINTER)  # of a and b: the library's A is our b
-_POINTERS = (Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER, *_SCALES)
+_POINTERS = (Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER)
 _FACTORS = {  # alpha and beta, which the library reads when a matmul is started
     DataType.R_32F: (ctypes.c_float(0), ctypes.c_float(1)),
     DataType.R_64F: (ctypes.c_double(0), ctypes.c_double(1)),
@@ -134,7 +130,6 @@ class LtMatmul:
         bias: Array | None = None,
         aux: Array | None = None,
         onto: Array | None = None,
-        scales: Array | None = None,
         factors: tuple[float, float] | None = None,
     ) -> None:
         """Start it. The first call for pointers of an alignment plans it, and keeps out's contents intact.
@@ -144,8 +139,6 @@ class LtMatmul:
         at = (address(out), address(a), address(b), address(out if onto is None else onto))
         extras = tuple(0 if each is None else address(each) for each in (bias, aux))
         bits = at[0] | at[1] | at[2] | at[3] | extras[0] | extras[1] | WIDEST
-        if scales is not None:
-            extras = (*extras, address(scales), address(scales) + scales.itemsize)
         plan = self._plans.get((kind, bits & -bits)) or self._plan(kind, bits & -bits)
         if plan.extras != extras:
             self._point(plan, kind, extras)
@@ -201,8 +194,8 @@ class LtMatmul:
 
     def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, ...]) -> None:
         if tuple(map(bool, extras)) != plan.wants:
-            raise ValueError(f"bias, aux or scales do not fit {kind}")
-        for attribute, extra in zip(_POINTERS, extras, strict=False):
+            raise ValueError(f"bias or aux do not fit {kind}")
+        for attribute, extra in zip(_POINTERS, extras, strict=True):
             if extra:
                 self._lt.set_descriptor(plan.descriptor, attribute, extra)
         plan.extras = extras
@@ -266,13 +259,11 @@ class LtMatmul:
 
     def _new_plan(self, kind: Matmul, alignment: int) -> _Plan:
         epilogue = _EPILOGUES[kind.epilogue, kind.has_bias]
-        is_float8 = kind.in_type in _FLOAT8
-        wants = (epilogue in _WITH_BIAS, epilogue in _WITH_AUX, *[True, True] * is_float8)
+        wants = (epilogue in _WITH_BIAS, epilogue in _WITH_AUX)
         in_type, out_type = _TYPES[kind.in_type], _TYPES[kind.out_type]
-        b_type = _TYPES["e4m3"] if is_float8 else in_type
         m, n, k = kind.m, kind.n, kind.k
         a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)), kind.stride, kind.batch)
-        b = self._lt.layout(b_type, *((k, n) if kind.transpose_b else (n, k)), batch=kind.batch)
+        b = self._lt.layout(in_type, *((k, n) if kind.transpose_b else (n, k)), batch=kind.batch)
         out = self._lt.layout(out_type, n, m, batch=kind.batch)
         attributes: dict[Desc, int] = {
             Desc.TRANSA: Operation.OP_T if kind.transpose_b else Operation.OP_N,
@@ -284,10 +275,6 @@ class LtMatmul:
             attributes[Desc.BIAS_POINTER] = alignment
         if wants[1]:
             attributes |= {Desc.EPILOGUE_AUX_POINTER: alignment, Desc.EPILOGUE_AUX_LD: n}
-        if is_float8:
-            attributes |= dict.fromkeys(_SCALES, alignment)
-            # Faster sums, which the library takes with fewer bits: not of gradients.
-            attributes[Desc.FAST_ACCUM] = int(kind.in_type == "e4m3")
         compute, scale = self._arithmetic(in_type)
         descriptor = self._lt.descriptor(compute, scale, attributes)
         zero, one = map(ctypes.addressof, _FACTORS[scale])

@@ -19,10 +19,9 @@ Load = Callable[[str], Any]
 Find = Callable[[Sequence[str]], str | None]
 
 OLDEST_CUDA, NEWEST_CUDA = 12, 13
-# Compute capabilities: the oldest that each CUDA compiles for, those with bfloat16 and float8.
+# Compute capabilities: the oldest that each CUDA compiles for, those with bfloat16.
 OLDEST_GPU: dict[int, Version] = {12: (7, 0), 13: (7, 5)}
 OLDEST_BFLOAT16: Version = (8, 0)
-OLDEST_FLOAT8: Version = (8, 9)
 
 # Shared libraries; {} is the CUDA version.
 LIBRARIES = {

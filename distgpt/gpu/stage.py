@@ -22,7 +22,7 @@ from distgpt.core.cpu.stages import Stage, StageKind
 from distgpt.core.ops.api import Kernels
 from distgpt.gpu import probe
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.probe import OLDEST_BFLOAT16, OLDEST_FLOAT8, Version, dotted
+from distgpt.gpu.probe import OLDEST_BFLOAT16, Version, dotted
 
 SLOW_FLOAT32 = (
     "float32 uses no tensor cores: with --dtype bfloat16 gpt-mini trained 4.8 times as fast on an H100;"
@@ -53,21 +53,17 @@ class GpuStage(Stage):
             return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
         if dtype in ROUNDED_DTYPES:
             return f"stage {self.name!r} computes on a GPU: {dtype} is for the CPU stages"
-        if self.gpu.float8 and dtype != "bfloat16":
-            return f"--float8 goes with --dtype bfloat16, not with {dtype}"
         if dtype != "bfloat16":
             return ""
         has = f"{self.device.name} has {dotted(self.device.capability)}"
         if self.device.capability < OLDEST_BFLOAT16:
             return f"--dtype bfloat16 needs compute capability {dotted(OLDEST_BFLOAT16)}, {has}: use float32"
-        if self.gpu.float8 and self.device.capability < OLDEST_FLOAT8:
-            return f"--float8 needs compute capability {dotted(OLDEST_FLOAT8)}, {has}: leave it out"
         return ""
 
     def compile_ahead(self, dtype: str, work: Callable[[Kernels], None]) -> None:
         from distgpt.gpu.listing import compile_ahead
 
-        compile_ahead(self.device, dtype, work, self.gpu.float8, self.comm.local_rank)
+        compile_ahead(self.device, dtype, work, self.comm.local_rank)
 
     def free_memory(self, ranks: int = 0) -> tuple[int, str]:
         return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"

@@ -38,10 +38,6 @@ def guarded(
         from distgpt.guards.bad_steps import BadSteps
 
         seams = replace(seams, judge=BadSteps)
-    if t.recheck_every:
-        from distgpt.guards.recheck import Recheck
-
-        seams = replace(seams, inspector=Recheck)
     if t.train_minutes:
         from distgpt.guards.timed import timed_clock
 

@@ -170,7 +170,7 @@ def _site(question: Question, shards: Manifest | None, ready: Stage | None) -> S
             raise
         from distgpt.gpu.accelerator import kernels_for_estimate
 
-        imagined = kernels_for_estimate(t.dtype, given, question.gpu.float8)
+        imagined = kernels_for_estimate(t.dtype, given)
         return Site(imagined, None, str(error), given, "a GPU of that size", assessed)
     free, where = stage.free_memory()
     return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", given or free, where, assessed)

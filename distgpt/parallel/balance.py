@@ -64,7 +64,6 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     others = {
         "deterministic (reproducible parts)": t.reproducible_parts,
         "outer-every": t.outer_every,
-        "recheck-every": t.recheck_every,
     }
     if ranks > 1:
         refuse_beside("--balance auto", others, "ranks get unlike parts")

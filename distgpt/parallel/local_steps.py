@@ -155,5 +155,5 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
             f"{what} goes with --grad-sync allreduce, chunked or hierarchical: {t.grad_sync} needs gradients "
             "of every step"
         )
-    others = {"deterministic (reproducible parts)": t.reproducible_parts, "recheck-every": t.recheck_every}
+    others = {"deterministic (reproducible parts)": t.reproducible_parts}
     refuse_beside(what, others, "ranks have weights of their own")

@@ -23,7 +23,7 @@ NEUTRAL = frozenset(
     {
         *("data", "val", "val_tokens", "hellaswag", "eval_every", "sample_every", "log_every", "save_every"),
         *("save_minutes", "save", "keep", "keep_every", "keep_every_minutes", "keep_minutes"),
-        *("on_disk_error", "recheck_every", "verify_every", "verify_data", "bad_steps_allowed"),
+        *("on_disk_error", "verify_every", "verify_data", "bad_steps_allowed"),
     }
 )
 

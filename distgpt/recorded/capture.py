@@ -45,7 +45,7 @@ ANSWERS = frozenset(
     )
 )
 # What steers, or gives back what was put in.
-STEERS = frozenset(("each", "run_together", "precisely", "sort_tokens", "record"))
+STEERS = frozenset(("each", "run_together", "sort_tokens", "record"))
 
 
 def _begin_anew() -> None:

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 import click
 import pytest
-from click.testing import CliRunner
 from conftest import inside, refused
 
 from distgpt.commands.options import OPTIONS, set_by_user, settings, settings_but, spelled, stage_options
@@ -36,7 +35,7 @@ DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfi
 COMPONENTS = (
     *("balance", "bigrams", "chats", "exchange", "gpu", "hellaswag", "hierarchical", "in parts"),
     *("local steps", "lora", "overlapped"),
-    *("packing", "recheck", "reproducible", "retention", "rollback", "sharded", "trial", "within"),
+    *("packing", "reproducible", "retention", "rollback", "sharded", "trial", "within"),
 )
 
 
@@ -121,7 +120,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("recompute", "embedding_lr", "value_lr", "head_lr", "vector_lr", "decay_fraction", "train_minutes"),
         *("within_minutes", "keep_every", "keep_every_minutes", "keep_minutes"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
-        *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
+        *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed"),
         *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
     } == CHANGEABLE
 
@@ -157,26 +156,8 @@ def test_defaults_then_preset_then_file_then_flags(tmp_path):
     assert (asked_for({}).name, resolve(asked_for({}))) == ("tiny", preset("tiny"))
 
 
-def test_former_names_of_settings_are_understood_and_flags_say_the_new_one(tmp_path):
-    now = {
-        "gradient_dtype": "bfloat16",
-        "recheck_every": 3,
-        "reproducible_parts": 4,
-        "grad_sync": "allreduce",
-    }
-    text = '[train]\nwire = "bfloat16"\nreplay_every = 3\nunits = 4\ngrad_sync = "packed"\n'
-    assert parse_toml(text, "a file") == now
-    (tmp_path / "old.toml").write_text(text.replace("units = 4\n", ""))
-    run = resolve(asked_for({"reproducible_parts": 4}, toml=tmp_path / "old.toml"))
-    assert all(getattr(run.train, name) == value for name, value in now.items())
-
-    command = click.command()(settings(lambda **flags: click.echo(json.dumps(set_by_user(flags)))))
-    words = ["--wire", "bfloat16", "--replay-every", "3", "--units=4", "--grad-sync", "packed"]
-    result = CliRunner().invoke(command, words)
-    *said, found = result.output.splitlines()
-    assert json.loads(found) == now
-    assert "--replay-every is now called --recheck-every" in said and len(said) == 4
-    assert "--wire" not in CliRunner().invoke(command, ["--help"]).output
+def test_former_choices_of_settings_are_read_from_files():
+    assert parse_toml('[train]\ngrad_sync = "packed"\n', "a file") == {"grad_sync": "allreduce"}
 
 
 def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
@@ -277,7 +258,7 @@ LIMITS = (
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
     ("keep_every keep_every_minutes keep_minutes", "at least 0", 0, -1),
-    ("spike_zscore bad_steps_allowed recheck_every reproducible_parts outer_every", "at least 0", 0, -1),
+    ("spike_zscore bad_steps_allowed reproducible_parts outer_every", "at least 0", 0, -1),
     ("reproducible_parts", "at most 1048576", 1 << 20, 1 << 21),
     ("lora_rank lora_alpha", "at least 0", 0, -1),
     ("lora_rank", "at most 4096", 4096, 4097),
@@ -390,7 +371,7 @@ CHOSEN = {
     "recompute": "block", "save_every": 3, "save": "sync",
     "keep": 1, "keep_every": 3, "keep_minutes": 0.0001,
     "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
-    "bad_steps_allowed": 3, "recheck_every": 2, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
+    "bad_steps_allowed": 3, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
     "val_tokens": 24,
     "hellaswag": "examples", "log_every": 2,
 }  # fmt: skip
@@ -438,3 +419,10 @@ def test_a_warm_up_that_nobody_chose_fits_a_short_run(tmp_path):
 
     assert (warmup(), warmup(steps=600), warmup(steps=40), warmup(steps=1)) == (120, 120, 8, 0)
     assert warmup(steps=40, warmup=30) == warmup("warmup = 30", steps=40) == 30
+
+
+def test_removed_settings_matter_only_at_other_values():
+    assert parse_toml("[train]\nrecheck_every = 0\nsteps = 7\n", "a file") == {"steps": 7}
+    values = parse_toml("recheck_every = 3\n", "a file")
+    with pytest.raises(UsageError, match="no longer has the setting recheck_every"):
+        RunConfig().with_values(values)

@@ -16,7 +16,6 @@ RAN = [sys.executable, str(Path(__file__).with_name("ran.py"))]
 # Of each component: its folders, what it is compared with, and the words of the command beside that one's.
 ALONE = {
     "within": (["guards", "recipes"], "train", "--train-minutes 0.01"),
-    "recheck": (["guards"], "train", "--recheck-every 1"),
     "rollback": (["guards"], "train", "--on-bad-step rollback"),
     "reproducible": (["parallel"], "train", "--reproducible-parts 2"),
     "lora": (["adapters"], "init", "--lora-rank 2 --lora-matrices v,o"),
@@ -29,7 +28,6 @@ TOGETHER = {
     "local steps": (["parallel"], "ranks", "--outer-every 2 --schedule constant"),
     "sharded": (["parallel"], "ranks", "--grad-sync sharded"),
     "overlapped": (["parallel"], "ranks", "--grad-sync overlapped"),
-    "rechecked by another": (["guards"], "ranks", "--recheck-every 1"),
     "reproducible on two": (["parallel"], "ranks", "--reproducible-parts 2"),
 }
 # Machine code comes to a plain run by these too, as loops are compiled or loaded, where ran.py does not look.

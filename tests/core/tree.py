@@ -23,8 +23,8 @@ KEPT = Path(__file__).with_name("leads_out.txt")
 TREE = ("base", "ops", "config", "comm", "cpu", "data", "model", "saved", "generate", "train")
 # What components are called. The settings name them, so `config` is left out.
 WORDS = (
-    *("lora", "adapter", "outer", "recheck", "reproducible", "int8", "int4"),
-    *("chat", "hellaswag", "nccl", "float8", "slurm"),
+    *("lora", "adapter", "outer", "reproducible", "int8", "int4"),
+    *("chat", "hellaswag", "nccl", "slurm"),
 )
 AIMS = {"Any": 80, "cast": 17}
 

@@ -93,7 +93,7 @@ def test_the_predicted_text_is_as_long_as_it_is_written():
     assert Validation(windows_of(ArrayTokens(ids[[0, 3]]), 2)).bits_per_byte(1.0, tokenizer) is None
 
 
-def test_an_evaluation_counts_bits_by_the_byte_under_either_name_of_its_length(capsys):
+def test_an_evaluation_counts_bits_by_the_byte(capsys):
     sample = bundled("weights", "sample.safetensors")
     tokenizer = read_description(sample).tokenizer
     ids = tokenizer.encode(read_text(resolve_data("story")))[:301]
@@ -102,9 +102,8 @@ def test_an_evaluation_counts_bits_by_the_byte_under_either_name_of_its_length(c
     assert found["val_tokens"] == 300 and 0.5 < found["val_loss"] < 5
     assert found["perplexity"] == pytest.approx(2.718281828 ** found["val_loss"])
     assert found["bits_per_byte"] == pytest.approx(found["val_loss"] / 0.693147181 * 300 / length)
-    for option in ("--val-tokens", "--tokens"):  # the second is the former name
-        words = f"eval --weights {sample} --val story {option} 300 --threads 1 --json"
-        cli.main(words.split(), standalone_mode=False)
-        assert json.loads(capsys.readouterr().out) == found, option
+    words = f"eval --weights {sample} --val story --val-tokens 300 --threads 1 --json"
+    cli.main(words.split(), standalone_mode=False)
+    assert json.loads(capsys.readouterr().out) == found
     with pytest.raises(UsageError, match="nothing to evaluate: give --val, or a benchmark"):
         cli.main(["eval", "--weights", "any"], standalone_mode=False)

@@ -16,7 +16,6 @@ from ctypes import c_int, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
 import numpy as np
-from float8 import E4M3, E5M2, from_float8
 from numpy.lib.stride_tricks import as_strided
 
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
@@ -26,16 +25,12 @@ SUCCESS, NOT_INITIALIZED, INVALID, EXECUTION_FAILED, INTERNAL, NOT_SUPPORTED = 0
 NAMES = {7: "INVALID_VALUE", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED"}
 NAMES = {code: f"CUBLAS_STATUS_{name}" for code, name in NAMES.items()}
 BF16 = 14
-FLOAT8 = {28: E4M3, 29: E5M2}
 DTYPES = {0: STORAGE["float32"], 1: STORAGE["float64"], BF16: STORAGE["bfloat16"]}
-DTYPES |= dict.fromkeys(FLOAT8, np.dtype(np.uint8))
 SUMS = {(68, 0): "float", (77, 0): "tf32", (70, 1): "double"}  # by types of the sums, and of alpha and beta
 TYPES = {("float", BF16, BF16), ("float", BF16, 0), ("float", 0, 0), ("tf32", 0, 0), ("double", 1, 1)}
-TYPES |= {("float", of_a, of_d) for of_a in FLOAT8 for of_d in (0, BF16)}
 BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU, BGRADB = 4, 160, 164, 192, 512  # epilogues
 # Attributes of a kind of matmul and of a search: size in bytes, and what holds until they are set.
 TRANSA, TRANSB, EPILOGUE, BIAS_AT, AUX_AT, AUX_LD = 3, 4, 7, 8, 11, 12
-SCALES_AT, FAST_SUMS = (17, 18), 25  # of A and of B, on the device
 OF_MATMUL = {
     TRANSA: (4, 0),
     TRANSB: (4, 0),
@@ -43,8 +38,6 @@ OF_MATMUL = {
     BIAS_AT: (8, 0),
     AUX_AT: (8, 0),
     AUX_LD: (8, 0),
-    **dict.fromkeys(SCALES_AT, (8, 0)),
-    FAST_SUMS: (1, 0),
 }
 BATCH, APART = 5, 6  # of a layout: how many matrices, and the elements from one to the next
 OF_LAYOUT = {BATCH: 4, APART: 8}
@@ -138,9 +131,6 @@ class Layout(NamedTuple):
         return self.ld * DTYPES[self.type].itemsize
 
 
-ONE = Layout(0, 1, 1, 1)  # a number in float32
-
-
 class Descriptor(dict[int, int]):
     """Attributes of a kind of matmul, with the types of its sums and factors."""
 
@@ -173,7 +163,6 @@ class HostLt:
         self._addresses = itertools.count(0x10000, 16)
         self.invalid = self.started = self.searches = self.checks = 0
         self.algorithm = self.stream = -1  # the last ones
-        self.fast_sums = -1  # whether the last matmul in float8 has them
         self.preference: Any = None  # of the last search
         self.refused = -1  # an epilogue that is not supported
         for name, types in PROTOTYPES.items():
@@ -278,15 +267,7 @@ class HostLt:
         _require(op[BIAS_AT] or not op.has_bias)
         _require(not op.has_aux or (op[AUX_AT] and op[AUX_LD] >= m and op[AUX_LD] % 8 == 0))
         _require((SUMS.get(op.types), a.type, d.type) in TYPES, NOT_SUPPORTED)
-        if a.type in FLOAT8:  # of which it wants rows along k, and one factor in E4M3
-            _require(op[TRANSA] and not op[TRANSB], NOT_SUPPORTED)
-            _require(b.type in FLOAT8 and 28 in (a.type, b.type), NOT_SUPPORTED)
-            _require(all(size % 16 == 0 for size in (m, n, k)), NOT_SUPPORTED)
-            _require(op[EPILOGUE] in (1, BIAS), NOT_SUPPORTED)
-            self.fast_sums = op[FAST_SUMS]
-        else:
-            _require(a.type == b.type, NOT_SUPPORTED)
-            _require(not any(op[at] for at in (*SCALES_AT, FAST_SUMS)))
+        _require(a.type == b.type, NOT_SUPPORTED)
         _require(op[EPILOGUE] != self.refused, NOT_SUPPORTED)
 
     def _Matmul(self, handle: int, desc: int, *others: int) -> None:
@@ -298,8 +279,7 @@ class HostLt:
         one, op, layouts = ALGORITHMS[chosen[7]], self.live[desc], [self.live[x] for x in (la, lb, lc, ld)]
         self._fit(op, *layouts)
         _require(not one.breaks, EXECUTION_FAILED)
-        alignment = max(one.alignment, 16 if layouts[0].type in FLOAT8 else 1)
-        _require(all(n % alignment == 0 for n in (a, b, c, d, *(x.row_bytes for x in layouts))))
+        _require(all(n % one.alignment == 0 for n in (a, b, c, d, *(x.row_bytes for x in layouts))))
         _require(op.aligned(one.extras) and size >= one.workspace and (workspace or not size))
         self.started, self.algorithm, self.stream = self.started + 1, int(chosen[7]), stream
         # What descriptors and factors hold counts when a matmul is started, not when it is done.
@@ -328,8 +308,6 @@ def _view(at: int, layout: Layout) -> Any:
 
 def _numbers(at: int, layout: Layout) -> Any:
     view = _view(at, layout)
-    if layout.type in FLOAT8:
-        return from_float8(view, FLOAT8[layout.type])
     return (from_bfloat16(view) if layout.type == BF16 else view).astype(np.float64)
 
 
@@ -347,7 +325,6 @@ def _multiply(op: Descriptor, alpha: float, beta: float, *operands: tuple[int, L
     a, b, c, (to, layout) = operands
     left, right = _numbers(*a), _numbers(*b)
     left, right = left.T if op[TRANSA] else left, right.T if op[TRANSB] else right
-    alpha = math.prod((alpha, *(float(_numbers(op[at], ONE)[0, 0]) for at in SCALES_AT if op[at])))
     if SUMS[op.types] == "tf32":
         left, right = _as_tf32(left), _as_tf32(right)
     aux = op[AUX_AT], layout._replace(ld=op[AUX_LD])

@@ -62,12 +62,8 @@ def test_the_sources_of_every_preset_are_listed(name):
     run, device = preset(name), CupyDevice(0, xp=FakeCupy())
     run = replace(run, model=replace(run.model, vocab_size=run.model.vocab_size or 300))
     for dtype in ("bfloat16", "float32"):
-        kinds = kinds_for(
-            device,
-            dtype,
-            partial(rehearse, config=run, strategy=Strategy(run.train, 1)),
-            float8=dtype == "bfloat16",
-        )
+        work = partial(rehearse, config=run, strategy=Strategy(run.train, 1))
+        kinds = kinds_for(device, dtype, work)
         sources = {source for source, _ in kinds}
         assert {"norm", "attention_delta", "attention_cached", "optimizer", "loss", "reduce"} <= sources
         assert ("muon" in sources) == (run.train.optimizer == "muon")

@@ -110,15 +110,6 @@ def test_plain_attention_reads_and_writes_rows_in_pieces_of_16_bytes(arch, type)
         assert statistics <= few[name], where
 
 
-def test_tensors_become_float8_16_bytes_at_a_time_by_the_conversion_of_the_hardware():
-    found = {name: code for name, _, code in kernels("float8", "sm_90", "bfloat16")}
-    assert count(found["greatest"], "LDG 128") == 1
-    for name, format in (("narrow_e4m3", "E4M3"), ("narrow_e5m2", "E5M2"), ("narrow_turned", "E4M3")):
-        code = found[name]
-        assert count(code, "LDG 128") and count(code, "STG 128"), name
-        assert any(each.op.startswith("F2FP") and format in each.op for each in code), name
-
-
 def test_mistakes_are_seen():
     text = """
     extern "C" __global__ void local(float* p, int i) {

@@ -107,7 +107,7 @@ def test_ranks_share_the_memory_of_a_gpu(node):
 
 def test_stages_without_a_gpu_refuse_its_options():
     for name in ("serial", "mpi"):
-        for option in ({"graphs": False}, {"allreduce": "nccl"}, {"tf32": True}, {"float8": True}):
+        for option in ({"graphs": False}, {"allreduce": "nccl"}, {"tf32": True}):
             with pytest.raises(UsageError, match="cuda and mpi-cuda"):
                 open_stage(name, gpu=GpuConfig(**option))
 

@@ -46,7 +46,7 @@ def test_a_run_reports_speed_memory_and_share_of_the_peak(tmp_path, monkeypatch)
 
 def test_stage_and_gpu_options_are_passed_on_to_every_child():
     command = click.command()(stage_options(lambda **given: given))
-    every = GpuConfig(graphs=False, allreduce="host", deterministic=True, tf32=True, float8=True)
+    every = GpuConfig(graphs=False, allreduce="host", deterministic=True, tf32=True)
     for stage, threads, gpu in (("serial", 3, GpuConfig()), ("mpi-cuda", None, every)):
         words = list(map(str, TrainOptions(stage, threads, gpu).stage_words()))
         at = words.index("--dtype")

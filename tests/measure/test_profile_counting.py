@@ -26,7 +26,6 @@ NO_OPERATIONS = {
     "to_host",
     "later",
     "free_memory",
-    "precisely",
     "record",
     "between",
     "agree",

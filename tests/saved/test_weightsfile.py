@@ -12,6 +12,7 @@ import pytest
 from foreignmodels import random_model
 
 from distgpt.core.base.errors import DataError
+from distgpt.core.base.files import bundled
 from distgpt.core.config import ModelConfig
 from distgpt.core.saved import tensors as weightsfile
 from distgpt.core.saved.modelfile import read_description
@@ -146,6 +147,14 @@ def test_a_file_that_does_not_describe_a_model_is_refused(path):
         words = "version '9'" if "config" in metadata else r"weights\.safetensors: not written by distgpt"
         with pytest.raises(DataError, match=words):
             read_description(path)
+
+
+def test_weights_outlive_settings_that_were_removed(path):
+    header = read_header(bundled("weights", "sample.safetensors"))
+    tensors = {name: np.zeros(tensor.shape, np.float32) for name, tensor in header.tensors.items()}
+    config = header.metadata["config"] + "recheck_every = 3\n"  # the last table is [train]
+    write_tensors(path, tensors, header.metadata | {"config": config})
+    assert read_description(path).run == read_description(bundled("weights", "sample.safetensors")).run
 
 
 # Damage

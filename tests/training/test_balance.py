@@ -85,7 +85,6 @@ def test_what_needs_equal_parts_is_refused():
     for how, named in (
         ({"reproducible_parts": 8}, r"--deterministic \(reproducible parts\)"),
         ({"outer_every": 4}, "--outer-every"),
-        ({"recheck_every": 3}, "--recheck-every"),
     ):
         config = replace(PLAIN, grad_accum=0, balance="auto", **how)
         with pytest.raises(UsageError, match=f"--balance auto and {named} exclude"):

@@ -275,7 +275,6 @@ def test_what_needs_the_same_weights_everywhere_is_refused():
         {"grad_sync": "sharded"},
         {"grad_sync": "overlapped"},
         {"reproducible_parts": 8},
-        {"recheck_every": 3},
     ):
         with pytest.raises(UsageError, match="--outer-every 4"):
             refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 2, on_gpu=False)

@@ -11,7 +11,6 @@ from threadranks import on_all_ranks
 
 from distgpt.core.base.errors import NonFiniteError, StorageError
 from distgpt.core.base.interrupts import PendingSignals
-from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.core.cpu.kernels import CpuKernels
@@ -23,9 +22,9 @@ from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan
 from distgpt.core.train.progress import Finished, Progress
 from distgpt.core.train.run import Seams
-from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Inspector, Votes
+from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Votes
 from distgpt.core.train.setup import open_run
-from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, Strategy
+from distgpt.core.train.sharing import OptimizerState, Strategy
 from distgpt.core.train.step import Step
 from distgpt.guards.attach import guarded
 from distgpt.guards.bad_steps import BadSteps
@@ -94,51 +93,10 @@ def test_without_guards_and_in_any_order_of_them_a_run_has_the_same_bits(tmp_pat
 
 def test_a_run_has_only_what_its_settings_ask_for(tmp_path):
     run, _ = trained(tmp_path / "default", guarded(TrainConfig()))
-    assert isinstance(run.judge, FiniteJudge) and type(run.clock) is Clock and run.step._inspector is None
-    more = {"on_bad_step": "skip", "recheck_every": 2, "train_minutes": 0.01}
+    assert isinstance(run.judge, FiniteJudge) and type(run.clock) is Clock
+    more = {"on_bad_step": "skip", "train_minutes": 0.01}
     run, _ = trained(tmp_path / "more", guarded(TrainConfig(**more)), **more)
-    assert isinstance(run.judge, BadSteps) and run.clock.elapsed is not None and run.step._inspector
-
-
-def test_what_is_compared_is_what_this_rank_has_computed():
-    """Not yet a sum: no gradient is sent in such a step before all of them are compared."""
-    t, events = TrainConfig(batch_size=4, grad_accum=2, recompute="none"), []
-    model = Model(
-        Architecture(ModelConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16)),
-        CpuKernels(threads=1),
-    )
-    model.train()
-    model.initialise(1)
-
-    class Sending(Exchange):
-        def ready(self, final):
-            events.append("sent")
-
-        def sum_gradients(self, step):
-            events.append("summed")
-
-    class Collecting(MicroBatches):
-        def collect(self, i):
-            events.append(f"collected {i}")
-
-    class Every(Inspector):
-        def begin(self, step, compute):
-            if step != 1:
-                return None
-            compute(0)
-            return lambda: events.append("compared")
-
-    step = Step(
-        AdamW(model, t), SerialComm(), t, Sending(), micro_batches=Collecting(t, 1), inspector=Every()
-    )
-    batches = Batches(ArrayTokens(np.arange(200, dtype=np.uint16) % 16), 8, 4, 1)
-    found = []
-    for number in range(2):
-        step.launch(number, batches)
-        found.append(list(dict.fromkeys(events)))
-        events.clear()
-    assert found[0] == ["collected 0", "sent", "collected 1", "summed"]
-    assert found[1] == ["compared", "collected 0", "collected 1", "summed"]
+    assert isinstance(run.judge, BadSteps) and run.clock.elapsed is not None
 
 
 def test_a_vote_of_one_rank_counts_once_in_each_step():

@@ -18,7 +18,8 @@ MOST_TOML_DOTS = 2000  # the parser keeps every beginning of a dotted key
 
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
-FORMER_NAMES = {about.formerly: name for name, about in SETTINGS.items() if about.formerly}
+# Settings that are gone, and the value at which they did nothing: only a run with another one cannot resume.
+REMOVED: dict[str, object] = {"recheck_every": 0}
 
 BATCH_KEYS = {"batch_size", BATCH_TOKENS}
 
@@ -36,6 +37,8 @@ class RunConfig:
     def with_values(self, values: Mapping[str, object]) -> RunConfig:
         """Return a copy with some settings changed. Refuse unknown names and impossible values."""
         for name in values:
+            if name in REMOVED:
+                raise UsageError(f"distgpt no longer has the setting {name}: remove it from config.toml")
             if name not in SETTINGS:
                 raise UsageError(f"unknown setting {name!r:.80}{nearest(name[:80], SETTINGS)}")
         # Whatever their types are: the copies check them as they are made.
@@ -66,12 +69,15 @@ def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, ob
 
 
 def renamed(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values with former names, and former names of choices, replaced by those of today."""
+    """Return the values with former choices replaced by those of today, without settings that did nothing
+    and are gone.
+    """
     found: dict[str, object] = {}
     for name, value in values.items():
-        now = FORMER_NAMES.get(name, name)
-        choices = dict(SETTINGS[now].former_choices) if now in SETTINGS else {}
-        found[now] = choices.get(value, value) if isinstance(value, str) else value
+        if name in REMOVED and value == REMOVED[name]:
+            continue
+        choices = dict(SETTINGS[name].former_choices) if name in SETTINGS else {}
+        found[name] = choices.get(value, value) if isinstance(value, str) else value
     return found
 
 
@@ -135,7 +141,7 @@ def flat_settings(document: Mapping[str, object], source: str) -> dict[str, obje
         elif key in tables:
             inside = renamed(value)
             for name in inside:
-                if name not in tables[key]:
+                if name not in tables[key] and name not in REMOVED:
                     raise UsageError(
                         f"{source}: [{key}] has no setting {name!r:.80}{nearest(name[:80], tables[key])}"
                     )

@@ -34,7 +34,6 @@ class Known(TypedDict, total=False):
     first: bool
     flag: str
     changeable: bool
-    formerly: str
     former_choices: tuple[tuple[str, str], ...]
     undecided: str
     component: str
@@ -58,8 +57,7 @@ class Setting:
     first: bool = False  # --help shows it too
     flag: str = ""  # the option's spelling, where it is not "--" and the name
     changeable: bool = False  # on resume: what the steps so far computed stays as it is
-    formerly: str = ""  # a name that files and scripts may still have
-    former_choices: tuple[tuple[str, str], ...] = ()  # such values, and what they are called now
+    former_choices: tuple[tuple[str, str], ...] = ()  # values in older files, and what they are called now
     undecided: str = ""  # an option's and a file's default: opening a run decides, so no configuration has it
     component: str = ""  # what a value other than the default needs; "": the core alone
     components: tuple[tuple[str, str], ...] = ()  # the same, of single choices

@@ -429,7 +429,6 @@ class TrainConfig:
         choices=GRADIENT_DTYPES,
         changeable=True,
         component="in parts",
-        formerly="wire",
     )
     outer_every: int = of_ranks(
         0,
@@ -461,7 +460,6 @@ class TrainConfig:
         low=0,
         most=1 << 20,
         changeable=True,
-        formerly="units",
         component="reproducible",
     )
     balance: str = of_ranks(
@@ -563,14 +561,6 @@ class TrainConfig:
         changeable=True,
         component="rollback",
     )
-    recheck_every: int = of_trouble(
-        0,
-        "Every N steps, let another rank recompute one rank's gradients and compare. 0: never.",
-        low=0,
-        changeable=True,
-        formerly="replay_every",
-        component="recheck",
-    )
     verify_every: int = of_trouble(
         100,
         "Compare the ranks' weights every N steps, after the first one and at the end. 0: never.",
@@ -668,12 +658,6 @@ class GpuConfig:
     tf32: bool = of_computing(
         False,
         "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages).",
-        component="gpu",
-    )
-    float8: bool = of_computing(
-        False,
-        "Multiply bfloat16 matrices in float8 where that is faster (Ada, Hopper and newer). A run's"
-        " evaluations and samples stay in bfloat16.",
         component="gpu",
     )
 

@@ -141,9 +141,6 @@ class CpuKernels(OnHost):
     def run_together(self, work: Work) -> None:
         self._pool.run_together(work)
 
-    def precisely(self, work: Work) -> None:
-        work()
-
     def record(self, work: Work) -> Work:
         """Return the work itself, or what a component makes of it."""
         return part("record", as_it_is)(self, work)

@@ -61,8 +61,6 @@ class Capabilities:
     sums_bias_gradients: bool = False
     rounded: str = ""  # the dtype that matrices are rounded to, for inference alone
     norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` leaves for gradients of parameters
-    # Return the bytes that matmuls keep for a copy of a matrix of so many elements; None: they copy none.
-    copy_bytes: Callable[[int], int] | None = None
 
 
 class StepScalars(NamedTuple):
@@ -237,10 +235,6 @@ class Kernels(Protocol):
         Workers do not wait for each other in between, so no operation may read what another one writes, and
         work() may change nothing but by operations.
         """
-
-    def precisely(self, work: Work) -> None:
-        """Call work(), whose results are judged or read: matmuls do not round their inputs to TensorFloat-32,
-        as a GPU may in training."""
 
     def zero(self, x: Array) -> None:
         """x ← 0"""

@@ -151,9 +151,6 @@ class ReferenceKernels(OnHost):
     def run_together(self, work: Work) -> None:
         work()
 
-    def precisely(self, work: Work) -> None:
-        work()
-
     # -- embedding
 
     def embed(

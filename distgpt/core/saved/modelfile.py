@@ -18,6 +18,7 @@ from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
 from distgpt.core.config import ROUNDED_DTYPES, ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.core.config.run_config import REMOVED
 from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
 from distgpt.core.model.memory import LEARNED, FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
@@ -253,7 +254,8 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
 def _parse(metadata: dict[str, str], path: Path) -> Description:
     """Return the description in a file's metadata, or raise a DataError."""
     try:
-        run = RunConfig().with_values(parse_toml(metadata["config"], str(path)))
+        values = parse_toml(metadata["config"], str(path))
+        run = RunConfig().with_values({name: each for name, each in values.items() if name not in REMOVED})
     except (UsageError, ValueError, ArithmeticError) as error:  # of numbers beyond what Python converts
         raise DataError(f"{path}: its configuration is invalid: {error}") from None
     except RecursionError:

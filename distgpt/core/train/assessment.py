@@ -159,7 +159,7 @@ class Scorer:
                 what(work)
 
             self._recorded[name] = self.model.kernels.record(compute)
-        self.model.kernels.precisely(self._recorded[name])
+        self._recorded[name]()
         return work.around.all
 
     def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:

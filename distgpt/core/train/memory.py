@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt, prod
@@ -18,7 +18,7 @@ from distgpt.core.base.formatting import size as size_of
 from distgpt.core.comm.agree import on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.resources import granted_memory
-from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
@@ -107,10 +107,6 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     except MemoryError:  # the batch itself, on the host
         many = f"{count(sequences, 'sequence')} of {config.model.seq_len} tokens"
         raise UsageError(f"{many} in one micro-batch are too many") from None
-    if kernels.capabilities.copy_bytes:
-        dry.requested += _copies(
-            config.model, sequences * config.model.seq_len, kernels.capabilities.copy_bytes
-        )
     activations = dry.more()
     if evaluated:
         from distgpt.core.train.assessment import Scorer
@@ -125,12 +121,6 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     except MemoryError:  # it is made to be counted: there is not even room for one, of four such matrices
         update = 4 * max(map(prod, shapes)) * kernels.wide.itemsize
     return Need(weights, states, activations, evaluation, dry.more(), update)
-
-
-def _copies(model: ModelConfig, rows: int, copy_bytes: Callable[[int], int]) -> int:
-    """Return the bytes of copies that matmuls keep: of the largest matrices, and as much for smaller ones."""
-    widest = max(model.qkv_width, model.pre_width)
-    return 2 * (copy_bytes(rows * widest) + copy_bytes(model.padded_vocab * model.n_embd))
 
 
 def fit_to_memory(

@@ -23,7 +23,7 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.checkpoints import Checkpoints
 from distgpt.core.train.progress import Activity, Pace, Progress
 from distgpt.core.train.report import Report
-from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Inspector, Judge, Times
+from distgpt.core.train.seams import Clock, Disk, FiniteJudge, Guard, Judge, Times
 from distgpt.core.train.sharing import Exchange, OptimizerState, Placement
 from distgpt.core.train.step import Launch, Step
 
@@ -114,7 +114,6 @@ class Seams:
     )
     disk: Callable[[RunDirectory, TrainConfig, Model, Description, Say], Disk] = lambda *about: Disk()
     outdated: Callable[[TrainConfig], Outdated] = lambda t: partial(beyond, t.keep)
-    inspector: Callable[[Comm, Model, TrainConfig], Inspector] | None = None
     guards: Callable[[Run], Sequence[Guard]] = lambda run: ()
 
 

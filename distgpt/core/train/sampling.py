@@ -23,10 +23,6 @@ def sample(
         Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
     )
     pieces: list[str] = []
-
-    def write() -> None:
-        while not engine.is_idle and not (signals and signals.came):
-            pieces.extend(event.text for event in engine.step())
-
-    model.kernels.precisely(write)
+    while not engine.is_idle and not (signals and signals.came):
+        pieces.extend(event.text for event in engine.step())
     return "".join(pieces)

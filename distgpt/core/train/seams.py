@@ -5,7 +5,6 @@ ModelKind   what is built, trained and described           setup.py, before ther
 Judge       which steps may change the weights             `Step._update`, `settle`
 Clock       which step is the last one                     `take_steps`, `settle`
 Votes       what ranks tell each other with each step      `Step.launch`, `settle`
-Inspector   whether computed gradients are right           `Step.launch`; a plain run has none
 Guard       watches finished steps; an observer            `settle`; a plain run has none
 Listener    shows and records progress; an observer        report.py
 Disk        writes what is saved                           checkpoints.py
@@ -238,16 +237,6 @@ class Votes:
                 " same elements in each call?"
             )
         return Heard(first_of(signals), bool(disk), float(elapsed))
-
-
-class Inspector(Protocol):
-    """Checks the gradients of a step's first micro-batch against those that it computes anew."""
-
-    def begin(self, step: int, compute: Callable[[int], None]) -> Callable[[], None] | None:
-        """Compute the gradients of a rank by `compute(rank)`, if it is this rank's turn. Collective.
-
-        Return what compares them, to be called when this rank has its own gradients; None if nothing is due.
-        """
 
 
 class Guard(Protocol):

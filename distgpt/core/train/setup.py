@@ -180,7 +180,6 @@ def open_run(plan: Plan, stage: Stage, listener: Listener, seams: Seams = PLAIN)
         exchange,
         micro_batches=micro_batches,
         objection=judge.objection if waits else None,
-        inspector=seams.inspector(comm, model, settings) if seams.inspector else None,
         activity=activity,
     )
     assessment = None

@@ -26,7 +26,6 @@ from distgpt.core.model.optim import AdamW, learning_rate
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import Array
 from distgpt.core.train.progress import COMPUTING, EXCHANGING, UPDATING, Activity, Finished
-from distgpt.core.train.seams import Inspector
 from distgpt.core.train.sharing import Exchange, MicroBatches
 
 OwnVotes = Callable[[], Sequence[float]]  # of this rank; see `Votes` in seams.py
@@ -92,11 +91,10 @@ class Step:
         *,
         micro_batches: MicroBatches | None = None,
         objection: Objection | None = None,
-        inspector: Inspector | None = None,
         activity: Activity | None = None,
     ) -> None:
         """`objection(loss, norm)` is the judge's, where it needs the result before the update (setup.py). It
-        returns why a step must not change the weights, "" if it may. `inspector` checks what was computed.
+        returns why a step must not change the weights, "" if it may.
         """
         self.optimizer = optimizer
         self.model = optimizer.model
@@ -119,7 +117,6 @@ class Step:
         self._pass = Pass(
             self.model, n_seq, seq_len, training=True, recompute=config.recompute, positions=positions
         )
-        self._inspector = inspector
         # Recorded forward and backward passes: a recording fixes whether it adds to the gradients that are
         # there, and whether it sends them meanwhile, and the first micro-batch and the last one differ.
         self._recorded = {
@@ -144,23 +141,13 @@ class Step:
             self.model.kernels.agree(partial(gather_bytes, self.comm))
         self._launched += 1
         self._exchanged_at = self._exchanged_at or time.perf_counter()
-        compare = None
-        if self._inspector:
-            # First, as it may compute another rank's gradients, in the buffer that is then for this rank's.
-            first_gradients_of = partial(self._compute, number, batches, 0)  # of a rank's first micro-batch
-            compare = self._inspector.begin(number, first_gradients_of)
         last = self._micro_batches.count - 1
         for micro_batch in range(last + 1):
             sends = False
             if micro_batch == last:
                 self.exchange.before_backward(number)
-                # Where the last micro-batch is also the first, `compare` is still to see its gradients,
-                # which must not be sums yet.
-                sends = compare is None and self.exchange.ready is not None
-            self._compute(number, batches, micro_batch, self.comm.rank, sends)
-            if compare and micro_batch == 0:  # before `collect`, and before the next one adds to them
-                self.activity.enter(EXCHANGING)
-                compare()
+                sends = self.exchange.ready is not None
+            self._compute(number, batches, micro_batch, sends)
             self._micro_batches.collect(micro_batch)
         self._append(votes())  # as late as can be: signals came meanwhile
         self.activity.enter(EXCHANGING)
@@ -190,15 +177,13 @@ class Step:
         self.comm.all_gather(self.model.grads.flat, self.optimizer.update_bounds)
         self.activity.enter(UPDATING)
 
-    def _compute(
-        self, number: int, batches: Batches, micro_batch: int, rank: int, sends: bool = False
-    ) -> None:
-        """Add the gradients of a rank's micro-batch to those of the micro-batches before it.
+    def _compute(self, number: int, batches: Batches, micro_batch: int, sends: bool) -> None:
+        """Add the gradients of this rank's micro-batch to those of the micro-batches before it.
 
         `sends`: whether the exchange takes gradients as they become final, within the backward pass.
         """
         self.activity.enter(COMPUTING)
-        batches.fill(number, self._micro_batches.sequences_of(rank, micro_batch), *self._host)
+        batches.fill(number, self._micro_batches.sequences_of(self.comm.rank, micro_batch), *self._host)
         for device, host in zip(self._inputs, self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
         adds = micro_batch > 0 and self._micro_batches.accumulates

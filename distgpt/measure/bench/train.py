@@ -56,7 +56,7 @@ class TrainOptions(BenchOptions):
         words += ["--threads", self.threads] if self.threads is not None else []
         words += [] if gpu.graphs else ["--no-cuda-graph"]
         words += [] if gpu.allreduce == GpuConfig().allreduce else ["--allreduce", gpu.allreduce]
-        return words + [f"--{flag}" for flag in ("deterministic", "tf32", "float8") if getattr(gpu, flag)]
+        return words + [f"--{flag}" for flag in ("deterministic", "tf32") if getattr(gpu, flag)]
 
 
 def measure_peak(options: TrainOptions) -> None:

@@ -28,7 +28,7 @@ FREE = {
     *("steps", "min_lr", "seed", "dtype", "matmul", "log_every", "sample_every"),
     *("save_every", "save_minutes", "save", "on_disk_error"),
     *("keep", "keep_every", "keep_every_minutes", "keep_minutes"),
-    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
+    *("on_bad_step", "spike_zscore", "bad_steps_allowed"),
     *("verify_every", "verify_data", "grad_accum", "grad_sync", "reproducible_parts", "recompute"),
 }
 
