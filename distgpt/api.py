@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -204,6 +205,7 @@ class GPT:
     def __init__(self, model: Model, description: Description, comm: Comm) -> None:
         self._model, self._description, self._comm = model, description, comm
         self._passes: dict[tuple[int, int, bool], Pass] = {}
+        self._lock = threading.RLock()  # calls share the buffers of passes and kernels
 
     def __repr__(self) -> str:
         c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
@@ -230,35 +232,39 @@ class GPT:
     def logits(self, tokens: ArrayLike) -> NDArray[Any]:
         """The logits (B, T, V) of the next token, after each token."""
         ids, shape = self._checked(tokens)
-        work, k = self._pass(ids, training=False), self._model.kernels
-        out = k.zeros(ids.size, self.config.padded_vocab)
-        k.precisely(lambda: work.logits(out, work.hidden(self._flat(ids))))
-        return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
+        with self._lock:
+            work, k = self._pass(ids, training=False), self._model.kernels
+            out = k.zeros(ids.size, self.config.padded_vocab)
+            k.precisely(lambda: work.logits(out, work.hidden(self._flat(ids))))
+            return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
 
     def trace(self, tokens: ArrayLike) -> Trace:
         """Hidden states, attention weights of every layer, and logits."""
         from distgpt.evaluation.trace import trace
 
         ids, shape = self._checked(tokens)
-        found = trace(self._model, self._flat(ids), *ids.shape)
+        with self._lock:
+            found = trace(self._model, self._flat(ids), *ids.shape)
         return found if len(shape) == 2 else found.of_one()
 
     def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
         """The mean cross-entropy over all tokens."""
         ids, wanted = self._pair(tokens, targets)
         k = self._model.kernels
-        total = k.wide_zeros(1)
-        work = self._pass(ids, training=False)
-        k.precisely(lambda: work.loss(total, self._flat(ids), self._flat(wanted)))
-        return float(k.to_host(total)[0])
+        with self._lock:
+            total = k.wide_zeros(1)
+            work = self._pass(ids, training=False)
+            k.precisely(lambda: work.loss(total, self._flat(ids), self._flat(wanted)))
+            return float(k.to_host(total)[0])
 
     def gradients(self, tokens: ArrayLike, targets: ArrayLike) -> dict[str, NDArray[Any]]:
         """The gradients of the mean loss, by the names of the parameters."""
         ids, wanted = self._pair(tokens, targets)
-        work = self._pass(ids, training=True)
-        work.loss_and_gradients(self._flat(ids), self._flat(wanted), 1.0, accumulate=False)
-        k = self._model.kernels
-        return {name: np.array(k.to_host(array)) for name, array in self._model.grads.items()}
+        with self._lock:
+            work = self._pass(ids, training=True)
+            work.loss_and_gradients(self._flat(ids), self._flat(wanted), 1.0, accumulate=False)
+            k = self._model.kernels
+            return {name: np.array(k.to_host(array)) for name, array in self._model.grads.items()}
 
     @_ending_together()
     def generate(
