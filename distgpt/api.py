@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, save_model
 from distgpt.core.saved.opening import ALONE, BESIDE, open_model, random_model
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.plan import follow_recipes, make_plan
 from distgpt.core.train.resume import leave_finished
@@ -153,6 +154,12 @@ def train(
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     asked = follow_recipes(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
     plan = make_plan(ready, asked, told.noted)
+    # A notebook, or one of the functions, may change the working directory.
+    plan = replace(
+        plan,
+        directory=RunDirectory(plan.directory.path.absolute()),
+        checkpoint=plan.checkpoint and plan.checkpoint.absolute(),
+    )
     if plan.is_finished:
         leave_finished(ready.comm, plan.directory, plan.config.train, plan.state.seconds, told.noted)
         dtype = plan.config.train.dtype

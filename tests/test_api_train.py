@@ -1,6 +1,7 @@
 """Training from Python: what the command does, with functions that are called on the way."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -52,6 +53,22 @@ def test_it_is_the_run_of_the_command(tmp_path, trained):
     )
     done = distgpt.train(out=again.directory, resume="auto", threads=1)
     assert repr(done) == f"<Trained in {again.directory}: nothing to do>"
+
+
+def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch):
+    elsewhere, text = tmp_path / "elsewhere", tmp_path / "text.txt"
+    elsewhere.mkdir()
+    text.write_text("a lamp and a tree and a sea\n" * 99)
+    relative = {**SMALL, "data": text.name, "tokenizer": "char", "save_every": 2}
+    monkeypatch.chdir(tmp_path)
+    done = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
+    assert done.directory.parent == tmp_path / "runs" and len(done.metrics) == len(lines(done.directory))
+    assert not [*elsewhere.iterdir()]
+    monkeypatch.chdir(tmp_path)
+    relative |= {"steps": 8, "out": done.directory.relative_to(tmp_path), "resume": "auto"}
+    resumed = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == [7, 8]
+    assert not [*elsewhere.iterdir()]
 
 
 def test_an_exception_of_a_function_ends_the_run(tmp_path):
