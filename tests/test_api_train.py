@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -53,6 +55,19 @@ def test_it_is_the_run_of_the_command(tmp_path, trained):
     )
     done = distgpt.train(out=again.directory, resume="auto", threads=1)
     assert repr(done) == f"<Trained in {again.directory}: nothing to do>"
+
+
+def test_of_two_threads_that_train_in_one_directory_one_is_refused(tmp_path):
+    def run(number):
+        try:
+            return distgpt.train(**SMALL, out=tmp_path / "run", on_step=lambda metrics: time.sleep(0.02))
+        except UsageError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        refused, done = sorted(threads.map(run, range(2)), key=lambda found: hasattr(found, "model"))
+    assert "run" in str(refused)
+    assert [line["step"] for line in lines(done.directory) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch):
