@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from conftest import inside
 
 import distgpt
 from distgpt.core.base.errors import UsageError
+from distgpt.texts import shards
 
 SMALL = {
     "data": "story", "tokenizer": "word", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16,
@@ -70,12 +72,16 @@ def test_of_two_threads_that_train_in_one_directory_one_is_refused(tmp_path):
     assert [line["step"] for line in lines(done.directory) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("data", ["text.txt", "shards"])
+def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch, data):
     elsewhere, text = tmp_path / "elsewhere", tmp_path / "text.txt"
     elsewhere.mkdir()
     text.write_text("a lamp and a tree and a sea\n" * 99)
-    relative = {**SMALL, "data": text.name, "tokenizer": "char", "save_every": 2}
+    monkeypatch.setattr(shards, "MOST_OPEN", 1)
     monkeypatch.chdir(tmp_path)
+    words = ["--tokenizer", "byte", "--out", "shards", "--shard-tokens", "99"]
+    assert inside("data", "prepare", text.name, *words).returncode == 0
+    relative = {**SMALL, "data": data, "tokenizer": "byte", "save_every": 2}
     done = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
     assert done.directory.parent == tmp_path / "runs" and len(done.metrics) == len(lines(done.directory))
     assert not [*elsewhere.iterdir()]
