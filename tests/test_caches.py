@@ -3,6 +3,8 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -89,6 +91,13 @@ def test_without_any_place_nothing_is_kept_and_all_is_made(home, tmp_path, monke
     monkeypatch.setenv(caches.CACHE, "$NOT_SET_HERE")
     assert caches.places() == [] and cache_folder("kernels") is None
     moved_caches.move()
+
+
+def test_importing_survives_a_working_directory_that_is_gone(tmp_path):
+    """An error of one rank before it has joined the others would leave them waiting."""
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import distgpt.cli"
+    env = {**os.environ, caches.CACHE: "relative"}
+    assert subprocess.run([sys.executable, "-P", "-c", code], env=env).returncode == 0
 
 
 def test_a_file_of_another_user_is_not_read(tmp_path):
