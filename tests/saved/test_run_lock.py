@@ -75,12 +75,14 @@ def test_a_second_run_of_the_process_and_a_forked_child_are_refused(tmp_path, mo
             second.release()
             assert first.path.exists()
             if (child := os.fork()) == 0:
-                try:
-                    first.claim()
-                except UsageError:
-                    os._exit(5)
-                os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+                refused = 0
+                for refuse in (first.claim, first.refuse_taken, second.claim):
+                    try:
+                        refuse()
+                    except UsageError:
+                        refused += 1
+                os._exit(refused)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
             assert first.path.exists()
         with second.claimed(SerialComm()):
             assert first.is_held()

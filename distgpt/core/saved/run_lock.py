@@ -48,6 +48,7 @@ class RunLock:
         self._directory = directory
         self._absolute = self.path.absolute()  # a notebook may change its folder while it holds the lock
         self._descriptor: int | None = None  # of the locked file
+        self._is_lost = False  # to the process that this one was forked from
 
     @contextmanager
     def claimed(self, comm: Comm) -> Iterator[None]:
@@ -90,7 +91,7 @@ class RunLock:
         if not is_free or not _is_at(descriptor, path):
             os.close(descriptor)
             return False
-        self._descriptor = descriptor
+        self._descriptor, self._is_lost = descriptor, False
         try:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, json.dumps(asdict(Holder(platform.node(), os.getpid()))).encode() + b"\n")
@@ -122,6 +123,8 @@ class RunLock:
 
         Whoever takes a host for lost removes the file that a process there has locked.
         """
+        if self._is_lost:
+            raise self._in_use()
         if self._descriptor is None:
             return
         with storage_errors("read", self._absolute):  # a disk that fails for a moment ends no run
@@ -186,7 +189,7 @@ def _let_go() -> None:
     for held in _held.values():
         if held._descriptor is not None:
             os.close(held._descriptor)
-        held._descriptor = None
+        held._descriptor, held._is_lost = None, True
     _held.clear()
 
 
