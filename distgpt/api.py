@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, save_model
 from distgpt.core.saved.opening import ALONE, BESIDE, open_model, random_model
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.plan import follow_recipes, make_plan
 from distgpt.core.train.resume import leave_finished
@@ -152,6 +154,12 @@ def train(
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     asked = follow_recipes(asked_for(settings, preset, toml, directory, resume), ready, told.noted)
     plan = make_plan(ready, asked, told.noted)
+    # A notebook, or one of the functions, may change the working directory.
+    plan = replace(
+        plan,
+        directory=RunDirectory(plan.directory.path.absolute()),
+        checkpoint=plan.checkpoint and plan.checkpoint.absolute(),
+    )
     if plan.is_finished:
         leave_finished(ready.comm, plan.directory, plan.config.train, plan.state.seconds, told.noted)
         dtype = plan.config.train.dtype
@@ -204,6 +212,7 @@ class GPT:
     def __init__(self, model: Model, description: Description, comm: Comm) -> None:
         self._model, self._description, self._comm = model, description, comm
         self._passes: dict[tuple[int, int, bool], Pass] = {}
+        self._lock = threading.RLock()  # calls share the buffers of passes and kernels
 
     def __repr__(self) -> str:
         c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
@@ -230,35 +239,39 @@ class GPT:
     def logits(self, tokens: ArrayLike) -> NDArray[Any]:
         """The logits (B, T, V) of the next token, after each token."""
         ids, shape = self._checked(tokens)
-        work, k = self._pass(ids, training=False), self._model.kernels
-        out = k.zeros(ids.size, self.config.padded_vocab)
-        work.logits(out, work.hidden(self._flat(ids)))
-        return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
+        with self._lock:
+            work, k = self._pass(ids, training=False), self._model.kernels
+            out = k.zeros(ids.size, self.config.padded_vocab)
+            work.logits(out, work.hidden(self._flat(ids)))
+            return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
 
     def trace(self, tokens: ArrayLike) -> Trace:
         """Hidden states, attention weights of every layer, and logits."""
         from distgpt.evaluation.trace import trace
 
         ids, shape = self._checked(tokens)
-        found = trace(self._model, self._flat(ids), *ids.shape)
+        with self._lock:
+            found = trace(self._model, self._flat(ids), *ids.shape)
         return found if len(shape) == 2 else found.of_one()
 
     def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
         """The mean cross-entropy over all tokens."""
         ids, wanted = self._pair(tokens, targets)
         k = self._model.kernels
-        total = k.wide_zeros(1)
-        work = self._pass(ids, training=False)
-        work.loss(total, self._flat(ids), self._flat(wanted))
-        return float(k.to_host(total)[0])
+        with self._lock:
+            total = k.wide_zeros(1)
+            work = self._pass(ids, training=False)
+            work.loss(total, self._flat(ids), self._flat(wanted))
+            return float(k.to_host(total)[0])
 
     def gradients(self, tokens: ArrayLike, targets: ArrayLike) -> dict[str, NDArray[Any]]:
         """The gradients of the mean loss, by the names of the parameters."""
         ids, wanted = self._pair(tokens, targets)
-        work = self._pass(ids, training=True)
-        work.loss_and_gradients(self._flat(ids), self._flat(wanted), 1.0, accumulate=False)
-        k = self._model.kernels
-        return {name: np.array(k.to_host(array)) for name, array in self._model.grads.items()}
+        with self._lock:
+            work = self._pass(ids, training=True)
+            work.loss_and_gradients(self._flat(ids), self._flat(wanted), 1.0, accumulate=False)
+            k = self._model.kernels
+            return {name: np.array(k.to_host(array)) for name, array in self._model.grads.items()}
 
     @_ending_together()
     def generate(

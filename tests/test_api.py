@@ -1,5 +1,7 @@
 """The Python interface: what goes in comes out, the numbers are the reference's, nonsense is refused."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -89,6 +91,27 @@ def test_answers_are_the_callers_to_keep_and_parameters_are_live(model, batch):
         np.testing.assert_array_equal(values, kept[1][name])
         model.parameters()[name][...] -= 0.01 * values
     assert model.loss(*batch) < before
+
+
+@pytest.mark.parametrize("name", ["logits", "loss", "gradients", "trace"])
+def test_calls_from_several_threads_do_not_share_buffers(model, batch, name, monkeypatch):
+    def call(ids):
+        found = getattr(model, name)(*[ids, ids][: 1 + (name in ("loss", "gradients"))])
+        return {"gradients": lambda: found["final_norm.w"], "trace": lambda: found.logits}.get(
+            name, lambda: found
+        )()
+
+    expected = [call(ids) for ids in batch] * 3
+    hidden = Pass.hidden
+
+    def slow(*arguments):
+        found = hidden(*arguments)
+        time.sleep(0.01)  # another thread computes meanwhile
+        return found
+
+    monkeypatch.setattr(Pass, "hidden", slow)
+    with ThreadPoolExecutor(2) as threads:
+        np.testing.assert_array_equal([*threads.map(call, [*batch] * 3)], expected)
 
 
 def test_text_in_text_out(trained):

@@ -1,12 +1,17 @@
 """Training from Python: what the command does, with functions that are called on the way."""
 
 import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from conftest import inside
 
 import distgpt
 from distgpt.core.base.errors import UsageError
+from distgpt.texts import shards
 
 SMALL = {
     "data": "story", "tokenizer": "word", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16,
@@ -52,6 +57,39 @@ def test_it_is_the_run_of_the_command(tmp_path, trained):
     )
     done = distgpt.train(out=again.directory, resume="auto", threads=1)
     assert repr(done) == f"<Trained in {again.directory}: nothing to do>"
+
+
+def test_of_two_threads_that_train_in_one_directory_one_is_refused(tmp_path):
+    def run(number):
+        try:
+            return distgpt.train(**SMALL, out=tmp_path / "run", on_step=lambda metrics: time.sleep(0.02))
+        except UsageError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        refused, done = sorted(threads.map(run, range(2)), key=lambda found: hasattr(found, "model"))
+    assert "run" in str(refused)
+    assert [line["step"] for line in lines(done.directory) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("data", ["text.txt", "shards"])
+def test_a_run_stays_in_its_directory_when_the_working_directory_changes(tmp_path, monkeypatch, data):
+    elsewhere, text = tmp_path / "elsewhere", tmp_path / "text.txt"
+    elsewhere.mkdir()
+    text.write_text("a lamp and a tree and a sea\n" * 99)
+    monkeypatch.setattr(shards, "MOST_OPEN", 1)
+    monkeypatch.chdir(tmp_path)
+    words = ["--tokenizer", "byte", "--out", "shards", "--shard-tokens", "99"]
+    assert inside("data", "prepare", text.name, *words).returncode == 0
+    relative = {**SMALL, "data": data, "tokenizer": "byte", "save_every": 2}
+    done = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
+    assert done.directory.parent == tmp_path / "runs" and len(done.metrics) == len(lines(done.directory))
+    assert not [*elsewhere.iterdir()]
+    monkeypatch.chdir(tmp_path)
+    relative |= {"steps": 8, "out": done.directory.relative_to(tmp_path), "resume": "auto"}
+    resumed = distgpt.train(**relative, on_step=lambda metrics: os.chdir(elsewhere))
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == [7, 8]
+    assert not [*elsewhere.iterdir()]
 
 
 def test_an_exception_of_a_function_ends_the_run(tmp_path):

@@ -3,11 +3,14 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from disks import raising
 
 from distgpt import moved_caches
 from distgpt.core.base import caches
@@ -76,6 +79,36 @@ def test_libraries_follow_unless_their_user_has_said_where(home, tmp_path, monke
         tmp_path / "all" / moved_caches.FOLDER
     }
     assert "HF_HUB_CACHE" not in os.environ
+
+
+def test_without_any_place_nothing_is_kept_and_all_is_made(home, tmp_path, monkeypatch):
+    home.write_text("")
+    monkeypatch.setattr(
+        tempfile, "gettempdir", raising(FileNotFoundError(2, "No usable temporary directory"))
+    )
+    assert caches.temporary_folder() is None and cache_folder("kernels") is None
+    assert made_by_one(tmp_path / "none" / "there", lambda: b"made") == b"made"
+    monkeypatch.setenv(caches.CACHE, "$NOT_SET_HERE")
+    assert caches.places() == [] and cache_folder("kernels") is None
+    moved_caches.move()
+
+
+def test_importing_survives_a_working_directory_that_is_gone(tmp_path):
+    """An error of one rank before it has joined the others would leave them waiting."""
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); import distgpt.cli"
+    env = {**os.environ, caches.CACHE: "relative"}
+    assert subprocess.run([sys.executable, "-P", "-c", code], env=env).returncode == 0
+
+
+def test_a_file_of_another_user_is_not_read(tmp_path):
+    path = tmp_path / "file"
+    caches.write_checked(path, b"x")
+    assert read_checked(path) == b"x"
+    try:
+        os.chown(path, 65534, -1)
+    except PermissionError:
+        pytest.skip("only root can give a file away")
+    assert read_checked(path) is None
 
 
 # Bounds

@@ -22,7 +22,7 @@ from distgpt.core.base.checked import Count, checked, parse_json
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
 from distgpt.core.base.formatting import count
-from distgpt.core.base.system import host_id
+from distgpt.core.base.system import host_id, python
 from distgpt.core.comm.resources import granted_cores
 from distgpt.core.train.whereabouts import processor_name
 from distgpt.doctor.facts import Facts, versions
@@ -145,7 +145,7 @@ def tell() -> None:
 
 
 def _ask(host: Host) -> None:
-    words = [*_SSH, "--", host.name, shlex.join([sys.executable, "-P", "-c", _ASK])]
+    words = [*_SSH, "--", host.name, shlex.join(python("-c", _ASK))]
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
         _read_answer(host, done.stdout, done.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer
 
@@ -12,7 +13,7 @@ from distgpt.fleet.exporter import Exporter
 from distgpt.fleet.prometheus import CONTENT_TYPE
 
 LOCAL = "127.0.0.1"
-PATIENCE = 5.0  # seconds for a client to send its request
+PATIENCE = 5.0  # seconds for a whole request: one client at a time, and others wait for it
 
 
 def parsed_address(text: str) -> tuple[str, int]:
@@ -52,9 +53,22 @@ class _Server(TCPServer):
         """Write nothing where a client leaves too early."""
 
 
+def _disconnect(client: socket.socket) -> None:
+    with suppress(OSError):
+        client.shutdown(socket.SHUT_RDWR)
+
+
 class _Answer(BaseHTTPRequestHandler):
     server: _Server
-    timeout = PATIENCE  # one client at a time: others wait for one that sends nothing
+
+    def handle(self) -> None:
+        timer = threading.Timer(PATIENCE, _disconnect, [self.connection])
+        timer.daemon = True
+        timer.start()
+        try:
+            super().handle()
+        finally:
+            timer.cancel()
 
     def do_GET(self) -> None:
         is_known = self.path.partition("?")[0] == "/metrics"

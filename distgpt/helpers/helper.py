@@ -22,7 +22,3 @@ def main() -> None:
         with suppress(Exception):  # whoever needs it compiles it, and reports why that fails
             loop: Any = attrgetter(name)(import_module(module))
             loop.compile(types)
-
-
-if __name__ == "__main__":
-    main()

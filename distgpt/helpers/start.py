@@ -5,7 +5,6 @@ Numba compiles one loop at a time in a process, so that all but one of the cores
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.core.base.system import python_code
 from distgpt.core.base.tables import part
 from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import MIB, granted_memory, usable_cores
@@ -100,14 +100,11 @@ def _name(missing: Missing) -> Name | None:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    # Modules are found where this process finds them, whatever has changed its path.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "distgpt.helpers.helper"],
+        python_code("from distgpt.helpers.helper import main; main()"),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environment,
     )
 
 

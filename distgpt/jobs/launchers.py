@@ -17,6 +17,7 @@ from typing import Any
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.base.files import read_small
+from distgpt.core.base.system import python_code
 from distgpt.core.cpu.stages import open_stage
 from distgpt.jobs import hostfile as hostfiles
 from distgpt.launch.environment import launched_as, launcher_name
@@ -143,9 +144,7 @@ def report_mpi() -> None:
 def distant_mpi() -> Facts:
     """Describe the MPI library from a process of its own: an MPI that cannot start may end its process."""
     try:
-        child = subprocess.run(
-            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=SECONDS_FOR_MPI
-        )
+        child = subprocess.run(python_code(_ASK_MPI), capture_output=True, text=True, timeout=SECONDS_FOR_MPI)
     except subprocess.TimeoutExpired:
         return {"problem": f"MPI did not start within {SECONDS_FOR_MPI} s"}
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries print, too

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.interrupts import ENDING, signals_deferred
+from distgpt.core.base.system import PACKAGE, python
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
 TIMED_OUT = 124
@@ -68,13 +69,13 @@ def ending(code: int) -> str:
 
 def distgpt_command(*words: object) -> list[str]:
     """A distgpt command, for this Python."""
-    return [sys.executable, "-m", "distgpt", *map(str, words)]
+    return python(PACKAGE, *words)
 
 
 def own_program() -> list[str]:
     """Return the words for distgpt by its whole path: a job, or another host, may have another PATH."""
     own = Path(sys.executable).with_name("distgpt")
-    return [str(own)] if own.is_file() else [sys.executable, "-m", "distgpt"]
+    return [str(own)] if own.is_file() else python(PACKAGE)
 
 
 def run(

@@ -8,6 +8,7 @@ from pathlib import Path
 from distgpt.core.base.errors import UsageError, escape
 from distgpt.core.base.formatting import count
 from distgpt.core.config import differences
+from distgpt.core.saved.checkpoint import OPTIMIZER, WEIGHTS, verify
 from distgpt.core.saved.tensors import DATA_SUM, read_header
 from distgpt.proofs.numbers import are_same, distance, tolerance_of, units
 from distgpt.proofs.promise import Side, described, why_rounding
@@ -35,6 +36,7 @@ class Parting:
     validation_by: list[str] = field(default_factory=list)  # settings and texts that its losses differ by
     weights_same: int | None = None  # the last checkpoint of both with the same weights
     weights_differ: int | None = None  # and the first one with others
+    optimizer_differs: int | None = None  # the first one with the same weights and another optimizer's state
     settings: dict[str, tuple[object, object]] = field(default_factory=dict)  # at that step
     neutral: list[str] = field(default_factory=list)  # settings that differ, and change no step
     data: tuple[str, str] | None = None  # the texts' fingerprints, if they differ
@@ -48,7 +50,7 @@ class Parting:
 
     @property
     def is_trained_alike(self) -> bool:
-        return self.step is None and self.weights_differ is None
+        return self.step is None and self.weights_differ is None and self.optimizer_differs is None
 
     def to_json(self) -> dict[str, object]:
         return {"same": self.is_same, **asdict(self)}
@@ -75,7 +77,7 @@ def compare(one: Path, other: Path) -> Parting:
             found.beyond = step
     _compare_validation(found, *records, settings[0].dtype)
     _compare_weights(found, *records)
-    places = found.step, found.weights_differ, found.validation_step
+    places = found.step, found.weights_differ, found.optimizer_differs, found.validation_step
     at = next((step for step in places if step is not None), common[-1])
     _explain(found, records, max(at, 1))  # the process of step 1 has also evaluated the first weights
     return found
@@ -95,17 +97,28 @@ def _compare_validation(found: Parting, one: Record, other: Record, dtype: str) 
 
 
 def _compare_weights(found: Parting, one: Record, other: Record) -> None:
-    """Compare the checksums of weights, of which no tensor need be read."""
+    """Compare the checksums of weights and optimizers; of the last checkpoint also the files with them."""
     paths = dict(one.checkpoints()), dict(other.checkpoints())
-    for step in sorted(paths[0].keys() & paths[1].keys()):
-        files = (checkpoints[step] / "weights.safetensors" for checkpoints in paths)
-        sums = [read_header(file).metadata.get(DATA_SUM) for file in files if file.exists()]
-        if len(sums) < 2 or None in sums:
+    common = sorted(paths[0].keys() & paths[1].keys())
+    for step in common:
+        weights, optimizers = (
+            [_checksum(checkpoints[step] / name) for checkpoints in paths] for name in (WEIGHTS, OPTIMIZER)
+        )
+        if step == common[-1]:
+            for checkpoints in paths:
+                verify(checkpoints[step])
+        if None in weights:
             continue
-        if sums[0] == sums[1]:
+        if weights[0] == weights[1]:
             found.weights_same = step
+            if optimizers[0] != optimizers[1] and found.optimizer_differs is None:
+                found.optimizer_differs = step
         elif found.weights_differ is None:
             found.weights_differ = step
+
+
+def _checksum(file: Path) -> str | None:
+    return read_header(file).metadata.get(DATA_SUM) if file.exists() else None
 
 
 def _explain(found: Parting, records: tuple[Record, Record], step: int) -> None:
@@ -159,6 +172,8 @@ def page(found: Parting) -> str:
         rows.append(("weights", f"other bits after step {found.weights_differ}"))
     elif found.weights_same is not None:
         rows.append(("weights", f"the same to the bit after step {found.weights_same}"))
+    if found.optimizer_differs is not None:
+        rows.append(("optimizer", f"other bits after step {found.optimizer_differs}"))
     rows += [("setting", f"{name}: {a!r:.60} in A, {b!r:.60} in B") for name, (a, b) in _few(found)]
     if len(found.settings) > MOST_SHOWN:
         rows.append(("", f"… and {len(found.settings) - MOST_SHOWN} more (--json lists all)"))
@@ -199,12 +214,13 @@ def _validation(found: Parting) -> str:
 def verdict(found: Parting) -> str:
     """Say in a sentence whether two runs part, and by what."""
     if found.is_same:
-        return "the same to the bit"
+        same = "the same to the bit"
+        return f"{same} in all losses: no checkpoint is in both" if found.weights_same is None else same
     if found.is_trained_alike:
         return (
             f"training is the same to the bit, and validation losses differ at step {_validation_by(found)}"
         )
-    at = found.step or found.weights_differ
+    at = found.step or found.weights_differ or found.optimizer_differs
     if found.settings or found.data:
         named = [*found.settings, *(["data"] if found.data else [])]
         return f"they part at step {at}, by {', '.join(named[:MOST_SHOWN])}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.errors import DataError, DisagreementError, Say, UsageError
+from distgpt.core.base.files import storage_errors
 from distgpt.core.base.tables import part
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.config import TrainConfig
@@ -93,7 +94,8 @@ def taken(
     them.
     """
     comm = stage.comm
-    folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
+    with storage_errors("create a folder in", Path("$TMPDIR")):
+        folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
     try:
         task = Task.decode(on_root(comm, lambda: make(folder / RUN).encode()))
         if comm.rank == 0 and kept.is_dir():

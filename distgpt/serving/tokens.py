@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.core.base.errors import DataError
-from distgpt.core.config import Setting
 from distgpt.serving.completions import ECHOED, SWITCH, Served, checked, named_model, parse_object, tokens_of
 from distgpt.serving.limits import Limits, invalid
 from distgpt.texts.tokenizers.chat_template import chat_of
@@ -28,7 +27,9 @@ def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     """Return the ids of a prompt. One that spells a special token, and nothing else, is that token."""
     found = parse_object(body, ("model", "prompt", "add_special_tokens"), {})
     served = named_model(found, served)
-    text = checked(found, "prompt", Setting(str, ""), "")
+    text = "" if found.get("prompt") is None else found["prompt"]
+    if not isinstance(text, str):
+        raise invalid("prompt must be a text", "prompt")
     tokenizer, with_first = served.tokenizer, checked(found, "add_special_tokens", SWITCH, True)
     try:
         special = tokenizer.specials.get(text)

@@ -101,7 +101,7 @@ def parse(words: Sequence[str]) -> LaunchLine:
         raise UsageError("give the whole line after --, as in -- mpirun -n 8 -f hosts distgpt train …")
     if ":" in words:
         raise UsageError("one program is supervised: leave out what follows the :")
-    begin = at - 3 if at > 2 and words[at - 2] == "-m" else at - 1  # python -m distgpt
+    begin = at - 3 if at > 2 and words[at - 2] in ("-m", "-P") else at - 1  # python -m distgpt
     launcher: list[str] = []
     for word in words[:begin]:
         option, equals, value = word.partition("=")

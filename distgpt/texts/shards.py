@@ -365,7 +365,7 @@ def load_shards(comm: Comm, folder: Path, request: DataRequest, say: Say) -> Cor
             return f"{folder} is not there on this node: all nodes must share the disk it lies on"
         try:
             for split in dict.fromkeys(shard.split for shard in shards):
-                splits[split] = ShardTokens(folder, manifest, split)
+                splits[split] = ShardTokens(folder.absolute(), manifest, split)  # read while training
                 if len(splits[split]) < 2:
                     return f"{folder} has a single token of split {split!r}: at least 2 are needed"
             if request.verify:

@@ -81,7 +81,7 @@ def test_a_numba_that_does_not_load_is_reported_with_what_to_install(page, monke
 
 def test_an_mpi_that_does_not_load_or_ends_its_process_does_not_end_the_doctor(tmp_path, monkeypatch):
     (tmp_path / "mpi4py").mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     for how, words in (
         ("os._exit(0)", "MPI ended the process that started it"),
         ("os.abort()", "no PMI here"),

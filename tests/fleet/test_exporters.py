@@ -2,8 +2,11 @@
 
 import json
 import os
+import socket
+import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from urllib.error import HTTPError
 
@@ -162,6 +165,28 @@ def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(t
     for wrong in (str(port), "node..a:80"):  # taken; a name that Python cannot encode
         with pytest.raises(UsageError, match=f"--metrics-port {wrong}"):
             Port(wrong)
+    run.server.shutdown()
+    run.server.server_close()
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_client_that_is_slow_keeps_others_waiting_for_a_moment_only(sends, monkeypatch):
+    monkeypatch.setattr("distgpt.fleet.port.PATIENCE", 0.3)
+    run = Port("0")
+    where, done = run.server.server_address, threading.Event()
+
+    def trickle(client):
+        with suppress(OSError):
+            while not done.wait(0.05):
+                client.sendall(b"G" * sends)
+
+    with socket.create_connection(where) as client, ThreadPoolExecutor(1) as thread:
+        thread.submit(trickle, client)
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{where[1]}/metrics", timeout=4) as answer:
+                assert answer.status == 200
+        finally:
+            done.set()
     run.server.shutdown()
     run.server.server_close()
 

@@ -1,5 +1,7 @@
 """Programs that distgpt starts: the words of each launcher, what they leave, and that none outlives it."""
 
+import ast
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +14,9 @@ from conftest import MPIRUN, needs_mpi, wait_for
 from launching import RANKS, SIZES
 
 from distgpt.core.base.errors import StorageError, UsageError
-from distgpt.jobs.launchers import find_launcher, own_mpirun
-from distgpt.jobs.processes import TIMED_OUT, Ended, run, unlaunched
+from distgpt.core.base.system import PACKAGE, python, python_code
+from distgpt.jobs.launchers import distant_mpi, find_launcher, own_mpirun
+from distgpt.jobs.processes import TIMED_OUT, Ended, distgpt_command, run, unlaunched
 
 PYTHON = sys.executable
 
@@ -45,6 +48,57 @@ def test_children_that_say_much_or_take_too_long_or_are_killed_or_are_not_there(
     assert run(script("import os; os.kill(os.getpid(), 9)")).code == -signal.SIGKILL
     with pytest.raises(StorageError, match="cannot start /no/such/program: No such file"):
         run(["/no/such/program"])
+
+
+@pytest.fixture
+def strange_folder(tmp_path, monkeypatch):
+    """A working directory with files that are named as modules, and say so when they are imported."""
+    for name in ("click", "numpy", "mpi4py", "runpy", "distgpt"):
+        (tmp_path / f"{name}.py").write_text("print('from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+@pytest.mark.usefixtures("strange_folder")
+def test_children_import_nothing_from_the_working_directory(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as of python -c
+    ended = run(distgpt_command("--version"))
+    assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
+    assert run(python_code("import click, distgpt; print(distgpt.__name__)")).output == "distgpt\n"
+    assert "working directory" not in distant_mpi().get("problem", "")
+
+
+@pytest.mark.usefixtures("strange_folder")
+def test_children_use_the_package_that_started_them(tmp_path):
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "distgpt").symlink_to(PACKAGE)
+    site = os.pathsep.join(path for path in sys.path if Path(path).name == "site-packages")
+    start = [
+        sys.executable,
+        "-S",
+        *python()[1:],
+        tmp_path / "checkout" / "distgpt",
+    ]  # -S: without installed ones
+    ended = run([*start, "--version"], env={**os.environ, "PYTHONPATH": site})
+    assert (ended.code, ended.output.split(",")[0]) == (0, "distgpt"), ended
+
+
+def test_children_find_modules_in_folders_with_any_name(tmp_path, monkeypatch):
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b" / "in_a_folder_with_a_colon.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "a:b")
+    assert run(python_code("import in_a_folder_with_a_colon")).code == 0
+
+
+def test_python_is_started_by_one_function():
+    """The others would look for modules in the working directory."""
+    found = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.List | ast.Tuple) and "sys.executable" in map(ast.unparse, node.elts)
+    ]
+    assert found == ["core/base/system.py"]
 
 
 def gone(pid):

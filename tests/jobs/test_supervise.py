@@ -44,6 +44,10 @@ LINES = {
         "mpirun -n 3 numactl -l env A=1 distgpt train -n 5",
     ),
     "srun -n 8 -f distgpt train": ((1, None, None), "srun -n 8 -f env A=1 distgpt train"),
+    "mpirun -n 2 python3 -P /a/distgpt train": (
+        (2, None, None),
+        "mpirun -n 3 env A=1 python3 -P /a/distgpt train",
+    ),
     "distgpt train --out x": ((1, None, None), "distgpt train --out x"),
 }
 WRONG = {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from distgpt.core.base.caches import cache_folder
+from distgpt.core.base.caches import cache_folder, own_folders
 from distgpt.core.base.files import storage_errors
 from distgpt.core.cpu import first_use
 from distgpt.core.cpu.compiling import disk_cache
@@ -81,6 +81,18 @@ def test_a_place_that_is_asked_for_is_not_open_to_everybody(places):
     assert cache_folder("loops", beside) == user / "loops"
     beside.chmod(0o1777)  # as /tmp: nobody may rename what is another's
     assert cache_folder("loops", beside) == beside / "loops"
+
+
+def test_a_place_whose_owner_is_another_user_is_not_used(places):
+    """He may put a folder of his own there, at any time."""
+    beside, user, temporary = places
+    of_somebody_else(beside / "shared")
+    (beside / "shared").chmod(0o1777)
+    assert cache_folder("loops", beside / "shared") == user / "loops"
+    (beside / "shared" / "loops").mkdir(mode=0o700)
+    (temporary / "loops").mkdir(mode=0o700, parents=True)
+    temporary.chmod(0o700)
+    assert own_folders("loops", beside / "shared") == [user / "loops", temporary / "loops"]
 
 
 def test_a_shared_temporary_folder_of_our_name_is_not_used(places):

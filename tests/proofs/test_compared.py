@@ -37,6 +37,23 @@ def test_the_same(folder):
     assert "the same to the bit in all 6 steps" in page and page.endswith("\nthe same to the bit\n")
 
 
+def test_checkpoints_are_read_and_their_optimizers_compared(folder, tmp_path):
+    for name in ("weights", "optimizer"):
+        shutil.copytree(folder / "same", tmp_path / name)
+        path = tmp_path / name / "checkpoints" / "step-00000006" / f"{name}.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        refused(inside("compare", folder / "one", tmp_path / name), 65, path)
+    shutil.copy(folder / "same" / path.relative_to(tmp_path / name), path)
+    shutil.copy(folder / "other" / path.relative_to(tmp_path / name), path.parents[1] / "step-00000003")
+    found, result = compared(folder, tmp_path / "optimizer", "same")
+    assert result.returncode == 1 and not found["same"]
+    assert (found["optimizer_differs"], found["weights_same"], found["weights_differ"]) == (3, 6, None)
+    shutil.rmtree(tmp_path / "optimizer" / "checkpoints")
+    result = inside("compare", folder / "one", tmp_path / "optimizer")
+    assert result.returncode == 0 and "no checkpoint" in result.stdout
+
+
 def test_another_seed(folder):
     found, result = compared(folder, "one", "other")
     assert result.returncode == 1 and "they part at step 1, by seed" in result.stderr

@@ -62,6 +62,32 @@ def test_a_file_that_another_host_removed_is_taken_and_a_disk_that_fails_is_not(
         monkeypatch.undo()
 
 
+def test_a_second_run_of_the_process_and_a_forked_child_are_refused(tmp_path, monkeypatch):
+    first, second = (RunDirectory(tmp_path).lock for _ in range(2))
+    for has_locks in (True, False):
+        if not has_locks:
+            monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, "No locks available")))
+        with first.claimed(SerialComm()):
+            for refuse in (second.claim, second.refuse_second):
+                with pytest.raises(UsageError, match="is in use"):
+                    refuse()
+            assert second.is_held()
+            second.release()
+            assert first.path.exists()
+            if (child := os.fork()) == 0:
+                refused = 0
+                for refuse in (first.claim, first.refuse_taken, second.claim):
+                    try:
+                        refuse()
+                    except UsageError:
+                        refused += 1
+                os._exit(refused)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+            assert first.path.exists()
+        with second.claimed(SerialComm()):
+            assert first.is_held()
+
+
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     run = RunDirectory(tmp_path)
     words = [sys.executable, "-c", HOLD, str(tmp_path)]

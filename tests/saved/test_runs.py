@@ -14,6 +14,7 @@ import pytest
 from conftest import SMALL, inside, refused
 
 from distgpt.core.base.errors import UsageError, command_line
+from distgpt.core.base.system import PACKAGE, python
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.saved.modelfile import read_description
@@ -353,7 +354,7 @@ def test_commands_to_copy_are_quoted_and_can_be_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["-c"])
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert command_line("plot", "a b") == shlex.join([sys.executable, "-m", "distgpt", "plot", "a b"])
+    assert command_line("plot", "a b") == shlex.join(python(PACKAGE, "plot", "a b"))
     installed = tmp_path / ".venv" / "bin" / "distgpt"
     installed.parent.mkdir(parents=True)
     installed.touch(mode=0o755)

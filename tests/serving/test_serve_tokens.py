@@ -61,6 +61,9 @@ def test_texts_become_tokens_and_texts_again():
         )
         assert said["max_model_len"] == 128
         assert found.ask("/detokenize", {"tokens": said["tokens"]})[2] == {"prompt": "The lamp"}
+        for text in ("The lamp. " * 1000, "a\0b", "", None):
+            found_ids = found.ask("/tokenize", {"prompt": text, "add_special_tokens": False})[2]["tokens"]
+            assert found_ids == sample()[1].encode(text or "").tolist()
         for path, body in (
             ("/tokenize", {"prompt": 3}),
             ("/tokenize", {"text": "a"}),

@@ -106,7 +106,8 @@ def test_any_number_of_ranks_validates_alike(run):
 
 def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_rope(run, tmp_path):
     weights = run / "weights.safetensors"
-    full, some = evaluated(weights, "--val", "story"), evaluated(weights, "--val", "story", "--val-tokens", "40")
+    words = (weights, "--val", "story")
+    full, some = evaluated(*words), evaluated(*words, "--val-tokens", "40")
     assert some["val_tokens"] == 40 < full["val_tokens"]
     page = inside("eval", "--weights", weights, "--val", "story").stdout
     assert f"{full['perplexity']:.2f}" in page and "bits per byte" in page

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from distgpt.core.base.errors import DataError, StorageError, UsageError
-from distgpt.core.base.files import atomic_file, lock, open_regular, read_small
+from distgpt.core.base.files import atomic_file, lock, open_regular
 from distgpt.core.base.formatting import parse_size
 
 CACHE = "DISTGPT_CACHE"  # the folder for all caches; without it each lies where it is usual
@@ -36,14 +36,17 @@ def requested_folder() -> Path | None:
     return Path(given).absolute() if given else None
 
 
-def temporary_folder() -> Path:
-    """Return the folder of last resort, on a disk of this node. Whether it is private is not said."""
-    return Path(tempfile.gettempdir(), f"distgpt-{os.geteuid()}")
+def temporary_folder() -> Path | None:
+    """Return the folder of last resort, on a disk of this node, private or not; None if none is writable."""
+    with suppress(FileNotFoundError):
+        return Path(tempfile.gettempdir(), f"distgpt-{os.geteuid()}")
+    return None
 
 
 def usual_folder() -> Path:
     """Return the user's folder where DISTGPT_CACHE names none."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "distgpt")  # noqa: PTH111
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
+    return user.absolute() / "distgpt"
 
 
 def cache_folder(name: str, beside: Path | None = None, without: Collection[Path] = ()) -> Path | None:
@@ -65,8 +68,8 @@ def places(beside: Path | None = None) -> list[Path]:
     """List where caches may lie, in the order of preference."""
     if asked := requested_folder():
         is_known = "$" not in asked.as_posix()  # a variable that is not set would be a folder's name
-        return [*[asked] * is_known, temporary_folder()]
-    return [*filter(None, [beside]), usual_folder(), temporary_folder()]
+        return [*filter(None, [asked if is_known else None, temporary_folder()])]
+    return [*filter(None, [beside, usual_folder(), temporary_folder()])]
 
 
 def own_folders(name: str, beside: Path | None = None) -> list[Path]:
@@ -163,7 +166,10 @@ def _opened(path: Path) -> tuple[int, Path, bool] | None:
     Return it, its name, and if this process has the lock now; None without any place.
     """
     digest = sha256(os.fsencode(path)).hexdigest()[:24]
-    for name in (path.with_name(f".{path.name}.lock"), temporary_folder() / f".{digest}.lock"):
+    names = [path.with_name(f".{path.name}.lock")]
+    if last := temporary_folder():
+        names.append(last / f".{digest}.lock")
+    for name in names:
         if name.parent != path.parent and not _is_private(name.parent):
             continue
         with suppress(OSError):
@@ -225,9 +231,10 @@ def note_use(path: Path) -> None:
 
 
 def read_checked(path: Path) -> bytes | None:
-    """Return what `write_checked` wrote; None if it is missing or damaged."""
-    with suppress(DataError, StorageError):
-        if sha256((content := read_small(path))[32:]).digest() == content[:32]:
+    """Return what `write_checked` wrote, which may be code; None if it is damaged or another user's."""
+    with suppress(OSError, DataError), open_regular(path) as file:
+        is_own = os.fstat(file.fileno()).st_uid == os.geteuid()
+        if is_own and sha256((content := file.read())[32:]).digest() == content[:32]:
             note_use(path)
             return content[32:]
     return None
@@ -264,7 +271,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _is_open_to_few(folder: Path) -> bool:
-    """Create the folder if need be; return whether not everybody may rename the files in it."""
+    """Create the folder if need be; return whether few may rename the files in it."""
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return _is_closed(folder)
@@ -272,6 +279,7 @@ def _is_open_to_few(folder: Path) -> bool:
 
 def _is_closed(folder: Path) -> bool:
     with suppress(OSError):
-        mode = folder.stat().st_mode
-        return not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
+        found = folder.stat()
+        is_closed = not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX)
+        return is_closed and found.st_uid in (0, os.geteuid())  # its owner may rename what is in it
     return False

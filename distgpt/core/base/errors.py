@@ -11,6 +11,8 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
+from distgpt.core.base.system import PACKAGE, python
+
 Say = Callable[[str], None]  # tells the user a line
 
 
@@ -152,7 +154,7 @@ def _program() -> list[str]:
         called if called.name == "distgpt" and called.is_file() else Path(sys.executable).with_name("distgpt")
     )
     if not own.is_file():
-        return ["distgpt"] if on_path else [sys.executable, "-m", "distgpt"]
+        return ["distgpt"] if on_path else python(PACKAGE)
     if on_path and own.samefile(on_path):
         return ["distgpt"]
     here = own.absolute()

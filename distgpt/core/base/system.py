@@ -7,6 +7,19 @@ import platform
 import sys
 from pathlib import Path
 
+PACKAGE = Path(__file__).absolute().parents[2]
+
+
+def python(*words: object) -> list[str]:
+    """Return the words that start this Python, with no module from the working directory."""
+    return [sys.executable, "-P", *map(str, words)]
+
+
+def python_code(code: str) -> list[str]:
+    """Return the words that run code in another process, which finds modules where this one does."""
+    path = [*filter(None, map(str, sys.path)), str(PACKAGE.parent)]
+    return python("-c", f"import sys; sys.path[:] = {path!r}; {code}")
+
 
 def sysctl(name: str) -> bytes:
     """Return a value of macOS by its name; empty on other systems and for unknown names."""

@@ -23,7 +23,7 @@ from distgpt.core.comm.api import Comm
 ATTEMPTS = 10
 SECONDS_BETWEEN = 0.05
 
-_held: dict[Path, int] = {}  # open files that this process has locked
+_held: dict[Path, RunLock] = {}  # those that hold a directory in this process, or are about to
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class RunLock:
         self.path = directory / "running.json"
         self._directory = directory
         self._absolute = self.path.absolute()  # a notebook may change its folder while it holds the lock
+        self._descriptor: int | None = None  # of the locked file
+        self._is_lost = False  # to the process that this one was forked from
 
     @contextmanager
     def claimed(self, comm: Comm) -> Iterator[None]:
@@ -59,12 +61,23 @@ class RunLock:
                 self.release()
 
     def claim(self) -> None:
-        """Hold the directory until `release`, or the end of the process; a UsageError if another one does."""
-        with storage_errors("write", self._absolute):
-            for _ in range(ATTEMPTS):
-                if self._absolute in _held or self._lock():
-                    return
-                time.sleep(SECONDS_BETWEEN)
+        """Hold the directory until `release`, or the end of the process.
+
+        A UsageError if another process does, or another run of this one; a forked child does not.
+        """
+        if self._descriptor is not None:
+            return
+        if _held.setdefault(self._absolute, self) is not self:
+            raise self._in_use()
+        try:
+            with storage_errors("write", self._absolute):
+                for _ in range(ATTEMPTS):
+                    if self._lock():
+                        return
+                    time.sleep(SECONDS_BETWEEN)
+        finally:
+            if self._descriptor is None:
+                _held.pop(self._absolute, None)
         raise self._in_use()
 
     def _lock(self) -> bool:
@@ -78,7 +91,7 @@ class RunLock:
         if not is_free or not _is_at(descriptor, path):
             os.close(descriptor)
             return False
-        _held[path] = descriptor
+        self._descriptor, self._is_lost = descriptor, False
         try:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, json.dumps(asdict(Holder(platform.node(), os.getpid()))).encode() + b"\n")
@@ -88,15 +101,17 @@ class RunLock:
         if got is None:  # of two that began at the same moment, the name that was written last stands there
             time.sleep(SECONDS_BETWEEN)
             if self._is_named():
-                os.close(_held.pop(path))
+                self._descriptor = None
+                os.close(descriptor)
                 return False
         return True
 
     def release(self) -> None:
-        """Release the directory, if this process holds it."""
-        descriptor = _held.pop(self._absolute, None)
+        """Release the directory, if this holds it."""
+        descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
+        _held.pop(self._absolute, None)
         with suppress(OSError):
             if _is_at(descriptor, self._absolute):
                 self._absolute.unlink()
@@ -104,20 +119,21 @@ class RunLock:
             os.close(descriptor)
 
     def refuse_taken(self) -> None:
-        """Raise a UsageError if another process holds the directory that this one has claimed.
+        """Raise a UsageError if another process holds the directory that this has claimed.
 
         Whoever takes a host for lost removes the file that a process there has locked.
         """
-        descriptor = _held.get(self._absolute)
-        if descriptor is None:
+        if self._is_lost:
+            raise self._in_use()
+        if self._descriptor is None:
             return
         with storage_errors("read", self._absolute):  # a disk that fails for a moment ends no run
-            if self._absolute.exists() and not _is_at(descriptor, self._absolute):
+            if self._absolute.exists() and not _is_at(self._descriptor, self._absolute):
                 raise self._in_use()
 
     def refuse_second(self) -> str:
-        """Raise a UsageError if another process holds the directory; return which one was killed here."""
-        if self._absolute in _held:
+        """Raise a UsageError if another run holds the directory; return which process was killed here."""
+        if self._descriptor is not None:
             return ""
         if self.is_held():
             raise self._in_use()
@@ -136,8 +152,8 @@ class RunLock:
         return self._is_named() if got is None else not got
 
     def lacks_locks(self) -> bool:
-        """Return whether this process holds the directory by its name alone."""
-        return self._absolute in _held and lock(_held[self._absolute], fcntl.LOCK_EX) is None
+        """Return whether this holds the directory by its name alone."""
+        return self._descriptor is not None and lock(self._descriptor, fcntl.LOCK_EX) is None
 
     def _in_use(self) -> UsageError:
         return UsageError(
@@ -166,6 +182,18 @@ class RunLock:
             found = parse_object(read_small(self._absolute), self.path)
             return checked(Holder, {name: found.get(name) for name in Holder.__slots__})
         return None
+
+
+def _let_go() -> None:
+    """Leave the directories to the process that this one was forked from."""
+    for held in _held.values():
+        if held._descriptor is not None:
+            os.close(held._descriptor)
+        held._descriptor, held._is_lost = None, True
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -135,9 +135,12 @@ class RunDirectory:
         `event` is for the history: where the run begins, and from what. In a directory that was there, drops
         what is of steps after `step`, which will be repeated, and of the evaluation after it if that is due.
         """
-        fresh = not self.path.exists()
+        fresh = True
         with storage_errors("use the run directory", self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(parents=True)
+            except FileExistsError:
+                fresh = False
             try:
                 self.lock.claim()  # first: what follows removes files that another process may be writing
                 if not fresh:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import select
 import subprocess
-import sys
 import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from distgpt.core.base.errors import DataError, escape
+from distgpt.core.base.system import python
 
 SECONDS = 5.0  # for a text, with the start of the process
 
@@ -68,7 +68,7 @@ class Renderer:
 def _started() -> subprocess.Popen[bytes]:
     """Start the process, out of reach of the terminal's Ctrl-C, without its file's folder on its path."""
     return subprocess.Popen(
-        [sys.executable, "-P", _WORKER],
+        python(_WORKER),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -93,7 +93,7 @@ def folder_name() -> str:
 def beside() -> Path:
     """Return the place before the user's cache, where DISTGPT_CACHE names no other."""
     requested = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
-    return Path(requested) if requested else Path(__file__).parent / "__pycache__"
+    return Path(requested).absolute() if requested else Path(__file__).parent / "__pycache__"
 
 
 def site_path() -> Path:
