@@ -38,7 +38,7 @@ from distgpt.core.saved.weights import (
     QUANTISED,
     ROUNDED,
     Merge,
-    existing_weights,
+    find_weights,
     import_command,
     read_float,
     rounded_dtype,
@@ -124,7 +124,7 @@ def load_model(
     `path` may also be a run's directory, or a checkpoint.
     A model without learned positions accepts another `context` than it was trained with.
     """
-    path = Path(on_root(comm, lambda: str(existing_weights(path))))
+    path = Path(on_root(comm, lambda: str(find_weights(path))))
     description = load_description(path, comm)
     on_root(comm, lambda: description.refuse_incomplete(path))
     if merge:

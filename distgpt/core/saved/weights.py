@@ -53,6 +53,9 @@ def find_weights(path: Path) -> Path:
         if path.suffix == ".gguf" and path.is_file():
             raise UsageError(f"{path} is in GGUF: first {import_command(path, path.stem)}")
         if not path.is_dir():
+            if not path.exists():
+                meant = nearest_path(path) or _newest_in_words()
+                raise StorageError(f"cannot read {path}: No such file or directory{meant}")
             return path
         run = RunDirectory(path)
         for file in (run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):
@@ -63,15 +66,6 @@ def find_weights(path: Path) -> Path:
     if newest := newest_intact(run.checkpoints):
         return newest[0] / WEIGHTS
     raise UsageError(f"{path} is a directory without weights{_newest_in_words()}")
-
-
-def existing_weights(path: Path) -> Path:
-    """Return what `find_weights` does, or name another file or run if that does not exist."""
-    found = find_weights(path)
-    if not found.exists():
-        meant = nearest_path(found) or _newest_in_words()
-        raise StorageError(f"cannot read {found}: No such file or directory{meant}")
-    return found
 
 
 def _newest_in_words() -> str:

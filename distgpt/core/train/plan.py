@@ -187,7 +187,9 @@ def _resumed_run(settings: RunConfig, asked: Asked) -> RunConfig:
     """Return a run's own configuration, changed by what is given now."""
     config = resumed(settings, asked)
     init = config.train.init
-    return config.with_values({"init": str(weights_of(Path(init), asked.fetches))}) if init else config
+    if init == settings.train.init:  # whose file may be gone: a checkpoint has the weights
+        return config
+    return config.with_values({"init": str(weights_of(Path(init), asked.fetches))})
 
 
 def with_dtype(asked: Asked, stage: Stage, say: Say) -> Asked:
