@@ -122,6 +122,9 @@ def train(
     has its own settings, changed by these.
     """
     asked = asked_for(set_by_user(flags), preset, config, out, resume)
+    if flags["train_minutes"]:
+        ends = {"steps": flags["steps"], "epochs": flags.get("epochs")}
+        refuse_beside("--train-minutes", ends, "each says when a run ends")
     if (time_limit, stall_timeout, stall_abort) != (None, None, None):
         COMPONENTS.get("guards")  # raises an error where they are missing
     if log_format == "json":

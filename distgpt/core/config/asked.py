@@ -75,6 +75,9 @@ class Asked:
         chosen = str(self.preset or file.get("preset") or "")
         file.pop("preset", None)
         given: dict[str, object] = dict(self.given)
+        if self.within is not None:
+            ends = {name.replace("_", "-"): given.get(name) for name in ("steps", "epochs", "train_minutes")}
+            refuse_beside("--within", ends, "each says when a run ends")
         if "steps" in given:
             refuse_beside("--steps", {"epochs": given.get("epochs")}, "each says when a run ends")
             given["epochs"] = 0.0

@@ -324,7 +324,9 @@ def measured(metrics: Metrics) -> str:
     words = [f"after step {metrics['step']}:"]
     if "val_loss" in metrics:
         bits = f" ({metrics['bits_per_byte']:.4f} bits per byte)" if "bits_per_byte" in metrics else ""
-        words.append(f"validation loss {metrics['val_loss']:.4f}{bits} over {metrics['val_tokens']:,} tokens")
+        of = f" of {whole:,} held-out" if (whole := metrics.get("held_out_tokens")) else ""
+        over = f"{metrics['val_tokens']:,}{of} tokens"
+        words.append(f"validation loss {metrics['val_loss']:.4f}{bits} over {over}")
     # By the setting that asks for it, which is also its name in metrics.jsonl.
     words += [kind.words(metrics) for _, kind in METRICS.rows(name for name in METRICS if name in metrics)]
     return "  ".join(words)
