@@ -23,18 +23,20 @@ from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import AUTO, BYTE, load_tokenizer
 from distgpt.core.train.plan import DTYPE, begins_anew, is_open
 from distgpt.core.train.resume import saved_run
+from distgpt.core.train.run import Run
 from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.core.train.sharing import strategy_for
 from distgpt.recipes.depth import holds_out, text_of, titled
 from distgpt.recipes.derived import configured, everywhere
 from distgpt.recipes.difficulty import difficulty
-from distgpt.recipes.scaling import Choice, Text, choose
+from distgpt.recipes.scaling import EXPECTED_WITHIN, Choice, Text, bits_range, choose
 from distgpt.texts.tokenizers.bpe import LARGE
 from distgpt.texts.tokenizers.learn import learned_size
 
 STEP_SECONDS = 1.5  # time steps of a depth for this long
 MOST_MEASURING = 0.04  # of the time
+FEWER = 0.8  # of the planned steps: others use the machine. Evaluations and writing take some of the time.
 SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 
 
@@ -85,8 +87,27 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
         _report(found, rest, seconds, text, held_out, say)
     # If it needs little of the time, its steps end it: a clock would count what it does before the first one.
     given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
-    uncounted = compiled.begun - stage.begun
-    return replace(asked, given=given, depth=found.depth, tokens=found.tokens, uncounted=uncounted)
+    uncounted, bits = compiled.begun - stage.begun, found.bits_per_byte
+    asked = replace(asked, given=given, expected_bits=bits, uncounted=uncounted)
+    return replace(asked, depth=found.depth, tokens=found.tokens)
+
+
+def outcome(expected: float, run: Run) -> str:
+    """Compare a new run with what was expected of it, and say why it differs; "" if nothing was expected."""
+    t, made, best = run.settings, run.progress.step, run.checkpoints.best
+    why = []
+    if t.train_minutes and made < FEWER * t.steps:
+        fewer = f"about {count(t.steps, 'step')}, of which {made:,} were taken in the time"
+        why.append(f"{fewer}: do other programs use this machine?")
+    reached = run.bits_per_byte(best.loss) if best else None
+    if not expected or reached is None:
+        return "".join(why)
+    trained = run.report.reading.bits_per_byte(run.progress.loss)
+    if reached > (most := (1 + EXPECTED_WITHIN) * expected):
+        if trained and trained <= most:
+            why.append(f"training reached {trained:.2f}, so the text that is held out differs from the rest")
+        why = why or ["this text is harder than those that the estimate was made for"]
+    return "; ".join([f"{bits_range(expected)} bits per byte, reached {reached:.2f}", *why])
 
 
 def _chooses(asked: Asked) -> bool:
@@ -138,7 +159,7 @@ def _report(found: Choice, rest: float, seconds: float, text: Text, held_out: bo
     say(
         f"--within: depth {found.depth} reads about {found.tokens / 1e6:.2g} M tokens,"
         f" {found.tokens / text.tokens:.2g} times the text, and should reach"
-        f" {found.bits_range()} bits per byte on {whose}"
+        f" {bits_range(found.bits_per_byte)} bits per byte on {whose}"
     )
     if rest < seconds:
         say(
