@@ -250,9 +250,9 @@ def _report(run: Any, asked: Asked, as_json: bool) -> None:
         show("best", f"{directory.best}: validation loss {loss}{at}{of}")
         first = run.progress.first_val_loss
         if first is not None and best.loss >= first:
-            show("note", "validation was as low before the first step: nothing was learned that helps it")
+            show("note", "nothing was learned: the validation loss was as low before the first step")
         elif has_risen:
-            show("note", f"validation has risen since step {best.step}, of which are the best weights")
+            show("note", f"validation has risen since step {best.step}: the best weights are from there")
     show("metrics", str(directory.metrics))
     weights = directory.best if best else directory.weights
     word = "" if talks else _word_of_text(run)
