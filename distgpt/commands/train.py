@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from distgpt.commands.options import (
 )
 from distgpt.commands.watch_options import watch_options
 from distgpt.core.base.errors import Say, command_line, escape, escape_model_text, refuse_beside
-from distgpt.core.base.formatting import loss_and_bits, parse_duration
+from distgpt.core.base.formatting import clock, count, loss_and_bits, parse_duration
 from distgpt.core.base.tables import COMPONENTS, MissingComponent, part
 from distgpt.core.comm.job import shown_on_terminal, this_job
 from distgpt.core.config import GpuConfig, RunConfig
@@ -122,6 +123,9 @@ def train(
     has its own settings, changed by these.
     """
     asked = asked_for(set_by_user(flags), preset, config, out, resume)
+    if flags["train_minutes"]:
+        ends = {"steps": flags["steps"], "epochs": flags.get("epochs")}
+        refuse_beside("--train-minutes", ends, "each says when a run ends")
     if (time_limit, stall_timeout, stall_abort) != (None, None, None):
         COMPONENTS.get("guards")  # raises an error where they are missing
     if log_format == "json":
@@ -180,7 +184,7 @@ def train(
         if plan and ready.comm.rank == 0:  # before it trains: MPI's abort skips all other cleanup
             plan.directory.lock.release()
     if ready.comm.rank == 0:
-        _report(run, as_json=log_format == "json")
+        _report(run, asked, as_json=log_format == "json")
 
 
 def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
@@ -215,26 +219,50 @@ def _losses(run: Any) -> str:
     )
 
 
-def _report(run: Any, as_json: bool) -> None:
-    """Print a sample, where the results are, and what to do next."""
-    from distgpt.core.train.lines import LISTENERS
+def _report(run: Any, asked: Asked, as_json: bool) -> None:
+    """Print a sample of the best weights, where the results are, and what to do next. For rank 0."""
+    from distgpt.core.comm.serial import SerialComm
+    from distgpt.core.saved.tensors import read_into
+    from distgpt.core.train.lines import LISTENERS, wrapped
     from distgpt.core.train.sampling import sample
 
+    def show(label: str, text: str) -> None:
+        click.echo(wrapped(f"{label:<10}{escape(text)}", sys.stdout))
+
     directory, best, talks = run.directory, run.checkpoints.best, run.config.train.chats
+    has_risen = best is not None and best.step not in (None, run.progress.step)
+    if has_risen:
+        run.optimizer_state.load_weights(SerialComm(), partial(read_into, directory.best))
     length = 60 if run.settings.lora_rank else 240  # with adapters a token makes all matrices
     text = "" if talks else sample(run.model, run.tokenizer, 0, length).strip()
     if as_json and text:  # one object, and not one for each of its lines
-        LISTENERS["json"]().sampled(run.progress.step, text)
+        LISTENERS["json"]().sampled(best.step if has_risen else run.progress.step, text)
     elif not talks:
         click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
     if losses := _losses(run):
-        click.echo(f"losses    {losses}")
-    click.echo(f"weights   {escape(str(directory.weights))}")
+        show("losses", losses)
+    if asked.tokens:
+        from distgpt.recipes.within import outcome
+
+        if told := outcome(asked.expected_bits, run):
+            show("expected", told)
+    if seconds := run.progress.seconds:
+        rate = run.settings.batch_size * run.model.config.seq_len * len(seconds) / sum(seconds)
+        took, steps = clock(time.monotonic() - run.stage.begun), count(len(seconds), "step")
+        show("took", f"{took} for {steps}, {rate:,.0f} tokens/s on average")
+    show("weights", str(directory.weights))
     if best:
         at = f" at step {best.step}" if best.step is not None else ""
         loss = loss_and_bits(best.loss, run.bits_per_byte(best.loss))
-        click.echo(f"best      {escape(str(directory.best))}: validation loss {loss}{at}")
-    click.echo(f"metrics   {escape(str(directory.metrics))}")
+        whole = run.assessment.validation.held_out
+        of = f", over {best.tokens:,} of {whole:,} held-out tokens" if best.tokens < whole else ""
+        show("best", f"{directory.best}: validation loss {loss}{at}{of}")
+        first = run.progress.first_val_loss
+        if first is not None and best.loss >= first:
+            show("note", "nothing was learned: the validation loss was as low before the first step")
+        elif has_risen:
+            show("note", f"validation has risen since step {best.step}: the best weights are from there")
+    show("metrics", str(directory.metrics))
     weights = directory.best if best else directory.weights
     word = "" if talks else _words_of_text(run)
     words = ("chat" if talks else "infer", "--weights", weights, *(["--prompt", word] if word else []))

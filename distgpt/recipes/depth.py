@@ -29,8 +29,10 @@ from distgpt.texts.shards import is_shards, read_manifest
 
 DIALLED = "fast"  # the preset that the laws are for
 BYTES_PER_WORD = 6
-# Of runs by the clock. A token that is evaluated takes half of the time of one that is learned from.
-EVALUATIONS, VAL_SHARE, LEAST_VAL_TOKENS = 6, 64, 1 << 12
+# Of runs by the clock: evaluations of trained weights; for each token that all of them score, this many are
+# learned from, which takes twice as long a token.
+EVALUATIONS, VAL_SHARE = 6, 5
+LEAST_VAL_TOKENS = 1 << 12
 UNPACKED = 3  # times its size is a compressed text, about
 # Settings of the user from which others follow.
 FOLLOWED = {"data", "tokenizer", "vocab_size", "seq_len", "batch_size", BATCH_TOKENS, "steps"}
@@ -45,6 +47,8 @@ def titled(asked: Asked) -> Asked:
 
 def with_depth(asked: Asked, ranks: int) -> Asked:
     """Return what is asked for with the settings that follow from its depth. For rank 0."""
+    layers = {"n-layer": asked.settings().get("n_layer")}
+    refuse_beside("--within" if asked.tokens else "--depth", layers, "each says how many layers there are")
     dial, asked = Dial(asked.depth or 0, asked.tokens, ranks), replace(titled(asked), depth=None)
     if not begins_anew(asked):  # a resumed run has its settings: the same depth is no other model
         return replace(asked, given={"n_layer": dial.depth, **asked.given})
@@ -70,7 +74,9 @@ class Dial:
         refuse_beside("--depth", {"init": given.get("init")}, "its weights have a depth")
         text = text_of(given)
         found = recipe(self.depth, self.tokens or tokens_to_read(self.depth, text), text, self.ranks, given)
-        return found | (_evaluations(self.tokens, found["steps"]) if self.tokens and holds_out(given) else {})
+        if self.tokens and holds_out(given):
+            found |= _evaluations(self.tokens, found["steps"], held_out_tokens(given, text))
+        return found
 
     def described(self, run: RunConfig) -> str:
         """Return a table of what has followed."""
@@ -103,13 +109,29 @@ class Dial:
         return "\n".join(f"{name:<16}{what}" for name, what in rows.items())
 
 
-def _evaluations(tokens: float, steps: int) -> dict[str, Any]:
+def _evaluations(tokens: float, steps: int, held_out: float) -> dict[str, Any]:
     """Return settings that evaluate a run by the clock a few times, at a small share of its time.
 
-    So its curve shows when it begins to learn the text by heart, and the best weights are kept.
+    So its curve shows when it begins to learn the text by heart, and the best weights are kept. Each
+    evaluation scores all tokens, so that runs can be compared, unless not even one at the end fits.
     """
-    most = max(LEAST_VAL_TOKENS, int(tokens / VAL_SHARE))
-    return {"eval_every": max(1, steps // EVALUATIONS), "val_tokens": most}
+    fitting = int(tokens / VAL_SHARE / max(1.0, held_out))
+    if not fitting:
+        most = max(LEAST_VAL_TOKENS, int(tokens / VAL_SHARE / (EVALUATIONS + 1)))
+        return {"eval_every": max(1, steps // EVALUATIONS), "val_tokens": most}
+    times = min(EVALUATIONS, fitting - 1)
+    return {"eval_every": -(-steps // times) if times else 0, "val_tokens": 0}  # 0: at the end
+
+
+def held_out_tokens(given: Mapping[str, Any], text: Text) -> float:
+    """Return about how many tokens these settings keep for validation."""
+    if fraction := float(given.get("val_fraction", 0.0)):
+        return text.tokens * fraction / max(1e-6, 1 - fraction)
+    path = resolve_data(given.get("val") or given.get("data", "corpus"))
+    if is_shards(path):
+        manifest = read_manifest(path)
+        return manifest.tokens("val") or sum(shard.tokens for shard in manifest.shards)
+    return text_of({**given, "data": str(path), "vocab_size": text.vocab_size}).tokens
 
 
 def holds_out(given: Mapping[str, Any]) -> bool:

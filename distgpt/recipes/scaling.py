@@ -170,10 +170,11 @@ class Choice:
     seconds: float
     bits_per_byte: float
 
-    def bits_range(self) -> str:
-        """Return between which two figures the bits per byte are expected."""
-        low, high = (self.bits_per_byte * (1 + off) for off in (-EXPECTED_WITHIN, EXPECTED_WITHIN))
-        return f"{low:.2f} to {high:.2f}"
+
+def bits_range(bits: float) -> str:
+    """Return between which two figures the bits per byte are expected."""
+    low, high = (bits * (1 + off) for off in (-EXPECTED_WITHIN, EXPECTED_WITHIN))
+    return f"{low:.2f} to {high:.2f}"
 
 
 def expected_bits(depth: int, tokens: float, text: Text) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.core.base.errors import Say, refuse_beside
-from distgpt.core.base.formatting import clock, parse_duration
+from distgpt.core.base.errors import Say
+from distgpt.core.base.formatting import clock, count, parse_duration
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig
@@ -20,21 +20,23 @@ from distgpt.core.cpu import first_use
 from distgpt.core.cpu.stages import Notes, Stage, report_compiling
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.textfile import resolve_data
-from distgpt.core.data.tokenizers import load_tokenizer
+from distgpt.core.data.tokenizers import AUTO, BYTE, load_tokenizer
 from distgpt.core.train.plan import DTYPE, begins_anew, is_open
 from distgpt.core.train.resume import saved_run
+from distgpt.core.train.run import Run
 from distgpt.core.train.seams import KEPT
 from distgpt.core.train.setup import compile_once_per_node, make_steps
 from distgpt.core.train.sharing import strategy_for
 from distgpt.recipes.depth import holds_out, text_of, titled
 from distgpt.recipes.derived import configured, everywhere
 from distgpt.recipes.difficulty import difficulty
-from distgpt.recipes.scaling import Choice, Text, choose
+from distgpt.recipes.scaling import EXPECTED_WITHIN, Choice, Text, bits_range, choose
 from distgpt.texts.tokenizers.bpe import LARGE
 from distgpt.texts.tokenizers.learn import learned_size
 
 STEP_SECONDS = 1.5  # time steps of a depth for this long
 MOST_MEASURING = 0.04  # of the time
+FEWER = 0.8  # of the planned steps: others use the machine. Evaluations and writing take some of the time.
 SHORTER = 0.9  # a run that needs more of its time than this takes all of it
 
 
@@ -60,18 +62,17 @@ CPU_PROBES = Probes((2, 4), 2e6, needed=1, most=MOST_MEASURING, warms_up=False)
 
 
 def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
-    """Return what --within stands for: the clock, for a new run a depth too.
+    """Return what --within stands for: the clock, for a new run a depth or its number of steps too.
 
     A preset or a model that is given stays, and so does a depth. The run's time begins when its loops are
     compiled: that happens once on a machine, and would take a third of a minute's run. Collective.
     """
-    others = {"train-minutes": asked.given.get("train_minutes")}
-    refuse_beside("--within", others, "each says when a run ends")
     seconds = parse_duration(str(asked.within))
     given = {**asked.given, "train_minutes": seconds / 60, "within_minutes": seconds / 60}
     asked = replace(titled(asked), within=None, given=given)
     if not on_root(stage.comm, lambda: _chooses(asked)):
-        return everywhere(stage.comm, lambda: _as_before(asked))
+        asked = everywhere(stage.comm, lambda: _as_before(asked))
+        return _with_steps(asked, stage, seconds, say)
     text, held_out = _text(stage.comm, asked)
     probes = GPU_PROBES if stage.on_gpu else CPU_PROBES
 
@@ -84,9 +85,29 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     found, rest = measured_choice(asked, compiled, seconds, text, say, probes)
     if stage.comm.rank == 0:
         _report(found, rest, seconds, text, held_out, say)
-    given["train_minutes"] = rest / 60
-    uncounted = compiled.begun - stage.begun
-    return replace(asked, given=given, depth=found.depth, tokens=found.tokens, uncounted=uncounted)
+    # If it needs little of the time, its steps end it: a clock would count what it does before the first one.
+    given["train_minutes"] = 0.0 if rest < seconds and found.seconds < seconds / 2 else rest / 60
+    uncounted, bits = compiled.begun - stage.begun, found.bits_per_byte
+    asked = replace(asked, given=given, expected_bits=bits, uncounted=uncounted)
+    return replace(asked, depth=found.depth, tokens=found.tokens)
+
+
+def outcome(expected: float, run: Run) -> str:
+    """Compare a new run with what was expected of it, and say why it differs; "" if nothing was expected."""
+    t, made, best = run.settings, run.progress.step, run.checkpoints.best
+    why = []
+    if t.train_minutes and made < FEWER * t.steps:
+        fewer = f"about {count(t.steps, 'step')}, of which {made:,} were taken in the time"
+        why.append(f"{fewer}: do other programs use this machine?")
+    reached = run.bits_per_byte(best.loss) if best else None
+    if not expected or reached is None:
+        return "".join(why)
+    trained = run.report.reading.bits_per_byte(run.progress.loss)
+    if reached > (most := (1 + EXPECTED_WITHIN) * expected):
+        if trained and trained <= most:
+            why.append(f"training reached {trained:.2f}, so the text that is held out differs from the rest")
+        why = why or ["this text is harder than those that the estimate was made for"]
+    return "; ".join([f"{bits_range(expected)} bits per byte, reached {reached:.2f}", *why])
 
 
 def _chooses(asked: Asked) -> bool:
@@ -104,13 +125,41 @@ def _as_before(asked: Asked) -> Asked:
     return replace(asked, given=given)
 
 
+def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:
+    """Return what is asked for with the steps that a new run of this model may take. Collective.
+
+    Its warm-up is a part of them.
+    """
+    if asked.given.get("chats") or not on_root(stage.comm, lambda: begins_anew(asked)):
+        return asked
+
+    def entries() -> int:
+        tokenizer = asked.named("tokenizer")
+        named = {"tokenizer": BYTE if tokenizer in (None, AUTO) else tokenizer}
+        return text_of({"data": asked.named("data") or "corpus", **named}).vocab_size
+
+    text = Text(1.0, on_root(stage.comm, entries))
+    run = _run(asked, stage, asked.depth, 0.0, text)
+    grad_sync = on_root(stage.comm, lambda: asked.named("grad_sync"))
+    compiled = _compiled(stage, lambda: run, grad_sync, bool(learned_size(run.train.tokenizer)), say)
+    rate, _ = measured_speed(compiled, run, warm_up=1, most=MOST_MEASURING * seconds)
+    gc.collect()  # frees the model
+    left = on_root(stage.comm, lambda: compiled.begun + KEPT * seconds - time.monotonic())
+    steps = max(1, int(rate * left / (run.train.batch_size * run.model.seq_len)))
+    if stage.comm.rank == 0:
+        say(f"--within: this machine takes about {count(steps, 'step')} with {rate:,.0f} tokens/s")
+    return replace(
+        asked, derived={"steps": steps}, tokens=rate * left, uncounted=compiled.begun - stage.begun
+    )
+
+
 def _report(found: Choice, rest: float, seconds: float, text: Text, held_out: bool, say: Say) -> None:
     """Say what was chosen, and what the run does not do."""
     whose = "the text that is held out" if held_out else "such text that it has not seen"
     say(
         f"--within: depth {found.depth} reads about {found.tokens / 1e6:.2g} M tokens,"
         f" {found.tokens / text.tokens:.2g} times the text, and should reach"
-        f" {found.bits_range()} bits per byte on {whose}"
+        f" {bits_range(found.bits_per_byte)} bits per byte on {whose}"
     )
     if rest < seconds:
         say(
@@ -135,7 +184,7 @@ def _text(comm: Comm, asked: Asked) -> tuple[Text, bool]:
 
 
 def _compiled(
-    stage: Stage, configured: Callable[[], RunConfig], grad_sync: str | None, learns_bpe: bool, say: Say
+    stage: Stage, configured: Callable[[], RunConfig], grad_sync: Any, learns_bpe: bool, say: Say
 ) -> Stage:
     """Compile what training and a sample need, and begin the stage's time after that. Collective."""
     stage.notes.report_to(say)
@@ -203,7 +252,9 @@ def measured_choice(
     return choice, needed if needed < SHORTER * seconds else seconds
 
 
-def measured_speed(stage: Stage, run: RunConfig, warm_up: int = 2) -> tuple[float, float]:
+def measured_speed(
+    stage: Stage, run: RunConfig, warm_up: int = 2, most: float = STEP_SECONDS
+) -> tuple[float, float]:
     """Return the tokens/s of a run's steps on random tokens, and the seconds before. Collective."""
     opened = time.monotonic()
     per_step = run.train.batch_size * run.model.seq_len
@@ -223,10 +274,11 @@ def measured_speed(stage: Stage, run: RunConfig, warm_up: int = 2) -> tuple[floa
     seconds(0, warm_up)  # compiles, tunes
     cold = time.monotonic() - opened
     once = max(1e-4, seconds(warm_up, 1))
-    return per_step / min(once, seconds(warm_up + 1, min(50, max(1, int(STEP_SECONDS / once))))), cold
+    more = min(50, max(1, int(min(most, STEP_SECONDS) / once)))
+    return per_step / min(once, seconds(warm_up + 1, more)), cold
 
 
-def _run(asked: Asked, stage: Stage, depth: int, tokens: float, text: Text) -> RunConfig:
+def _run(asked: Asked, stage: Stage, depth: int | None, tokens: float, text: Text) -> RunConfig:
     """Return the run of a depth and these tokens, with what can be measured without a text. Collective."""
     asked = replace(asked, depth=depth, tokens=tokens)
     run = configured(stage.comm, asked)
@@ -234,4 +286,4 @@ def _run(asked: Asked, stage: Stage, depth: int, tokens: float, text: Text) -> R
         run = run.with_values({DTYPE: stage.auto_dtype(lambda: run.train.matmul).name})
     t = replace(run.train, grad_sync="allreduce" if run.train.grad_sync == "auto" else run.train.grad_sync)
     t = replace(t, balance="even")
-    return RunConfig(replace(run.model, vocab_size=text.vocab_size), t)
+    return RunConfig(replace(run.model, vocab_size=run.model.vocab_size or text.vocab_size), t)

@@ -20,7 +20,7 @@ from distgpt.core.ops.api import Array
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
 from distgpt.show.metrics import IN_BITS, read_metrics
-from distgpt.show.runs import run_directories
+from distgpt.show.runs import best_evaluation, run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
@@ -102,6 +102,21 @@ class Run:
             if line.get(loss) and line.get(bits)
         ]
         return Curve(curve.steps, curve.values * (np.median(ratios) if ratios else np.nan))
+
+    def lowest(self, evaluated: Curve) -> float:
+        """Return the best evaluation's loss on this curve; infinite if nothing was evaluated."""
+        best = best_evaluation(self._lines)
+        return math.inf if best is None else float(evaluated.values[evaluated.steps == best["step"]][0])
+
+    def in_words(self) -> tuple[str, str]:
+        """Return the last training loss and the best evaluation, for a legend in nats per token."""
+        trained = [line for line in self._lines if math.isfinite(line.get("loss", math.nan))]
+        training = "training" + (_number(trained[-1], "loss") if trained else "")
+        if (best := best_evaluation(self._lines)) is None:
+            return training, "validation"
+        whole = best.get("held_out_tokens")
+        of = f", {best['val_tokens']:,.0f} of {whole:,.0f} tokens" if whole else ""
+        return training, f"validation{_number(best, 'val_loss')} at step {best['step']:,}{of}"
 
     def places(self, axis: str, steps: Array) -> Array:
         """Return the places of steps on the axis of "steps", "tokens", or "time" (seconds of training)."""
@@ -186,8 +201,8 @@ class _Picture:
             x = run.places(self.look.axis, curve.steps) / self._per_unit
             axes.plot(x, curve.values, **self._looks(number) | dot | how)
 
-    def _traces(self, axes: Any, curves: Sequence[Curve], average: Callable[[Array], Any]) -> list[Curve]:
-        """Draw records, thin and pale, below their smoothed form, which is returned for each run."""
+    def _traces(self, axes: Any, curves: Sequence[Curve], average: Callable[[Array], Any]) -> None:
+        """Draw records, thin and pale, below their smoothed form."""
         counts = [self.look.smooth or max(1, round(len(curve.steps) * SMOOTHED)) for curve in curves]
         smoothed = [
             Curve(curve.steps, curve.smoothed(count, average))
@@ -195,28 +210,27 @@ class _Picture:
         ]
         self._lines(axes, curves, linestyle="-", linewidth=0.5, alpha=0.3)
         self._lines(axes, smoothed, linewidth=1.4)
-        return smoothed
 
     def _loss(self, axes: Any) -> None:
         """Draw training and validation; the legend has the lowest validation loss first."""
-        trained = self._traces(axes, [run.losses("loss", self._in_bits) for run in self.runs], np.mean)
+        trained = [run.losses("loss", self._in_bits) for run in self.runs]
+        self._traces(axes, trained, np.mean)
         evaluated = [run.losses("val_loss", self._in_bits) for run in self.runs]
         how: dict[str, Any] = MARKS | {"linestyle": ":", "linewidth": 1}
         if self.alone:
             how |= {"color": series_colour(1), "linestyle": "-"}
         self._lines(axes, evaluated, **how)
         if self.alone:
-            entries = [self._entry(0, "training" + _last(trained[0]) + self._bits("loss"))]
+            training, validation = self.runs[0].in_words()
+            entries = [self._entry(0, training)]
         else:
-            lowest = [_lowest(curve) for curve in evaluated]
+            lowest = [run.lowest(curve) for run, curve in zip(self.runs, evaluated, strict=True)]
             entries = [
                 self._entry(number, self.runs[number].name + _losses(trained[number], lowest[number]))
                 for number in sorted(range(len(lowest)), key=lowest.__getitem__)  # stable, unknown ones last
             ]
         if any(len(curve.steps) for curve in evaluated):
-            label = "validation (lowest)"
-            if self.alone:
-                label = "validation" + _last(evaluated[0]) + self._bits("val_loss")
+            label = validation if self.alone else "validation (lowest)"
             entries.append(Line2D([], [], label=label, **{"color": COLOURS["muted"]} | how))
         if self.look.log_loss:
             _logarithmic(axes)
@@ -234,11 +248,6 @@ class _Picture:
         columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
         self.figure.legend(handles=entries, loc="outside lower center", ncols=columns)
         self.figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
-
-    def _bits(self, key: str) -> str:
-        """Return a loss of the only run in bits per byte, for a legend of nats per token."""
-        known = self.runs[0][IN_BITS[key]].finite().values
-        return f" ({known[-1]:.2f} bits/byte)" if len(known) else ""
 
     def _epochs(self, axes: Any) -> bool:
         """Mark where the only run reads its text again, at which its loss may fall in a stair."""
@@ -288,9 +297,9 @@ def _logarithmic(axes: Any) -> None:
         axes.set_yscale("log", nonpositive="mask")
 
 
-def _lowest(curve: Curve) -> float:
-    """Return the lowest value; infinite where nothing was evaluated."""
-    return float(curve.finite().values.min(initial=math.inf))
+def _number(line: dict[str, Any], key: str) -> str:
+    bits = line.get(IN_BITS[key], math.nan)
+    return f"  {line[key]:.3f}" + (f" ({bits:.2f} bits/byte)" if math.isfinite(bits) else "")
 
 
 def _losses(training: Curve, lowest: float) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,9 +35,9 @@ STOPS = ("finished", "ended early", "interrupted", "not finite", "outlier", "fai
 class Listed:
     """One run. `val_loss` is the lowest so far; None is what is not known.
 
-    One that ends by the clock has no `steps`. `total_s` is known of such a run, and estimated while another
-    one is running. `train_bits_per_byte` is `loss` in a unit that
-    tokenizers share, and `bits_per_byte` is `val_loss`.
+    A run that ends by the clock has no `steps`. `total_s` is known for such a run, and estimated for another
+    one while it is running. `train_bits_per_byte` is `loss` in a unit that tokenizers share, and
+    `bits_per_byte` is `val_loss`. `held_out_tokens` is set if `val_loss` is over a part of them.
     """
 
     name: str
@@ -51,6 +51,9 @@ class Listed:
     train_bits_per_byte: float | None = None
     val_loss: float | None = None
     bits_per_byte: float | None = None
+    val_step: int | None = None
+    val_tokens: int | None = None
+    held_out_tokens: int | None = None
     tokens_per_s: float | None = None
     when: float | None = None  # seconds since 1970
     sweep: str | None = None  # the name of the sweep that it belongs to
@@ -99,8 +102,13 @@ def render_terminal(runs: list[Listed]) -> str:
         if left >= min(names, NAME):
             break
     rows = [[_elided(escape(name), max(left, NAME)), *cells] for name, *cells in table.rows]
+    parts = [
+        escape(f"{run.name}: validation of {run.val_tokens:,} of {run.held_out_tokens:,} held-out tokens")
+        for run in runs
+        if run.val_tokens and run.held_out_tokens
+    ]
     wrong = [escape(f"{run.name}: {run.error}") for run in runs if run.error]
-    return "\n".join([terminal_table(table.columns, rows, wraps=False), *wrong])
+    return "\n".join([terminal_table(table.columns, rows, wraps=False), *parts, *wrong])
 
 
 def _elided(name: str, most: int) -> str:
@@ -206,17 +214,21 @@ def _fill(found: Listed, run: RunDirectory) -> None:
         found.total_s = None
 
 
+def best_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the line with the lowest validation loss after a step, over as many tokens as the last one."""
+    scored = [line for line in lines if line["step"] and _is_finite(line.get("val_loss"))]
+    alike = [line for line in scored if line.get("val_tokens") == scored[-1].get("val_tokens")]
+    return min(alike, key=lambda line: line["val_loss"], default=None)
+
+
 def _read_metrics(found: Listed, path: Path) -> None:
     """Fill in what the steps so far have come to."""
     numbered = list(enumerate(whole_lines(path), 1))
     evaluations = [parse_metrics(line, number, path) for number, line in numbered if b'"val_loss"' in line]
-    finite = [
-        (loss, line.numbers.get("bits_per_byte"))
-        for line in evaluations
-        if line.step and _is_finite(loss := line.numbers.get("val_loss"))
-    ]
-    if finite:
-        found.val_loss, found.bits_per_byte = min(finite, key=lambda pair: pair[0])
+    if best := best_evaluation([{"step": line.step, **line.numbers} for line in evaluations]):
+        found.val_loss, found.bits_per_byte = best["val_loss"], best.get("bits_per_byte")
+        found.val_step = best["step"]
+        found.val_tokens, found.held_out_tokens = best.get("val_tokens"), best.get("held_out_tokens")
     last = [parse_metrics(line, number, path) for number, line in numbered[-TAIL:]]
     trained = [line.numbers for line in last if "loss" in line.numbers]
     if not last:

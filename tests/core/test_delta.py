@@ -15,7 +15,7 @@ KEPT = Path(__file__).with_name("delta.txt")
 RAN = [sys.executable, str(Path(__file__).with_name("ran.py"))]
 # Of each component: its folders, what it is compared with, and the words of the command beside that one's.
 ALONE = {
-    "within": (["guards", "recipes"], "train", "--train-minutes 0.01"),
+    "within": (["guards", "recipes"], "train", "--config minutes.toml"),
     "rollback": (["guards"], "train", "--on-bad-step rollback"),
     "reproducible": (["parallel"], "train", "--reproducible-parts 2"),
     "lora": (["adapters"], "init", "--lora-rank 2 --lora-matrices v,o"),
@@ -66,6 +66,7 @@ def ran(folder, table, ranks=0):
     asked = {name: [*words, "--out", name] if words[0] == "train" else words for name, words in asked.items()}
     asked |= {"resumed": RESUMED} if "train" in asked else {}
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    (folder / "minutes.toml").write_text("train_minutes = 0.01")
     (folder / "chats.toml").write_text("chats = true")  # as `distgpt tune` has it
     (folder / "ran").mkdir()
     result = distgpt(json.dumps(asked), "ran", program=RAN, ranks=ranks, cwd=folder, timeout=600)

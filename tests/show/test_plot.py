@@ -11,6 +11,7 @@ from conftest import inside, metrics
 
 from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.show.plot import Curve, Look, _Picture, plot, read_runs, short_names
+from distgpt.show.runs import list_runs, render_terminal
 
 
 def line(step, **more):
@@ -176,7 +177,31 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     assert losses(paths[0], plain)[0] == "Loss (nats per token)"
     title, drawn, _ = losses(paths[1], plain)
     assert "not to be compared" in title and drawn[0] == 2.0
-    assert losses(paths[0])[2][1] == "validation  2.773 (3.00 bits/byte)"
+    assert losses(paths[0])[2] == [
+        "training  1.386 (1.00 bits/byte)",
+        "validation  2.773 (3.00 bits/byte) at step 2",
+    ]
+
+
+def test_a_legend_has_the_last_loss_and_the_lowest_validation_that_runs_lists(tmp_path):
+    lines = [line(step, loss=4.0 - step / 50, train_bits_per_byte=8.0 - step / 25) for step in range(1, 101)]
+    scored = {0: 1.2, 25: 2.5, 50: 1.5, 100: 2.25}
+    measured = [
+        {"step": step, "val_loss": loss, "bits_per_byte": 2 * loss, "val_tokens": 40, "held_out_tokens": 90}
+        for step, loss in scored.items()
+    ]
+    of_other_text = {"step": 10, "val_loss": 0.5, "val_tokens": 9}
+    folder = run(tmp_path / "run", measured[0], of_other_text, *lines, *measured[1:])
+    [axes, *_] = _Picture(read_runs([folder]), Look()).figure.axes
+    training, validation = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert training == "training  2.000 (4.00 bits/byte)"
+    assert validation.startswith("validation  1.500 (3.00 bits/byte) at step 50") and "40 of 90" in validation
+    for name in ("config.toml", "tokenizer.json"):
+        (folder / name).write_text("")
+    [found] = list_runs(folder, "name", reverse=False)
+    assert (found.val_loss, found.bits_per_byte, found.val_step) == (1.5, 3.0, 50)
+    assert (found.loss, found.train_bits_per_byte) == (2.0, 4.0)
+    assert "run: validation of 40 of 90 held-out tokens" in render_terminal([found])
 
 
 def test_a_legend_hides_nothing_and_epochs_are_marked_where_a_text_is_read_again(tmp_path):

@@ -10,7 +10,7 @@ from conftest import distgpt, inside
 
 from distgpt.cli import COMMANDS
 from distgpt.core.generate.request import Event
-from distgpt.core.train.lines import ByClock, BySteps, Lines
+from distgpt.core.train.lines import ByClock, BySteps, Lines, wrapped
 from distgpt.show.display import Live
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -125,6 +125,28 @@ def test_a_clock_never_shows_less_than_nothing():
 def test_steps_say_no_time_before_the_first_is_done():
     end = BySteps(20)
     assert (end.left(0, 0.0), end.left(5, 2.0), end.elapsed()) == ("left --:--", "left 0:30", "")
+
+
+def test_the_time_left_is_known_from_the_third_step_on(capsys):
+    shown = Lines(seconds=0.0)
+    shown.started(FACTS | {"steps": 9})
+    for step, seconds in enumerate((300.0, 100.0, 2.0, 2.0), 1):
+        metrics = {"step": step, "loss": 2.5, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0}
+        shown.stepped({**metrics, "step_s": seconds})
+    left = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert left == ["--:--", "--:--", "0:12", "0:10"]
+
+
+def test_lines_break_at_words_on_a_terminal_alone(monkeypatch):
+    line = "best      runs/a-name-of-more-than-thirty-letters: a validation loss of 2.5 at step 350"
+    monkeypatch.setenv("COLUMNS", "30")
+    out = io.StringIO()
+    assert wrapped(line, out) == line
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    shown = wrapped(line, out).splitlines()
+    assert " ".join(" ".join(shown).split()) == " ".join(line.split())
+    assert all(len(each) <= 30 or len(each.split()) == 1 for each in shown)
+    assert all(each.startswith(" " * 10) for each in shown[1:])
 
 
 def events(text, choice=0):

@@ -202,6 +202,10 @@ def test_what_the_dial_refuses(tmp_path):
         (["--depth", "2", "--preset", "gpt2"], "fast"),
         (["--within", "soon"], "no time"),
         (["--within", "1m", "--train-minutes", "1"], "--train-minutes"),
+        (["--within", "1m", "--steps", "5"], "--within and --steps"),
+        (["--train-minutes", "1", "--steps", "5"], "--train-minutes and --steps"),
+        (["--depth", "2", "--n-layer", "3"], "--depth and --n-layer"),
+        (["--depth", "2", "--within", "1m", "--n-layer", "3"], "--n-layer"),
         (["--depth", "2", "--seq-len", "0"], "seq_len"),
     ):
         refused(inside("train", *words, "--out", tmp_path / "none"), 2, hint)
@@ -230,7 +234,8 @@ def test_within_chooses_a_depth_and_ends_with_its_time(tmp_path):
 
 def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     notes, t, metrics = within(resolve_data("story"), 600, tmp_path / "run", val_fraction=0.1)
-    assert "the run ends after about 0:" in notes and t.train_minutes < 1
+    assert "the run ends after about 0:" in notes and not t.train_minutes
+    assert metrics[-1]["step"] == t.steps  # its passes end it, not the clock
     assert "on the text that is held out" in notes and "--val-fraction" not in notes
     read = t.batch_size * RunDirectory(tmp_path / "run").saved().model.seq_len * metrics[-1]["step"]
     assert read < 30 * resolve_data("story").stat().st_size  # a busy machine measures what it gets
@@ -254,6 +259,42 @@ def test_within_reads_no_short_text_until_it_is_learned_by_heart(tmp_path):
     again = inside("train", *words, "--within", "10m", "--resume", "auto")
     assert again.returncode == 0 and "is finished, and nothing was changed" in again.stdout, again.stderr
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+
+
+def test_evaluations_by_the_clock_score_all_that_is_held_out_while_that_takes_little_time(tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_bytes(b"The keeper lit the lamp. " * 4000)  # 100,000 tokens
+    (tmp_path / "val.txt").write_bytes(b"a" * 30_000)
+
+    def settings(tokens, **given):
+        found = Dial(1, tokens).settings({"data": str(text), "tokenizer": "byte", **given})
+        return found.get("val_tokens"), found.get("eval_every"), found["steps"]
+
+    for tokens, given, times in (
+        (450e3, {"val_fraction": 0.1}, 6),
+        (150e3, {"val_fraction": 0.1}, 2),  # of the first weights and at the end, and once between
+        (60e3, {"val_fraction": 0.1}, 0),
+        (300e3, {"val": str(tmp_path / "val.txt")}, 1),
+    ):
+        scored, every, steps = settings(tokens, **given)
+        assert scored == 0 and (-(-steps // every) if every else 0) == times, tokens
+    scored, every, _ = settings(40e3, val_fraction=0.1)
+    assert 0 < scored < 10_000 and every
+    assert settings(40e3) == (None, None, settings(40e3)[2])
+    folder = tmp_path / "run"
+    words = ["--data", text, "--tokenizer", "byte", "--val-fraction", "0.1", "--val-tokens", "99"]
+    ended = inside("train", *SMALL, *words, "--steps", "1", "--threads", "1", "--out", folder).stdout
+    assert "over 99 of 9,999 held-out tokens" in ended
+    assert lines(folder)[-1]["held_out_tokens"] == 9999
+
+
+def test_the_warm_up_of_a_given_model_is_a_part_of_what_the_time_allows(tmp_path):
+    notes, t, metrics = within(
+        resolve_data("story"), 4, tmp_path / "run", preset="tiny", batch_size=512, tokenizer="byte"
+    )
+    assert "this machine takes about" in notes and t.warmup <= t.steps // 5 < 600 // 5
+    rates = [line["lr"] for line in metrics]
+    assert rates[-1] < max(rates), "the learning rate never fell"
 
 
 # Loops that two ranks compile in some seconds, too many to go without a helper, and one of generating.

@@ -1,14 +1,23 @@
 """One clear line each for launches and settings that do something else than they look like."""
 
+import json
 import re
+from types import SimpleNamespace
 
 from conftest import SMALL, inside
 
+import distgpt as library
+from distgpt.core.base.errors import escape_model_text
 from distgpt.core.comm.serial import SerialComm
+from distgpt.core.config import TrainConfig
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import open_stage
+from distgpt.core.saved.checkpoint import Best
+from distgpt.core.train.progress import Progress
+from distgpt.core.train.sampling import sample
 from distgpt.launch import job
+from distgpt.recipes.within import outcome
 
 
 def notices(out, *args):
@@ -90,3 +99,41 @@ def test_bfloat16_without_instructions_for_it_is_noted(monkeypatch):
             stage.notes.report_to(lines.append)
             slow = [line for line in lines if "with float32 instructions" in line]
             assert len(slow) == (noted if dtype == "bfloat16" else 0)
+
+
+def test_the_end_shows_the_best_weights_and_whether_validation_has_risen(tmp_path):
+    (tmp_path / "ab.txt").write_text("ab" * 2000)
+    (tmp_path / "z.txt").write_text("z" * 99)  # which training makes less likely, but at first
+    more = "--tokenizer byte --schedule constant --eval-every 4 --steps 40 --dtype float32 --threads 1"
+    words = [*more.split(), "--warmup", "0", "--data", tmp_path / "ab.txt", "--val", tmp_path / "z.txt"]
+    shape = "--n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --batch-size 8 --lr 1e-2"
+    ended = inside("train", *shape.split(), *words, "--out", tmp_path / "a")
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert 1 < summary["best_step"] < 40
+    assert f"validation has risen since step {summary['best_step']}" in ended.stdout
+    best = library.load(tmp_path / "a" / "best.safetensors")
+    text = sample(best._model, best.tokenizer, 0, 240).strip()
+    assert text in ended.stdout or escape_model_text(text) in ended.stdout
+    assert re.search(r"^took +0:\d\d for 40 steps, [\d,]+ tokens/s", ended.stdout, re.MULTILINE)
+    worse = inside("train", *SMALL, *words, "--out", tmp_path / "b")
+    assert worse.returncode == 0 and "nothing was learned" in worse.stdout, worse.stdout
+
+
+def test_what_a_run_has_reached_is_compared_with_what_was_expected():
+    def said(expected, made=100, reached=2.0, trained=2.0, minutes=1.0):
+        run = SimpleNamespace(
+            settings=TrainConfig(steps=100, train_minutes=minutes),
+            progress=Progress(step=made, loss=trained),
+            checkpoints=SimpleNamespace(best=reached and Best(reached, 9)),
+            bits_per_byte=lambda loss: loss,
+            report=SimpleNamespace(reading=SimpleNamespace(bits_per_byte=lambda loss: loss)),
+        )
+        return outcome(expected, run)
+
+    assert said(0.0) == said(0.0, made=60, minutes=0.0) == said(2.0, reached=None) == ""
+    assert "other programs" in said(0.0, made=60) and "60 " in said(0.0, made=60)
+    assert said(2.0) == "1.80 to 2.20 bits per byte, reached 2.00"
+    assert "held out differs" in said(2.0, reached=3.0) and "held out differs" not in said(2.0, made=60)
+    assert "harder" in said(2.0, reached=3.0, trained=3.0)
+    assert "harder" not in said(2.0, made=60, reached=3.0, trained=3.0)

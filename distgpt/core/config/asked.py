@@ -54,6 +54,7 @@ class Asked:
     # What recipes leave beside `given`.
     derived: Mapping[str, Value] = field(default_factory=dict)  # settings between preset and file
     title: str = ""  # a name for the run
+    expected_bits: float = 0.0  # per byte of text that is held out, as --within expects; 0: unknown
     uncounted: float = 0.0  # seconds of this process that are none of the run's time
 
     @property
@@ -75,6 +76,9 @@ class Asked:
         chosen = str(self.preset or file.get("preset") or "")
         file.pop("preset", None)
         given: dict[str, object] = dict(self.given)
+        if self.within is not None:
+            ends = {name.replace("_", "-"): given.get(name) for name in ("steps", "epochs", "train_minutes")}
+            refuse_beside("--within", ends, "each says when a run ends")
         if "steps" in given:
             refuse_beside("--steps", {"epochs": given.get("epochs")}, "each says when a run ends")
             given["epochs"] = 0.0

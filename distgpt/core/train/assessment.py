@@ -219,11 +219,15 @@ class HeldOutLoss:
 
 
 class Validation:
-    """The loss on windows of held-out text, the same every time. `is_text`: it has a unit in bytes."""
+    """The loss on windows of held-out text, the same every time. `is_text`: it has a unit in bytes.
 
-    def __init__(self, windows: Sequence[Window], is_text: bool = True) -> None:
+    `held_out`: the tokens that are held out, if the windows may have only a part of them.
+    """
+
+    def __init__(self, windows: Sequence[Window], is_text: bool = True, held_out: int = 0) -> None:
         self.spans = [Span(window.ids, counted=window.counted) for window in windows]
         self.count = sum(span.count for span in self.spans)
+        self.held_out = max(self.count, held_out)
         self._is_text = is_text
         self._bytes: int | None = None
 
@@ -282,7 +286,8 @@ def prepare_assessment(
     validation = None
     if corpus.val is not None:
         windows = on_every_rank(comm, lambda: corpus.held_out_windows(seq_len, run.train.val_tokens))
-        validation = Validation(windows, corpus.is_text)
+        held_out = len(corpus.held_out) - 1 if corpus.is_text else 0
+        validation = Validation(windows, corpus.is_text, held_out)
     files = run.train.metrics.items()
     metrics = [METRICS[name](comm, Path(path), corpus.tokenizer, seq_len) for name, path in files]
     return validation, partial(Assessment, comm, validation, metrics, corpus.tokenizer)
@@ -314,6 +319,8 @@ class Assessment:
             held = self.validation.measure(self.scorer)
             seconds = time.perf_counter() - begun
             found |= {"val_loss": held.loss, "val_tokens": held.tokens, "val_s": seconds}
+            if held.tokens < self.validation.held_out:
+                found["held_out_tokens"] = self.validation.held_out
             if (bits := self.bits_per_byte(held.loss)) is not None:
                 found["bits_per_byte"] = bits
         for metric in self._metrics:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any, Protocol, TextIO
 
 from distgpt.core.base.errors import escape_lines, escape_model_text, print_lines
@@ -67,8 +70,27 @@ class Output:
             print_lines(f"standard output cannot be written ({why}): going on without it", err=True)
 
 
+WARM_UP = 2  # steps that may compile
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Break lines at words where a terminal would break them anywhere, indented to their second column."""
+    if not stream.isatty():
+        return text
+    width = get_terminal_size().columns
+    lines = [(line, re.match(r"\S+(?: \S+)* {2,}", line)) for line in text.split("\n")]
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(
+        fill(line, width, subsequent_indent=" " * min(width // 2, len(head[0]) if head else 0), **whole)
+        for line, head in lines
+    )
+
+
 class Speed:
-    """The current speed: an exponential average, from which the slow first step is dropped at once."""
+    """The current speed: an exponential average, without the first steps once there are others.
+
+    `seconds`: of a step; 0 before there are others.
+    """
 
     def __init__(self) -> None:
         self.rate = self.seconds = 0.0
@@ -76,9 +98,10 @@ class Speed:
 
     def add(self, metrics: Metrics) -> None:
         self._seen += 1
-        fresh = max(0.1, 1 / max(1, self._seen - 1))
+        fresh = max(0.1, 1 / max(1, self._seen - WARM_UP))
         self.rate += fresh * (metrics["tokens_per_s"] - self.rate)
-        self.seconds += fresh * (metrics["step_s"] - self.seconds)
+        if self._seen > WARM_UP:
+            self.seconds += fresh * (metrics["step_s"] - self.seconds)
 
 
 class Remaining(Protocol):
@@ -97,7 +120,7 @@ class Remaining(Protocol):
         """Return the time that is over, of all there is; "" where only the steps are known."""
 
     def left(self, step: int, pace: float) -> str:
-        """Return the time that is left. `pace`: the usual seconds of a step, 0 before the first one."""
+        """Return the time that is left. `pace`: the usual seconds of a step, 0 if not known yet."""
 
 
 class BySteps:
@@ -118,7 +141,8 @@ class BySteps:
         return ""
 
     def left(self, step: int, pace: float) -> str:
-        return f"left {clock(pace * (self._steps - step))}" if pace else "left --:--"
+        steps = self._steps - step
+        return f"left {clock(pace * steps)}" if pace or not steps else "left --:--"
 
 
 class ByClock:
@@ -174,7 +198,7 @@ class Lines:
     def say(self, text: str, style: str = "") -> None:
         if self._is_job:
             text = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}"
-        print(escape_lines(text), file=self.stream, flush=True)
+        print(wrapped(escape_lines(text), self.stream), file=self.stream, flush=True)
 
     def noted(self, text: str) -> None:
         self.say(text, "yellow")
@@ -325,7 +349,9 @@ def measured(metrics: Metrics) -> str:
     words = [f"after step {metrics['step']}:"]
     if "val_loss" in metrics:
         bits = f" ({metrics['bits_per_byte']:.4f} bits per byte)" if "bits_per_byte" in metrics else ""
-        words.append(f"validation loss {metrics['val_loss']:.4f}{bits} over {metrics['val_tokens']:,} tokens")
+        of = f" of {whole:,} held-out" if (whole := metrics.get("held_out_tokens")) else ""
+        over = f"{metrics['val_tokens']:,}{of} tokens"
+        words.append(f"validation loss {metrics['val_loss']:.4f}{bits} over {over}")
     # By the setting that asks for it, which is also its name in metrics.jsonl.
     words += [kind.words(metrics) for _, kind in METRICS.rows(name for name in METRICS if name in metrics)]
     return "  ".join(words)

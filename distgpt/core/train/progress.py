@@ -52,6 +52,7 @@ class Progress:
     step: int = 0  # steps that are finished
     loss: float | None = None  # of the last good step of this process
     val_loss: float | None = None  # of the last evaluation of this process
+    first_val_loss: float | None = None  # before the first step
     evaluation_pending: bool = False  # one was due after the last step, and a signal came first
     skipped: int = 0  # batches that are not seen again
     bad_steps: int = 0
@@ -76,6 +77,8 @@ class Progress:
 
     def count_evaluation(self, val_loss: float | None) -> None:
         self.val_loss = val_loss
+        if not self.step:
+            self.first_val_loss = val_loss
         self.evaluation_pending = False
 
     def save(self, run: State) -> State:
