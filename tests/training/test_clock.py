@@ -318,7 +318,7 @@ def test_what_is_compiled_is_named_once_and_no_more_when_it_was_kept(tmp_path):
             line.partition(" (")[0] for line in said if line.startswith(("--within", first_use.COMPILING))
         ]
 
-    wanted = ["--data", "story", "--depth", "1", "--within", "8s", "--out", weights]
+    wanted = ["--data", "corpus", "--depth", "1", "--within", "4s", "--out", weights]
     first, *others = reported("train", "--stage", "mpi", *wanted, ranks=2)
     assert first == f"{first_use.COMPILING} for training in float32"
     assert others and not any(line.startswith(first_use.COMPILING) for line in others)
