@@ -99,14 +99,14 @@ def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finish
         assert same[0] == same[1]
 
 
-def test_before_the_first_step_nothing_is_saved(tmp_path, monkeypatch):
+def test_before_the_first_step_nothing_is_left(tmp_path, monkeypatch):
     """In the first evaluation, and while the loops are compiled."""
     for owner, name in ((Scorer, "_losses"), (Pass, "loss_and_gradients")):
         with monkeypatch.context() as patch:
             at_call(patch, owner, name, 1, signal.SIGTERM)
             ended = train(*WORDS, "--out", tmp_path / name)
         assert ended.returncode == 143 and ended.stderr.startswith("distgpt: ended by SIGTERM")
-        assert not (tmp_path / name / "checkpoints").exists()
+        assert not (tmp_path / name).exists()
 
 
 def test_a_run_that_is_done_has_not_been_ended(tmp_path, monkeypatch):
@@ -243,6 +243,7 @@ def test_what_takes_long_to_hold_a_signal_is_left_at_once():
         import time
         from distgpt.core.base import interrupts
         interrupts.install_handlers()
+        interrupts.before_leaving.append(lambda: print(end=" cleaned up", flush=True))
         with interrupts.signals_deferred():
             print(end="ready", flush=True)
             time.sleep(60)"""
@@ -251,4 +252,4 @@ def test_what_takes_long_to_hold_a_signal_is_left_at_once():
         begun = time.monotonic()
         process.terminate()
         assert process.wait(30) == 143 and process.stderr.read() == b"distgpt: ended by SIGTERM\n"
-        assert 1 < time.monotonic() - begun < 10
+        assert 1 < time.monotonic() - begun < 10 and process.stdout.read() == b" cleaned up"
