@@ -159,6 +159,8 @@ def test_slurm_says_when_a_job_ends_and_the_last_step_and_checkpoint_fit_into_th
         assert job_end(None, {}) is job_end(None, {"SLURM_JOB_END_TIME": past}) is None
     assert 59 < job_end(None, {"SLURM_JOB_END_TIME": str(int(time.time()) + 61)}) - now < 62
     assert 5 <= job_end(5.0, {"SLURM_JOB_END_TIME": "1"}) - now < 6
+    ends = {"SLURM_JOB_END_TIME": str(int(time.time()) + 61), "DISTGPT_JOB_END": str(int(time.time()) + 31)}
+    assert 29 < job_end(3600.0, ends) - now < 32  # the first of all
 
 
 def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
