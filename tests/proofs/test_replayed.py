@@ -239,6 +239,35 @@ def test_units_in_the_last_place():
     assert "not finite" in apart("w", one, other).words()
 
 
+def test_a_run_by_another_rule_of_muon_resumes_with_a_line(tmp_path):
+    """Runs that have kept facts without the rule had this one."""
+    out = tmp_path / "run"
+    words = ["train", *SMALL, "--optimizer", "muon", "--out", out, "--resume", "auto", "--steps"]
+    assert inside(*words, "1").returncode == 0
+    history, steps = out / "history.jsonl", 1
+
+    def resumed(change):
+        """Resume for a step, after each event of the history was changed, or dropped."""
+        nonlocal steps
+        steps += 1
+        events = map(change, map(json.loads, history.read_text().splitlines()))
+        history.write_text("".join(json.dumps(event) + "\n" for event in events if event))
+        result = inside(*words, str(steps))
+        assert result.returncode == 0, result.stderr
+        return result.stdout + result.stderr
+
+    def with_facts(change):
+        return lambda event: {**event, KEY: change(event[KEY])} if KEY in event else event
+
+    assert "of Muon" not in resumed(lambda event: event)
+    assert "of Muon" not in resumed(
+        with_facts(lambda facts: {key: facts[key] for key in facts if key != "muon_rule"})
+    )
+    assert "no record of its rule of Muon" in resumed(lambda event: None if KEY in event else event)
+    assert "of Muon" not in resumed(lambda event: event)
+    assert "has trained by rule 7 of Muon" in resumed(with_facts(lambda facts: {**facts, "muon_rule": 7}))
+
+
 def test_which_batches_were_left_out(tmp_path):
     """A rollback says so; a process that began at the first weights again leaves none out."""
     events = [
