@@ -19,7 +19,7 @@ from distgpt.core.base import interrupts
 from distgpt.core.base.errors import UsageError, one_line
 from distgpt.core.base.tables import lacks_component
 from distgpt.core.base.version import __version__
-from distgpt.core.comm.job import described, this_job
+from distgpt.core.comm.job import described, exit_code, this_job
 from distgpt.core.config import nearest
 from distgpt.core.cpu.stages import connected
 
@@ -120,7 +120,11 @@ def main() -> None:
     except click.exceptions.Exit as done:  # --help, --version, completion
         code = done.exit_code
     except BaseException as error:
-        code = _leave(interrupts.as_interrupt(error))
+        try:
+            code = _leave(interrupts.as_interrupt(error))
+        except KeyboardInterrupt as signaled:  # a launcher ends the other ranks of one that has failed
+            interrupts.ignore_further()
+            code = exit_code(signaled)
     sys.exit(code)
 
 

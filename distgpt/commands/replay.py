@@ -10,7 +10,7 @@ import click
 from distgpt.commands.complete import files, texts
 from distgpt.commands.help import command
 from distgpt.commands.options import PATH, stage_options
-from distgpt.core.base.errors import DisagreementError, UsageError, print_lines
+from distgpt.core.base.errors import DisagreementError, UndecidedError, UsageError, print_lines
 from distgpt.core.comm.agree import on_root, shared
 from distgpt.core.config import DTYPES, ON_GPU, GpuConfig
 from distgpt.core.cpu.stages import open_stage
@@ -60,11 +60,11 @@ def replay(
     Begins with the newest checkpoint before the steps, or with the first weights, and compares losses,
     gradient norms and the weights of checkpoints: to the bit where the same bits are promised, else within
     rounding. Any number of ranks can do so, under mpirun with --stage mpi. Writes nothing into RUN. Exit code
-    1: they differ.
+    1: they differ. 3: rounding is expected, and none of these steps could be judged.
     """
     import json
 
-    from distgpt.proofs.replaying import Request, difference, page
+    from distgpt.proofs.replaying import Request, difference, page, undecided
     from distgpt.proofs.replaying import replay as replay_run
 
     ready = open_stage(stage, threads, gpu)
@@ -80,3 +80,5 @@ def replay(
         print_lines(json.dumps(found.to_json()) if as_json else page(found))
     if verdict := on_root(ready.comm, lambda: found and found.is_different and difference(found)):
         raise shared(DisagreementError(f"{run} is not what these steps compute: {verdict}"))
+    if doubt := on_root(ready.comm, lambda: found and undecided(found)):
+        raise shared(UndecidedError(f"{run}: {doubt}"))

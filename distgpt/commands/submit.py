@@ -21,6 +21,7 @@ from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import resuming, train
 from distgpt.commands.tune import as_train, tune
 from distgpt.core.base.errors import UsageError, command_line, print_lines
+from distgpt.core.base.formatting import typed_duration
 from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.jobs.batch import array
@@ -30,6 +31,7 @@ from distgpt.jobs.processes import own_program
 from distgpt.jobs.shape import Shape, shape
 
 SECONDS_TO_ANSWER = 60  # of a batch system
+STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
 CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
 # What runs a command in an image: there, distgpt is the image's own.
 CONTAINERS = ("apptainer", "singularity", "shifter", "ch-run", "enroot", "podman", "podman-hpc", "docker")
@@ -53,6 +55,7 @@ class Asked:
     setup: tuple[str, ...]
     lines: tuple[str, ...]
     successor: bool
+    exclusive: bool
     submit: bool
     words: tuple[str, ...]
 
@@ -120,6 +123,11 @@ _DECORATORS = (
         "--successor",
         is_flag=True,
         help="Submit the next attempt as a new job, where the site forbids to queue a job again.",
+    ),
+    click.option(
+        "--exclusive",
+        is_flag=True,
+        help="Share the nodes with no other job; with --node, also bind ranks to cores.",
     ),
     click.option("--submit", is_flag=True, help="Submit the script instead of printing it."),
     click.argument(
@@ -203,11 +211,18 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
     ranks = given.nodes * ranks_per_node
     stage = asked["stage"] if stage_given else _stage(ranks, given.gpus_per_node)
     _refuse_unsuited(stage, ranks, given.gpus_per_node)
+    for each, _ in parsed:
+        if (limit := each["time_limit"] or 0) > given.seconds:
+            raise UsageError(
+                f"--time-limit {typed_duration(limit)} is longer than the job, --time"
+                f" {typed_duration(given.seconds)}: leave it out, and the run saves before the job ends"
+            )
     runs = [_run_of(each, ranks) for each, _ in parsed]
     out = Path(own_out) if own_out else runs[0][0] / element if numbers else runs[0][0]
     added = [
         *([] if stage_given else ["--stage", stage]),
         *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
+        *([] if asked["stall_abort"] or asked["stall_timeout"] else ["--stall-abort", STALL_ABORT]),
     ]
     ending = [
         *([] if asked["out"] else ["--out", str(out)]),
@@ -231,6 +246,7 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
         array=given.numbers or "",
         is_array=bool(numbers),
         resubmits=given.successor,
+        exclusive=given.exclusive,
     )
     far = node.doubt(ranks_per_node, cpus) if node else ""
     return job, [*_unready(run for _, run in runs), *_notes(system, job, asked), *([far] if far else [])]
@@ -304,6 +320,8 @@ def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
 
     for option in system.unknown(job.lines):
         yield f"{option} is none of the options that {system.submits[0]} documents: a typing error?"
+    if job.counts_cores and not job.exclusive and system.launches_by_mpi and job.ranks > 1:
+        yield "ranks are not bound to cores, as other jobs may run on these nodes: --exclusive"
     if job.is_array:
         yield f"every element of the array has a directory of its own: {job.out}"
     if (asked["threads"] or 0) > job.cpus_per_task:

@@ -26,6 +26,7 @@ from distgpt.commands.options import (
     without_graphs,
 )
 from distgpt.commands.watch_options import watch_options
+from distgpt.core.base import interrupts
 from distgpt.core.base.errors import Say, command_line, escape, escape_model_text, refuse_beside
 from distgpt.core.base.formatting import clock, count, loss_and_bits, parse_duration
 from distgpt.core.base.tables import COMPONENTS, MissingComponent, part
@@ -150,6 +151,12 @@ def train(
     display = "json" if log_format == "json" else progress
     shown = listeners(ready.comm, display, log_lines, recorders)
     plan = run = session = None
+
+    def remove_unbegun() -> None:
+        if plan and not plan.checkpoint and not (run and run.progress.step):
+            plan.directory.remove_unbegun()
+
+    interrupts.before_leaving.append(remove_unbegun)
     try:
         if ready.comm.rank == 0:
             if ready.on_gpu:
@@ -178,8 +185,10 @@ def train(
             interrupt.add_note(how_to_resume(run))
         if run and session:
             session.salvage(run.directory.path, click.echo)
+        remove_unbegun()
         raise
     finally:
+        interrupts.before_leaving.remove(remove_unbegun)
         shown.close()
         if plan and ready.comm.rank == 0:  # before it trains: MPI's abort skips all other cleanup
             plan.directory.lock.release()

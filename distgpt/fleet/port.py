@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from contextlib import suppress
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer
 
 from distgpt.core.base.errors import UsageError, print_lines
+from distgpt.core.comm.job import this_job
 from distgpt.fleet.exporter import Exporter
 from distgpt.fleet.prometheus import CONTENT_TYPE
 
@@ -36,6 +38,10 @@ class Port(Exporter):
             self.server = _Server((host, port), family, self)
         except (OSError, UnicodeError) as error:  # a name with an empty or too long part is the latter
             why = getattr(error, "strerror", None) or error
+            # A job that has waited in a queue, perhaps to resume, is worth more than its metrics.
+            if getattr(error, "errno", None) == errno.EADDRINUSE and this_job().batch:
+                print_lines(f"--metrics-port {where:.80}: {why}; the run goes on without it", err=True)
+                return
             raise UsageError(f"--metrics-port {where:.80}: {why}") from None
         shown = f"[{host}]" if family == socket.AF_INET6 else host
         print_lines(f"metrics for Prometheus: http://{shown}:{self.server.server_address[1]}/metrics")

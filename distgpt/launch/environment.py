@@ -134,15 +134,13 @@ def batch_job(environ: Environ = os.environ) -> dict[str, str] | None:
 
 
 def job_end(seconds: float | None, environ: Environ = os.environ) -> float | None:
-    """Return when to be gone: after these seconds, else as the batch job ends; None if none is known."""
-    now = time.monotonic()
-    if seconds is not None:
-        return now + seconds
+    """Return when to be gone: after these seconds, or before the batch job ends; None if no end is known."""
     # Scripts for systems that tell a job nothing of its end set JOB_END (jobs/batch/).
-    for end in (_time(environ, JOB_END), *(system.end(environ) for system in systems(environ))):
-        if end is not None and end > time.time():  # one that is past is another job's, or was prolonged
-            return now + end - time.time()
-    return None
+    ends = (_time(environ, JOB_END), *(system.end(environ) for system in systems(environ)))
+    left = [end - time.time() for end in ends if end is not None]
+    left = [each for each in left if each > 0]  # one that is past is another job's, or was prolonged
+    left += [] if seconds is None else [seconds]
+    return time.monotonic() + min(left) if left else None
 
 
 class BatchGrants(Grants):

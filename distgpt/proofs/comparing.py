@@ -10,7 +10,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.config import differences
 from distgpt.core.saved.checkpoint import OPTIMIZER, WEIGHTS, verify
 from distgpt.core.saved.tensors import DATA_SUM, read_header
-from distgpt.proofs.numbers import are_same, distance, tolerance_of, units
+from distgpt.proofs.numbers import are_same, distance, numbers_apart, tolerance_of
 from distgpt.proofs.promise import Side, described, why_rounding
 from distgpt.proofs.records import NEUTRAL, Record, Start
 
@@ -72,10 +72,10 @@ def compare(one: Path, other: Path) -> Parting:
         norms = first[step].get("grad_norm"), second[step].get("grad_norm")
         if found.step is None and not (are_same(*losses) and are_same(*norms)):
             name, pair = ("gradient norm", norms) if are_same(*losses) else ("loss", losses)
-            found.step, found.words = step, f"{name} {units(*pair, settings[0].dtype, ('in A', 'in B'))}"
+            found.step, found.words = step, f"{name} {numbers_apart(*pair, ('in A', 'in B'))}"
         if found.beyond is None and distance(*losses) > limit.apart:
             found.beyond = step
-    _compare_validation(found, *records, settings[0].dtype)
+    _compare_validation(found, *records)
     _compare_weights(found, *records)
     places = found.step, found.weights_differ, found.optimizer_differs, found.validation_step
     at = next((step for step in places if step is not None), common[-1])
@@ -83,7 +83,7 @@ def compare(one: Path, other: Path) -> Parting:
     return found
 
 
-def _compare_validation(found: Parting, one: Record, other: Record, dtype: str) -> None:
+def _compare_validation(found: Parting, one: Record, other: Record) -> None:
     """Compare the losses of evaluations that both have made after the same step."""
     first, second = one.evaluations, other.evaluations
     common = sorted(first.keys() & second.keys())
@@ -92,7 +92,7 @@ def _compare_validation(found: Parting, one: Record, other: Record, dtype: str) 
         losses = first[step]["val_loss"], second[step]["val_loss"]
         if not are_same(*losses):
             found.validation_step = step
-            found.validation_words = units(*losses, dtype, ("in A", "in B"))
+            found.validation_words = numbers_apart(*losses, ("in A", "in B"))
             return
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -20,8 +21,11 @@ from zlib import crc32
 import numpy as np
 
 from distgpt.core.base.checked import Count, checked
+from distgpt.core.base.errors import DataError, StorageError
+from distgpt.core.base.files import read_small
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.agree import gather_texts
+from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.train.run import Run
 
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from distgpt.core.train.assessment import Assessment
 
 KEY = "bits"  # of the event in history.jsonl
+MOST_HISTORY = 1 << 28  # bytes
 PACKAGE = Path(__file__).parents[1]
 # Folders of the package that change no bit of a step: those that show, serve, measure, install or start runs.
 ELSEWHERE = (
@@ -36,6 +41,7 @@ ELSEWHERE = (
     *("generation", "helpers", "jobs", "launch", "measure", "proofs", "serving", "show"),
     *("supervise", "sweep"),
 )
+MUON_RULE = 1  # each attention head is orthogonal by itself, no longer all of q, of k and of v
 LIBRARIES = ("numpy", "numba", "llvmlite")
 
 
@@ -58,6 +64,7 @@ class Facts:
     init: str = ""  # the checksum of the file that a new run begins with
     validation: str = ""  # the checksum of the tokens on which it is evaluated, which change no step
     gpu: dict[str, str] = field(default_factory=dict)  # the options by which a GPU computes
+    muon_rule: Count = MUON_RULE  # the first starts that kept facts had this rule, and did not say so
 
     @property
     def ranks(self) -> int:
@@ -72,7 +79,30 @@ class Facts:
 def note(run: Run) -> None:
     """Write the facts into the run's history. Collective."""
     facts = facts_of(run)
+    if run.comm.rank == 0 and run.start and run.settings.optimizer == "muon":
+        former = _last_muon_rule(run.start)
+        if former is None:
+            run.report.note(
+                "this run has no record of its rule of Muon. If it began before each attention head was made"
+                " orthogonal by itself, it follows that rule from here on and ends with other weights"
+            )
+        elif former != MUON_RULE:
+            run.report.note(
+                f"this run has trained by rule {former} of Muon; from here on it follows rule {MUON_RULE} and"
+                " ends with other weights"
+            )
     run.report.remember({"step": run.progress.step, KEY: asdict(facts)})
+
+
+def _last_muon_rule(checkpoint: Path) -> int | None:
+    """Return the rule of the last start that has kept facts, in the run of a checkpoint; None without one."""
+    found = None
+    history = RunDirectory(checkpoint.resolve().parents[1]).history
+    with suppress(DataError, StorageError, ValueError):
+        for line in read_small(history, MOST_HISTORY).splitlines():
+            if isinstance(facts := json.loads(line).get(KEY), dict):
+                found = Facts.from_json(facts).muon_rule
+    return found
 
 
 def facts_of(run: Run) -> Facts:

@@ -47,14 +47,11 @@ def distance(one: float | None, other: float | None) -> float:
 IN_RUN, HERE = "in the run", "here"
 
 
-def units(one: float | None, other: float | None, dtype: str, words: tuple[str, str] = (IN_RUN, HERE)) -> str:
-    """Return how far two numbers are apart, in units of the last place of the type that sums are in."""
+def numbers_apart(one: float | None, other: float | None, words: tuple[str, str] = (IN_RUN, HERE)) -> str:
+    """Return two numbers and their relative difference in words."""
     if _finite(one) is None or _finite(other) is None:
         return "one of them is not finite"
-    assert one is not None and other is not None
-    kind = np.float64 if dtype == "float64" else np.float32  # those of bfloat16 are in float32
-    last = float(np.spacing(np.abs(kind(one)))) or 1.0
-    return f"{one!r} {words[0]}, {other!r} {words[1]}, {_in_units(abs(one - other) / last)}"
+    return f"{one!r} {words[0]}, {other!r} {words[1]}, a relative difference of {distance(one, other):.1e}"
 
 
 def _in_units(apart: float) -> str:

@@ -37,25 +37,26 @@ from distgpt.proofs.numbers import (
     apart,
     are_same,
     distance,
+    numbers_apart,
     tolerance_of,
-    units,
 )
 from distgpt.proofs.promise import Side, why_rounding
 from distgpt.proofs.records import NEUTRAL, Record, Start
 from distgpt.proofs.steps import Task, elapsed_at, taken
 
-SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"
+SAME, ROUNDING, DIFFERENT, UNJUDGED = "same", "rounding", "different", "unjudged"
 # What is compared of a step, by its name in metrics.jsonl.
 COMPARED = {"loss": "losses", "grad_norm": "gradient norms", "lr": "learning rates"}
 ONE_OF = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
 # How far weights may end from the run's, as a part of the way that the steps have moved them.
 OFF_COURSE = 0.1
+WHOLE_NATS = 0.5  # rounding takes no loss further apart, in whatever step
 NOTABLE = 10.0  # seconds that are worth a word
 
 
 @dataclass(slots=True)
 class Kind:
-    """One kind of numbers, step by step."""
+    """One kind of numbers, step by step. Only steps that were asked for are counted."""
 
     compared: int = 0
     same: int = 0
@@ -84,6 +85,7 @@ class Found:
     steps: tuple[int, int]  # that were asked for
     begun: int  # the step of the checkpoint, 0 for the first weights
     ranks: int = 1
+    ranks_of_run: int | None = None
     why: list[str] = field(default_factory=list)  # why bits may differ; none: they must not
     judged: int = 0  # steps in which differences are held to be rounding or more
     kinds: dict[str, Kind] = field(default_factory=lambda: {name: Kind() for name in COMPARED})
@@ -91,13 +93,22 @@ class Found:
 
     @property
     def verdict(self) -> str:
-        numbers_are_same = all(kind.same == kind.compared for kind in self.kinds.values())
+        numbers_are_same = all(kind.first is None for kind in self.kinds.values())
         if numbers_are_same and all(each.same == each.tensors for each in self.weights):
             return SAME
         if not self.why or any(kind.beyond is not None for kind in self.kinds.values()):
             return DIFFERENT
         is_off = any(each.off_course is not None and each.off_course > OFF_COURSE for each in self.weights)
-        return DIFFERENT if is_off else ROUNDING
+        if is_off:
+            return DIFFERENT
+        return UNJUDGED if self.unjudged == _steps(*self.steps) else ROUNDING
+
+    @property
+    def unjudged(self) -> str:
+        """Return the steps asked for in which rounding may have grown too far to be told from more."""
+        first, last = self.steps
+        first = max(first, self.begun + self.judged + 1)
+        return _steps(first, last) if self.why and first <= last else ""
 
     @property
     def is_different(self) -> bool:
@@ -178,7 +189,7 @@ class Again:
         return config.with_values({**values, **self._request.values})
 
     def _refuse_nothing_to_compare(self, steps: range) -> None:
-        known = any(step + 1 in self.record.steps for step in steps)
+        known = any(step in self.record.steps for step in range(self._request.first, steps.stop + 1))
         if not known and not self._in_range(self._request.first - 1, steps.stop):
             raise UsageError(
                 f"nothing is known of these steps: {self.record.directory.metrics} has none of them, and no"
@@ -216,6 +227,7 @@ class Again:
             t = self.record.settings_of(self._request.last).train
             found = self.found
             found.ranks = run.comm.size
+            found.ranks_of_run = self.starts[0].ranks if self.starts else None
             here = Side(facts, run.settings, HERE)
             reasons = [
                 reason
@@ -242,29 +254,31 @@ class Again:
         """Compare a step, and its weights where a checkpoint has them. Collective."""
         step = run.progress.step
         if run.comm.rank == 0:
-            self._compare_step(step, done, run.settings.dtype)
+            self._compare_step(step, done)
         if path := self._with_weights.get(step):
             run.checkpoints.on_root(partial(self._compare_weights, run, step, Path(path)))
 
-    def _compare_step(self, step: int, done: Finished, dtype: str) -> None:
+    def _compare_step(self, step: int, done: Finished) -> None:
         known = self.record.steps.get(step)
         here = {"loss": done.loss, "grad_norm": done.norm, "lr": done.lr}
         for name, kind in self.found.kinds.items():
             if known is None or name not in known:
                 continue
             before, now = known[name], here[name]
-            kind.compared += 1
+            is_asked = step >= self._request.first
+            kind.compared += is_asked
             if are_same(before, now):
-                kind.same += 1
+                kind.same += is_asked
                 continue
             if kind.first is None:
-                kind.first, kind.words = step, units(before, now, "float64" if name == "lr" else dtype)
-            self._judge(name, kind, step, distance(before, now))
+                kind.first, kind.words = step, numbers_apart(before, now)
+            is_far = name == "loss" and before is not None and abs(before - now) > WHOLE_NATS
+            self._judge(name, kind, step, distance(before, now), is_far)
 
-    def _judge(self, name: str, kind: Kind, step: int, apart: float) -> None:
-        """Judge a difference in the first steps. Rounding grows: later ones are counted, and not judged."""
+    def _judge(self, name: str, kind: Kind, step: int, apart: float, is_far: bool) -> None:
+        """Judge a difference in the first steps. Rounding grows: later ones are judged only if far."""
         limit: Tolerance = self._tolerance
-        if step - self.found.begun > limit.steps and math.isfinite(apart):
+        if step - self.found.begun > limit.steps and math.isfinite(apart) and not is_far:
             return
         kind.largest = max(kind.largest, apart) if math.isfinite(apart) else kind.largest
         # A norm is a sum over gradients that rounding moves further than their loss.
@@ -412,9 +426,10 @@ def page(found: Found) -> str:
         lines.append(f"{about:<17} {_counted(each.same, each.tensors, 'tensors')}{_first(each, is_rounding)}")
     verdicts = {
         SAME: "the same to the bit" + (", which was not promised" if found.why else ""),
-        ROUNDING: f"the same within rounding: {_sizes(found)}",
+        ROUNDING: f"the same within rounding: {_sizes(found)}"
+        + (f"; {found.unjudged} not judged" if found.unjudged else ""),
     }
-    return "\n".join([*lines, *([] if found.is_different else [verdicts[found.verdict]])])
+    return "\n".join([*lines, *([verdicts[found.verdict]] if found.verdict in verdicts else [])])
 
 
 def _counted(same: int, all_: int, what: str = "") -> str:
@@ -449,3 +464,13 @@ def difference(found: Found) -> str:
         if each.first and (is_off or not found.why):
             places.append((each.step, f"the weights of step {each.step}, {each.first.name}"))
     return f"{min(places)[1]} first" if places else ""
+
+
+def undecided(found: Found) -> str:
+    """Return why no step was judged, and what to do; "" if that is not the verdict."""
+    if found.verdict != UNJUDGED:
+        return ""
+    judged = f"only the first {found.judged} steps after step {found.begun} are, as rounding grows"
+    others = found.ranks_of_run and found.ranks_of_run != found.ranks
+    where = f"on {count(found.ranks_of_run or 1, 'rank')}" if others else "where the same bits are promised"
+    return f"{found.unjudged} not judged: {judged}; replay {where}"

@@ -24,8 +24,8 @@ before=$(newest)
 set -m  # flux in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
 flux run --nodes=2 --ntasks=16 --cores-per-task=16 \
   -o cpu-affinity=per-task -o pmi=simple \
-  distgpt train --stage mpi --threads 16 --preset gpt2 --data shards --batch-size 64 \
-  --out runs/flux --resume auto \
+  distgpt train --stage mpi --threads 16 --stall-abort 30m --preset gpt2 --data shards \
+  --batch-size 64 --out runs/flux --resume auto \
   >>"$log" 2>&1 &
 ranks=$!
 

@@ -23,8 +23,8 @@ before=$(newest)
 
 set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
 mpiexec -n 2 --map-by ppr:2:node --bind-to none \
-  distgpt train --stage mpi --threads 8 --preset gpt2 --data shards --batch-size 64 \
-  --out runs/grid-engine --resume auto \
+  distgpt train --stage mpi --threads 8 --stall-abort 30m --preset gpt2 --data shards \
+  --batch-size 64 --out runs/grid-engine --resume auto \
   >>"$log" 2>&1 &
 ranks=$!
 

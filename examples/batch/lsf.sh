@@ -26,8 +26,8 @@ before=$(newest)
 
 set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
 mpiexec -n 8 --map-by ppr:4:node --bind-to none ${LSB_DJOB_HOSTFILE:+--hostfile "$LSB_DJOB_HOSTFILE"} \
-  distgpt train --stage mpi --threads 8 --preset gpt2 --data shards --batch-size 64 \
-  --seed "$LSB_JOBINDEX" --out runs/lsf/"$LSB_JOBINDEX" --resume auto \
+  distgpt train --stage mpi --threads 8 --stall-abort 30m --preset gpt2 --data shards \
+  --batch-size 64 --seed "$LSB_JOBINDEX" --out runs/lsf/"$LSB_JOBINDEX" --resume auto \
   >>"$log" 2>&1 &
 ranks=$!
 

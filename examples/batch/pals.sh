@@ -14,7 +14,7 @@
 cd "$PBS_O_WORKDIR" || exit
 export DISTGPT_JOB_END=$(($(date +%s) + 21600))  # the limit above, in seconds since 1970
 # What this site needs before a program starts goes here: module load …, export …
-module load cray-pals
+module load cray-pals || { echo '--setup has failed: module load cray-pals'; exit 1; }
 
 number=${PBS_JOBID%%.*}
 attempt=0
@@ -25,8 +25,8 @@ before=$(newest)
 
 set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
 mpiexec -n 8 --ppn 4 --depth=16 \
-  distgpt train --stage mpi-cuda --preset gpt2 --data shards --batch-size 64 --out runs/pals \
-  --resume auto \
+  distgpt train --stage mpi-cuda --stall-abort 30m --preset gpt2 --data shards \
+  --batch-size 64 --out runs/pals --resume auto \
   >>"$log" 2>&1 &
 ranks=$!
 

@@ -1,11 +1,11 @@
 #!/bin/bash
 # Train, and begin again where it stopped until all steps are done. Submit it with qsub. A successor has
 # the options of these lines, and none of qsub's own: change them here.
-# distgpt submit --system pbs --nodes 2 --node 8x16 --memory 240G --time 12h --mpi mpich --option '-q workq' -- train --preset gpt2 --data shards --batch-size 64 --out runs/pbs
+# distgpt submit --system pbs --nodes 2 --node 8x16 --exclusive --memory 240G --time 12h --mpi mpich --option '-q workq' -- train --preset gpt2 --data shards --batch-size 64 --out runs/pbs
 #PBS -N pbs
 #PBS -S /bin/bash
 #PBS -l select=2:ncpus=128:mpiprocs=8:ompthreads=16:mem=240gb
-#PBS -l place=scatter
+#PBS -l place=scatter:excl
 #PBS -l walltime=12:00:00
 #PBS -r y
 #PBS -j oe
@@ -24,8 +24,8 @@ before=$(newest)
 
 set -m  # mpiexec in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
 mpiexec -n 16 -ppn 8 -bind-to core:16 \
-  distgpt train --stage mpi --threads 16 --preset gpt2 --data shards --batch-size 64 \
-  --out runs/pbs --resume auto \
+  distgpt train --stage mpi --threads 16 --stall-abort 30m --preset gpt2 --data shards \
+  --batch-size 64 --out runs/pbs --resume auto \
   >>"$log" 2>&1 &
 ranks=$!
 

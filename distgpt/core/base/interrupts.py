@@ -40,6 +40,7 @@ _came: list[signal.Signals] = []  # since this command began
 _noted_at: dict[int, float] = {}  # when a signal was last noted
 _commanding = False  # this process is a command of ours, not a notebook
 _noting: list[PendingSignals] = []
+before_leaving: list[Callable[[], None]] = []  # called if a signal ends the process within C code
 
 
 class Interrupted(KeyboardInterrupt):
@@ -231,6 +232,8 @@ def signals_deferred() -> Iterator[Callable[[], None]]:
 
 def _leave_at_once(number: int) -> None:
     ending = Interrupted(number)
+    for clean_up in before_leaving:
+        clean_up()
     os.write(2, f"distgpt: {ending}\n".encode())
     os._exit(ending.exit_code)
 

@@ -128,6 +128,11 @@ def require_mpi() -> None:
     try:
         from distgpt.core.comm import mpi  # noqa: F401
     except (ImportError, RuntimeError) as error:
+        if (library := os.environ.get("MPI4PY_LIBMPI")) and isinstance(error, RuntimeError):
+            raise UsageError(
+                f"mpi4py cannot load MPI4PY_LIBMPI={library}: load the module of this MPI first"
+                " (module load …), or unset the variable"
+            ) from None
         raise UsageError(
             f"several ranks need mpi4py and an MPI library ({first_line(error)}); install them with "
             "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI "

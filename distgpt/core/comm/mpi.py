@@ -145,6 +145,7 @@ class MpiComm:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(SECONDS_TO_SPEAK)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPICH would add a line; the reason was printed
         self._world.Abort(exit_code)
         os._exit(exit_code)
 

@@ -160,6 +160,16 @@ class RunDirectory:
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
 
+    def remove_unbegun(self) -> None:
+        """Remove the directory if its run has finished no step and it holds nothing else."""
+        files = {self.config, self.tokenizer, self.metrics, self.history, self.summary, self.lock.path}
+        with suppress(OSError):
+            lines = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.exists() else []
+            if files.issuperset(self.path.iterdir()) and all(_step_of(line) <= 0 for line in lines):
+                for path in files:
+                    path.unlink(missing_ok=True)
+                self.path.rmdir()
+
     def _clean_up(self, step: int) -> None:
         """Remove what killed processes have left unfinished; set damaged checkpoints from `step` on aside."""
         remove_unfinished(self.checkpoints)

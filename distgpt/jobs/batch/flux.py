@@ -35,6 +35,7 @@ class Flux(System):
     submits, programs = ("flux", "batch"), ("flux",)
     element, elements = "$ELEMENT", ()
     limit = "--time-limit"
+    launches_by_mpi = False
     example = "--queue=batch"
     advice = """\
 Submit it with flux batch. Of an array
@@ -58,6 +59,7 @@ Submit it with flux batch. Of an array
             f"--nslots={job.nodes}",  # a node's part each: ranks may be more than GPUs, which are given whole
             f"--cores-per-slot={job.cpus_per_node}",
             *([f"--gpus-per-slot={job.gpus_per_node}"] if job.gpus_per_node else []),
+            *(["--exclusive"] if job.exclusive else []),
             f"--time-limit={int(job.seconds)}s",
             f"--output={job.name}-{{{{id.f58plain}}}}.log",  # letters and digits: without its sign, ƒ
         ]

@@ -41,6 +41,7 @@ Submit it with qsub, whose options
             "-cwd",
             *([f"-pe mpi {slots}"] if slots > 1 else []),
             *([f"-l gpu={job.gpus_per_node}"] if job.gpus_per_node else []),
+            *(["-l exclusive=true"] if job.exclusive else []),
             f"-l h_rt={clock(job.seconds)}",
             f"-l s_rt={clock(job.seconds - job.seconds_to_save)}",
             "-notify",

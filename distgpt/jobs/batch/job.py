@@ -36,6 +36,7 @@ class Job:
     counts_cores: bool = False  # CPUs are cores in order, and none is the second hardware thread of one
     array: str = ""  # numbers of its elements, as in 1-4%2, where the system's own options do not say so
     is_array: bool = False  # whose elements each have their number in place of the system's variable
+    exclusive: bool = False  # no other job runs on its nodes
     resubmits: bool = False  # it submits a successor even where the system would queue it again
 
     def __post_init__(self) -> None:
@@ -62,6 +63,11 @@ class Job:
     @property
     def cpus_per_node(self) -> int:
         return self.ranks_per_node * self.cpus_per_task
+
+    @property
+    def binds(self) -> bool:
+        """Return whether ranks are bound to cores: other jobs' launchers would bind theirs to the same."""
+        return self.counts_cores and self.exclusive
 
     @property
     def seconds_to_save(self) -> int:

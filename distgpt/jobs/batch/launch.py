@@ -21,30 +21,27 @@ class RankLauncher:
 
 
 def _mpich(job: Job) -> str:
-    return (
-        f"-n {job.ranks} -ppn {job.ranks_per_node}{f' -bind-to core:{job.cpus_per_task}' * job.counts_cores}"
-    )
+    return f"-n {job.ranks} -ppn {job.ranks_per_node}{f' -bind-to core:{job.cpus_per_task}' * job.binds}"
 
 
 def _intel(job: Job) -> str:
     domain = f" -genv I_MPI_PIN_DOMAIN {job.cpus_per_task}:compact"
-    return f"-n {job.ranks} -ppn {job.ranks_per_node}{domain * job.counts_cores}"
+    return f"-n {job.ranks} -ppn {job.ranks_per_node}{domain * job.binds}"
 
 
 def _openmpi(job: Job) -> str:
     # By itself it binds each rank to a core: all threads would share that one.
     placed = f"ppr:{job.ranks_per_node}:node"
-    bound = f":pe={job.cpus_per_task} --bind-to core" if job.counts_cores else " --bind-to none"
+    bound = f":pe={job.cpus_per_task} --bind-to core" if job.binds else " --bind-to none"
     return f"-n {job.ranks} --map-by {placed}{bound}"
 
 
 def _pals(job: Job) -> str:
-    bound = " --cpu-bind=depth" if job.counts_cores else ""
+    bound = " --cpu-bind=depth" if job.binds else ""
     return f"-n {job.ranks} --ppn {job.ranks_per_node} --depth={job.cpus_per_task}{bound}"
 
 
-# By the value of --mpi. Ranks are bound where the nodes are described (--node): other jobs may run on a part
-# of a node, and two launchers that each bind from the first core on would share it.
+# By the value of --mpi.
 LAUNCHERS = {
     "mpich": RankLauncher(("MPICH", "MVAPICH", "MVAPICH2"), _mpich),
     "openmpi": RankLauncher(("Open MPI",), _openmpi),

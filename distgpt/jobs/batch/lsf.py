@@ -53,7 +53,8 @@ Submit it with bsub < SCRIPT, whose options
             f"-n {job.nodes * job.cpus_per_node}",
             f'-R "span[ptile={job.cpus_per_node}]"',
             *([f'-R "rusage[mem={job.memory}/host]"'] if job.memory else []),
-            *([f'-gpu "num={job.gpus_per_node}/host"'] if job.gpus_per_node else []),
+            *([f'-gpu "num={job.gpus_per_node}/host:j_exclusive=yes"'] if job.gpus_per_node else []),
+            *(["-x"] if job.exclusive else []),
             f"-W {clock(60 * math.ceil(job.seconds / 60))[:-3]}",  # in minutes, rounded up
             "-wa URG",
             f"-wt {warning[:-3]}",

@@ -31,6 +31,7 @@ Submit it with qsub. A successor has
     repeated = ("-l", "-W")
 
     def options(self, job: Job) -> list[str]:
+        place = ["scatter"] * (job.nodes > 1) + ["excl"] * job.exclusive
         chunk = [
             f"{job.nodes}:ncpus={job.cpus_per_node}:mpiprocs={job.ranks_per_node}",
             f"ompthreads={job.cpus_per_task}",
@@ -41,7 +42,7 @@ Submit it with qsub. A successor has
             f"-N {job.name}",
             "-S /bin/bash",
             f"-l select={':'.join(chunk)}",
-            *(["-l place=scatter"] if job.nodes > 1 else []),
+            *([f"-l place={':'.join(place)}"] if place else []),
             f"-l walltime={clock(job.seconds)}",
             "-r y",
             "-j oe",

@@ -38,6 +38,7 @@ class System:
     advice: str  # how the script is submitted, the header's sentences
     signals: str  # the comment at the traps
     refused_names = ""  # of jobs, as a regular expression
+    launches_by_mpi = True  # by an mpiexec, which knows nothing of other jobs' cores
     least_element = 0  # of an array: systems refuse lower numbers
     array_flag = ""  # its option for the numbers of an array
     limit = ""  # its option for the time limit, if the script says a second time when to save
@@ -193,7 +194,7 @@ def script(system: System, job: Job) -> str:
         options="\n".join(f"{system.sentinel} {option}" for option in system.directives(job)),
         enters=system.enters,
         deadline=system.deadline(job),  # before the lines of the site, which take time from the limit
-        setup="".join(f"{line}\n" for line in job.setup),
+        setup="".join(f"{_checked(line)}\n" for line in job.setup),
         begin=system.begin(job),
         name=job.name,
         number=system.number(job),
@@ -219,6 +220,13 @@ def _again(system: System, job: Job, quote: Callable[[str], str]) -> str:
     return _SUCCESSOR.format(
         marker=quote(str(job.out / "followed-")), number=system.number(job), submit=system.successor(job)
     )
+
+
+def _checked(line: str) -> str:
+    """Let the script stop where a module cannot be loaded: the ranks would fail later, for other reasons."""
+    if not re.match(r"(module|ml)\s", line) or "||" in line or "#" in line:
+        return line
+    return f"{line} || {{ echo {shlex.quote(f'--setup has failed: {line}')}; exit 1; }}"
 
 
 def _wrapped(words: Sequence[str], quote: Callable[[str], str]) -> list[str]:

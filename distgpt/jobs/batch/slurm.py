@@ -31,6 +31,7 @@ class Slurm(System):
     name, word, sentinel = "Slurm", "slurm", "#SBATCH"
     submits, programs = ("sbatch",), ("sbatch",)
     element, elements = "$SLURM_ARRAY_TASK_ID", ("SLURM_ARRAY_TASK_ID",)
+    launches_by_mpi = False
     example = "--partition=gpu"
     advice = """\
 Submit it with sbatch, whose options
@@ -52,6 +53,7 @@ Submit it with sbatch, whose options
             *(["--hint=nomultithread"] if job.counts_cores else []),
             *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
             *([f"--mem={job.memory}"] if job.memory else []),
+            *(["--exclusive"] if job.exclusive else []),
             f"--time={slurm_time(job.seconds)}",
             f"--signal=USR1@{job.seconds_to_save}",
             "--requeue",
@@ -59,6 +61,11 @@ Submit it with sbatch, whose options
             f"--output={job.name}-{'%A_%a' if job.is_array else '%j'}.log",
             *([f"--array={job.array}"] if job.array else []),
         ]
+
+    def key(self, option: str) -> str:
+        """Return --gpus-per-node for the GPUs of --gres, too."""
+        key = super().key(option)
+        return "--gpus-per-node" if key == "--gres" and "gpu" in option else key
 
     def number(self, job: Job) -> str:
         """Return the job's number. SLURM_JOB_ID of an array's element may stand for the whole array."""
