@@ -127,6 +127,9 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
     assert saved(checkpoints / "step-00000002", model)[0] == 1 and saver.disk.lost is None
     saver.check(has_lost_disk=False)
     assert gate.calls == 3
+    saver.tolerate(StorageError(FULL))  # again, a moment later
+    saver.report_recovery()
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize("older, policy", [(False, "keep-going"), (True, "stop")])

@@ -32,6 +32,7 @@ from distgpt.core.train.seams import Disk
 from distgpt.core.train.sharing import OPTIMIZER, WEIGHTS, Gathering, Groups, whole_moments
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
+SECONDS_BETWEEN_REPORTS = 600.0  # of a disk that fails again and again
 LONGEST_WRITE = 60.0  # seconds that a thread may take before training waits for it
 SECONDS_AT_ONCE = 1.0  # that a signal waits for a checkpoint that is being written
 NICE = 19  # it takes what the workers leave of the processor
@@ -78,6 +79,7 @@ class Checkpoints:
         self._failed: Exception | None = None
         self._begun = self._failed_at = 0.0
         self._is_failing = False  # and that was reported
+        self._reported_at = -math.inf
         self._outdated = outdated or partial(beyond, config.keep)
         self.best = best  # the loss of the best weights that are on the disk; known to rank 0
         self.seconds: float | None = None  # the time that the last checkpoint took
@@ -197,15 +199,15 @@ class Checkpoints:
             self._start()
 
     def tolerate(self, error: StorageError) -> None:
-        """Report once that something could not be written; raise the error if the run must end."""
+        """Report that something could not be written, not too often; raise the error if the run must end."""
         try:
             saved = newest_step(self._directory.checkpoints)
         except StorageError:
             saved = None
         if saved is None or self._config.on_disk_error == "stop":
             raise error
-        if not self._is_failing:
-            self._is_failing = True
+        if not self._is_failing and time.monotonic() > self._reported_at + SECONDS_BETWEEN_REPORTS:
+            self._is_failing, self._reported_at = True, time.monotonic()
             self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
 
     def report_recovery(self) -> None:
