@@ -5,6 +5,7 @@ Nothing is written to the run, which may be going on: a directory of their own t
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -94,7 +95,7 @@ def taken(
     them.
     """
     comm = stage.comm
-    with storage_errors("create a folder in", Path("$TMPDIR")):
+    with storage_errors("create a folder in", Path(os.environ.get("TMPDIR", "/tmp"))):
         folder = Path(tempfile.mkdtemp(prefix="distgpt-replay-")) if comm.rank == 0 else Path()
     try:
         task = Task.decode(on_root(comm, lambda: make(folder / RUN).encode()))

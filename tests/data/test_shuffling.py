@@ -198,4 +198,5 @@ def test_standard_input_is_a_text_or_lines_of_json_or_refused(tmp_path, monkeypa
     result = piping(b'{"text": "' + b"x" * 5000, "c", "--max-document", "1KB")
     assert result.returncode == 65 and "stdin.jsonl, line 1 is longer than 1 KiB" in result.stderr
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
     refused(piping(b"text", "c"), 74, "cannot keep standard input in", "none", "No such file")

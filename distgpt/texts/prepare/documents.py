@@ -168,7 +168,7 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
     same: the same text from another pipe resumes what was interrupted.
     """
     with ExitStack() as stack:
-        with storage_errors("keep standard input in", Path("$TMPDIR")):
+        with storage_errors("keep standard input in", Path(os.environ.get("TMPDIR", "/tmp"))):
             file = stack.enter_context(tempfile.TemporaryFile())
             shutil.copyfileobj(stream, file)
             size = file.tell()
