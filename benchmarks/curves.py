@@ -15,7 +15,7 @@ Point = tuple[float, float, float]  # tokens, seconds, loss
 def trained(out: Path, *words: object, loss: str = "val_loss") -> list[Point]:
     """Train into `out`. The seconds are the whole command's, from its start, without evaluations."""
     begun = time.perf_counter()
-    distgpt("train", *words, "--log-every", 1, "--progress", "plain", "--out", out)
+    distgpt("train", *words, "--progress", "plain", "--out", out)
     whole = time.perf_counter() - begun
     points, spent, tokens = list[Point](), 0.0, 0
     for line in metrics(out):

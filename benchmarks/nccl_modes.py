@@ -25,7 +25,7 @@ from distgpt.launch.environment import launched_rank
 
 TRAIN = shlex.split(
     "train --stage mpi-cuda --preset gpt-mini --data corpus --tokenizer byte --n-layer 3 --dtype bfloat16"
-    " --deterministic --recompute none --batch-size 16 --steps 6 --sample-every 0 --log-every 1"
+    " --deterministic --recompute none --batch-size 16 --steps 6 --sample-every 0"
     " --val-fraction 0 --progress plain"
 )
 QUICK = shlex.split("--n-layer 1 --n-head 2 --n-embd 16 --seq-len 8 --batch-size 4 --steps 3")

@@ -201,9 +201,9 @@ COMPLETED = {
     "estimate --data co": ["corpus"],
     "bench infer --preset gpt2-m": ["gpt2-medium", "gpt2-modern"],
     "compare-stages --preset ti": ["tiny", "tiny-adamw"],
-    "slurm --time 4h -- tu": ["tune"],
-    "slurm --time 4h -- train --val-f": ["--val-fraction"],
-    "slurm --time 4h -- train --data my": [FILE],
+    "submit --time 4h -- tu": ["tune"],
+    "submit --time 4h -- train --val-f": ["--val-fraction"],
+    "submit --time 4h -- train --data my": [FILE],
 }
 
 

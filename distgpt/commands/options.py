@@ -51,9 +51,9 @@ OPTIONS = (
     *("value_embeddings", "window", "full_every", "bias", "qkv_bias", "tied", "init_weights"),
     *("grad_sync", "gradient_dtype", "outer_every", "outer_lr", "outer_momentum"),
     *("reproducible_parts", "balance", "recompute"),
-    *("save_every", "save", "keep", "keep_every", "keep_minutes", "on_disk_error"),
+    *("save_every", "save", "keep", "keep_every", "on_disk_error"),
     *("on_bad_step", "spike_zscore", "bad_steps_allowed"),
-    *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag", "log_every"),
+    *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag"),
 )
 
 _HELP = {

@@ -30,7 +30,7 @@ def guarded(
     added = [GUARDS[name] for name in GUARDS]  # now: nothing of the run is on the disk yet
     guards = partial(_guards, added=added, end=end, stall=Stall(timeout, abort))
     seams = Seams(disk=room_for, guards=guards)
-    if t.keep_every or t.keep_every_minutes or t.keep_minutes:
+    if t.keep_every or t.keep_every_minutes:
         from distgpt.guards.retention import Retention
 
         seams = replace(seams, outdated=Retention)

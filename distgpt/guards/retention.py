@@ -1,4 +1,4 @@
-"""Retention of checkpoints beside the newest: some for good, others until they are of an age.
+"""Retention of checkpoints beside the newest: some stay for good.
 
 Nothing here removes the newest `keep`, of which the last is whole: it was just written.
 """
@@ -6,7 +6,6 @@ Nothing here removes the newest `keep`, of which the last is whole: it was just 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,8 +29,7 @@ class Retention:
         if saved and self._is_due(saved[0], next(filter(is_kept, saved[1:]), None)):
             with suppress(OSError):  # no room: the next one is due, too
                 (saved[0] / MARK).touch()
-        youngest = time.time() - 60 * self._t.keep_minutes
-        return [path for path in saved[self._t.keep :] if not is_kept(path) and _saved_at(path) <= youngest]
+        return [path for path in saved[self._t.keep :] if not is_kept(path)]
 
     def _is_due(self, newest: Path, last: Path | None) -> bool:
         """Return whether the newest is to stay, where `last` is the one before it that does."""

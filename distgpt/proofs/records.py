@@ -21,8 +21,8 @@ from distgpt.show.metrics import MOST_METRICS, MOST_STEPS, Metrics, read_metrics
 # A text is compared by its fingerprint, not by its name.
 NEUTRAL = frozenset(
     {
-        *("data", "val", "val_tokens", "hellaswag", "eval_every", "sample_every", "log_every", "save_every"),
-        *("save_minutes", "save", "keep", "keep_every", "keep_every_minutes", "keep_minutes"),
+        *("data", "val", "val_tokens", "hellaswag", "eval_every", "sample_every", "save_every"),
+        *("save_minutes", "save", "keep", "keep_every", "keep_every_minutes"),
         *("on_disk_error", "verify_every", "verify_data", "bad_steps_allowed"),
     }
 )

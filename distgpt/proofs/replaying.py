@@ -178,7 +178,7 @@ class Again:
         """Return the run's settings, those that memory chose, and none of what is beside the steps."""
         t, values = config.train, dict[str, bool | int | float | str]()
         values |= {"val": "", "hellaswag": "", "eval_every": 0, "sample_every": 0, "save": "sync"}
-        values |= {"verify_every": 0, "log_every": 1}
+        values |= {"verify_every": 0}
         facts, size = start.facts if start else None, self._stage.comm.size
         if facts and facts.ranks == size and bool(facts.gpu) == self._stage.on_gpu:
             values["recompute"] = facts.recompute

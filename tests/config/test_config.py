@@ -115,10 +115,10 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("chats", "epochs"),
     }
     assert {
-        *("data", "steps", "epochs", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
+        *("data", "steps", "epochs", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync"),
         *("recompute", "embedding_lr", "value_lr", "head_lr", "vector_lr", "decay_fraction", "train_minutes"),
-        *("within_minutes", "keep_every", "keep_every_minutes", "keep_minutes"),
+        *("within_minutes", "keep_every", "keep_every_minutes"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed"),
         *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
@@ -248,7 +248,7 @@ def test_impossible_values_are_refused_with_a_hint():
 
 # Of these settings: why a value is refused, the last one that is allowed, and the first that is not.
 LIMITS = (
-    ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
+    ("seq_len n_layer vocab_multiple steps batch_size keep", "at least 1", 1, 0),
     ("rope_base rope_factor", "at least 1", 1.0, 0.999),
     ("rope_context", "at least 1", 1, 0),
     ("rope_slow", "at least 0", 0.0, -0.001),
@@ -257,7 +257,7 @@ LIMITS = (
     ("head_dim", "at most 4096", 4096, 4097),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
-    ("keep_every keep_every_minutes keep_minutes", "at least 0", 0, -1),
+    ("keep_every keep_every_minutes", "at least 0", 0, -1),
     ("spike_zscore bad_steps_allowed reproducible_parts outer_every", "at least 0", 0, -1),
     ("reproducible_parts", "at most 1048576", 1 << 20, 1 << 21),
     ("lora_rank lora_alpha", "at least 0", 0, -1),
@@ -369,11 +369,11 @@ CHOSEN = {
     "grad_sync": "chunked", "gradient_dtype": "bfloat16",
     "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5, "balance": "auto",
     "recompute": "block", "save_every": 3, "save": "sync",
-    "keep": 1, "keep_every": 3, "keep_minutes": 0.0001,
+    "keep": 1, "keep_every": 3,
     "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
     "bad_steps_allowed": 3, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
     "val_tokens": 24,
-    "hellaswag": "examples", "log_every": 2,
+    "hellaswag": "examples",
 }  # fmt: skip
 
 
@@ -403,7 +403,7 @@ def test_every_option_reaches_the_run(tmp_path):
         half, default = (run.model, tiny.model) if hasattr(run.model, name) else (run.train, tiny.train)
         assert getattr(half, name) == value != getattr(default, name), name
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in logged if "loss" in line] == [2, 4, 5]
+    assert [line["step"] for line in logged if "loss" in line] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in logged if "val_loss" in line and "hellaswag" in line] == [0, 4, 5]
     assert {line["val_tokens"] for line in logged if "val_loss" in line} == {24}
     assert [path.name[-1] for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["3", "5"]

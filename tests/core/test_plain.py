@@ -37,7 +37,7 @@ LATER = {  # who loads it
     "core.generate.engine": "--sample-every, and the report of a run that is over",
     "core.train.assessment": "--val, --val-fraction, metrics",
     "guards.reports": "ranks that have others",
-    "guards.retention": "--keep-every, --keep-minutes",
+    "guards.retention": "--keep-every",
     "launch.leaving": "what ends by an error",
     "layout.placing": "several ranks, or cores that are not alike",
     "layout.plan": "the same",

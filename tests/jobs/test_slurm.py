@@ -1,4 +1,4 @@
-"""`distgpt slurm`: the script it writes, and jobs of a real Slurm that are stopped and resume."""
+"""Slurm: the script that `submit` writes, and jobs of a real Slurm that are stopped and resume."""
 
 import ctypes.util
 import json
@@ -23,7 +23,8 @@ from trees import sys_of
 from distgpt.jobs import shape
 from distgpt.layout.machine import read_machine
 
-TWO_NODES = ["slurm", "--nodes", "2", "--mpi", "pmi2", "--time", "1h"]
+SLURM = ("submit", "--system", "slurm")
+TWO_NODES = [*SLURM, "--nodes", "2", "--mpi", "pmi2", "--time", "1h"]
 
 
 def written(*words, **how):
@@ -48,7 +49,7 @@ def launched(script):
 
 
 def test_the_script_asks_for_what_was_asked(tmp_path):
-    words = ["slurm", "--nodes", "2", "--ranks-per-node", "4", "--cpus-per-task", "8", "--time", "1d2h"]
+    words = [*SLURM, "--nodes", "2", "--ranks-per-node", "4", "--cpus-per-task", "8", "--time", "1d2h"]
     words += ["--mpi", "pmix", "--sbatch", "--partition=cpu", "--sbatch", "--signal=USR1@600"]
     script = written(*words, "--", "train", "--out", "my run's $(x)", "--steps", "8", cwd=tmp_path)
     begin = "--job-name=my-run-s-x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --time=1-02:00:00"
@@ -70,14 +71,14 @@ def test_what_is_left_out_is_chosen(tmp_path):
         return options(script), launched(script)
 
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    opts, words = made("slurm", "--time", "2m", "train")
+    opts, words = made(*SLURM, "--time", "2m", "train")
     assert words[1] == "--mpi=none" and opts[1:4] == ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
     assert "--signal=USR1@30" in opts
     assert words[7:] == shlex.split(
         "train --stage serial --threads 1 --stall-abort 30m --out runs/tiny-2 --data corpus --resume auto"
     )
     opts, words = made(
-        "slurm", "--gpus-per-node", "4", "--nodes", "2", "--mpi", "pmi2", "--time", "1h", "train"
+        *SLURM, "--gpus-per-node", "4", "--nodes", "2", "--mpi", "pmi2", "--time", "1h", "train"
     )
     assert "--gpus-per-node=4" in opts and "--ntasks-per-node=4" in opts
     assert words[7:10] == ["train", "--stage", "mpi-cuda"] and "--threads" not in words
@@ -113,13 +114,13 @@ def test_this_machine_describes_a_node_where_that_is_asked_for(tmp_path, monkeyp
         monkeypatch.setattr(shape, "read_machine", lambda name=name: read_machine(sys_of(name)))
         assert shape.shape("here") == shape.Shape(ranks, cpus)
     monkeypatch.setattr(shape, "read_machine", lambda: read_machine(tmp_path))
-    result = inside("slurm", "--time", "1h", "--node", "here", "train", cwd=tmp_path)
+    result = inside(*SLURM, "--time", "1h", "--node", "here", "train", cwd=tmp_path)
     refused(result, 2, "--node here", str(tmp_path), "--node 8x16")
 
 
 def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path):
     """Not the job's: that of the array's last element stands for all of them."""
-    words = ["slurm", "--time", "1h", "--name", "seeds", "--sbatch", "--array=3-9:3%2", "--", "train"]
+    words = [*SLURM, "--time", "1h", "--name", "seeds", "--sbatch", "--array=3-9:3%2", "--", "train"]
     for given, out in (
         (["--out", "my runs"], "my runs/6"),
         (["--out=my runs"], "my runs/6"),
@@ -155,16 +156,16 @@ def test_every_element_s_command_is_checked(tmp_path):
     for number in (1, 2):
         (tmp_path / f"{number}.toml").write_text(f"steps = {number}\n")
     words = ["train", "--config", "$SLURM_ARRAY_TASK_ID.toml"]
-    array = ["slurm", "--time", "1h", "--sbatch"]
+    array = [*SLURM, "--time", "1h", "--sbatch"]
     written(*array, "--array=1,2", *words, cwd=tmp_path)
     refused(inside(*array, "--array=1-3", *words, cwd=tmp_path), 2, "3.toml")
     refused(inside(*array, "--array=1,x", *words, cwd=tmp_path), 2, "--array=1,x", "--array=1-4")
-    refused(inside("slurm", "--time", "1h", *words, cwd=tmp_path), 2, "--array 1-4")
+    refused(inside(*SLURM, "--time", "1h", *words, cwd=tmp_path), 2, "--array 1-4")
 
 
 def test_what_is_slow_or_hidden_on_the_nodes_is_noted(tmp_path):
     (tmp_path / "text.txt").write_text("some text")
-    words = ["slurm", "--time", "1h", "--cpus-per-task", "4", "train", "--data", "text.txt", "--threads"]
+    words = [*SLURM, "--time", "1h", "--cpus-per-task", "4", "train", "--data", "text.txt", "--threads"]
     for threads, noted in (("4", False), ("5", True)):
         result = inside(*words, threads, cwd=tmp_path)
         assert result.returncode == 0
@@ -176,7 +177,7 @@ def test_what_is_slow_or_hidden_on_the_nodes_is_noted(tmp_path):
 
 @needs_mpi
 def test_srun_starts_the_mpi_of_mpi4py(tmp_path):
-    result = inside("slurm", "--nodes", "2", "--time", "1h", "train", cwd=tmp_path)
+    result = inside(*SLURM, "--nodes", "2", "--time", "1h", "train", cwd=tmp_path)
     from mpi4py import MPI
 
     way = {"MPICH": "pmi2", "Open MPI": "pmix"}[MPI.get_vendor()[0]]
@@ -184,16 +185,16 @@ def test_srun_starts_the_mpi_of_mpi4py(tmp_path):
 
 
 REFUSED = (
-    (["slurm", "--time", "1h", "infer"], "not for infer"),
+    ([*SLURM, "--time", "1h", "infer"], "not for infer"),
     ([*TWO_NODES, "train", "--batch-size", "3"], "cannot be split evenly"),
     ([*TWO_NODES, "train", "--stage", "serial"], "use --stage mpi"),
-    (["slurm", "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node"),
+    ([*SLURM, "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node"),
     ([*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "uses no GPU"),
     ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
     ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
     ([*TWO_NODES, "--sbatch", "gpu", "train"], '--option "--partition=gpu"'),
     ([*TWO_NODES, "--name", "../x", "train"], "--name"),
-    (["slurm", "--time", "soon", "train"], "'soon' is no time"),
+    ([*SLURM, "--time", "soon", "train"], "'soon' is no time"),
     ([*TWO_NODES, "--node", "8 by 16", "train"], "as in 8x16"),
     ([*TWO_NODES, "--node", "0x16", "train"], "as in 8x16"),
     ([*TWO_NODES, "--node", "8x16", "--cpus-per-task", "17", "train"], "8 ranks of 17 CPUs do not fit on"),
@@ -326,7 +327,7 @@ class Submitted:
 
 
 def submit(cluster, folder, *options, words=WORDS):
-    """By `distgpt slurm --submit`, on two nodes with a rank each."""
+    """By `distgpt submit --system slurm --submit`, on two nodes with a rank each."""
     folder.mkdir(exist_ok=True)
     arguments = ["--submit", *options, "--", *words, "--out", "my run's"]
     result = distgpt(*TWO_NODES, *arguments, cwd=folder, env=cluster.environ)
@@ -391,7 +392,7 @@ def test_a_job_of_open_mpi_by_pmix_has_the_bits_of_mpich_and_is_saved_when_it_is
 def test_ranks_of_a_described_node_are_bound_to_cores_of_their_own(tmp_path):
     """By the script's own srun, which starts something that shows where it may run."""
     words = ["--node", "1x2", "--ranks-per-node", "2", "--mpi", "none", "--time", "5m", "--name", "bound"]
-    script = written("slurm", *words, "train", cwd=tmp_path)
+    script = written(*SLURM, *words, "train", cwd=tmp_path)
     show = shlex.join([sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"])
     script = re.sub(
         r"(--wait=60 \\\n  ).*?( \\\n  >>)", lambda found: found[1] + show + found[2], script, flags=re.S
@@ -495,7 +496,7 @@ def test_a_job_that_was_ended_has_saved_and_stays_so(way, cluster, tmp_path):
 @on_slurm_for_long
 def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
     """Its ranks ask for another attempt, and have left no checkpoint."""
-    script = written("slurm", "--time", "1h", "--name", "idle", "train", cwd=tmp_path)
+    script = written(*SLURM, "--time", "1h", "--name", "idle", "train", cwd=tmp_path)
     edited = re.sub(r"\S*distgpt train ", "sh -c 'exit 75' ", script)
     assert edited != script
     (tmp_path / "job.sh").write_text(edited)
@@ -520,7 +521,7 @@ def test_a_successor_ends_the_run_where_a_job_is_not_queued_again(finished, tmp_
 @on_slurm_for_long
 def test_one_element_of_an_array_is_requeued_alone_and_resumes_in_its_own_directory(cluster, tmp_path):
     """It is the one whose number is that of the whole array, which has another element on the other node."""
-    words = ["slurm", "--time", "1h", "--sbatch", "--array=1-2", "--submit", "--", *WORDS]
+    words = [*SLURM, "--time", "1h", "--sbatch", "--array=1-2", "--submit", "--", *WORDS]
     words += ["--steps", "160", "--seed", "$SLURM_ARRAY_TASK_ID", "--out", "array"]
     result = distgpt(*words, cwd=tmp_path, env=cluster.environ)
     assert result.returncode == 0, result.stderr

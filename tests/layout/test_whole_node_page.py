@@ -30,7 +30,7 @@ def test_a_row_of_the_page_is_what_the_plan_recommends(name):
     assert shape == f"{advice.ranks} × {advice.threads}"
     started = f"mpirun -n {advice.ranks} distgpt train --stage mpi" if advice.ranks > 1 else "distgpt train"
     assert command == f"`{started}`"
-    assert under_slurm in ("", f"`distgpt slurm --node {advice.ranks}x{advice.threads}`")
+    assert under_slurm in ("", f"`distgpt submit --system slurm --node {advice.ranks}x{advice.threads}`")
 
 
 def test_every_row_of_the_page_is_held_against_a_node():

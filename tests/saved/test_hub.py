@@ -125,7 +125,7 @@ def test_a_batch_script_s_tokenizer_is_fetched_before_the_job_waits(hub, tmp_pat
     """So that a node without a network has it in $HF_HOME; what cannot be fetched is refused as by train."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some text")
-    words = ["slurm", "--time", "1h", "--", "train", "--data", "texts", "--tokenizer"]
+    words = ["submit", "--system", "slurm", "--time", "1h", "--", "train", "--data", "texts", "--tokenizer"]
     result = distgpt(*words, "hub:some/model", cwd=tmp_path, env=hub.env)
     assert result.returncode == 0 and "#SBATCH" in result.stdout, result.stderr
     assert f"--tokenizer hub:some/model lies in {tmp_path}/cache/hub" in result.stderr
@@ -159,7 +159,7 @@ def test_other_commands_take_a_name_of_the_hub_which_is_fetched_once(hub, tmp_pa
     train = ["--init", "hub:some/model", "--data", "story"]
     for words in (
         ["estimate", *train, "--no-measure"],
-        ["slurm", "--nodes", "1", "--time", "1h", "--", "train", *train],
+        ["submit", "--system", "slurm", "--nodes", "1", "--time", "1h", "--", "train", *train],
     ):
         here = distgpt(*words, env={**hub.env, "XDG_CACHE_HOME": str(tmp_path / "empty")})
         refused(here, 2, "hub:some/model is not on this machine yet", "weights import")

@@ -231,7 +231,7 @@ def test_a_run_that_is_finished_stays_as_it_is_and_says_what_asks_for_more(half,
 
 
 def test_a_run_that_ended_by_the_clock_names_the_time_that_asks_for_more(tmp_path):
-    run, by = tmp_path / "run", ["--schedule", "constant", "--log-every", "100"]
+    run, by = tmp_path / "run", ["--schedule", "constant"]
     train(*SMALL, *by, "--within", "2s", "--preset", "tiny", "--out", run)
     steps = json.loads((run / "summary.json").read_text())["step"]
     more = asked_for_more(run, "--within", "2s")

@@ -55,11 +55,11 @@ def test_every_step_is_in_the_metrics(trained):
 
 def test_variants_and_samples_from_the_command_line(tmp_path):
     variant = "--norm rmsnorm --mlp swiglu --positions rope --no-bias --untied"
-    args = [*variant.split(), "--steps", "5", "--sample-every", "2", "--log-every", "2"]
+    args = [*variant.split(), "--steps", "5", "--sample-every", "2"]
     result = inside("train", *SMALL, *args, "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("--- sample after step") == 2
-    assert list(metrics(tmp_path / "run")) == [2, 4, 5]
+    assert list(metrics(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
 def test_the_next_command_begins_with_words_of_the_text(tmp_path):

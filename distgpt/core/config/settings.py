@@ -476,7 +476,6 @@ class TrainConfig:
         choices=RECOMPUTE,
         changeable=True,
     )
-    log_every: int = of_display(1, "Write metrics every N steps.", low=1, changeable=True)
     save_every: int = of_saving(0, "Save a checkpoint every N steps. 0: by time.", low=0, changeable=True)
     save_minutes: float = of_saving(
         5.0, "Minutes between checkpoints, without --save-every. 0: only at the end.", low=0, changeable=True
@@ -506,13 +505,6 @@ class TrainConfig:
     keep_every_minutes: float = of_saving(
         0.0,
         "Keep one checkpoint for good in this many minutes, beside the newest. 0: none.",
-        low=0,
-        changeable=True,
-        component="retention",
-    )
-    keep_minutes: float = of_saving(
-        0.0,
-        "Also keep checkpoints that are younger than this many minutes.",
         low=0,
         changeable=True,
         component="retention",

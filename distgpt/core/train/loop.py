@@ -98,8 +98,7 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
                 raise DistgptError(f"the guard {_name(guard)} has failed: {_name(error)}: {error}") from error
         if rejected:
             metrics["skipped"] = 1
-        is_last = run.progress.step == run.clock.last  # before the clock hears of the next step
-        run.report.report_step(run.progress.step, done, metrics, is_last)
+        run.report.report_step(run.progress.step, done, metrics)
         heard = Votes.read_votes(done.votes, run.settings.grad_sync)
         run.clock.hear_elapsed(heard.elapsed, launched=run.progress.step + len(in_flight))
         run.checkpoints.check(heard.has_lost_disk)  # after the report: if it raises, the step was recorded

@@ -160,9 +160,9 @@ class Report:
         self._directory = directory
         self._listener, self._checkpoints, self.reading = listener, checkpoints, reading
 
-    def report_step(self, step: int, done: Finished, more: dict[str, float], is_last: bool) -> None:
+    def report_step(self, step: int, done: Finished, more: dict[str, float]) -> None:
         t = self._run.train
-        if self._is_silent or (step % t.log_every and not is_last):
+        if self._is_silent:
             return
         per_step = t.batch_size * self._run.model.seq_len
         metrics = {

@@ -25,9 +25,9 @@ PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project
 
 # Settings that may differ from the project's without making it another workload.
 FREE = {
-    *("steps", "min_lr", "seed", "dtype", "matmul", "log_every", "sample_every"),
+    *("steps", "min_lr", "seed", "dtype", "matmul", "sample_every"),
     *("save_every", "save_minutes", "save", "on_disk_error"),
-    *("keep", "keep_every", "keep_every_minutes", "keep_minutes"),
+    *("keep", "keep_every", "keep_every_minutes"),
     *("on_bad_step", "spike_zscore", "bad_steps_allowed"),
     *("verify_every", "verify_data", "grad_accum", "grad_sync", "reproducible_parts", "recompute"),
 }
@@ -69,11 +69,9 @@ def find_workload(
     deterministic: bool = False,
 ) -> Workload:
     """Return the workload that the options ask for. The project's is cut short unless `full`."""
-    if flags.get("log_every", 1) != 1:
-        raise UsageError("--log-every: the losses of all steps are compared, so all have to be logged")
     default = published.PRESET if toml is None else None
     asked = asked_for({**flags, "deterministic": deterministic}, preset_name or default, toml)
-    run = new_run(derived(asked, 1)).with_values({"log_every": 1})
+    run = new_run(derived(asked, 1))
     is_projects = _is_projects(run)
     if full and not (is_projects and run.train.steps == published.EPOCHS):
         raise UsageError("--full is for the course project's workload; set the length of others with --steps")
