@@ -74,26 +74,15 @@ TABLES: dict[str, dict[str, str]] = {
     "stages": {"cuda": "distgpt.gpu.stage:GPU", "mpi-cuda": "distgpt.gpu.stage:GPU"},
     # By dtype: kernels of the stages on CPUs (core/cpu/stages.py).
     "kernels": dict.fromkeys(("int8", "int4"), "distgpt.rounded.loops.kernels:make"),
-    # By a feature in LLVM's words; by the system's name of a machine (core/cpu/compiling/processor.py).
+    # By a feature in LLVM's words (core/cpu/compiling/processor.py).
     "processors": {
-        "neon": "distgpt.experimental.arm64.arm:ARM",
         "amx-bf16": "distgpt.processors.permission:AMX",
     },
-    "features": dict.fromkeys(("arm64", "aarch64"), "distgpt.experimental.arm64.arm:features"),
     # By `Shape.tiles` (core/cpu/matmul/assembled.py).
     "tiles": {
         "amx": "distgpt.processors.amx:module",
-        "bfmmla": "distgpt.experimental.arm64.mmla:module",
-        "neon": "distgpt.experimental.arm64.neon:module",
         "widened": "distgpt.processors.widening:module",
     },
-    # Tiles of rounded weights where processors want others (rounded/loops/int8.py).
-    "rounded tiles": {
-        "int8 on arm64": "distgpt.experimental.arm64.integers:NeonInt8Tile",
-        "int4 on arm64": "distgpt.experimental.arm64.integers:NeonInt4Tile",
-    },
-    # By what a GPU's linear layers read (gpu/kernels.py); by a source's name, its path (gpu/compiling.py).
-    "steps": {"bfmmla": "distgpt.experimental.arm64.mmla:STEPS"},
     "packed rows": {"amx": "distgpt.processors.amx:ROWS"},
     # By what shows or records a run (core/train/lines.py).
     "listeners": {
@@ -139,7 +128,6 @@ TABLES: dict[str, dict[str, str]] = {
         "recorded": "recorded/loops",
         "rounded": "rounded/loops",
         "processors": "processors",
-        "arm64": "experimental/arm64",
     },
     # By the kind that settings give (core/train/seams.py).
     "models": {"lora": "distgpt.adapters.adapter_kind:ADAPTERS"},

@@ -1,7 +1,6 @@
 """--dtype auto: which number format it is, that a run keeps it, and that one that is named stays."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +13,12 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import GpuConfig, RunConfig
 from distgpt.core.cpu import dtypes
 from distgpt.core.cpu.compiling import processor
-from distgpt.core.cpu.compiling.processor import AVX2, AVX512, AVX512_BF16
+from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, AVX512_BF16
 from distgpt.core.cpu.stages import expected_dtype, open_stage
 from distgpt.core.generate.engine_setup import ModelSpec
 from distgpt.core.ops.low_precision import BITS
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.evaluation.evaluate import evaluate
-from distgpt.experimental.arm64.arm import NEON_BF16
 from distgpt.gpu.stage import GpuStage
 from distgpt.processors.permission import SHAPE as AMX
 from distgpt.rounded.rounded import quantize
@@ -77,17 +75,18 @@ def test_gpus_take_bfloat16_from_capability_8_on_and_the_oldest_decides(free):
 
 @pytest.mark.parametrize(
     "shape, name",
-    [(AVX2, "float32"), (AVX512, "float32"), (AVX512_BF16, "bfloat16"), (AMX, "bfloat16")],
+    [
+        (ARM64, "float32"),
+        (AVX2, "float32"),
+        (AVX512, "float32"),
+        (AVX512_BF16, "bfloat16"),
+        (AMX, "bfloat16"),
+    ],
 )
 def test_processors_take_it_whose_instructions_multiply_it_fast(shape, name, machine):
     machine(shape)
     assert chosen().name == name and chosen().why
     assert chosen(matmul="blas").name == "float32"
-
-
-def test_no_processor_takes_it_on_which_it_was_never_timed(machine):
-    machine(NEON_BF16)
-    assert chosen().name == "float32" and "never timed" in chosen().why
 
 
 def test_long_reads_of_weights_decide_for_generation_on_cpus(machine):
@@ -96,7 +95,7 @@ def test_long_reads_of_weights_decide_for_generation_on_cpus(machine):
         machine(shape)
         assert stage.auto_dtype(weights=1 << 20).name == small
         assert stage.auto_dtype(weights=dtypes.READ_FROM_MEMORY // 4).name == large
-    machine(replace(NEON_BF16, dot=False))
+    machine(ARM64)  # where it was never timed
     assert stage.auto_dtype(weights=dtypes.READ_FROM_MEMORY).name == "float32"
 
 

@@ -27,7 +27,6 @@ ORDER = (
         "gpu",
         "decoding",
         "rounded",
-        "experimental",
         "adapters",
         "texts",
         "formats",
@@ -192,9 +191,7 @@ def test_only_what_is_for_gpus_imports_gpu_at_its_top():
     """A command on CPUs runs where that component is not installed."""
     for module, path in MODULES.items():
         tops = (node.module or "" for node in parsed(path).body if isinstance(node, ast.ImportFrom))
-        assert room(module) in ("gpu", "experimental") or not any(
-            f"{top}.".startswith("distgpt.gpu.") for top in tops
-        ), module
+        assert room(module) == "gpu" or not any(f"{top}.".startswith("distgpt.gpu.") for top in tops), module
 
 
 def test_only_serving_loads_a_web_server():

@@ -23,7 +23,7 @@ from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.resources import Grants
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, RunConfig, TrainConfig, settings_of
-from distgpt.core.cpu.compiling.processor import PROCESSORS, UNLISTED
+from distgpt.core.cpu.compiling.processor import PROCESSORS
 from distgpt.core.cpu.kernels import as_it_is
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS
@@ -55,7 +55,6 @@ from distgpt.core.train.summary import FACTS
 from distgpt.guards.attach import GUARDS, keep_nothing
 from distgpt.jobs.batch.script import SYSTEMS, System
 from distgpt.launch.leaving import LIBRARIES
-from distgpt.rounded.loops.int8 import TILES, Int8Tile
 from distgpt.rounded.rounded import quantize
 
 EXCHANGES = Table("exchanges", "--grad-sync", {})
@@ -83,7 +82,6 @@ ROWS = {
     "batch systems": (SYSTEMS, lambda row: isinstance(row, System) and row.documented),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "exchanges": (EXCHANGES, callable),
-    "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),
     "guards": (GUARDS, callable),
     "summary": (FACTS, callable),
     "components": (COMPONENTS, lambda row: row is not None),
@@ -91,13 +89,11 @@ ROWS = {
     "libraries": (LIBRARIES, lambda row: row.raised(ValueError()) is None and row.name),
     "stages": (KINDS, lambda row: callable(row.open) and callable(row.dtype_choice)),
     "kernels": (KERNELS, lambda row: list(inspect.signature(row).parameters) == ["stage", "dtype", "matmul"]),
-    "processors": (PROCESSORS, lambda row: row.shape({"avx2"}) is None or row.shape({"neon"}).neon),
-    "features": (UNLISTED, callable),
+    "processors": (PROCESSORS, lambda row: row.shape({"avx2"}) is None),
     "tiles": (
         assembled.TILES,
         lambda row: [*inspect.signature(row).parameters][:3] == ["shape", "operand", "out"],
     ),
-    "steps": (assembled.STEPS, lambda row: "@fours" in row[0]() and row[1]),
     "packed rows": (assembled.PACKED_ROWS, lambda row: "@rows(" in row[0]() and row[1] % row[2] == 0),
     "rounded": (ROUNDED, lambda row: has(row, RoundedKind) and row.stored),
     "part files": (PARTS, lambda row: has(row, PartKind)),
@@ -192,7 +188,7 @@ def test_a_plain_text_is_read_without_any_component():
 import distgpt.core.train.assessment
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import ModelConfig, TrainConfig, settings_of
-from distgpt.core.cpu.compiling.processor import PROCESSORS, UNLISTED
+from distgpt.core.cpu.compiling.processor import PROCESSORS
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS
 from distgpt.core.data.loading import DataRequest, load_corpus

@@ -25,10 +25,6 @@ FEATURES = {
     "AVX512_BF16": {"avx512bf16"},
     "VNNI": {"avx512vnni"},
     "AMX-BF16": {"amx-bf16", "amx-tile"},
-    "NEON": {"neon"},
-    "dotprod": {"dotprod"},
-    "BF16": {"bf16"},
-    "I8MM": {"i8mm"},
 }
 
 
@@ -54,7 +50,7 @@ def how(k: CpuKernels) -> str:
     if not processor.shape().dot:
         return "own kernels, in float32 arithmetic"
     shape = processor.shape()
-    return f"own kernels with {'AMX' if shape.amx else 'BFMMLA' if shape.neon else 'vdpbf16ps'}"
+    return f"own kernels with {'AMX' if shape.amx else 'vdpbf16ps'}"
 
 
 def matmul_rate(k: Kernels, seconds: float) -> float:

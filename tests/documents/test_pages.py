@@ -44,7 +44,7 @@ NOT_OURS = {"ProcessPoolExecutor", "cs", "st", "json", "jsonl", "safetensors", "
 ABOUT_CODE = [
     ROOT / "docs" / "explanation" / f"{name}.md"
     for name in (
-        *("architecture", "read-in-an-hour", "life-of-a-token", "matmul", "seams", "experimental"),
+        *("architecture", "read-in-an-hour", "life-of-a-token", "matmul", "seams"),
         *("inference-measured", "performance", "scale", "torture"),
     )
 ]

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from distgpt.core.cpu.compiling.jit import jit
-from distgpt.core.cpu.compiling.processor import AVX2, AVX512, features
+from distgpt.core.cpu.compiling.processor import ARM64, AVX2, AVX512, features
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.matmul.packing import aligned
 from distgpt.core.ops.low_precision import from_bfloat16
-from distgpt.experimental.arm64.arm import NEON
 from distgpt.rounded.loops import int4, int8, operands
 from distgpt.rounded.loops.integers import BLOCKS, LEVELS, quantise, quantise4, restored
 from distgpt.rounded.loops.operands import DOT, Integers, block_of, blocks_tile, quantise_row, unpacked
@@ -24,9 +23,7 @@ WAYS = {
     "avxvnni": (AVX2, {"avxvnni"}, "vnni"),
     "avx2": (AVX2, {"avx2"}, "pairs"),
     "none": (AVX2, set(), "plain"),
-    "dotprod": (NEON, {"dotprod"}, "signed"),
-    "i8mm": (NEON, {"dotprod", "i8mm"}, "squares"),
-    "neon": (NEON, set(), "plain"),
+    "arm64": (ARM64, set(), "plain"),  # which other processors compute, too
 }
 
 
@@ -36,7 +33,7 @@ def rows_of(q, scales, dot, block):
     a, end = aligned((n, blocks, dot.a_record(block)), "uint8"), dot.integers(block)
     a[:, :, :end] = q.astype(dot.integer).reshape(n, blocks, block).view(np.uint8)
     a[:, :, end : end + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
-    sums = -dot.offset * q.reshape(n, blocks, block).sum(2, dtype=np.int32)
+    sums = -int8.OFFSET * q.reshape(n, blocks, block).sum(2, dtype=np.int32)
     a[:, :, end + 4 :] = np.ascontiguousarray(sums)[..., None].view(np.uint8)
     return a
 
@@ -44,13 +41,10 @@ def rows_of(q, scales, dot, block):
 def panel_of(q, scales, columns, dot, of):
     """A panel of B, of (columns, k) and bits of scales."""
     blocks = q.shape[1] // of.BLOCK
-    values = (q.astype(np.int16) + dot.offset) if of is int8 else np.searchsorted(LEVELS, q)
+    values = (q.astype(np.int16) + int8.OFFSET) if of is int8 else np.searchsorted(LEVELS, q)
     step = len(dot.order)
     words = values.astype(np.uint8).reshape(columns, blocks, -1, step)[..., np.argsort(dot.order)]
-    if of is int4 and step == 8:  # two columns of every four, and the next two beside them
-        words = (words[0::4] | words[2::4] << 4), (words[1::4] | words[3::4] << 4)
-        words = np.stack(words, 1).reshape(columns // 2, blocks, -1, step)
-    elif of is int4:
+    if of is int4:
         words = words[:, :, ::2] | words[:, :, 1::2] << 4
     bits = np.ascontiguousarray(scales.T).view(np.uint8).reshape(blocks, -1)
     steps = words.transpose(1, 2, 0, 3).reshape(blocks, -1)
@@ -74,7 +68,7 @@ def compiled(registers, dot, of):
 def test_integers_are_exact_in_every_way(way, of):
     """With scales that are powers of two, all sums are integers that float32 holds."""
     registers, given, kind = WAYS[way]
-    needed = given | {AVX512: {"avx512f"}, NEON: {"neon"}}.get(registers, set())
+    needed = given | {AVX512: {"avx512f"}}.get(registers, set())
     dot = int8.dot_of(registers, given)
     assert dot.kind == kind
     if not needed <= features():
@@ -101,25 +95,6 @@ def test_integers_are_exact_in_every_way(way, of):
                 np.testing.assert_array_equal(c[:, :columns], expected[:, :columns])
                 assert np.isnan(c[:, columns:]).all()
     assert alive
-
-
-@pytest.mark.parametrize("of", [int8, int4], ids=["int8", "int4"])
-def test_weights_lie_where_smmla_looks_for_them(of, monkeypatch):
-    """On any processor: the packing's formulas against a panel made otherwise."""
-    dot = int8.dot_of(NEON, {"dotprod", "i8mm"})
-    for name, value in {"STEP": 8, "ORDER": dot.order, "COLUMNS": NEON.columns}.items():
-        monkeypatch.setattr(operands, name, value)
-    choice = np.arange(-127, 128) if of is int8 else LEVELS
-    q = np.random.default_rng(6).choice(choice, (NEON.columns, of.BLOCK)).astype(np.int8)
-    panel = panel_of(q, np.zeros((NEON.columns, 1), np.uint16), NEON.columns, dot, of)[0]
-    for column in range(NEON.columns):
-        for k in range(of.BLOCK):
-            if of is int8:
-                found = panel[operands.byte_of.py_func(column, k)].view(np.int8)
-            else:
-                at, shift = operands.half_of.py_func(column, k)
-                found = LEVELS[panel[at] >> shift & 15]
-            assert found == q[column, k], (column, k)
 
 
 def panels_of(w, columns):

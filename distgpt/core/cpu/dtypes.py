@@ -44,14 +44,12 @@ def on_cpu(matmul: str, weights: int) -> Dtype:
     from distgpt.core.cpu.compiling import processor
 
     shape = processor.shape()
-    if 4 * weights >= READ_FROM_MEMORY and not shape.neon:
+    if 4 * weights >= READ_FROM_MEMORY and shape != processor.ARM64:
         return Dtype("bfloat16", "a token reads half the bytes of float32")
     if matmul != "auto":
         return Dtype("float32", f"--matmul {matmul} chooses how to multiply float32")
     if not shape.dot:  # tiles widen pairs to float32 and multiply those: at best as fast as float32
         return Dtype("float32", processor.hint() or "this processor has no fast instructions for bfloat16")
-    if shape.neon:  # BFMMLA should be faster, but beside the BLAS of such a processor nobody has timed it
-        return Dtype("float32", "bfloat16 was never timed on arm64: --dtype bfloat16 tries it")
     # A Zen 4 multiplies 768 by 3,072 columns at 439 GFLOP/s instead of 207, and those of tiny 1.9 times as
     # fast; with AMX a Sapphire Rapids trained 3.8 times as fast as by vdpbf16ps (performance.md).
     return Dtype("bfloat16", "this processor multiplies it up to twice as fast as float32")

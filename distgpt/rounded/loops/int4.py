@@ -2,27 +2,25 @@
 
 A panel of B holds, in a block, words of 32 bits, each eight k of a column: the lower halves of its bytes are
 the first four, the upper halves the next four, in the order of int8's. A half is the place of a weight's
-integer in `LEVELS`. For SMMLA the halves are eight k of two columns, and of the next two. All else is as in
-int8.py.
+integer in `LEVELS`. All else is as in int8.py.
 """
 
 from __future__ import annotations
 
 from distgpt.core.cpu.compiling.processor import Shape
-from distgpt.rounded.loops.int8 import TILES, Dot, Int8Tile, module_of
+from distgpt.rounded.loops.int8 import OFFSET, Dot, Int8Tile, module_of
 from distgpt.rounded.loops.integers import BLOCKS, LEVELS
 
 BLOCK = BLOCKS[4]
 MOST = 10  # rows whose sums stay in 32 registers beside the table
-LOOKUPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b", 4: "llvm.aarch64.neon.tbl1.v16i8"}
+LOOKUPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by lanes
 HALF = 0x0F0F0F0F  # the lower halves of four bytes
 
 
 def module(shape: Shape, dot: Dot) -> str:
     """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
-    of: type[Int4Tile] = TILES["int4 on arm64"] if shape.neon else Int4Tile
-    tiles = [of(shape, dot, rows) for rows in range(1, min(MOST, dot.rows) + 1)]
-    return module_of(tiles, tiles[0].declaration())
+    tiles = [Int4Tile(shape, dot, rows) for rows in range(1, min(MOST, dot.rows) + 1)]
+    return module_of(tiles, *([] if dot.kind == "plain" else [tiles[0].declaration()]))
 
 
 class Int4Tile(Int8Tile):
@@ -33,10 +31,9 @@ class Int4Tile(Int8Tile):
     def __init__(self, shape: Shape, dot: Dot, rows: int) -> None:
         super().__init__(shape, dot, rows)
         self.bytes = f"<{4 * shape.lanes} x i8>"
-        self.shuffle = LOOKUPS[shape.lanes]
 
     def declaration(self) -> str:
-        return f"declare {self.bytes} @{self.shuffle}({self.bytes}, {self.bytes})"
+        return f"declare {self.bytes} @{LOOKUPS[self.shape.lanes]}({self.bytes}, {self.bytes})"
 
     @property
     def integers(self) -> int:
@@ -50,12 +47,6 @@ class Int4Tile(Int8Tile):
             word = self.new(f"lshr {self.ints} {word}, splat (i32 4)")
         return self._looked_up(word)
 
-    def two_columns(self, panel: str, c: int) -> str:
-        word = self.word(panel, 0, c // 2, "load")
-        if c % 2:
-            word = self.new(f"lshr {self.ints} {word}, splat (i32 4)")
-        return self._looked_up(word)
-
     def _looked_up(self, word: str) -> str:
         """Return the integers that the lower halves of bytes are the places of."""
         halves = self.new(f"and {self.ints} {word}, splat (i32 {HALF})")
@@ -64,13 +55,14 @@ class Int4Tile(Int8Tile):
         return self.new(f"bitcast {self.bytes} {found} to {self.ints}")
 
     def _shuffled(self, places: str) -> str:
-        table = ", ".join(f"i8 {self.dot.offset + level}" for level in LEVELS * (self.shape.lanes // 4))
-        return self.new(f"call {self.bytes} @{self.shuffle}({self.bytes} <{table}>, {self.bytes} {places})")
+        table = ", ".join(f"i8 {OFFSET + level}" for level in LEVELS * (self.shape.lanes // 4))
+        lookup = LOOKUPS[self.shape.lanes]
+        return self.new(f"call {self.bytes} @{lookup}({self.bytes} <{table}>, {self.bytes} {places})")
 
     def _chosen(self, places: str, bit: int, levels: tuple[int, ...]) -> str:
         """Return the levels at these places by choosing halves of the table: for any processor."""
         if len(levels) == 1:
-            return f"splat (i8 {self.dot.offset + levels[0]})"
+            return f"splat (i8 {OFFSET + levels[0]})"
         even, odd = (self._chosen(places, bit + 1, levels[first::2]) for first in (0, 1))
         kept = self.new(f"and {self.bytes} {places}, splat (i8 {1 << bit})")
         is_odd = self.new(f"icmp ne {self.bytes} {kept}, zeroinitializer")

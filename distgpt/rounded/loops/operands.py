@@ -25,8 +25,7 @@ FORMS = {"uint8": BLOCKS[8], "int8": BLOCKS[4]}  # columns that share a scale, b
 
 DOT = int8.dot_of(shape(), features())
 INT8_ROWS = DOT.rows
-ORDER, OFFSET = DOT.order, DOT.offset
-STEP = len(ORDER)
+ORDER, OFFSET = DOT.order, int8.OFFSET
 INTEGER = np.dtype(DOT.integer)
 SCALES = 2 * COLUMNS  # bytes of the scales in a block of a panel, behind its integers
 LEVELS = np.array(integers.LEVELS, np.int8)
@@ -86,14 +85,12 @@ def _pack(out, q, scales, halves, block_size):
 @inline
 def byte_of(place, i):
     """Return the byte index of a column's element k = i within a block of int8."""
-    return (i // STEP * COLUMNS + place) * STEP + ORDER[i % STEP]
+    return (i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]
 
 
 @inline
 def half_of(place, i):
     """Return (byte index, bit shift) of a column's element k = i within a block of int4."""
-    if STEP == 8:
-        return (i // 8 * COLUMNS // 2 + place // 4 * 2 + place % 2) * 8 + i % 8, place // 2 % 2 * 4
     return (i // 8 * COLUMNS + place) * 4 + ORDER[i % 4], i // 4 % 2 * 4
 
 

@@ -46,7 +46,7 @@ from distgpt.core.base.caches import (
 from distgpt.core.base.errors import StorageError
 from distgpt.core.base.tables import paths_in
 from distgpt.core.cpu import first_use
-from distgpt.core.cpu.compiling.processor import processor, shape, unlisted_features
+from distgpt.core.cpu.compiling.processor import processor, shape
 
 PACKAGE = Path(__file__).parents[3]
 # The site's loops: one file for each kind of processor, as a node of a cluster reads it in one go. `distgpt
@@ -84,10 +84,9 @@ def _first_folder(full: tuple[Path, ...]) -> Path | None:
 def folder_name() -> str:
     """Return the name of a folder of these loops.
 
-    Loops hold the size of a tile. AMX changes it without a change of the processor, which is in their names;
-    of arm64's features Numba knows few.
+    Loops hold the size of a tile. AMX changes it without a change of the processor, which is in their names.
     """
-    return "-".join([f"loops-{digest(sources())}", *_kind()])
+    return f"loops-{digest(sources())}{'-amx' * shape().amx}"
 
 
 def beside() -> Path:
@@ -99,7 +98,7 @@ def beside() -> Path:
 def site_path() -> Path:
     """Return the file of the site's loops for this processor and these sources; it may be missing."""
     name, features = processor()
-    kind = digest_of(features.encode(), *(word.encode() for word in _kind()))[:8]
+    kind = digest_of(features.encode(), *[b"amx"] * shape().amx)[:8]
     about = re.sub(r"[^\w.]+", "-", f"{name}-{sys.implementation.cache_tag}-{kind}")
     return SITE / f"{about}-{digest(sources())}.loops"
 
@@ -122,10 +121,6 @@ def site() -> dict[str, bytes]:
 def site_digest(path: Path, content: bytes) -> bytes:
     """Return the digest before the content: of the name too, or one file could stand for another."""
     return sha256(path.name.encode() + b"\0" + content).digest()
-
-
-def _kind() -> list[str]:
-    return [*["amx"] * shape().amx, *unlisted_features()]
 
 
 def sources() -> list[Path]:

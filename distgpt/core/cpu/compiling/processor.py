@@ -10,7 +10,7 @@ from functools import cache
 import llvmlite.binding as llvm
 import numba
 
-from distgpt.core.base.tables import MissingComponent, Table
+from distgpt.core.base.tables import Table
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 
@@ -26,9 +26,8 @@ class Shape:
     lanes: int
     vectors: int
     rows: int
-    dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16, BFMMLA)
+    dot: bool = False  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16)
     amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
-    neon: bool = False  # of arm64: operands are taken from a lane, and memory has no masks
     panel: int = 0  # columns of a panel of B, where they are more than the registers'
 
     @property
@@ -50,29 +49,25 @@ class Shape:
 
     def tiles(self, operand: str) -> str:
         """Return by which name a table may have a writer of tiles that beats microkernel.py; "" for none."""
-        low = operand == BFLOAT16
-        if self.neon:
-            return "bfmmla" if low and self.dot else "neon"
         if self.amx:
-            return "amx" if low else ""
+            return "amx" if operand == BFLOAT16 else ""
         return "widened" if self.widens(operand) and self.lanes == 16 else ""
 
 
 # Of its 32 registers AVX-512 fills 28 with sums and 2 with the B of a step, of its 16 AVX2 12 and 2. More
 # rows would spill, with fewer B would be read too often (docs/explanation/matmul.md).
-AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
+AVX512 = Shape(lanes=16, vectors=2, rows=14)
 AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
-AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
+AVX2 = Shape(lanes=8, vectors=2, rows=6)
+ARM64 = Shape(lanes=4, vectors=4, rows=6)  # any of them: no instructions beyond NEON's are used
 
 
 @cache
 def processor() -> tuple[str, str]:
     """Return name and features as LLVM gives them, or as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
     name = numba.config.CPU_NAME or llvm.get_host_cpu_name()
-    if (features := numba.config.CPU_FEATURES) is None:
-        of_llvm = llvm.get_host_cpu_features().flatten()
-        features = ",".join(filter(None, [of_llvm, *(f"+{name}" for name in unlisted_features())]))
-    return name, features
+    features = numba.config.CPU_FEATURES
+    return name, llvm.get_host_cpu_features().flatten() if features is None else features
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +80,6 @@ class Processor:
 
 # By a feature of those processors, in LLVM's words; the plain ones are AVX2 and AVX-512.
 PROCESSORS: Table[Processor] = Table("processors", "processor", {})
-# By the system's name of a machine: what finds features of it that neither LLVM nor Numba finds.
-UNLISTED: Table[Callable[[], list[str]]] = Table("features", "machine", {})
-
-
-@cache
-def unlisted_features() -> list[str]:
-    """List the features, by LLVM's names, that neither LLVM nor Numba finds: those of arm64."""
-    try:
-        find = UNLISTED.get(platform.machine().lower())
-    except MissingComponent:  # its loops are plain then, as those of any processor
-        return []
-    return find() if find else []
 
 
 def features() -> set[str]:
@@ -111,7 +94,7 @@ def shape() -> Shape:
         if (own := kind.shape(features())) is not None:
             return own
     if "avx512f" not in features():
-        return AVX2
+        return ARM64 if platform.machine().lower() in ("arm64", "aarch64") else AVX2
     # vdpbf16ps beats float32's multiply-adds on AMD alone: Intel's has a quarter of the rate.
     pairs_are_fast = "avx512bf16" in features() and processor()[0].startswith("znver")
     return AVX512_BF16 if pairs_are_fast else AVX512

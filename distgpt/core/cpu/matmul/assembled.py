@@ -63,9 +63,6 @@ _P = types.voidptr
 
 # Writers of tiles for instruction sets, by `Shape.tiles`: (shape, type of the operands, of C) → IR.
 TILES: Table[Callable[[Shape, str, str], str]] = Table("tiles", "tiles", {})
-# By the same: what rearranges packed steps for such tiles, and the flag that tells them.
-STEPS: Table[tuple[Callable[[], str], int]] = Table("steps", "steps", {})
-
 # By the same, for tiles to which A packed by pairs of k is slower than by rows: what puts it in rows once for
 # all tiles, the bytes from a row to the next one then, and the k that it takes at a time.
 PACKED_ROWS: Table[tuple[Callable[[], str], int, int]] = Table("packed rows", "packed rows", {})
@@ -95,12 +92,6 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _I),
 )
-# A rearrangement of packed steps, where tiles of bfloat16 want one, and the flag that tells them.
-_STEPS: types.ExternalFunction | None = None
-_STEPS_FLAG = 0
-if (found := STEPS.get(shape().tiles(BFLOAT16))) is not None:
-    _write_steps, _STEPS_FLAG = found
-    _STEPS = external("fours", _write_steps, fours=(_P, _I, _P, _I, _I))["fours"]
 _ROWS: types.ExternalFunction | None = None
 _ROW, PACKED_K = 4, 1
 if (packed_rows := PACKED_ROWS.get(shape().tiles(BFLOAT16))) is not None:
@@ -133,23 +124,6 @@ def strip(x, row, to, step, rows):
 
     def call(x, row, to, step, rows):
         routine(x.ctypes, row, to.ctypes, step, rows // at_once)
-
-    return call
-
-
-@by_types()
-def rearranged(panels, count, k):
-    """Rearrange the steps of packed bfloat16 where tiles want it. Return the flag that tells them."""
-    routine = _STEPS
-    bytes = 8 * shape().columns
-    if routine is None or panels.dtype != types.uint16:
-        return lambda panels, count, k: 0
-
-    def call(panels, count, k):
-        for panel in range(count):
-            place = panels[panel].ctypes
-            routine(place, bytes, place, bytes, k // 4)
-        return _STEPS_FLAG
 
     return call
 

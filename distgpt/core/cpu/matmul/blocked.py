@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from distgpt.core.cpu.compiling.jit import FORCED, by_types, get, inline, jit, put
-from distgpt.core.cpu.matmul.assembled import WORDS_BYTES, prefetch, rearranged, rearranged_rows, tile, words
+from distgpt.core.cpu.matmul.assembled import WORDS_BYTES, prefetch, rearranged_rows, tile, words
 from distgpt.core.cpu.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.core.cpu.matmul.packing import (
     COLUMNS,
@@ -99,7 +99,6 @@ def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
                 pack_transposed(start, stop, scratch.panels, w, begin, end)
             else:
                 pack_plain(start, stop, scratch.panels, w[begin:end])
-            packed = rearranged(scratch.panels, (stop - start + COLUMNS - 1) // COLUMNS, end - begin)
             if end < k:
                 columns = (start, stop)
                 ks = (end, min(end + depth, k))
@@ -109,10 +108,10 @@ def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
             coming = (columns, ks) if transposed else (ks, columns)
             rows = a[top:bottom, begin:end]
             if depth >= k:
-                flags = packed | (0 if bias is None else BIAS)
+                flags = 0 if bias is None else BIAS
                 _past_panels(out, rows, bias, start, flags, scratch, w, coming)
             else:
-                flags = packed | (ACCUMULATE if begin else (0 if bias is None else BIAS))
+                flags = ACCUMULATE if begin else (0 if bias is None else BIAS)
                 _past_panels(summed(out, sums), rows, bias, start, flags, scratch, w, coming)
         if depth < k:
             finish(out, sums)
@@ -233,7 +232,6 @@ def products(first, last, begin, end, c, x, y, scratch, accumulate):
         flags = ACCUMULATE if low else accumulate
         pack_plain(begin, end, scratch.panels, y[low:high])
         panels = (end - begin + COLUMNS - 1) // COLUMNS
-        flags |= rearranged(scratch.panels, panels, high - low)
         # Ranges of others are longer, or the only one: they would push out of the cache what is used.
         coming = (high, min(high + depth, k) if depth <= THIN else high), (begin, end)
         for top in range(first, last, most):

@@ -18,7 +18,7 @@ from distgpt.core.cpu.compiling.processor import BFLOAT16, FLOAT32, Shape
 from distgpt.core.cpu.matmul.vectors import BYTES, LLVM, SUFFIX, Vectors
 
 ACCUMULATE, BIAS = 1, 2  # flags
-Sums = dict[tuple[int, int], str]  # by row and vector of columns, or by square
+Sums = dict[tuple[int, int], str]  # by row and vector of columns
 PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
@@ -30,29 +30,25 @@ ARGUMENTS = (
 
 def module(shape: Shape, operand: str, out: str, tile: type[Tile] | None = None) -> str:
     """Return the IR of `tile`, which computes up to `shape.rows` rows, for A, B and C of these types."""
-    writer = tile or Tile
     at_once = shape.at_once
-    shapes = writer.shapes(shape)
+    # Fewer registers where C has few columns.
+    shapes = {"tile": shape, "narrow": shape.narrow()}
     tiles = [
-        writer(each, operand, out, rows, name).text()
+        (tile or Tile)(each, operand, out, rows, name).text()
         for name, each in shapes.items()
         for rows in range(1, at_once + 1)
     ]
-    chosen = writer.choice(shape, shape.rows, at_once, ARGUMENTS, out, tuple(shapes))
-    return "\n".join([*writer.declarations(shape, operand, out), *tiles, chosen])
-
-
-def fma(shape: Shape) -> str:
-    v = f"<{shape.lanes} x float>"
-    return f"declare {v} @llvm.fma.v{shape.lanes}f32({v}, {v}, {v})"
+    chosen = choice(shape, shape.rows, at_once, ARGUMENTS, tuple(shapes))
+    return "\n".join([*declarations(shape, operand, out), *tiles, chosen])
 
 
 def declarations(shape: Shape, operand: str, out: str) -> list[str]:
     n = shape.lanes
+    v = f"<{n} x float>"
     stored = LLVM[out]
     pairs = shape.dot and operand == BFLOAT16
     declared = [
-        fma(shape),
+        f"declare {v} @llvm.fma.v{n}f32({v}, {v}, {v})",
         f"declare <{n} x float> @llvm.masked.load.v{n}f32.p0(ptr, i32, <{n} x i1>, <{n} x float>)",
         f"declare void @llvm.masked.store.v{n}{SUFFIX[out]}.p0(<{n} x {stored}>, ptr, i32, <{n} x i1>)",
     ]
@@ -61,19 +57,12 @@ def declarations(shape: Shape, operand: str, out: str) -> list[str]:
     return declared
 
 
-def choice(
-    shape: Shape,
-    most: int,
-    at_once: int,
-    arguments: str,
-    names: tuple[str, ...] = ("tile",),
-    kind: str = "void @tile",
-) -> str:
-    """`tile` (see `kind`), which calls the function for its number of rows, or those for even parts of them.
+def choice(shape: Shape, most: int, at_once: int, arguments: str, names: tuple[str, ...] = ("tile",)) -> str:
+    """`tile`, which calls the function for its number of rows, or those for even parts of them.
 
     The second of two `names` is that of the functions for columns that fit one register.
     """
-    lines = [f"define {kind}({arguments}) {{"]
+    lines = [f"define void @tile({arguments}) {{"]
     if len(names) > 1:
         lines.append(f"  %few = icmp ule i64 %columns, {shape.lanes}")
         lines.append(f"  br i1 %few, label %{names[1]}, label %{names[0]}")
@@ -105,21 +94,6 @@ def _part(called: str, name: str, first: int, rows: int, arguments: str) -> list
 class Tile(Vectors):
     """Writes the function for one number of rows."""
 
-    attributes = ""  # of the function
-    declarations = staticmethod(declarations)
-
-    @staticmethod
-    def shapes(shape: Shape) -> dict[str, Shape]:
-        """Return the functions' names, and the registers that each takes: fewer where C has few columns."""
-        return {"tile": shape, "narrow": shape.narrow()}
-
-    @staticmethod
-    def choice(
-        shape: Shape, most: int, at_once: int, arguments: str, out: str, names: tuple[str, ...] = ("tile",)
-    ) -> str:
-        """Return `tile`, given the type of C."""
-        return choice(shape, most, at_once, arguments, names)
-
     def __init__(self, shape: Shape, operand: str, out: str, rows: int, name: str = "tile") -> None:
         super().__init__(shape)
         self.operand = operand
@@ -139,22 +113,10 @@ class Tile(Vectors):
         return "\n".join([*self.lines, "  ret void\n}"])
 
     def begin(self, arguments: str) -> None:
-        self.add(f"define internal void @{self.name}{self.rows}({arguments}) {self.attributes}{{\nentry:")
+        self.add(f"define internal void @{self.name}{self.rows}({arguments}) {{\nentry:")
 
     def cells(self) -> list[tuple[int, int]]:
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
-
-    def squares(self) -> list[tuple[int, int]]:
-        """Return the numbers of squares of two rows and two columns, where a register holds one."""
-        return [(p, c) for p in range((self.rows + 1) // 2) for c in range(2 * self.shape.vectors)]
-
-    def two_rows(self, p: int) -> tuple[int, int]:
-        """Return the rows of squares of number p. An odd last row comes twice."""
-        return 2 * p, min(2 * p + 1, self.rows - 1)
-
-    def row_of_squares(self, squares: Sums, r: int, v: int) -> str:
-        left, right = (squares[r // 2, 2 * v + half] for half in (0, 1))
-        return self.shuffled(self.vector, left, right, (2, 3, 6, 7) if r % 2 else (0, 1, 4, 5))
 
     def _starts(self) -> None:
         """Compute the address of each row of A, and the number of whole steps."""
@@ -170,7 +132,7 @@ class Tile(Vectors):
             self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
 
     def _loop(self) -> None:
-        last = self.last_of_step
+        last = "seconds" if self._widens else "loop"  # the block in which a step ends
         ways = {"entry": dict.fromkeys(self.cells(), "zeroinitializer"), last: self.named("n")}
         self.add("loop:")
         self.add(f"  %i = phi i64 [0, %entry], [%i1, %{last}]")
@@ -184,11 +146,6 @@ class Tile(Vectors):
         self.add("  br i1 %more, label %loop, label %summed")
         self.add("summed:")
         self.totals = self.phis("t", ways)
-
-    @property
-    def last_of_step(self) -> str:
-        """Return the block in which a step ends."""
-        return "seconds" if self._widens else "loop"
 
     def named(self, name: str) -> Sums:
         return {(r, v): f"%{name}{r}_{v}" for r, v in self.cells()}
@@ -249,15 +206,11 @@ class Tile(Vectors):
     def _a(self, address: str, widened: Callable[[str], str] = str, half: bool = False) -> str:
         """Return one element of A, or pair, in all lanes; of a `half` pair only the first is there."""
         if self.operand == FLOAT32:
-            return self._in_all("float", self.new(f"load float, ptr {address}, align 4"), widened)
+            return widened(self.everywhere("float", self.new(f"load float, ptr {address}, align 4")))
         if not half:
-            return self._in_all("i32", self.new(f"load i32, ptr {address}, align 2"), widened)
+            return widened(self.everywhere("i32", self.new(f"load i32, ptr {address}, align 2")))
         single = self.new(f"load i16, ptr {address}, align 2")
-        return self._in_all("i32", self.new(f"zext i16 {single} to i32"), widened)
-
-    def _in_all(self, type: str, value: str, widened: Callable[[str], str] = str) -> str:
-        """Return a value in all lanes, widened if asked for."""
-        return widened(self.everywhere(type, value))
+        return widened(self.everywhere("i32", self.new(f"zext i16 {single} to i32")))
 
     def _b(self, panel: str, v: int, load: str = "load") -> str:
         address = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")

@@ -37,22 +37,11 @@ class Vectors(Writer):
 
     def everywhere(self, type: str, value: str) -> str:
         """Return a value in all lanes."""
-        return self.spread(type, self.first_lane(type, value))
-
-    def first_lane(self, type: str, value: str) -> str:
-        return self.new(f"insertelement <{self.shape.lanes} x {type}> poison, {type} {value}, i32 0")
-
-    def spread(self, type: str, first: str) -> str:
-        """Return the first lane of a vector in all lanes."""
         n = self.shape.lanes
+        first = self.new(f"insertelement <{n} x {type}> poison, {type} {value}, i32 0")
         return self.new(
             f"shufflevector <{n} x {type}> {first}, <{n} x {type}> poison, <{n} x i32> zeroinitializer"
         )
-
-    def shuffled(self, type: str, x: str, y: str, order: tuple[int, ...]) -> str:
-        """Return four lanes of two vectors of this type."""
-        lanes = ", ".join(f"i32 {lane}" for lane in order)
-        return self.new(f"shufflevector {type} {x}, {type} {y}, <4 x i32> <{lanes}>")
 
     def fma(self, a: str, b: str, total: str) -> str:
         n = self.shape.lanes
