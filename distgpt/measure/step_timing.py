@@ -15,7 +15,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.muon import OPTIMIZERS
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step

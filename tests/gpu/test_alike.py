@@ -19,7 +19,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
@@ -127,7 +127,7 @@ def test_what_the_library_refused_to_start_is_nobodys_choice():
     assert not one.matmuls.adopt(dict.fromkeys(one.matmuls.chosen(), "00" * 64))
 
 
-class Asked(ReferenceKernels):
+class Asked(Kernels):
     """Notes what `agree` is given, and when."""
 
     def __init__(self):

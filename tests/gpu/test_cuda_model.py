@@ -28,7 +28,7 @@ from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import IGNORED
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, fill, load_model, on_host, save_model
 from distgpt.core.train import assessment
 from distgpt.core.train.assessment import Scorer, Span
@@ -62,9 +62,9 @@ def alike(config, kernels):
     """A model with exactly the values that these kernels store, and its twin on the reference."""
     model, twin = (
         Model(Architecture(config), kernels),
-        Model(Architecture(config), ReferenceKernels("float64")),
+        Model(Architecture(config), Kernels("float64")),
     )
-    for name, values in build(config, ReferenceKernels("float64")).params.items():
+    for name, values in build(config, Kernels("float64")).params.items():
         kernels.put(model.params[name], values)
         twin.params[name][...] = kernels.to_host(model.params[name])
     return model, twin
@@ -107,7 +107,7 @@ def compare_gradients(config, model, twin, dtype, documents=()):
 @pytest.mark.parametrize("kind", ["gpt2", "modern"])
 def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kernels):
     model, (tokens, targets) = adapted(VARIANTS[kind], cuda_kernels(dtype)), batch(VARIANTS[kind], 3, 7)
-    wanted, _ = expected(model, ReferenceKernels("float64"), tokens, targets)
+    wanted, _ = expected(model, Kernels("float64"), tokens, targets)
     for recompute in ("none", "mlp"):
         found, _ = adapters_gradients(model, tokens, targets, recompute)
         for name, gradient in wanted.items():

@@ -31,7 +31,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import IGNORED
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, read_description, save_model
 from distgpt.core.train.step import Step
 from distgpt.serving.server import _served
@@ -128,7 +128,7 @@ def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
 
 def one_by_one(config, examples, rows, batches):
     """The mean loss of the answers in these rows and its gradient, each example a sequence of its own."""
-    model = Model(Architecture(config), ReferenceKernels("float64"))
+    model = Model(Architecture(config), Kernels("float64"))
     for name, values in model.initial(3):
         model.weights[name][...] = values
     model.train()

@@ -23,7 +23,8 @@ from distgpt.core.model.layers import (
     initial_std,
 )
 from distgpt.core.model.memory import EMBEDDING, HEAD, LEARNED, VALUES, FlatBuffer, FlatPart, Layout, Spec
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 
 FLAG_COUNT = 8  # values appended to the gradient buffer: the loss, and seven flags (`Votes`) of a step
 

@@ -21,7 +21,8 @@ from distgpt.core.model.memory import (
     Spec,
 )
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import AdamConstants, AdamState, Kernels, StepScalars
+from distgpt.core.ops.api import AdamConstants, AdamState, StepScalars
+from distgpt.core.ops.kernels import Kernels
 
 
 class AdamW:

@@ -33,12 +33,12 @@ from distgpt.core.ops.api import (
     Floats2d,
     Head,
     Ints1d,
-    Kernels,
     SortedTokens,
     Stats,
     Wide1d,
     Wide2d,
 )
+from distgpt.core.ops.kernels import Kernels
 
 ROWS_OF_TILE = 128  # a matmul is fastest with rows in multiples of this
 

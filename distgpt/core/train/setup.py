@@ -33,7 +33,8 @@ from distgpt.core.data.tokenizers import AUTO, Tokenizer
 from distgpt.core.model.model import Model, miniature
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.passes import Pass, cache_shape
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.checkpoint import State, load_group
 from distgpt.core.saved.modelfile import Description, read_shortened
 from distgpt.core.saved.rundir import RunDirectory
