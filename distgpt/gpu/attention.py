@@ -110,13 +110,7 @@ class OwnAttention:
         )
 
     def cached(
-        self,
-        y: Array,
-        cache: Array,
-        qkv: Array,
-        start: Array,
-        window: int = 0,
-        slots: Array | None = None,
+        self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0, slots: Array | None = None
     ) -> None:
         _, n_slots, _, t_max, head = cache.shape
         n_seq = n_slots if slots is None else len(slots)

@@ -325,13 +325,7 @@ class CudaKernels(Kernels):
         return self._attention[head]
 
     def attention_cached(
-        self,
-        y: Array,
-        cache: Array,
-        qkv: Array,
-        start: Array,
-        window: int = 0,
-        slots: Array | None = None,
+        self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0, slots: Array | None = None
     ) -> None:
         self._own_attention.cached(y, cache, qkv, start, window, slots)
 

@@ -114,11 +114,7 @@ class CpuKernels(Kernels):
     polar: tuple[Loop, Callable[[int, int, str, int, int], muon.Memory]] = muon.orthogonalise, muon.scratch
 
     def __init__(
-        self,
-        dtype: str = "float32",
-        threads: int = 1,
-        matmul: str = "auto",
-        operands: Operands = FLOATS,
+        self, dtype: str = "float32", threads: int = 1, matmul: str = "auto", operands: Operands = FLOATS
     ) -> None:
         # Between layers, and of weights, statistics and sums: the same but in bfloat16.
         self.dtype = self.wide = np.dtype(dtype)
@@ -331,13 +327,7 @@ class CpuKernels(Kernels):
         self._pool.split_range(len(y) // seq_len * kv_heads, 1, some)
 
     def attention_cached(
-        self,
-        y: Array,
-        cache: Array,
-        qkv: Array,
-        start: Array,
-        window: int = 0,
-        slots: Array | None = None,
+        self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0, slots: Array | None = None
     ) -> None:
         _, count, kv_heads, length, size = cache.shape
         n_seq = count if slots is None else len(slots)

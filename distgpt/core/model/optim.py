@@ -32,12 +32,7 @@ class AdamW:
     """
 
     def __init__(
-        self,
-        model: Model,
-        config: TrainConfig,
-        own: slice | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        self, model: Model, config: TrainConfig, own: slice | None = None, rank: int = 0, ranks: int = 1
     ) -> None:
         """`rank` of `ranks` is for Muon, whose ranks share the work. AdamW computes all updates on each."""
         self.model = model
