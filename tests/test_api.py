@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_reference(model, batch):
         logits, plain = model.logits(tokens), reference(model, (b, t), training=False)
         assert logits.shape == (b, t, 13)
         expected = np.empty((tokens.size, model.config.padded_vocab))
-        plain.logits(expected, plain.hidden(np.ascontiguousarray(tokens.reshape(-1), np.int32)))
+        plain.logits(expected, plain.forward(np.ascontiguousarray(tokens.reshape(-1), np.int32)))
         np.testing.assert_allclose(logits.reshape(-1, 13), expected[:, :13], rtol=0, atol=1e-12)
 
 
@@ -102,7 +102,7 @@ def test_calls_from_several_threads_do_not_share_buffers(model, batch, name, mon
         )()
 
     expected = [call(ids) for ids in batch] * 3
-    hidden = Pass.hidden
+    hidden = Pass.forward
 
     def slow(*arguments):
         found = hidden(*arguments)

@@ -64,7 +64,7 @@ def test_adamw_against_numbers_written_down(make):
     model = Model(
         Architecture(ModelConfig(vocab_size=3, seq_len=2, n_layer=1, n_head=1, n_embd=2)), make("float64")
     )
-    model.train()
+    model.allocate_master_weights()
     model.weights.flat[:] = 2.0
     model.make_gradients()
     model.grads.flat[:] = 0.0

@@ -106,7 +106,7 @@ class Trial:
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
         model, t = kind_of(run.train).build(run, kernels), run.train
-        model.train()
+        model.allocate_master_weights()
         model.initialise(t.seed)
         self._optimizer = OPTIMIZERS[t.optimizer](model, t)
         self.trained = Step(self._optimizer, SerialComm(), t, Exchange())

@@ -141,7 +141,7 @@ class Asked(Kernels):
 def test_a_run_asks_once_after_its_first_step():
     k = Asked()
     model = Model(Architecture(SMALL), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     text = np.arange(400, dtype=np.int32) % SMALL.vocab_size
     batches = Batches(ArrayTokens(text), SMALL.seq_len, TRAIN.batch_size, TRAIN.seed, True)

@@ -125,7 +125,7 @@ def test_what_is_computed_again_changes_nothing(kind, recompute, cuda_kernels):
 def training(kernels, config, t, count=8):
     """The model after some steps, its optimizer, and (loss, norm) of each step."""
     model = Model(Architecture(config), kernels)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     text = np.random.default_rng(0).zipf(1.5, 400) % config.vocab_size
     batches = Batches(ArrayTokens(text.astype(np.int32)), config.seq_len, t.batch_size, t.seed, True)
@@ -211,7 +211,7 @@ def test_a_model_moves_between_stages_as_a_file_and_its_moments_by_the_host(dtyp
 def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
     k = cuda_kernels("float32")
     model = Model(Architecture(SMALL), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     before = k.to_host(model.weights.flat).copy()
     optimizer = AdamW(model, TRAIN)

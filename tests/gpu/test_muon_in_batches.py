@@ -36,7 +36,7 @@ def launches(layers, **how):
     )
     k = host_kernels("bfloat16", graphs=False)
     model = Model(Architecture(config), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(1)
     optimizer = Muon(model, TrainConfig(optimizer="muon", lr=0.02))
     tokens, targets = map(k.integers, batch(config, 2, 8))

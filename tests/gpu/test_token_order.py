@@ -37,7 +37,7 @@ def gradients_by(k, layers):
 
     k.sort_tokens = sort_tokens
     model = Model(Architecture(replace(CONFIG, n_layer=layers)), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     work = Pass(model, *SHAPE, training=True, recompute="none")
     tokens, targets = map(k.integers, batch(CONFIG, *SHAPE))

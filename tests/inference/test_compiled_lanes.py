@@ -80,7 +80,7 @@ def plain(model, tokens):
     """Scores after every token by the forward pass."""
     work = Pass(model, 1, len(tokens), training=False)
     scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
-    work.logits(scores, work.hidden(model.kernels.integers(tokens)))
+    work.logits(scores, work.forward(model.kernels.integers(tokens)))
     return scores[:, : model.config.vocab_size]
 
 

@@ -41,7 +41,7 @@ def windowed_scores(model, tokens, begins, longest):
     for name in whole.params:
         whole.params[name][...] = model.kernels.to_host(model.params[name])
     work, scores = Pass(whole, 1, len(tokens), training=False), kernels.zeros(len(tokens), 16)
-    work.logits(scores, work.hidden(kernels.integers(tokens)))
+    work.logits(scores, work.forward(kernels.integers(tokens)))
     return scores[:, : model.config.vocab_size]
 
 

@@ -23,7 +23,7 @@ from distgpt.core.ops.kernels import Kernels
 def plain_scores(model, tokens):
     """Scores after each token, by the training forward pass."""
     work = Pass(model, 1, len(tokens), training=False)
-    hidden = work.hidden(model.kernels.integers(tokens))
+    hidden = work.forward(model.kernels.integers(tokens))
     scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
     work.logits(scores, hidden)
     return scores[:, : model.config.vocab_size]

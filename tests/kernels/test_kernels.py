@@ -137,7 +137,7 @@ VARIANTS = {
 def model_of(kernels, variant):
     config = ModelConfig(vocab_size=37, seq_len=24, n_layer=2, n_head=2, n_embd=32, **VARIANTS[variant])
     model = Model(Architecture(config), kernels)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     return model
 

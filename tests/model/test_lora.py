@@ -69,7 +69,7 @@ def test_at_first_the_model_is_what_it_was_and_nothing_else_of_it_is_kept_twice(
     assert all(np.any(x) for name, x in model.weights.items() if name.endswith("lora_a"))
     tokens, _ = batch(BASE, 1, 9)
     work, scores = Pass(model, 1, 9, training=False), kernels.zeros(9, BASE.padded_vocab)
-    work.logits(scores, work.hidden(tokens))
+    work.logits(scores, work.forward(tokens))
     wanted = plain_logits(BASE, merged(model), tokens)
     got = kernels.to_host(scores)[:, : BASE.vocab_size]
     np.testing.assert_allclose(got, wanted, atol=0.05 * np.abs(wanted).max())

@@ -26,7 +26,7 @@ def test_logits_and_losses_agree(changes):
         work = Pass(model, 1, len(tokens) - 1, training=False)
         inputs, targets = (kernels.integers(side) for side in (tokens[:-1], tokens[1:]))
         scores, loss = kernels.zeros(len(inputs), model.config.padded_vocab), kernels.zeros(1)
-        work.logits(scores, work.hidden(inputs))
+        work.logits(scores, work.forward(inputs))
         expected = list(plain.logits(weights, shape, tokens[:-1]))
         np.testing.assert_allclose(scores, expected, rtol=1e-10, atol=1e-10)
         work.loss(loss, inputs, targets)

@@ -47,7 +47,7 @@ def trained(comm, kernels=None, **how):
     """Weights, moments, and (loss, norm) of some steps."""
     config = replace(CONFIG, **how)
     model = Model(Architecture(MODEL), kernels or CpuKernels("float32"))
-    model.train(comm.size)
+    model.allocate_master_weights(comm.size)
     model.initialise(1)
     tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
     batches = Batches(tokens, MODEL.seq_len, config.batch_size, config.seed)
@@ -77,7 +77,7 @@ def test_each_head_is_made_orthogonal_by_itself():
     """Heads that learn the same thing still move at full length."""
     k = Kernels()
     model = Model(Architecture(replace(MODEL, n_kv_head=4)), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(1)
     optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
     model.grads.flat[:] = np.random.default_rng(0).standard_normal(model.layout.size)
@@ -99,7 +99,7 @@ def test_a_run_s_optimizer_is_the_one_that_the_table_names(monkeypatch):
 
     monkeypatch.setitem(muon.OPTIMIZERS, "adamw", Other)
     model = Model(Architecture(MODEL), Kernels())
-    model.train()
+    model.allocate_master_weights()
     assert type(state_for(model, replace(CONFIG, optimizer="adamw"), SerialComm()).optimizer) is Other
 
 
@@ -107,7 +107,7 @@ def test_a_matrix_moves_by_the_learning_rate_in_every_direction():
     """The singular values of the first update are about as large, whatever the gradient's are."""
     k = Kernels()
     model = Model(Architecture(MODEL), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(1)
     optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
     rng = np.random.default_rng(0)

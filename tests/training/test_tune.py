@@ -131,7 +131,7 @@ def one_by_one(config, examples, rows, batches):
     model = Model(Architecture(config), Kernels("float64"))
     for name, values in model.initial(3):
         model.weights[name][...] = values
-    model.train()
+    model.allocate_master_weights()
     total, gradient, counted = 0.0, 0.0, 0
     for row in rows:
         for start, length in batches.plan.row(int(row)):
@@ -158,7 +158,7 @@ def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, m
         model = Model(Architecture(config), CpuKernels("float32", 1))
         for name, values in model.initial(3):
             model.weights[name][...] = values
-        model.train(comm.size)
+        model.allocate_master_weights(comm.size)
         step = build_step(AdamW(model, t), comm, t)
         result = step.launch(0, ExampleBatches(examples, 16, 4, seed=1))
         return *result.read(), model.grads.flat / (comm.size * batches.counted_fraction(0))

@@ -95,7 +95,7 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     sequences = config.train.batch_size // ((config.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
     model = kind_of(config.train).build(config, cast(Kernels, dry))
-    model.train(ranks, placement.own(model.layout, last))
+    model.allocate_master_weights(ranks, placement.own(model.layout, last))
     weights = dry.more()
     if not placement.may_copy:  # a tensor on its way to be saved
         dry.wide_zeros(max(spec.size for spec in model.layout.specs))

@@ -294,7 +294,7 @@ class Setup:
         comm = self.stage.comm
         placement = self.strategy.placement
         model = self.kind.build(self.config, self.kernels)
-        model.train(comm.size, placement.own(model.layout, comm.rank))
+        model.allocate_master_weights(comm.size, placement.own(model.layout, comm.rank))
         self.strategy.make_gradients(comm, model, self.stage.notes.add)
         return model, placement.state(model, comm.rank)
 
@@ -372,7 +372,7 @@ def unhelped(stage: Stage, dtype: str, matmul: str, work: Callable[[Kernels], No
 def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     """Take one training step of such a model, which compiles every loop it needs."""
     model = kind_of(config.train).build(config, kernels)
-    model.train()
+    model.allocate_master_weights()
     tokens = kernels.integers(np.zeros(config.model.seq_len))
     positions = tokens if config.train.is_of_examples else None
     work = Pass(model, 1, config.model.seq_len, training=True, positions=positions)
@@ -381,7 +381,7 @@ def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     strategy.rehearse(model)
     # A sample takes a token at a time, which attends to a cache: other loops, and other kernels on a GPU.
     sample, cache = Pass(model, 1, 1, training=False), kernels.zeros(*cache_shape(config.model))
-    hidden = sample.hidden(tokens[:1], cache, kernels.integers([0]))
+    hidden = sample.forward(tokens[:1], cache, kernels.integers([0]))
     sample.logits(kernels.zeros(1, config.model.padded_vocab), hidden)
 
 
