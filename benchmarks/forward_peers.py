@@ -16,7 +16,7 @@ from distgpt.core.base.formatting import count
 from distgpt.core.comm.resources import peak_memory, usable_cores
 from distgpt.core.config.presets import preset as preset_named
 from distgpt.core.model.model import Architecture
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.counts import operations
 
 MOST_NAMES = 512  # in a batch of PyTorch's, as in the study
@@ -32,7 +32,7 @@ def measure_plain(job: Job) -> dict[str, Any]:
             f"plain Python would take about {expected:,.0f} s for {count(job.names, 'name')} "
             f"of {job.preset}: {way if within else 'raise --patience'}, or leave --method python out"
         )
-    model = initialised(job.preset, ReferenceKernels("float64"))
+    model = initialised(job.preset, Kernels("float64"))
     weights = {name: values.tolist() for name, values in model.params.items()}
     shape = plain.Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
     names = [tokens_of(name) for name in bundled_names(job.names)]
@@ -54,7 +54,7 @@ def python_seconds(name: str, names: int) -> float:
 
 
 def measure_torch(peer: str, job: Job) -> dict[str, Any]:
-    model, every = initialised(job.preset, ReferenceKernels("float64")), sequences(job.names)
+    model, every = initialised(job.preset, Kernels("float64")), sequences(job.names)
     with tempfile.TemporaryDirectory() as scratch:
         files = {what: f"{scratch}/{what}.npz" for what in ("weights", "names")}
         weights: dict[str, Any] = {name: np.array(values) for name, values in model.params.items()}

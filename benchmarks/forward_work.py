@@ -18,7 +18,7 @@ from distgpt.core.config.presets import preset
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.model import layers
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.measure.bench.results import Row
 
 METHODS = ("serial", "batched", "mpi", "cuda", "mpi-cuda")  # ours, in the order of tables

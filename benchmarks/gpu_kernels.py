@@ -107,7 +107,7 @@ def step(host: bool, quick: bool) -> Iterator[Row]:
     shape, n_seq = (TOY, 2) if quick else (preset("gpt2").model, 64)
     kernels = kernels_on(device, "bfloat16", GpuConfig(), complain)
     model = Model(Architecture(shape), kernels)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(1)
     tokens = np.random.default_rng(3).integers(0, shape.vocab_size, n_seq * shape.seq_len)
     ids = kernels.integers(tokens)

@@ -42,7 +42,7 @@ class Ours:
         more = {"seq_len": seq_len, "batch_size": rows, "grad_accum": 1, "recompute": "mlp"}
         run = preset(SHAPE, {**more, "chats": True, "dtype": "bfloat16", "lr": 1e-3, "weight_decay": 0.0})
         model, random = Model(Architecture(run.model), Bfloat16Kernels(threads)), np.random.default_rng(0)
-        model.train()
+        model.allocate_master_weights()
         for name, values in model.initial(0):
             model.put(name, values)
         starts = np.arange(0, rows * seq_len + 1, chat)

@@ -242,7 +242,7 @@ class GPT:
         with self._lock:
             work, k = self._pass(ids, training=False), self._model.kernels
             out = k.zeros(ids.size, self.config.padded_vocab)
-            work.logits(out, work.hidden(self._flat(ids)))
+            work.logits(out, work.forward(self._flat(ids)))
             return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
 
     def trace(self, tokens: ArrayLike) -> Trace:

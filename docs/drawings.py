@@ -18,7 +18,7 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.cpu.compiling.processor import AVX512_BF16
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.layout.machine import Cpu, Machine
 from distgpt.layout.plan import blocks, recommended
 from distgpt.measure.profile.operations import OPERATIONS
@@ -147,7 +147,7 @@ def _all_below(name: str, needs: dict[str, set[str]]) -> set[str]:
 # -- a step
 
 
-class Recorded(ReferenceKernels):
+class Recorded(Kernels):
     """Kernels that keep the name of each operation, and the shape of what it writes."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from distgpt.core.base.errors import DataError, StorageError, UsageError
 from distgpt.core.config import ModelConfig
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
 MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)
@@ -30,7 +30,7 @@ def batch():
 
 def reference(model, shape, training):
     """A pass of the same weights in plain array code."""
-    plain = Model(Architecture(model.config), ReferenceKernels("float64"))
+    plain = Model(Architecture(model.config), Kernels("float64"))
     for name, values in model.parameters().items():
         plain.params[name][...] = values
     return Pass(plain, *shape, training=training)
@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_reference(model, batch):
         logits, plain = model.logits(tokens), reference(model, (b, t), training=False)
         assert logits.shape == (b, t, 13)
         expected = np.empty((tokens.size, model.config.padded_vocab))
-        plain.logits(expected, plain.hidden(np.ascontiguousarray(tokens.reshape(-1), np.int32)))
+        plain.logits(expected, plain.forward(np.ascontiguousarray(tokens.reshape(-1), np.int32)))
         np.testing.assert_allclose(logits.reshape(-1, 13), expected[:, :13], rtol=0, atol=1e-12)
 
 
@@ -102,7 +102,7 @@ def test_calls_from_several_threads_do_not_share_buffers(model, batch, name, mon
         )()
 
     expected = [call(ids) for ids in batch] * 3
-    hidden = Pass.hidden
+    hidden = Pass.forward
 
     def slow(*arguments):
         found = hidden(*arguments)

@@ -39,7 +39,7 @@ from distgpt.core.data.tokenizers import (
 from distgpt.core.generate.engine_setup import on_first, plain_kind
 from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description, read_description, save_model
 from distgpt.core.saved.opening import BESIDE, Beside
 from distgpt.core.saved.tensors import write_tensors
@@ -280,7 +280,7 @@ def test_a_component_that_is_missing_is_named_in_one_line(handed_in, tmp_path):
 
 def test_a_file_of_a_missing_component_is_refused_in_one_line(handed_in, tmp_path):
     config = ModelConfig(vocab_size=9, seq_len=4, n_layer=1, n_head=1, n_embd=4)
-    model = Model(Architecture(config), ReferenceKernels("float32"))
+    model = Model(Architecture(config), Kernels("float32"))
     files = {name: tmp_path / name for name in ("whole", "rounded", "part")}
     about = Description(RunConfig(config, TrainConfig(lora_rank=2)), None)
     save_model(files["whole"], model, about)

@@ -18,7 +18,7 @@ from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.data.textfile import read_text
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved import checkpoint
 from distgpt.doctor.speed import Peaks
 from distgpt.measure.profile.operations import ORDER
@@ -51,7 +51,7 @@ def begun(tmp_path_factory):
 # The optimizer
 
 
-@pytest.mark.parametrize("make", [ReferenceKernels, lambda dtype: CpuKernels(dtype, 1)])
+@pytest.mark.parametrize("make", [Kernels, lambda dtype: CpuKernels(dtype, 1)])
 def test_adamw_against_numbers_written_down(make):
     """Two gradients, of a matrix that decays and of a gain that does not: their norm is 5, clipped to 2.
 
@@ -64,7 +64,7 @@ def test_adamw_against_numbers_written_down(make):
     model = Model(
         Architecture(ModelConfig(vocab_size=3, seq_len=2, n_layer=1, n_head=1, n_embd=2)), make("float64")
     )
-    model.train()
+    model.allocate_master_weights()
     model.weights.flat[:] = 2.0
     model.make_gradients()
     model.grads.flat[:] = 0.0

@@ -23,7 +23,7 @@ def main(job: SimpleNamespace) -> None:
     torch.manual_seed(0)
     keep_freed_memory()
     model = LlamaForCausalLM(LlamaConfig(**job.shape, attn_implementation="sdpa"))
-    model.train()
+    model.allocate_master_weights()
     if job.mode != "autocast":
         model.to(torch.bfloat16)
     rounded = torch.autocast("cpu", torch.bfloat16) if job.mode == "autocast" else nullcontext()

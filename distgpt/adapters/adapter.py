@@ -16,7 +16,8 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.config import RunConfig, differences
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Architecture
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description, load_description, read_description
 from distgpt.core.saved.tensors import (
     DATA_SUM,

@@ -14,7 +14,7 @@ from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description
 
 

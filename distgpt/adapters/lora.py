@@ -26,7 +26,8 @@ from distgpt.core.model.layers import (
 )
 from distgpt.core.model.memory import MATRIX, FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.api import Affine, Array, Floats2d, Ints1d, Kernels, SortedTokens, Wide2d
+from distgpt.core.ops.api import Affine, Array, Floats2d, Ints1d, SortedTokens, Wide2d
+from distgpt.core.ops.kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ class BatchedSlots:
         if rows > self._longest.n_rows:
             self._longest = Pass(self.model, 1, rows, training=False, workers=1)
         work = self._longest if rows == self._longest.n_rows else self._longest.reshaped(1, rows)
-        return work.hidden(k.integers(tokens), self._cache, self._start, self._slot)
+        return work.forward(k.integers(tokens), self._cache, self._start, self._slot)
 
     def _rows_of(self, some: Feed) -> int:
         """As many as other feeds have, where the context has room for them."""
@@ -207,7 +207,7 @@ class _Batch:
 
     def _run(self, work: Pass, cache: Array) -> None:
         tokens, start, slots = self.inputs
-        work.logits(self._logits, work.hidden(tokens, cache, start, slots))
+        work.logits(self._logits, work.forward(tokens, cache, start, slots))
 
     def choose(self, count: int) -> None:
         """Find the `count` likeliest tokens of each."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from distgpt.core.cpu.compiling import processor
 from distgpt.core.cpu.kernels import CpuKernels
-from distgpt.core.ops.api import Affine, Array, Kernels
+from distgpt.core.ops.api import Affine, Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.processors import permission
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices

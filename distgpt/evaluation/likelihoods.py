@@ -39,7 +39,7 @@ def likelihoods(
 def _of_sequences(scorer: Scorer, rows: list[list[Span]], inputs: Array, outputs: Array) -> Array:
     """Return the loss of each span and whether it is the likeliest (n, 2); a row's spans share its tokens."""
     scorer.put([row[0] for row in rows])
-    around = scorer.run("hidden", lambda work: work.hidden(scorer.tokens))
+    around = scorer.run("hidden", lambda work: work.forward(scorer.tokens))
     k, work = scorer.model.kernels, scorer.work
     assert work is not None
     hidden = k.to_host(around.hidden).reshape(*work.shape, -1)

@@ -42,7 +42,7 @@ def trace(model: Model, tokens: Array, n_seq: int, seq_len: int) -> Trace:
     """Run the model over tokens (n_seq · seq_len,), keeping every layer's activations."""
     config, k = model.config, model.kernels
     work = Pass(model, n_seq, seq_len, training=True, recompute="none")
-    last = work.hidden(tokens)
+    last = work.forward(tokens)
     scores = k.zeros(n_seq * seq_len, config.padded_vocab)
     work.logits(scores, last)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgpt.core.ops.api import Array, Floats2d, Wide2d
+from distgpt.core.ops.api import Array, AttentionMask, Floats2d, Wide2d
 
 DeviceArray = Any  # CuPy's, of which no types are known
 
@@ -66,9 +66,12 @@ class Matmul:
 
 
 class Attention(Protocol):
-    """A library's causal attention on packed qkv, as `Kernels.attention` has it."""
+    """A library's causal attention on packed qkv, as `Kernels.attention` has it.
 
-    def forward(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int, n_head: int) -> None:
+    lse has a column for each head. Libraries only get masks without positions and window.
+    """
+
+    def forward(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, mask: AttentionMask) -> None:
         """Compute y, and lse: B·H·T elements of float32, (B, H, T)."""
 
     def backward(
@@ -78,8 +81,7 @@ class Attention(Protocol):
         y: Floats2d,
         lse: Wide2d,
         qkv: Floats2d,
-        seq_len: int,
-        n_head: int,
+        mask: AttentionMask,
         sums: bool = False,
     ) -> Wide2d | None:
         """Compute dqkv. With `sums`, return its sums over parts of the rows, if cheap."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distgpt.core.ops.api import Array
+from distgpt.core.ops.api import Array, AttentionMask
 from distgpt.gpu.api import TYPE_OF, WIDE
 from distgpt.gpu.device import WARP
 from distgpt.gpu.launcher import Launcher
@@ -52,18 +52,10 @@ class OwnAttention:
         self._launcher = launcher
         self._tensor_cores = launcher.device.capability >= TENSOR_CORES
 
-    def forward(
-        self,
-        y: Array,
-        lse: Array,
-        qkv: Array,
-        seq_len: int,
-        n_head: int,
-        positions: Array | None = None,
-        window: int = 0,
-    ) -> None:
-        plan = self._plan(y, qkv, seq_len, n_head, _seen(positions, window), backward=False)
-        self._start(plan, "attention_forward", y, lse, qkv, positions, seq_len, n_head)
+    def forward(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
+        n_head = lse.shape[1]
+        plan = self._plan(y, qkv, n_head, mask, backward=False)
+        self._start(plan, "attention_forward", y, lse, qkv, mask.positions, mask.seq_len, n_head)
 
     def backward(
         self,
@@ -72,14 +64,12 @@ class OwnAttention:
         y: Array,
         lse: Array,
         qkv: Array,
-        seq_len: int,
-        n_head: int,
+        mask: AttentionMask,
         sums: bool = False,
-        positions: Array | None = None,
-        window: int = 0,
     ) -> Array | None:
-        plan = self._plan(y, qkv, seq_len, n_head, _seen(positions, window), backward=True)
-        sizes = seq_len, n_head
+        n_head = lse.shape[1]
+        plan = self._plan(y, qkv, n_head, mask, backward=True)
+        sizes = mask.seq_len, n_head
         parts = None
         if sums:
             shape = (math.prod(plan.grid) // n_head, dqkv.shape[1])
@@ -94,19 +84,15 @@ class OwnAttention:
             *(delta, dy, y, len(y) * n_head, *sizes),
             defines=delta_defines(y.shape[1] // n_head),
         )
-        args, blocks, group = (
-            (dqkv, parts, dy, lse, delta, qkv, positions, *sizes),
-            plan.grid[0],
-            _group(y, qkv),
-        )
+        args = (dqkv, parts, dy, lse, delta, qkv, mask.positions, *sizes)
         self._start(plan, "attention_backward_queries", *args)
-        of_keys = replace(plan, grid=(blocks // group, *plan.grid[1:]))
+        of_keys = replace(plan, grid=(plan.grid[0] // _group(y, qkv), *plan.grid[1:]))
         self._start(of_keys, "attention_backward_keys", *args)
         return parts
 
-    def _plan(
-        self, y: Array, qkv: Array, seq_len: int, n_head: int, seen: tuple[str, ...], backward: bool
-    ) -> Plan:
+    def _plan(self, y: Array, qkv: Array, n_head: int, mask: AttentionMask, backward: bool) -> Plan:
+        seq_len = mask.seq_len
+        seen = _seen(mask.positions, mask.window)
         heads, head = len(y) // seq_len * n_head, y.shape[1] // n_head
         is_bfloat16 = TYPE_OF[np.dtype(y.dtype)] == "bfloat16"
         if self._tensor_cores and is_bfloat16 and head % SIDE == 0 and head <= LARGEST_HEAD:
@@ -124,13 +110,7 @@ class OwnAttention:
         )
 
     def cached(
-        self,
-        y: Array,
-        cache: Array,
-        qkv: Array,
-        start: Array,
-        window: int = 0,
-        slots: Array | None = None,
+        self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0, slots: Array | None = None
     ) -> None:
         _, n_slots, _, t_max, head = cache.shape
         n_seq = n_slots if slots is None else len(slots)

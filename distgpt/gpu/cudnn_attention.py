@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.core.base.errors import DistgptError, first_line
-from distgpt.core.ops.api import Array
+from distgpt.core.ops.api import Array, AttentionMask
 from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.gpu import probe
 from distgpt.gpu.api import TYPE_OF, Attention, address
@@ -178,8 +178,8 @@ class CudnnAttention:
         self._handle: Any = None
         self._plans: dict[tuple[Shape, bool], _Plan] = {}
 
-    def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        shape = _shape(y, qkv, seq_len, n_head)
+    def forward(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
+        shape = _shape(y, lse, qkv, mask)
         tensors = {Y: address(y), STATS: address(lse), **self._parts((Q, K, V), qkv, shape)}
         self._execute(shape, False, tensors)
 
@@ -190,12 +190,11 @@ class CudnnAttention:
         y: Array,
         lse: Array,
         qkv: Array,
-        seq_len: int,
-        n_head: int,
+        mask: AttentionMask,
         sums: bool = False,
     ) -> None:
         """Compute dqkv; cuDNN has no sums."""
-        shape = _shape(y, qkv, seq_len, n_head)
+        shape = _shape(y, lse, qkv, mask)
         tensors = {Y: address(y), STATS: address(lse), DY: address(dy)}
         tensors |= self._parts((Q, K, V), qkv, shape) | self._parts((DQ, DK, DV), dqkv, shape)
         self._execute(shape, True, tensors)
@@ -282,10 +281,10 @@ def _causal(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _shape(y: Array, qkv: Array, seq_len: int, n_head: int) -> Shape:
-    rows, width = y.shape
+def _shape(y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> Shape:
+    (rows, width), n_head = y.shape, lse.shape[1]
     head = width // n_head
-    return Shape(rows // seq_len, seq_len, n_head, (qkv.shape[1] - width) // (2 * head), head)
+    return Shape(rows // mask.seq_len, mask.seq_len, n_head, (qkv.shape[1] - width) // (2 * head), head)
 
 
 # -- the check against our own kernels
@@ -313,14 +312,14 @@ class CheckedAttention:
         self._forward: dict[Batch, Attention] = {}
         self._backward: dict[Batch, Attention] = {}
 
-    def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        key = (len(y), seq_len)
+    def forward(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
+        key = (len(y), mask.seq_len)
         if key not in self._forward:
-            works = seq_len > SHORT and self._works(
-                seq_len, lambda: self._forward_agrees(y, lse, qkv, seq_len, n_head)
+            works = mask.seq_len > SHORT and self._works(
+                mask.seq_len, lambda: self._forward_agrees(y, lse, qkv, mask)
             )
             self._forward[key] = self._library if works else self._own
-        self._forward[key].forward(y, lse, qkv, seq_len, n_head)
+        self._forward[key].forward(y, lse, qkv, mask)
 
     def backward(
         self,
@@ -329,18 +328,17 @@ class CheckedAttention:
         y: Array,
         lse: Array,
         qkv: Array,
-        seq_len: int,
-        n_head: int,
+        mask: AttentionMask,
         sums: bool = False,
     ) -> Array | None:
-        key, args = (len(y), seq_len), (dqkv, dy, y, lse, qkv, seq_len, n_head)
+        key, args = (len(y), mask.seq_len), (dqkv, dy, y, lse, qkv, mask)
         if key not in self._backward:
             works = self._forward[key] is self._library and self._works(
-                seq_len, lambda: self._backward_agrees(*args)
+                mask.seq_len, lambda: self._backward_agrees(*args)
             )
             if self._forward[key] is not self._own and not works:
                 self._forward[key] = self._own
-                self._own.forward(y, lse, qkv, seq_len, n_head)  # as if it had been ours from the start
+                self._own.forward(y, lse, qkv, mask)  # as if it had been ours from the start
             self._backward[key] = self._forward[key]
         return self._backward[key].backward(*args, sums)
 
@@ -357,30 +355,28 @@ class CheckedAttention:
         self._say(f"{SLOWER}, for sequences of {seq_len}: {reason}")
         return False
 
-    def _forward_agrees(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> float:
+    def _forward_agrees(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> float:
         """The relative distance of the first sequence's results."""
-        self._library.forward(y, lse, qkv, seq_len, n_head)
-        own_y, own_lse = self._own_results(y, lse, qkv, seq_len, n_head)
+        self._library.forward(y, lse, qkv, mask)
+        own_y, own_lse = self._own_results(y, lse, qkv, mask)
         # The statistics too: layers that the library has passed may be left to our own on the way back.
         first = lse.reshape(-1)[: own_lse.size]
-        return max(self._distance(y[:seq_len], own_y), self._distance(first, own_lse.reshape(-1)))
+        return max(self._distance(y[: mask.seq_len], own_y), self._distance(first, own_lse.reshape(-1)))
 
     def _backward_agrees(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask
     ) -> float:
-        self._library.backward(dqkv, dy, y, lse, qkv, seq_len, n_head)
-        first = slice(0, seq_len)
-        own_y, own_lse = self._own_results(y, lse, qkv, seq_len, n_head)
-        own = self._device.zeros((seq_len, dqkv.shape[1]), dqkv.dtype)
-        self._own.backward(own, dy[first], own_y, own_lse, qkv[first], seq_len, n_head)
+        self._library.backward(dqkv, dy, y, lse, qkv, mask)
+        first = slice(0, mask.seq_len)
+        own_y, own_lse = self._own_results(y, lse, qkv, mask)
+        own = self._device.zeros((mask.seq_len, dqkv.shape[1]), dqkv.dtype)
+        self._own.backward(own, dy[first], own_y, own_lse, qkv[first], mask)
         return self._distance(dqkv[first], own)
 
-    def _own_results(
-        self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
-    ) -> tuple[Array, Array]:
-        own_y = self._device.zeros((seq_len, y.shape[1]), y.dtype)
-        own_lse = self._device.zeros((seq_len, n_head), lse.dtype)
-        self._own.forward(own_y, own_lse, qkv[:seq_len], seq_len, n_head)
+    def _own_results(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> tuple[Array, Array]:
+        own_y = self._device.zeros((mask.seq_len, y.shape[1]), y.dtype)
+        own_lse = self._device.zeros((mask.seq_len, lse.shape[1]), lse.dtype)
+        self._own.forward(own_y, own_lse, qkv[: mask.seq_len], mask)
         return own_y, own_lse
 
     def _distance(self, found: Array, expected: Array) -> float:

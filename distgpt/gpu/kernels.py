@@ -7,15 +7,16 @@ from math import gcd
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from distgpt.core.ops.api import (
-    ALL_ROWS,
     PIECE,
     AdamConstants,
     AdamState,
     Affine,
     Angles,
     Array,
+    AttentionMask,
     Bias,
     BiasGradient,
     Capabilities,
@@ -29,6 +30,7 @@ from distgpt.core.ops.api import (
     Wire,
     Work,
 )
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
 from distgpt.gpu.api import STORAGE, WIDE, Attention, address
 from distgpt.gpu.attention import OwnAttention
@@ -47,11 +49,8 @@ ROWS_APART = 64  # the most sums of rows that are added up side by side
 HELD_BYTES = 96  # of a row that a thread of the norms holds at most: with 128 the backward norm spills
 
 
-class CudaKernels:
+class CudaKernels(Kernels):
     """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own."""
-
-    threads = 1
-    slice_rows = ALL_ROWS
 
     def __init__(
         self,
@@ -79,14 +78,8 @@ class CudaKernels:
 
     # -- arrays and workers
 
-    def zeros(self, *shape: int) -> Array:
-        return self._device.zeros(shape, self.dtype)
-
-    def wide_zeros(self, *shape: int) -> Array:
-        return self._device.zeros(shape, self.wide)
-
-    def scalars(self, count: int) -> Array:
-        return self._device.zeros((count,), np.dtype(np.float64))
+    def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return self._device.zeros(shape, np.dtype(dtype))
 
     def integers(self, host: Any, dtype: str = "int32") -> Array:
         values = np.array(host, dtype)
@@ -120,13 +113,6 @@ class CudaKernels:
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
         share_autotuning(gather, self._device, self.linears.matmuls)
-
-    def each(self, work: Callable[[int], None], count: int) -> None:
-        for i in range(count):
-            work(i)
-
-    def run_together(self, work: Work) -> None:
-        work()
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)
@@ -319,54 +305,27 @@ class CudaKernels:
             x = some
         sum_parts(self._launcher, total, x, slice(0, c), accumulate)
 
-    def attention(
-        self,
-        y: Array,
-        lse: Array,
-        qkv: Array,
-        seq_len: int,
-        positions: Array | None = None,
-        window: int = 0,
-    ) -> None:
-        if positions is None and not window:
-            self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
-        else:  # of which libraries know nothing
-            self._own_attention.forward(y, lse, qkv, seq_len, lse.shape[1], positions, window)
+    def attention(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
+        self._attention_for(y, lse, mask).forward(y, lse, qkv, mask)
 
     def attention_backward(
-        self,
-        dqkv: Array,
-        dy: Array,
-        y: Array,
-        lse: Array,
-        qkv: Array,
-        seq_len: int,
-        db: Bias = None,
-        positions: Array | None = None,
-        window: int = 0,
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask, db: Bias = None
     ) -> None:
-        args = (dqkv, dy, y, lse, qkv, seq_len, lse.shape[1], db is not None)
-        if positions is None and not window:
-            parts = self._attention_for(y, lse).backward(*args)
-        else:
-            parts = self._own_attention.backward(*args, positions, window)
+        attention = self._attention_for(y, lse, mask)
+        parts = attention.backward(dqkv, dy, y, lse, qkv, mask, db is not None)
         if db is not None:
             self.linears.bias(db, dqkv, parts)
 
-    def _attention_for(self, y: Array, lse: Array) -> Attention:
+    def _attention_for(self, y: Array, lse: Array, mask: AttentionMask) -> Attention:
+        if mask.positions is not None or mask.window:
+            return self._own_attention  # libraries have neither
         head = y.shape[1] // lse.shape[1]
         if head not in self._attention:
             self._attention[head] = self._choose_attention(head, self._own_attention)
         return self._attention[head]
 
     def attention_cached(
-        self,
-        y: Array,
-        cache: Array,
-        qkv: Array,
-        start: Array,
-        window: int = 0,
-        slots: Array | None = None,
+        self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0, slots: Array | None = None
     ) -> None:
         self._own_attention.cached(y, cache, qkv, start, window, slots)
 

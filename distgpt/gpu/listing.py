@@ -10,7 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from distgpt.core.comm.resources import usable_cores
-from distgpt.core.ops.api import Array, Kernels, Work
+from distgpt.core.ops.api import Array, Work
+from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.compiling import Kind
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels

@@ -19,7 +19,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import DTYPES, ROUNDED_DTYPES, GpuConfig, nearest
 from distgpt.core.cpu.dtypes import Choose, Dtype
 from distgpt.core.cpu.stages import Stage, StageKind
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import probe
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.probe import OLDEST_BFLOAT16, Version, dotted

@@ -23,7 +23,8 @@ from distgpt.core.comm.layout import layout
 from distgpt.core.comm.resources import MIB, granted_memory, usable_cores
 from distgpt.core.cpu.compiling.disk_cache import Missing, folder, noted
 from distgpt.core.cpu.stages import KERNELS, Stage
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 
 MOST = 3  # helpers: with more, the loop that takes longest, a sixth of all, decides
 WORTHWHILE = 5  # loops: a process takes a second to begin

@@ -18,7 +18,7 @@ from distgpt.core.cpu.stages import Stage, expected_dtype, open_stage
 from distgpt.core.data.textfile import BUNDLED_TEXTS, resolve_data
 from distgpt.core.model.model import Architecture, Model, flag_count
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.memory import SPARE, DryKernels, copy_bytes, divisors, fitting, needed
 from distgpt.core.train.plan import DTYPE, is_open, new_run, refuse_unsuited
 from distgpt.core.train.seams import kind_of

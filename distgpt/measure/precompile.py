@@ -75,7 +75,7 @@ def _exchange(dtype: str) -> None:
     config = ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=32)
     kernels = Bfloat16Kernels(1) if dtype == "bfloat16" else CpuKernels("float32", 1)
     model = Model(Architecture(config), kernels)
-    model.train()
+    model.allocate_master_weights()
     ways = [TrainConfig(grad_sync=name) for name in GRAD_SYNCS]
     ways += [TrainConfig(reproducible_parts=4), TrainConfig(outer_every=2)]
     for t in ways:

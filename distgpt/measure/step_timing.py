@@ -15,7 +15,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.muon import OPTIMIZERS
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange
 from distgpt.core.train.step import Step
@@ -106,7 +106,7 @@ class Trial:
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
         model, t = kind_of(run.train).build(run, kernels), run.train
-        model.train()
+        model.allocate_master_weights()
         model.initialise(t.seed)
         self._optimizer = OPTIMIZERS[t.optimizer](model, t)
         self.trained = Step(self._optimizer, SerialComm(), t, Exchange())

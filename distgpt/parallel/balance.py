@@ -17,7 +17,7 @@ from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.checkpoint import State
 from distgpt.core.train.memory import SPARE, copy_bytes, needed
 from distgpt.core.train.sharing import MicroBatches, Start, strategy_for

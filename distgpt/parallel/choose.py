@@ -12,7 +12,7 @@ from distgpt.core.comm.agree import on_every_rank, refuse_anywhere
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, Placement, Start, Strategy
 from distgpt.parallel.node_memory import SharedGradients, gradients_in_node
 

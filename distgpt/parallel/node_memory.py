@@ -19,7 +19,8 @@ from distgpt.core.base.errors import Say, UsageError
 from distgpt.core.comm.agree import gather_texts, on_every_rank, on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.model.memory import FlatBuffer, Layout
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 
 T = TypeVar("T")
 

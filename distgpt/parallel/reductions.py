@@ -17,7 +17,8 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import TrainConfig
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import Array, Kernels, Wire
+from distgpt.core.ops.api import Array, Wire
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import AfterBackward, Allreduce, Exchange, OptimizerState, Reduction
 from distgpt.parallel.node_memory import SharedGradients
 

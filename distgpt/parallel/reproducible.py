@@ -12,7 +12,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.data.batches import rank_sequences
 from distgpt.core.model.memory import FlatBuffer, Layout, Spec
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import MicroBatches, Start
 from distgpt.parallel.reductions import LINE, spread
 

@@ -14,7 +14,8 @@ from numba.core.dispatcher import Dispatcher
 
 from distgpt.core.cpu.kernels import CpuKernels, every_cross_entropy
 from distgpt.core.cpu.pool import ALONE, IN_PARTS, TOGETHER, Pool
-from distgpt.core.ops.api import Array, Kernels, Work
+from distgpt.core.ops.api import Array, Work
+from distgpt.core.ops.kernels import Kernels
 from distgpt.recorded.calls import Calls, NotRecordable
 from distgpt.recorded.loops.replay import MEET, PAUSE
 from distgpt.recorded.segment import Segment

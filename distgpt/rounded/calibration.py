@@ -47,7 +47,7 @@ def calibrated(path: Path, text: Path) -> dict[str, Quantised]:
     names = [spec.name for spec in model.layout.specs if bits_of(spec, "int4") == 4]
     kernels.matrices = {name: model.params[name] for name in names}
     twice = np.tile(np.array(tokens[: rows * length]), 2)
-    Pass(model, 2 * rows, length, training=False).hidden(twice)
+    Pass(model, 2 * rows, length, training=False).forward(twice)
     return kernels.found
 
 

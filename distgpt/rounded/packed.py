@@ -40,7 +40,7 @@ class Int8Model(Model):
         self.params = self.weights = tensors
         self.packing = Packing(packed, operand_rows)
 
-    def train(self, ranks: int = 1, own: slice | None = None) -> None:
+    def allocate_master_weights(self, ranks: int = 1, own: slice | None = None) -> None:
         raise UsageError(REFUSED.format(self.kernels.rounded))
 
     @property

@@ -23,7 +23,8 @@ from distgpt.core.comm.resources import granted_cores
 from distgpt.core.config import ModelConfig, TrainConfig
 from distgpt.core.model.memory import Spec
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import ROUNDED_VERSION, read_description
 from distgpt.core.saved.tensors import (
     DATA_SUM,

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from distgpt.core.cpu.matmul.packing import LANES
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.api import AttentionMask
+from distgpt.core.ops.kernels import Kernels
 
 HEADS = 3
 CLOSE = 2e-6  # absolute, of values near 1
@@ -20,7 +21,7 @@ def attention(kernels, qkv, seq_len, size, guard=0):
     """y and lse, in poisoned memory with `guard` rows after it that must stay as they are."""
     rows = len(qkv)
     y, lse = (np.full((rows + guard, width), np.nan, kernels.wide) for width in (HEADS * size, HEADS))
-    kernels.attention(y[:rows], lse[:rows], qkv, seq_len)
+    kernels.attention(y[:rows], lse[:rows], qkv, AttentionMask(seq_len))
     assert np.isnan(y[rows:]).all() and np.isnan(lse[rows:]).all()
     return y[:rows], lse[:rows]
 
@@ -30,14 +31,15 @@ class InLanes:
 
     wide = np.float32
 
-    def attention(self, y, lse, qkv, seq_len):
+    def attention(self, y, lse, qkv, mask):
+        seq_len = mask.seq_len
         n_seq, size = len(y) // seq_len, y.shape[1] // HEADS
         assert attention_short.fits(n_seq, seq_len, size, qkv.dtype)
         attention_short.attention(0, n_seq, y, lse, qkv, seq_len, attention_short.scratch(size))
 
 
 def exact(qkv, seq_len, size):
-    return attention(ReferenceKernels("float64"), qkv.astype(np.float64), seq_len, size)
+    return attention(Kernels("float64"), qkv.astype(np.float64), seq_len, size)
 
 
 def test_every_length_up_to_where_tiles_take_over():

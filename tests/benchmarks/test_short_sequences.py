@@ -12,7 +12,7 @@ from short_sequences import ShortLoss, short_sequences
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.matmul.packing import LANES
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.rounded.loops.kernels import Int8Kernels
 
 CLOSE = 1e-5  # relative
@@ -48,7 +48,7 @@ def test_any_architecture_and_any_lengths():
         (2, "modern", {"n_kv_head": 1}),
     ):
         config = wide(VARIANTS[kind], **changes)
-        reference = loud(config, ReferenceKernels("float64"))
+        reference = loud(config, Kernels("float64"))
         model = loud(config, CpuKernels("float32", threads))
         assert short_sequences(model) is not None, kind
         mean_loss = ShortLoss(model, 60)
@@ -65,7 +65,7 @@ def test_who_has_no_such_call():
         (config, CpuKernels("float64")),
         (config, Bfloat16Kernels()),
         (config, Int8Kernels()),
-        (config, ReferenceKernels("float32")),
+        (config, Kernels("float32")),
         (replace(config, n_head=LANES), CpuKernels("float32")),  # heads of two channels
         (replace(config, vocab_size=short.MOST_BYTES // (4 * config.n_embd) + 1), CpuKernels("float32")),
         (wide(config, n_embd=32 * LANES, n_head=32), CpuKernels("float32")),

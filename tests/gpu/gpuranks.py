@@ -55,7 +55,7 @@ def work_of(comm, device, config, say=print):
     else:
         kernels = Bfloat16Kernels() if config.dtype == "bfloat16" else CpuKernels(config.dtype)
     model = Model(Architecture(MODEL), kernels)
-    model.train(comm.size, Chosen(config, comm.size).placement.own(model.layout, comm.rank))
+    model.allocate_master_weights(comm.size, Chosen(config, comm.size).placement.own(model.layout, comm.rank))
     model.initialise(1)
     return build_step(state_for(model, config, comm), comm, config, say)
 

@@ -19,7 +19,7 @@ from distgpt.core.comm.serial import SerialComm
 from distgpt.core.data.batches import ArrayTokens, Batches
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
@@ -127,7 +127,7 @@ def test_what_the_library_refused_to_start_is_nobodys_choice():
     assert not one.matmuls.adopt(dict.fromkeys(one.matmuls.chosen(), "00" * 64))
 
 
-class Asked(ReferenceKernels):
+class Asked(Kernels):
     """Notes what `agree` is given, and when."""
 
     def __init__(self):
@@ -141,7 +141,7 @@ class Asked(ReferenceKernels):
 def test_a_run_asks_once_after_its_first_step():
     k = Asked()
     model = Model(Architecture(SMALL), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     text = np.arange(400, dtype=np.int32) % SMALL.vocab_size
     batches = Batches(ArrayTokens(text), SMALL.seq_len, TRAIN.batch_size, TRAIN.seed, True)

@@ -11,9 +11,9 @@ import pytest
 from devices import ON_GPU, device, needs_device, needs_the_processor, poisoning
 from hostgpu import BACKWARDS, FORWARDS, HostDevice
 
-from distgpt.core.ops.api import BiasGradient
+from distgpt.core.ops.api import AttentionMask, BiasGradient
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import to_bfloat16
-from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.gpu import attention
 from distgpt.gpu.attention import SHARED_LIMIT, TILES, attention_shape, cached_parts
 from distgpt.gpu.kernels import CudaKernels
@@ -22,7 +22,7 @@ pytestmark = needs_device
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}
 ORDERS = (FORWARDS, BACKWARDS, 2)
-REFERENCE = ReferenceKernels("float64")
+REFERENCE = Kernels("float64")
 
 
 def kernels(storage: str, on: Any = None) -> CudaKernels:
@@ -67,9 +67,10 @@ class Case:
     documents: tuple[int, ...] = ()  # their lengths, side by side in each sequence
     window: int = 0
 
-    def positions(self, k: CudaKernels) -> Any:
+    def mask(self, k: Kernels) -> AttentionMask:
         of_each = np.concatenate([np.arange(n) for n in self.documents or [0]])
-        return k.integers(np.tile(of_each, self.n_seq)) if self.documents else None
+        positions = k.integers(np.tile(of_each, self.n_seq)) if self.documents else None
+        return AttentionMask(self.seq_len, positions, self.window)
 
     def inputs(self, k: CudaKernels) -> tuple[Any, Any]:
         n, c = self.n_seq * self.seq_len, self.n_head * self.head
@@ -79,11 +80,11 @@ class Case:
     def wanted(self, k: CudaKernels) -> dict[str, Any]:
         qkv, dy = (values(k, array) for array in self.inputs(k))
         y, lse, dqkv = np.empty_like(dy), np.empty((len(dy), self.n_head)), np.empty_like(qkv)
-        positions = self.positions(REFERENCE)
-        REFERENCE.attention(y, lse, qkv, self.seq_len, positions, self.window)
+        mask = self.mask(REFERENCE)
+        REFERENCE.attention(y, lse, qkv, mask)
         db = np.arange(qkv.shape[1], dtype=float)
         bias = BiasGradient(db, True)
-        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len, bias, positions, self.window)
+        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, mask, bias)
         return self._named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv, db)
 
     def computed(self, k: CudaKernels, back: CudaKernels | None = None) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Case:
         qkv, dy = self.inputs(k)
         y, dqkv = poisoned(k, *dy.shape), poisoned(k, *qkv.shape)
         lse = poisoned(k, len(dy), self.n_head, wide=True)
-        k.attention(y, lse, qkv, self.seq_len, self.positions(k), self.window)
+        k.attention(y, lse, qkv, self.mask(k))
         ahead = values(k, y), values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
         arrays = [dqkv, dy, y, lse, qkv]
         if back is not None:
@@ -99,7 +100,7 @@ class Case:
         k = back or k
         db = stored(k, np.arange(qkv.shape[1]), wide=True)
         bias = BiasGradient(db, True)
-        k.attention_backward(*arrays, self.seq_len, bias, self.positions(k), self.window)
+        k.attention_backward(*arrays, self.mask(k), bias)
         return self._named(*ahead, values(k, arrays[0]), values(k, db))
 
     def check(self, k: CudaKernels, storage: str, back: CudaKernels | None = None) -> None:

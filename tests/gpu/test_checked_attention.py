@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from devices import device, needs_device, poisoning
 
+from distgpt.core.ops.api import AttentionMask
 from distgpt.gpu import cudnn_attention as module
 from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.cudnn_attention import CheckedAttention, CudnnRefusal
@@ -26,13 +27,13 @@ class Library:
     def __init__(self, own, fault=None, where=None):
         self.own, self.fault, self.where, self.calls = own, fault, where, []
 
-    def forward(self, y, lse, qkv, seq_len, n_head):
-        self._pass("forward", y, lambda: self.own.forward(y, lse, qkv, seq_len, n_head))
+    def forward(self, y, lse, qkv, mask):
+        self._pass("forward", y, lambda: self.own.forward(y, lse, qkv, mask))
         if self.fault == "has other statistics":
             device().zero(lse)
 
-    def backward(self, dqkv, dy, y, lse, qkv, seq_len, n_head, sums=False):
-        self._pass("backward", dqkv, lambda: self.own.backward(dqkv, dy, y, lse, qkv, seq_len, n_head))
+    def backward(self, dqkv, dy, y, lse, qkv, mask, sums=False):
+        self._pass("backward", dqkv, lambda: self.own.backward(dqkv, dy, y, lse, qkv, mask))
 
     def _pass(self, name, out, work):
         self.calls.append(name)
@@ -53,8 +54,8 @@ def run(library, times=2):
     for array in (qkv, dy):
         kernels.put(array, draw(array.shape))
     for _ in range(times):
-        checked.forward(y, lse, qkv, T, H)
-        checked.backward(dqkv, dy, y, lse, qkv, T, H)
+        checked.forward(y, lse, qkv, AttentionMask(T))
+        checked.backward(dqkv, dy, y, lse, qkv, AttentionMask(T))
     return kernels.to_host(y), kernels.to_host(dqkv), said
 
 

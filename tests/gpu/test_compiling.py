@@ -268,7 +268,7 @@ def test_it_holds_what_models_of_all_presets_request(dtype, monkeypatch):
         on = device.CupyDevice(0, xp=FakeCupy())
         k = CudaKernels(on, LtMatmul(host_lt(on.xp), on, False), dtype)
         model = Model(Architecture(run.model), k)
-        model.train()
+        model.allocate_master_weights()
         ids = k.integers(np.zeros(8, np.int64))
         for positions in (None, k.integers(np.arange(8))):
             work = Pass(model, 1, 8, training=True, recompute="none", positions=positions)

@@ -9,13 +9,13 @@ from devices import ON_GPU, cuda_kernels  # noqa: F401
 from operations import *  # noqa: F403
 from operations import Case, Wide
 
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 
 
 # Whole models of every architecture are compared in float32: test_cuda_model.py.
 @pytest.fixture(params=["float64", pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def both(request, cuda_kernels):
-    return ReferenceKernels("float64"), cuda_kernels(request.param)
+    return Kernels("float64"), cuda_kernels(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def few_shapes(monkeypatch):
 
 @pytest.mark.parametrize("dtype, channels", [("float64", 1032), ("float32", 1101), ("bfloat16", 8200)])
 def test_norms_of_rows_that_a_whole_block_holds(dtype, channels, cuda_kernels):
-    both = ReferenceKernels("float64"), cuda_kernels(dtype)
+    both = Kernels("float64"), cuda_kernels(dtype)
     operations.check_norms(Case(both, (1, 5, channels, 1, 5)), (True, True, True), residual=True)
 
 

@@ -28,7 +28,7 @@ from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import IGNORED
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, fill, load_model, on_host, save_model
 from distgpt.core.train import assessment
 from distgpt.core.train.assessment import Scorer, Span
@@ -62,9 +62,9 @@ def alike(config, kernels):
     """A model with exactly the values that these kernels store, and its twin on the reference."""
     model, twin = (
         Model(Architecture(config), kernels),
-        Model(Architecture(config), ReferenceKernels("float64")),
+        Model(Architecture(config), Kernels("float64")),
     )
-    for name, values in build(config, ReferenceKernels("float64")).params.items():
+    for name, values in build(config, Kernels("float64")).params.items():
         kernels.put(model.params[name], values)
         twin.params[name][...] = kernels.to_host(model.params[name])
     return model, twin
@@ -107,7 +107,7 @@ def compare_gradients(config, model, twin, dtype, documents=()):
 @pytest.mark.parametrize("kind", ["gpt2", "modern"])
 def test_gradients_of_adapters_are_those_of_the_reference(kind, dtype, cuda_kernels):
     model, (tokens, targets) = adapted(VARIANTS[kind], cuda_kernels(dtype)), batch(VARIANTS[kind], 3, 7)
-    wanted, _ = expected(model, ReferenceKernels("float64"), tokens, targets)
+    wanted, _ = expected(model, Kernels("float64"), tokens, targets)
     for recompute in ("none", "mlp"):
         found, _ = adapters_gradients(model, tokens, targets, recompute)
         for name, gradient in wanted.items():
@@ -125,7 +125,7 @@ def test_what_is_computed_again_changes_nothing(kind, recompute, cuda_kernels):
 def training(kernels, config, t, count=8):
     """The model after some steps, its optimizer, and (loss, norm) of each step."""
     model = Model(Architecture(config), kernels)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     text = np.random.default_rng(0).zipf(1.5, 400) % config.vocab_size
     batches = Batches(ArrayTokens(text.astype(np.int32)), config.seq_len, t.batch_size, t.seed, True)
@@ -211,7 +211,7 @@ def test_a_model_moves_between_stages_as_a_file_and_its_moments_by_the_host(dtyp
 def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
     k = cuda_kernels("float32")
     model = Model(Architecture(SMALL), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     before = k.to_host(model.weights.flat).copy()
     optimizer = AdamW(model, TRAIN)

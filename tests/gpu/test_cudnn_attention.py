@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from distgpt.core.ops.api import AttentionMask
 from distgpt.gpu import cudnn_attention as module
 from distgpt.gpu.cudnn_attention import (
     DK,
@@ -100,8 +101,8 @@ def attention(journal):
 
 def forward_and_backward(journal, a=None, seq_len=T):
     a, library = a or arrays(), attention(journal)
-    library.forward(a.y, a.lse, a.qkv, seq_len, H)
-    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, seq_len, H)
+    library.forward(a.y, a.lse, a.qkv, AttentionMask(seq_len))
+    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(seq_len))
 
 
 def arrays(n_seq=B, head=D, group=1):
@@ -168,8 +169,8 @@ def test_attention_is_causal_scaled_and_deterministic_if_asked(deterministic):
 @pytest.mark.parametrize("group", GROUPS)
 def test_execution_is_given_the_address_of_each_part(journal, group):
     a, library = arrays(group=group), attention(journal)
-    library.forward(a.y, a.lse, a.qkv, T, H)
-    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, T, H)
+    library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
+    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T))
     starts = (0, C, C + C // group)
     parts = {uid: a.qkv[0, i:].ctypes.data for i, uid in zip(starts, (Q, K, V), strict=True)}
     gradients = {uid: a.dqkv[0, i:].ctypes.data for i, uid in zip(starts, (DQ, DK, DV), strict=True)}
@@ -184,26 +185,26 @@ def test_execution_is_given_the_address_of_each_part(journal, group):
 def test_a_shape_is_planned_once_and_only_planning_allocates(journal):
     a, library = arrays(), attention(journal)
     for _ in range(3):
-        library.forward(a.y, a.lse, a.qkv, T, H)
+        library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
     assert journal.calls == ["operations", "plans", "support", "build"]
     assert journal.allocated == [256]  # evaluation pays for no gradient
     for _ in range(3):
-        library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, T, H)
-        library.forward(a.y, a.lse, a.qkv, T, H)
+        library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, AttentionMask(T))
+        library.forward(a.y, a.lse, a.qkv, AttentionMask(T))
     assert journal.calls == ["operations", "plans", "support", "build"] * 2
     assert journal.allocated == [256, 4096]
     workspaces = {(title, workspace) for title, _, workspace, _ in journal.executed}
     assert len(workspaces) == 2
     assert None not in {workspace for _, workspace in workspaces}
     other = arrays(n_seq=1)
-    library.forward(other.y, other.lse, other.qkv, T, H)
+    library.forward(other.y, other.lse, other.qkv, AttentionMask(T))
     assert journal.allocated == [256, 4096, 256]
 
 
 def test_a_plan_without_workspace_allocates_none(journal, monkeypatch):
     monkeypatch.setitem(WORKSPACE, "attention", 0)
     a = arrays()
-    attention(journal).forward(a.y, a.lse, a.qkv, T, H)
+    attention(journal).forward(a.y, a.lse, a.qkv, AttentionMask(T))
     assert journal.allocated == []
     assert journal.executed[0][2] is None
 

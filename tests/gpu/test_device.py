@@ -380,7 +380,7 @@ def test_a_copy_to_save_takes_no_more_memory_than_is_counted(monkeypatch):
     on = HostDevice()
     k = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "float32")
     model = Model(Architecture(run.model), k)
-    model.train()
+    model.allocate_master_weights()
     optimizer = AdamW(model, run.train)
     live = {"a": {"": model.weights}, "b": {"m/": optimizer.m, "v/": optimizer.v}}
     k.put(model.weights.flat, np.arange(model.layout.size))
@@ -401,7 +401,7 @@ def test_saving_while_training_waits_takes_the_memory_of_a_tensor(tmp_path, monk
     on = HostDevice()
     kernels = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "float32")
     model = Model(Architecture(replace(preset("microgpt").model, n_layer=8, n_embd=128)), kernels)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(1)
     settings, directory = TrainConfig(save="sync"), RunDirectory(tmp_path / "run")
     directory.path.mkdir()

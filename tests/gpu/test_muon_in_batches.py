@@ -15,7 +15,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import Muon
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import MuonMatrix
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu import muon
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
@@ -36,7 +36,7 @@ def launches(layers, **how):
     )
     k = host_kernels("bfloat16", graphs=False)
     model = Model(Architecture(config), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(1)
     optimizer = Muon(model, TrainConfig(optimizer="muon", lr=0.02))
     tokens, targets = map(k.integers, batch(config, 2, 8))
@@ -84,7 +84,7 @@ def test_many_matrices_at_once_are_those_of_the_reference_and_each_alone(
     dtype, most, monkeypatch, cuda_kernels
 ):
     monkeypatch.setattr(muon, "MOST_BYTES", most)
-    k, plain = cuda_kernels(dtype), ReferenceKernels("float64")
+    k, plain = cuda_kernels(dtype), Kernels("float64")
     together, alone, expected = updates_of(k), updates_of(k), updates_of(plain)
     plain.orthogonalise(expected)
     k.orthogonalise(together)
@@ -117,7 +117,7 @@ def stepped(k, low, seed=0):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_a_step_of_many_matrices_is_that_of_the_reference(dtype, cuda_kernels):
     k, low = cuda_kernels(dtype), dtype == "bfloat16"
-    for found, right in zip(stepped(k, low), stepped(ReferenceKernels("float64"), low), strict=True):
+    for found, right in zip(stepped(k, low), stepped(Kernels("float64"), low), strict=True):
         np.testing.assert_allclose(found, right, rtol=0, atol=tolerance(k) * np.abs(right).max())
 
 

@@ -10,7 +10,7 @@ from models import VARIANTS, batch
 
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 
@@ -37,7 +37,7 @@ def gradients_by(k, layers):
 
     k.sort_tokens = sort_tokens
     model = Model(Architecture(replace(CONFIG, n_layer=layers)), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     work = Pass(model, *SHAPE, training=True, recompute="none")
     tokens, targets = map(k.integers, batch(CONFIG, *SHAPE))
@@ -68,7 +68,7 @@ def test_the_layers_with_value_embeddings_sort_no_tokens_again(layers):
 
 
 def test_what_is_repeated_sorts_the_tokens_of_its_own_micro_batch():
-    plain, right = recorded(3, graphs=False)[1], gradients_by(ReferenceKernels("float64"), 3)
+    plain, right = recorded(3, graphs=False)[1], gradients_by(Kernels("float64"), 3)
     device, gradients = recorded(3)
     for seed in range(3):  # run, recorded, repeated
         bits, values, found = plain(seed), right(seed), gradients(seed)

@@ -12,7 +12,7 @@ def adapted(config, kernels, matrices="all", rank=3):
     """A model whose weights and adapters are random, B too."""
     run = RunConfig(config, TrainConfig(lora_rank=rank, lora_alpha=5.0, lora_matrices=matrices))
     model, rng = AdaptedModel(run, kernels), np.random.default_rng(0)
-    model.train()
+    model.allocate_master_weights()
     for flat in (model.frozen.flat, model.weights.flat):
         kernels.put(flat, 0.2 * rng.standard_normal(flat.size))
     model.refresh()

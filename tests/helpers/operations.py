@@ -16,6 +16,7 @@ from distgpt.core.ops.api import (
     AdamState,
     Affine,
     Angles,
+    AttentionMask,
     BiasGradient,
     Head,
     MuonMatrix,
@@ -304,8 +305,9 @@ def test_rope(both):
 def test_attention(both):
     def work(k, y, dqkv, db, dy, qkv, case, accumulate, positions, window):
         lse = k.wide_zeros(case.n, case.h)
-        k.attention(y, lse, qkv, case.t, positions, window)
-        k.attention_backward(dqkv, dy, y, lse, qkv, case.t, into(db, accumulate), positions, window)
+        mask = AttentionMask(case.t, positions, window)
+        k.attention(y, lse, qkv, mask)
+        k.attention_backward(dqkv, dy, y, lse, qkv, mask, into(db, accumulate))
 
     for case, _, wide, packed, window in grouped(both, BOTH, [0, 2]):
         if case.t == 1 and (packed or window):

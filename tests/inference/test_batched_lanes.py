@@ -12,16 +12,16 @@ from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request, Sampling
 from distgpt.core.generate.slots import Choice, Feed
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.decoding.batched import BatchedSlots, _rounded
 from distgpt.decoding.likeliest import Likeliest
 
-KERNELS = [lambda: ReferenceKernels(), lambda: CpuKernels("float64", 2)]
+KERNELS = [lambda: Kernels(), lambda: CpuKernels("float64", 2)]
 
 
 def same(config, kernels=None):
     """Both kinds of lanes of one model."""
-    model = build(config, kernels or ReferenceKernels())
+    model = build(config, kernels or Kernels())
     return BatchedSlots(model, 5), PlainSlots(model, 5)
 
 
@@ -182,7 +182,7 @@ def test_what_64_tokens_do_not_reach_is_chosen_by_all_scores(how, temperature, m
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
 def test_a_broken_model_is_found_where_only_the_likeliest_are_looked_at(how):
-    model = build(VARIANTS["modern"], ReferenceKernels())
+    model = build(VARIANTS["modern"], Kernels())
     lanes = BatchedSlots(model, 2)
     engine = Engine(lanes)
     engine.submit(Request(prompt=[1, 2], max_new_tokens=5, **how))

@@ -9,7 +9,7 @@ from distgpt.core.generate.engine_setup import slot_bytes, slots_for
 from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.decoding import compiled
 from distgpt.decoding.compiled import compiled_slots
 from distgpt.rounded.bits import bits_of
@@ -80,7 +80,7 @@ def plain(model, tokens):
     """Scores after every token by the forward pass."""
     work = Pass(model, 1, len(tokens), training=False)
     scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
-    work.logits(scores, work.hidden(model.kernels.integers(tokens)))
+    work.logits(scores, work.forward(model.kernels.integers(tokens)))
     return scores[:, : model.config.vocab_size]
 
 
@@ -96,7 +96,7 @@ def distance(found, expected):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_scores_are_those_of_the_forward_pass(variant, kind):
-    exact = build(variant, ReferenceKernels("float64"))
+    exact = build(variant, Kernels("float64"))
     for spec in exact.layout.specs if kind == "int4" else ():  # int8 differs by less than the tolerance
         exact.params[spec.name][:] = round_alike(exact.params[spec.name].astype(np.float32), spec, kind)
     lanes, texts = lanes_of(variant, kind, len(LENGTHS)), sequences(variant)

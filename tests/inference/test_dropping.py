@@ -16,13 +16,13 @@ from distgpt.core.generate.request import Request
 from distgpt.core.generate.slots import Feed
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.decoding.compiled import compiled_slots
 
 LENGTH = 9
 
 
-class Windowed(ReferenceKernels):
+class Windowed(Kernels):
     """Attention of token t begins at token `begins[t]`: what has gone is not seen, positions go on."""
 
     begins: np.ndarray
@@ -41,7 +41,7 @@ def windowed_scores(model, tokens, begins, longest):
     for name in whole.params:
         whole.params[name][...] = model.kernels.to_host(model.params[name])
     work, scores = Pass(whole, 1, len(tokens), training=False), kernels.zeros(len(tokens), 16)
-    work.logits(scores, work.hidden(kernels.integers(tokens)))
+    work.logits(scores, work.forward(kernels.integers(tokens)))
     return scores[:, : model.config.vocab_size]
 
 
@@ -88,7 +88,7 @@ def test_it_computes_nothing_anew():
 @pytest.mark.parametrize("variant", ["one key", "bare"])
 def test_compiled_lanes_move_as_the_reference_does(variant, kind):
     """By any number of positions, whatever else the memory holds; other lanes stay as they are."""
-    model = test_compiled_lanes.build(variant, ReferenceKernels("float64"))
+    model = test_compiled_lanes.build(variant, Kernels("float64"))
     exact, text = PlainSlots(model, 1), sequences(variant)[4]
     tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2}[kind]
     for count, kept in ((1, 40), (26, 24), (32, 9), (40, 1)):

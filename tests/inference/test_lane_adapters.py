@@ -11,7 +11,7 @@ from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.generate.engine import Engine, complete
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.slots import Feed
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description
 from distgpt.decoding.compiled import compiled_slots
 
@@ -32,7 +32,7 @@ def foldings(config):
 
 
 def merged(variant, merge=None):
-    model = build(variant, ReferenceKernels("float64"))
+    model = build(variant, Kernels("float64"))
     for spec in model.layout.specs if merge else ():
         merge(spec.name, model.params[spec.name])
     return model

@@ -17,19 +17,19 @@ from distgpt.core.generate.plain_slots import PlainSlots
 from distgpt.core.generate.request import Request
 from distgpt.core.generate.slots import Feed
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 
 
 def plain_scores(model, tokens):
     """Scores after each token, by the training forward pass."""
     work = Pass(model, 1, len(tokens), training=False)
-    hidden = work.hidden(model.kernels.integers(tokens))
+    hidden = work.forward(model.kernels.integers(tokens))
     scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
     work.logits(scores, hidden)
     return scores[:, : model.config.vocab_size]
 
 
-@pytest.mark.parametrize("kernels", [lambda: ReferenceKernels(), lambda: CpuKernels("float64", 2)])
+@pytest.mark.parametrize("kernels", [lambda: Kernels(), lambda: CpuKernels("float64", 2)])
 def test_cached_scores_equal_the_forward_pass(kernels):
     """A prompt in pieces, single tokens, and a draft of which all is scored, beside another sequence."""
     kernels = kernels()

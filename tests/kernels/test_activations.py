@@ -7,7 +7,7 @@ from distgpt.core.config import MLPS
 from distgpt.core.cpu.fused import activations as loops
 from distgpt.core.ops.activations import ACTIVATIONS
 from distgpt.core.ops.api import Affine
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 
 X = np.array([-3.0, -0.7, -1e-3, 1e-3, 0.4, 1.0, 2.5])
 # At -0.7, 1 and 2.5; of swiglu before the other half multiplies it.
@@ -33,7 +33,7 @@ def test_gradients_are_those_of_the_values(name):
 
 
 def test_the_right_half_of_a_gated_one_multiplies():
-    k, w = ReferenceKernels(), np.eye(4)
+    k, w = Kernels(), np.eye(4)
     pre, y = k.zeros(1, 4), k.zeros(1, 2)
     k.linear_act(y, pre, np.array([[1.0, -0.7, 3.0, 10.0]]), Affine(w, None), "swiglu")
     np.testing.assert_allclose(y, [[3 * 0.731059, -2.32269]], atol=5e-6)

@@ -9,8 +9,9 @@ import pytest
 from distgpt.core.cpu.fused import attention
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.cpu.matmul.packing import ROWS
+from distgpt.core.ops.api import AttentionMask
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import from_bfloat16, to_bfloat16
-from distgpt.core.ops.reference import ReferenceKernels
 
 # Of a tensor's norm. Half a unit of bfloat16's last place is 2e-3 of an element.
 CLOSE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 5e-3}
@@ -45,8 +46,9 @@ def both_passes(k, qkv, dy, n_head, seq_len, positions=None, window=0):
     lse = np.full((len(dy), n_head), np.nan, k.wide)
     for out in (y, dqkv):
         k.put(out, np.full(out.shape, np.nan))
-    k.attention(y, lse, qkv, seq_len, positions, window)
-    k.attention_backward(dqkv, dy, y, lse, qkv, seq_len, None, positions, window)
+    mask = AttentionMask(seq_len, positions, window)
+    k.attention(y, lse, qkv, mask)
+    k.attention_backward(dqkv, dy, y, lse, qkv, mask)
     return y, lse, dqkv
 
 
@@ -73,12 +75,12 @@ def test_every_length_and_size_of_head(dtype):
         qkv, dy = inputs(dtype, 2, seq_len, n_head, size, seed=seq_len, kv_heads=kv_heads)
         y, lse, dqkv = both_passes(kernels(dtype), qkv, dy, n_head, seq_len)
         outs = (wide(dy) * 0, np.zeros(lse.shape), wide(qkv) * 0)
-        exact = ReferenceKernels("float64")
-        exact.attention(outs[0], outs[1], wide(qkv), seq_len)
+        exact = Kernels("float64")
+        exact.attention(outs[0], outs[1], wide(qkv), AttentionMask(seq_len))
         check(y, outs[0], dtype, ("y", seq_len, size))
         check(lse, outs[1], "float32" if dtype == "bfloat16" else dtype, ("lse", seq_len, size))
         # Of the rounded y, which is what both are given.
-        exact.attention_backward(outs[2], wide(dy), wide(y), outs[1], wide(qkv), seq_len)
+        exact.attention_backward(outs[2], wide(dy), wide(y), outs[1], wide(qkv), AttentionMask(seq_len))
         ends = np.cumsum([0, n_head * size, kv_heads * size, kv_heads * size])
         for part, name in enumerate(("dq", "dk", "dv")):
             columns = slice(*ends[part : part + 2])
@@ -107,7 +109,7 @@ WINDOWS = [(1, 1), (2 * ROWS, 1), (70, 5), (70, 69), (70, 70), (9 * ROWS + 1, 4 
 
 def test_a_token_sees_its_window_alone(dtype):
     """Alone, and in documents side by side."""
-    exact, n_head, size = ReferenceKernels("float64"), 4, 20
+    exact, n_head, size = Kernels("float64"), 4, 20
     for seq_len, window in WINDOWS:
         qkv, dy = inputs(dtype, 2, seq_len, n_head, size, seed=seq_len, kv_heads=2)
         middle = seq_len // 3
@@ -115,10 +117,9 @@ def test_a_token_sees_its_window_alone(dtype):
         for positions in (None, np.tile(documents, 2)):
             y, lse, dqkv = both_passes(kernels(dtype), qkv, dy, n_head, seq_len, positions, window)
             outs = (wide(dy) * 0, np.zeros(lse.shape), wide(qkv) * 0)
-            exact.attention(outs[0], outs[1], wide(qkv), seq_len, positions, window)
-            exact.attention_backward(
-                outs[2], wide(dy), wide(y), outs[1], wide(qkv), seq_len, None, positions, window
-            )
+            mask = AttentionMask(seq_len, positions, window)
+            exact.attention(outs[0], outs[1], wide(qkv), mask)
+            exact.attention_backward(outs[2], wide(dy), wide(y), outs[1], wide(qkv), mask)
             values = slice(-2 * size, None)  # with few keys seen, gradients of scores may be 0
             check(y, outs[0], dtype, ("y", seq_len, window))
             check(dqkv[:, values], outs[2][:, values], dtype, ("dv", seq_len, window))
@@ -203,7 +204,7 @@ CACHED = [(0, 1), (0, 3), (0, 9), (0, 70), (5, 1), (63, 1), (64, 1), (100, 2), (
 
 def test_a_cache_of_any_length(dtype):
     n_seq, n_head, length = 2, 6, 170
-    k, exact = kernels(dtype), ReferenceKernels("float64")
+    k, exact = kernels(dtype), Kernels("float64")
     random = np.random.default_rng(4)
     for (start, new), (size, kv_heads, window) in product(CACHED, ((3, 6, 0), (20, 1, 67), (64, 2, 5))):
         cache = random.standard_normal((2, n_seq, kv_heads, length, size))

@@ -18,8 +18,8 @@ from distgpt.core.cpu.pool import WorkerMemory
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.api import IGNORED, Affine, Head, Kernels
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.api import IGNORED, Affine, Head
+from distgpt.core.ops.kernels import Kernels
 from distgpt.gpu.kernels import CudaKernels
 
 
@@ -27,12 +27,24 @@ def public(cls):
     return {n: f for n, f in inspect.getmembers(cls, inspect.isfunction) if not n.startswith("_")}
 
 
-@pytest.mark.parametrize("backend", [ReferenceKernels, CpuKernels, CudaKernels])
+ALLOCATE = {"zeros", "wide_zeros", "scalars"}
+HOST = {"integers", "later", "put", "cast_down", "free_memory", "between", "agree"}
+PLAIN = {"sort_tokens", "move_cached", "likeliest", "drawn", "add_up"}
+INHERITED = {CpuKernels: ALLOCATE | HOST | PLAIN, CudaKernels: ALLOCATE | {"each", "run_together"}}
+
+
+@pytest.mark.parametrize("backend", INHERITED)
+def test_a_backend_overrides_all_but_what_is_named(backend):
+    wanted, found = public(Kernels), public(backend)
+    assert {name for name in wanted if found[name] is wanted[name]} == INHERITED[backend]
+
+
+@pytest.mark.parametrize("backend", INHERITED)
 def test_signatures_are_identical(backend):
     wanted, found = public(Kernels), public(backend)
     assert wanted.keys() == found.keys()
     for name, function in wanted.items():
-        # Names, order and defaults; mypy holds the types of arguments against the protocol.
+        # Names, order and defaults; mypy holds the types of arguments against the base class.
         mine, theirs = (inspect.signature(each).parameters.values() for each in (function, found[name]))
         assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], (
             name
@@ -63,7 +75,7 @@ def threads(request):
 
 @pytest.fixture(params=[partial(CpuKernels, "float32"), Bfloat16Kernels], ids=["float32", "bfloat16"])
 def both(request, threads):
-    return ReferenceKernels("float64"), request.param(threads)
+    return Kernels("float64"), request.param(threads)
 
 
 def test_each_runs_every_part_once_and_reports_failures(threads):
@@ -125,7 +137,7 @@ VARIANTS = {
 def model_of(kernels, variant):
     config = ModelConfig(vocab_size=37, seq_len=24, n_layer=2, n_head=2, n_embd=32, **VARIANTS[variant])
     model = Model(Architecture(config), kernels)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(3)
     return model
 
@@ -137,7 +149,7 @@ def test_bfloat16_gradients_of_a_whole_model_are_those_of_float64(variant, recom
     """Per tensor, relative to its norm: rounding to 8 bits leaves 3e-2."""
     tokens = np.random.default_rng(0).integers(0, 37, (2, 6 * 24)).astype(np.int32)
     found = []
-    for kernels in (ReferenceKernels("float64"), Bfloat16Kernels(2)):
+    for kernels in (Kernels("float64"), Bfloat16Kernels(2)):
         model = model_of(kernels, variant)
         work = Pass(model, 6, 24, training=True, recompute=recompute)
         for accumulate in (False, True):  # the sum of two equal halves

@@ -17,7 +17,7 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.data.batches import SAMPLE_PIECE, ArrayTokens, Batches
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train import setup
 from distgpt.recipes import bigrams
 from distgpt.recipes.bigrams import Pairs, learn_bigrams
@@ -161,7 +161,7 @@ def test_a_model_begins_with_what_the_pairs_predict():
     tokens = text(2000)
     shape = ModelConfig(V, seq_len=8, n_layer=2, n_head=2, n_embd=C, positions="rope", norm="rmsnorm")
     config = replace(shape, bias=False, tied=False, init_weights="bigrams")
-    model = Model(Architecture(config), ReferenceKernels())
+    model = Model(Architecture(config), Kernels())
     model.initialise(1)
     e, h = (model.weights[name][:V] for name in ("wte", "head.w"))
     learn_bigrams(tokens, e, h, centred=False, threads=1)

@@ -9,7 +9,7 @@ from distgpt.core.base.errors import UsageError
 from distgpt.core.cpu.fused import low_rank
 from distgpt.core.cpu.kernels import Bfloat16Kernels, CpuKernels
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 
 
 def close(found, wanted, tolerance):
@@ -21,7 +21,7 @@ def close(found, wanted, tolerance):
 
 
 def test_gradients_are_those_of_the_whole_matrices_by_the_chain_rule():
-    reference = ReferenceKernels("float64")
+    reference = Kernels("float64")
     for kind, config in VARIANTS.items():
         tokens, targets = batch(config, 3, 7)
         for matrices in ("all", "q,v,up") if kind in ("gpt2", "modern", "grouped queries") else ("all",):
@@ -39,14 +39,14 @@ def test_gradients_in_the_types_of_training(kernels, limit):
     for kind in ("gpt2", "modern", "a head size of its own"):
         tokens, targets = batch(VARIANTS[kind], 4, 9)
         model = adapted(VARIANTS[kind], kernels)
-        wanted, loss = expected(model, ReferenceKernels("float64"), tokens, targets, n_seq=4)
+        wanted, loss = expected(model, Kernels("float64"), tokens, targets, n_seq=4)
         found, same = gradients(model, tokens, targets, n_seq=4)
         close(found, wanted, limit)
         assert same == pytest.approx(loss, rel=limit / 10), kind
 
 
 def test_gradients_against_central_differences():
-    model, step, (tokens, targets) = adapted(BASE, ReferenceKernels("float64")), 1e-5, batch(BASE, 3, 7)
+    model, step, (tokens, targets) = adapted(BASE, Kernels("float64")), 1e-5, batch(BASE, 3, 7)
     found, _ = gradients(model, tokens, targets)
     work, total = Pass(model, 3, 7, training=False), np.zeros(1)
     for name, gradient in found.items():
@@ -69,7 +69,7 @@ def test_at_first_the_model_is_what_it_was_and_nothing_else_of_it_is_kept_twice(
     assert all(np.any(x) for name, x in model.weights.items() if name.endswith("lora_a"))
     tokens, _ = batch(BASE, 1, 9)
     work, scores = Pass(model, 1, 9, training=False), kernels.zeros(9, BASE.padded_vocab)
-    work.logits(scores, work.hidden(tokens))
+    work.logits(scores, work.forward(tokens))
     wanted = plain_logits(BASE, merged(model), tokens)
     got = kernels.to_host(scores)[:, : BASE.vocab_size]
     np.testing.assert_allclose(got, wanted, atol=0.05 * np.abs(wanted).max())
@@ -109,4 +109,4 @@ def test_a_matrix_made_in_parts_by_several_threads_has_the_same_bits(monkeypatch
 
 def test_a_matrix_that_the_model_does_not_have_is_refused():
     with pytest.raises(UsageError, match="no gate"):
-        adapted(BASE, ReferenceKernels(), "q,gate")
+        adapted(BASE, Kernels(), "q,gate")

@@ -14,7 +14,7 @@ from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import FEW_ROWS, LARGE_LAYER, Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 
 
 def loss(work, tokens, targets):
@@ -27,7 +27,7 @@ def test_gradients_against_central_differences():
     """Along one random direction per tensor, so that every element of it takes part."""
     step, (tokens, targets) = 1e-5, batch(BASE, 3, 7)
     for kind, config in VARIANTS.items():
-        model = build(config, ReferenceKernels("float64"))
+        model = build(config, Kernels("float64"))
         work = Pass(model, 3, 7, training=True)
         work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
         for name, gradient in model.grads.items():
@@ -50,7 +50,7 @@ def test_fused_model_equals_reference(dtype, threads):
     fused = CpuKernels(dtype, threads)
     for kind in VARIANTS if dtype == "float64" else ("gpt2", "modern"):
         config, results = VARIANTS[kind], []
-        for kernels in (ReferenceKernels("float64"), fused):
+        for kernels in (Kernels("float64"), fused):
             model = build(config, kernels)
             work = Pass(model, 3, 7, training=True)
             tokens, targets = batch(config, 3, 7)
@@ -82,7 +82,7 @@ def test_workers_that_work_together_set_no_gradient_to_zero(monkeypatch):
 
 def test_the_model_computes_what_its_architecture_says():
     for kind, config in VARIANTS.items():
-        model = build(config, ReferenceKernels("float64"))
+        model = build(config, Kernels("float64"))
         for seq_len in (9, 4):
             tokens, targets = batch(config, 3, seq_len)
             sequences = tokens.reshape(3, seq_len)
@@ -111,7 +111,7 @@ def test_accumulated_small_batches_equal_the_large_batch():
 def test_layers_that_are_taken_in_groups_give_the_same_bits_and_each_group_is_prepared_before(cut, fuses):
     config, found = replace(VARIANTS["value embeddings"], n_layer=3), []
     for groups in ([range(3)], cut):
-        kernels = ReferenceKernels("float64") if fuses else CpuKernels("float64", 2)
+        kernels = Kernels("float64") if fuses else CpuKernels("float64", 2)
         kernels.capabilities = replace(kernels.capabilities, fuses_residual=fuses)
         model, prepared = build(config, kernels), []
         model.groups, model.prepare = groups, prepared.append
@@ -123,7 +123,7 @@ def test_layers_that_are_taken_in_groups_give_the_same_bits_and_each_group_is_pr
 
 
 def test_a_model_trains_the_tensors_of_its_layout_and_reads_the_others():
-    config, kernels = replace(VARIANTS["gpt2"], n_layer=3), ReferenceKernels("float64")
+    config, kernels = replace(VARIANTS["gpt2"], n_layer=3), Kernels("float64")
     whole = build(config, kernels)
     some = Layout(
         spec for spec in whole.layout.specs if spec.name.startswith(("blocks.2.mlp", "blocks.0.attn"))
@@ -181,7 +181,7 @@ def test_a_training_step_allocates_nothing_large():
 
 
 def test_initial_values_depend_on_seed_and_name_alone():
-    one, deeper = (Model(Architecture(replace(BASE, n_layer=n)), ReferenceKernels()) for n in (2, 3))
+    one, deeper = (Model(Architecture(replace(BASE, n_layer=n)), Kernels()) for n in (2, 3))
     for model in (one, deeper):
         model.initialise(5)
     np.testing.assert_array_equal(one.params["wte"], deeper.params["wte"])
@@ -197,7 +197,7 @@ def test_presets_are_valid_and_of_their_published_sizes():
         config = preset(name).model
         assert config.n_embd % config.n_head == 0, name
     for name, count in (("gpt2", 124_475_904), ("microgpt", 4_192)):
-        assert Model(Architecture(preset(name).model), ReferenceKernels("float32")).layout.size == count
+        assert Model(Architecture(preset(name).model), Kernels("float32")).layout.size == count
     for name, count in (
         ("smollm2-135m", 134_515_008),
         ("smollm2-360m", 361_821_120),
@@ -209,7 +209,7 @@ def test_presets_are_valid_and_of_their_published_sizes():
 
 def test_a_model_without_vocabulary_is_refused():
     with pytest.raises(UsageError, match="vocab"):
-        Model(Architecture(ModelConfig()), ReferenceKernels())
+        Model(Architecture(ModelConfig()), Kernels())
 
 
 def test_few_rows_of_wide_layers_share_the_reading_of_weights():

@@ -11,13 +11,13 @@ from distgpt.core.config.presets import preset
 from distgpt.core.cpu.kernels import CpuKernels
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.passes import Pass
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 
 
 @pytest.mark.parametrize("changes", [{}, {"n_layer": 2, "n_embd": 12, "n_head": 3}])
 def test_logits_and_losses_agree(changes):
     tokens = [26, *(ord(letter) - ord("a") for letter in "helena"), 26]  # 26 for the boundary at both ends
-    for kernels in (ReferenceKernels("float64"), CpuKernels("float64", 1)):
+    for kernels in (Kernels("float64"), CpuKernels("float64", 1)):
         model = Model(Architecture(preset("microgpt", changes).model), kernels)
         assert changes or model.layout.size == 4192  # as published
         model.initialise(3)
@@ -26,7 +26,7 @@ def test_logits_and_losses_agree(changes):
         work = Pass(model, 1, len(tokens) - 1, training=False)
         inputs, targets = (kernels.integers(side) for side in (tokens[:-1], tokens[1:]))
         scores, loss = kernels.zeros(len(inputs), model.config.padded_vocab), kernels.zeros(1)
-        work.logits(scores, work.hidden(inputs))
+        work.logits(scores, work.forward(inputs))
         expected = list(plain.logits(weights, shape, tokens[:-1]))
         np.testing.assert_allclose(scores, expected, rtol=1e-10, atol=1e-10)
         work.loss(loss, inputs, targets)

@@ -19,7 +19,7 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.batches import Batches
 from distgpt.core.data.loading import ArrayTokens
 from distgpt.core.ops.api import IGNORED, Affine, Head
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.setup import make_steps
 from distgpt.core.train.step import Step
 from distgpt.recorded.capture import OF_LOOPS, Capture
@@ -72,7 +72,7 @@ class Twice:
 def both(request):
     kernels = Twice(request.param(3))
     kernels._kernels.record = partial(record, kernels._kernels)
-    yield ReferenceKernels("float64"), kernels
+    yield Kernels("float64"), kernels
     called = request.node.name
     for name in OF_LOOPS:
         if called.startswith(f"test_{name}["):

@@ -24,7 +24,8 @@ from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.model.layers import Linear
 from distgpt.core.model.memory import FlatBuffer, Layout
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import load_model
 from distgpt.rounded.loops.integers import Quantised, quantise, restored
 

@@ -12,7 +12,8 @@ from distgpt.core.config import ModelConfig
 from distgpt.core.model.layers import Block, LayerActivations, Part, Positions, Scratch, Tensors
 from distgpt.core.model.memory import VALUES, Spec
 from distgpt.core.model.model import Architecture
-from distgpt.core.ops.api import Array, Floats2d, Ints1d, Kernels, SortedTokens, Wide2d
+from distgpt.core.ops.api import Array, Floats2d, Ints1d, SortedTokens, Wide2d
+from distgpt.core.ops.kernels import Kernels
 
 ROWS = 1 << 16
 FACTORS = 2654435761, 40503  # odd, so that neither token is lost

@@ -151,7 +151,7 @@ def test_vectors_are_trained_beside_matrices_that_are_not(norm):
     for name, array in part.params.items():
         array[...] = whole.params[name]
     for model in (whole, part):
-        model.train()
+        model.allocate_master_weights()
         model.make_gradients()
         model.grads.flat[...] = np.nan
         for accumulate in (False, True):

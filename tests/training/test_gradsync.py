@@ -193,7 +193,7 @@ def trained(comm, steps=STEPS, kind=MODEL, **how):
     """Weights and moments after some steps."""
     config = replace(CONFIG, **how)
     model = Model(Architecture(kind), CpuKernels("float32"))
-    model.train(comm.size)
+    model.allocate_master_weights(comm.size)
     model.initialise(1)
     batches = Batches(
         ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % kind.vocab_size),

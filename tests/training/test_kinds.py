@@ -7,7 +7,7 @@ from models import BASE
 from distgpt.core.base.errors import UsageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, save_model
 from distgpt.core.train.seams import kind_of
 
@@ -16,7 +16,7 @@ KINDS = {"whole": TrainConfig(), "adapters": TrainConfig(lora_rank=2)}
 
 @pytest.mark.parametrize("t", KINDS.values(), ids=KINDS)
 def test_a_kind_knows_what_its_model_trains(t, tmp_path):
-    file, k, whole = tmp_path / "weights.safetensors", ReferenceKernels("float32"), kind_of(TrainConfig())
+    file, k, whole = tmp_path / "weights.safetensors", Kernels("float32"), kind_of(TrainConfig())
     given = whole.build(RunConfig(BASE), k)
     given.initialise(1)
     save_model(file, given, Description(RunConfig(BASE), None))

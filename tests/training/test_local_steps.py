@@ -42,7 +42,7 @@ def batches():
 
 def model_of(dtype="float32", ranks=1):
     model = Model(Architecture(MODEL), Bfloat16Kernels() if dtype == "bfloat16" else CpuKernels(dtype))
-    model.train(ranks)
+    model.allocate_master_weights(ranks)
     model.initialise(1)
     return model
 

@@ -18,7 +18,7 @@ from distgpt.core.model.memory import ALIGNED, MATRIX
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.muon import Muon, borders, muon_scalars
 from distgpt.core.model.optim import learning_rate, step_scalars
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 
 MODEL = ModelConfig(
     vocab_size=64,
@@ -47,7 +47,7 @@ def trained(comm, kernels=None, **how):
     """Weights, moments, and (loss, norm) of some steps."""
     config = replace(CONFIG, **how)
     model = Model(Architecture(MODEL), kernels or CpuKernels("float32"))
-    model.train(comm.size)
+    model.allocate_master_weights(comm.size)
     model.initialise(1)
     tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
     batches = Batches(tokens, MODEL.seq_len, config.batch_size, config.seed)
@@ -58,7 +58,7 @@ def trained(comm, kernels=None, **how):
 
 
 def test_matrices_of_layers_are_muon_s_and_everything_else_is_adamw_s():
-    _, optimizer, _ = trained(SerialComm(), ReferenceKernels())
+    _, optimizer, _ = trained(SerialComm(), Kernels())
     for spec in optimizer.model.layout.specs:
         is_muons = spec.name.startswith("blocks.") and spec.name.endswith((".qkv.w", ".proj.w", ".fc.w"))
         assert (spec.group == MATRIX) is is_muons, spec.name
@@ -75,9 +75,9 @@ def _parts(spec):
 
 def test_each_head_is_made_orthogonal_by_itself():
     """Heads that learn the same thing still move at full length."""
-    k = ReferenceKernels()
+    k = Kernels()
     model = Model(Architecture(replace(MODEL, n_kv_head=4)), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(1)
     optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
     model.grads.flat[:] = np.random.default_rng(0).standard_normal(model.layout.size)
@@ -98,16 +98,16 @@ def test_a_run_s_optimizer_is_the_one_that_the_table_names(monkeypatch):
         pass
 
     monkeypatch.setitem(muon.OPTIMIZERS, "adamw", Other)
-    model = Model(Architecture(MODEL), ReferenceKernels())
-    model.train()
+    model = Model(Architecture(MODEL), Kernels())
+    model.allocate_master_weights()
     assert type(state_for(model, replace(CONFIG, optimizer="adamw"), SerialComm()).optimizer) is Other
 
 
 def test_a_matrix_moves_by_the_learning_rate_in_every_direction():
     """The singular values of the first update are about as large, whatever the gradient's are."""
-    k = ReferenceKernels()
+    k = Kernels()
     model = Model(Architecture(MODEL), k)
-    model.train()
+    model.allocate_master_weights()
     model.initialise(1)
     optimizer = Muon(model, replace(CONFIG, weight_decay=0.0, warmup=0, clip=0.0))
     rng = np.random.default_rng(0)

@@ -125,7 +125,7 @@ def test_rows_begin_at_pages_and_are_zero_and_of_the_kind_that_was_asked_for():
 def test_ranks_of_a_node_share_memory_where_they_sum_by_themselves(ranks, per_node, how, shares):
     def act(comm):
         model = Model(Architecture(MODEL), CpuKernels())
-        model.train(comm.size)
+        model.allocate_master_weights(comm.size)
         Chosen(replace(CONFIG, **how), comm.size).make_gradients(comm, model, print)
         return type(model.grads) is SharedGradients
 
@@ -171,7 +171,7 @@ def test_ranks_that_cannot_share_memory_say_so_and_mpi_sums(monkeypatch, call, e
 
     def act(comm):
         model = Model(Architecture(MODEL), CpuKernels())
-        model.train(comm.size)
+        model.allocate_master_weights(comm.size)
         Chosen(CONFIG, comm.size).make_gradients(comm, model, said[comm.rank].append)
         return type(model.grads) is not SharedGradients
 

@@ -81,7 +81,7 @@ def trained(comm, dtype, threads, config):
     run = replace(config, dtype=dtype)
     run = replace(run, grad_accum=config.reproducible_parts // comm.size or 1)
     model = Model(Architecture(MODEL), kernels)
-    model.train(comm.size)
+    model.allocate_master_weights(comm.size)
     model.initialise(1)
     batches = Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, run.batch_size, run.seed)
     state = state_for(model, run, comm)

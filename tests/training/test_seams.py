@@ -107,7 +107,7 @@ def test_a_vote_of_one_rank_counts_once_in_each_step():
     def heard(comm):
         model = Model(Architecture(config), CpuKernels(threads=1))
         model.kernels.capabilities = replace(model.kernels.capabilities, is_async=True)
-        model.train(ranks=2)
+        model.allocate_master_weights(ranks=2)
         model.initialise(1)
         optimizer = AdamW(model, t)
         exchange = Strategy(t, 2).exchange(comm, OptimizerState(optimizer), t, print)
@@ -127,7 +127,7 @@ def test_what_a_rank_does_between_two_steps_is_not_its_time_in_the_next():
 
     def seconds(comm):
         model = Model(Architecture(config), CpuKernels(threads=1))
-        model.train(ranks=2)
+        model.allocate_master_weights(ranks=2)
         model.initialise(1)
         optimizer = AdamW(model, t)
         step = Step(optimizer, comm, t, Strategy(t, 2).exchange(comm, OptimizerState(optimizer), t, print))

@@ -67,7 +67,7 @@ def test_the_need_is_what_is_allocated():
         run = with_train(recompute=recompute, dtype=dtype)
         kernels = Weighing(dtype)
         model = Model(Architecture(run.model), kernels)
-        model.train()
+        model.allocate_master_weights()
         assert needed(run, CpuKernels(dtype), one(run)).weights == kernels.taken, (dtype, recompute)
         Step(AdamW(model, run.train), SerialComm(), run.train, Exchange())
         assert needed(run, CpuKernels(dtype), one(run)).total == kernels.taken, (dtype, recompute)
@@ -78,7 +78,7 @@ def test_muon_s_updates_need_memory_too():
     for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
         kernels = CpuKernels(dtype, threads) if dtype == "float32" else Bfloat16Kernels(threads)
         need, model = needed(muon, kernels, one(muon)), Model(Architecture(RUN.model), kernels)
-        model.train()
+        model.allocate_master_weights()
         Muon(model, muon.train).step(0, 1.0)
         kept = [made for key, made in kernels._memory._made.items() if key[1] is kernels.polar[1]]
         assert need.update == sum(map(bytes_of, kept)) > 0

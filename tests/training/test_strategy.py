@@ -89,7 +89,7 @@ def test_only_what_was_chosen_is_compiled_before_the_first_step():
         Architecture(ModelConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=2, n_embd=32)),
         Watched(threads=1),
     )
-    model.train()
+    model.allocate_master_weights()
     for how, ranks, wanted in (
         ({}, 2, set()),
         ({"outer_every": 2}, 1, set()),
@@ -133,7 +133,7 @@ run = RunConfig(ModelConfig(vocab_size=256, seq_len=8, n_layer=2, n_head=2, n_em
 kernels = open_stage("serial").kernels("{dtype}", "auto", "training")
 rehearse(kernels, run, Strategy(run.train, 1))
 model = kind_of(run.train).build(run, kernels)
-model.train()
+model.allocate_master_weights()
 model.initialise(0)
 before = set(disk_cache.used)
 sample(model, load_tokenizer("byte"), 0, length=4)

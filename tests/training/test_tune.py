@@ -31,7 +31,7 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.model.passes import Pass
 from distgpt.core.ops.api import IGNORED
-from distgpt.core.ops.reference import ReferenceKernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, read_description, save_model
 from distgpt.core.train.step import Step
 from distgpt.serving.server import _served
@@ -128,10 +128,10 @@ def test_long_examples_lose_their_end_and_some_their_place(chats, tmp_path):
 
 def one_by_one(config, examples, rows, batches):
     """The mean loss of the answers in these rows and its gradient, each example a sequence of its own."""
-    model = Model(Architecture(config), ReferenceKernels("float64"))
+    model = Model(Architecture(config), Kernels("float64"))
     for name, values in model.initial(3):
         model.weights[name][...] = values
-    model.train()
+    model.allocate_master_weights()
     total, gradient, counted = 0.0, 0.0, 0
     for row in rows:
         for start, length in batches.plan.row(int(row)):
@@ -158,7 +158,7 @@ def test_a_step_is_that_of_the_mean_over_all_answers_of_the_batch(name, ranks, m
         model = Model(Architecture(config), CpuKernels("float32", 1))
         for name, values in model.initial(3):
             model.weights[name][...] = values
-        model.train(comm.size)
+        model.allocate_master_weights(comm.size)
         step = build_step(AdamW(model, t), comm, t)
         result = step.launch(0, ExampleBatches(examples, 16, 4, seed=1))
         return *result.read(), model.grads.flat / (comm.size * batches.counted_fraction(0))

@@ -30,6 +30,7 @@ from distgpt.core.ops.api import (
     Affine,
     Angles,
     Array,
+    AttentionMask,
     Bias,
     Capabilities,
     Gain,
@@ -41,8 +42,8 @@ from distgpt.core.ops.api import (
     Stats,
     Work,
 )
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.ops.low_precision import BITS, from_bfloat16
-from distgpt.core.ops.reference import OnHost
 
 W = TypeVar("W")
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
@@ -97,7 +98,7 @@ Operands = Mapping[type, type[Operand[Any]]]  # by type of matrix
 FLOATS: Operands = MappingProxyType({np.ndarray: Floats})
 
 
-class CpuKernels(OnHost):
+class CpuKernels(Kernels):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
     `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the one in a table.
@@ -113,11 +114,7 @@ class CpuKernels(OnHost):
     polar: tuple[Loop, Callable[[int, int, str, int, int], muon.Memory]] = muon.orthogonalise, muon.scratch
 
     def __init__(
-        self,
-        dtype: str = "float32",
-        threads: int = 1,
-        matmul: str = "auto",
-        operands: Operands = FLOATS,
+        self, dtype: str = "float32", threads: int = 1, matmul: str = "auto", operands: Operands = FLOATS
     ) -> None:
         # Between layers, and of weights, statistics and sums: the same but in bfloat16.
         self.dtype = self.wide = np.dtype(dtype)
@@ -174,9 +171,6 @@ class CpuKernels(OnHost):
             return
         added = None if wpe is None else wpe[following(seq_len, start)]
         self._pool.split_range(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
-
-    def sort_tokens(self, tokens: Array, vocab: int) -> SortedTokens:
-        return SortedTokens(tokens, None)
 
     def embed_backward(
         self,
@@ -298,15 +292,8 @@ class CpuKernels(OnHost):
     def sum_rows(self, total: Array, x: Array, accumulate: bool) -> None:
         self._pool.split_range(x.shape[1], COLUMNS, rowwise.sum_rows, total, x, accumulate)
 
-    def attention(
-        self,
-        y: Array,
-        lse: Array,
-        qkv: Array,
-        seq_len: int,
-        positions: Array | None = None,
-        window: int = 0,
-    ) -> None:
+    def attention(self, y: Array, lse: Array, qkv: Array, mask: AttentionMask) -> None:
+        seq_len, positions, window = mask
         n_head = lse.shape[1]
         n_seq = len(y) // seq_len
         size = y.shape[1] // n_head
@@ -321,18 +308,10 @@ class CpuKernels(OnHost):
         self._pool.split_range(n_seq * n_head, 1, some)
 
     def attention_backward(
-        self,
-        dqkv: Array,
-        dy: Array,
-        y: Array,
-        lse: Array,
-        qkv: Array,
-        seq_len: int,
-        db: Bias = None,
-        positions: Array | None = None,
-        window: int = 0,
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, mask: AttentionMask, db: Bias = None
     ) -> None:
         assert db is None
+        seq_len, positions, window = mask
         size = y.shape[1] // lse.shape[1]
         seen = window or seq_len
         kv_heads = (qkv.shape[1] - y.shape[1]) // (2 * size)
@@ -348,13 +327,7 @@ class CpuKernels(OnHost):
         self._pool.split_range(len(y) // seq_len * kv_heads, 1, some)
 
     def attention_cached(
-        self,
-        y: Array,
-        cache: Array,
-        qkv: Array,
-        start: Array,
-        window: int = 0,
-        slots: Array | None = None,
+        self, y: Array, cache: Array, qkv: Array, start: Array, window: int = 0, slots: Array | None = None
     ) -> None:
         _, count, kv_heads, length, size = cache.shape
         n_seq = count if slots is None else len(slots)
@@ -411,9 +384,6 @@ class CpuKernels(OnHost):
 
     def squares(self, pieces: Array, g: Array) -> None:
         self._pool.split_range(len(pieces), 1, flat.squares, pieces, g)
-
-    def add_up(self, total: Array, pieces: Array) -> None:
-        total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
         groups = scalars[3:].reshape(-1, 2)

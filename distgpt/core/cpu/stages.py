@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from distgpt.core.base.caches import CACHE, misplaced
 from distgpt.core.base.errors import Say, UsageError
@@ -26,7 +26,9 @@ from distgpt.core.comm.resources import granted_memory
 from distgpt.core.config import ON_GPU, STAGES, GpuConfig, RunConfig, nearest
 from distgpt.core.cpu import dtypes, first_use
 from distgpt.core.cpu.dtypes import Choose, Dtype
-from distgpt.core.ops.api import Kernels
+
+if TYPE_CHECKING:  # commands import this file, and begin without NumPy
+    from distgpt.core.ops.kernels import Kernels
 
 MOST_THREADS = 1024  # more than any node has: a typo would start as many threads as it says
 NOT_KEPT = (
@@ -140,7 +142,7 @@ _ON_CPU = StageKind(_open_on_cpu, lambda tf32: dtypes.on_cpu)
 KINDS: Table[StageKind] = Table("stages", "stage", {"serial": _ON_CPU, "mpi": _ON_CPU})
 
 # (stage, dtype, --matmul) → kernels. What they need is imported when they are made: Numba takes a second.
-MakeKernels = Callable[[Stage, str, str], Kernels]
+MakeKernels = Callable[[Stage, str, str], "Kernels"]
 
 
 def _float_kernels(stage: Stage, dtype: str, matmul: str) -> Kernels:

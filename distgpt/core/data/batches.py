@@ -80,7 +80,7 @@ class Batches:
     ) -> None:
         """x_out, y_out ← inputs and targets of these n sequences of the global batch.
 
-        positions_out: as in core/ops/api.py, for subclasses that lay examples side by side; not used here.
+        positions_out: as in core/ops/kernels.py, for subclasses that pack examples; not used here.
         """
         starts = self._starts(step, which).tolist()
         for start, x, y in zip(starts, x_out, y_out, strict=True):

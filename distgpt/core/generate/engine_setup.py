@@ -55,12 +55,7 @@ def slots_that_fit(
 
 
 def agreed_slots(
-    model: Model,
-    wanted: int,
-    comm: Comm,
-    memory: int | None = None,
-    lookup: int = 0,
-    variants: object = None,
+    model: Model, wanted: int, comm: Comm, memory: int | None = None, lookup: int = 0, variants: object = None
 ) -> Slots:
     """Make as many slots as fit the memory of every rank, each of which has `memory`. Collective."""
     fitting = -comm.allreduce_max(-slots_that_fit(model, wanted, memory, comm.local_size, lookup))

@@ -44,7 +44,7 @@ class PlainSlots:
         end = 0
         for each in work:
             one = self._pass_for(len(each.tokens))
-            hidden = one.hidden(k.integers(each.tokens), self._cache(each.slot), k.integers([each.start]))
+            hidden = one.forward(k.integers(each.tokens), self._cache(each.slot), k.integers([each.start]))
             if each.wanted:
                 out = self._logits[end : end + each.wanted]
                 one.logits(out, hidden[len(hidden) - each.wanted :])

@@ -22,17 +22,18 @@ from distgpt.core.ops.api import (
     Affine,
     Angles,
     Array,
+    AttentionMask,
     Bias,
     BiasGradient,
     Floats2d,
     Floats5d,
     Gain,
     Ints1d,
-    Kernels,
     SortedTokens,
     Stats,
     Wide2d,
 )
+from distgpt.core.ops.kernels import Kernels
 
 Tensors = Mapping[str, Array]
 
@@ -119,7 +120,7 @@ class Block:
 
     def attend(self, acts: LayerActivations, seq_len: int, positions: Ints1d | None) -> None:
         self._prepare(acts, seq_len, None)
-        self.k.attention(acts.att, acts.lse, acts.qkv, seq_len, positions, self.window)
+        self.k.attention(acts.att, acts.lse, acts.qkv, AttentionMask(seq_len, positions, self.window))
 
     def attend_cached(
         self, acts: LayerActivations, cache: Floats5d, seq_len: int, start: Ints1d, slots: Ints1d | None
@@ -196,9 +197,8 @@ class Block:
         # Attention, in the same way.
         self.out.backward(tmp.datt, tmp.dmid)
         db = self.qkv.bias_gradient_in_backward(accumulate)
-        self.k.attention_backward(
-            tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, seq_len, db, positions, self.window
-        )
+        mask = AttentionMask(seq_len, positions, self.window)
+        self.k.attention_backward(tmp.dqkv, tmp.datt, acts.att, acts.lse, acts.qkv, mask, db)
         # Undo `_prepare`, its last step first: a norm without gain reads rotated queries and keys, one with
         # gain an x̂ from before the rotation.
         if self.qk_norm and self.head_norm is None:

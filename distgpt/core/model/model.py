@@ -23,7 +23,8 @@ from distgpt.core.model.layers import (
     initial_std,
 )
 from distgpt.core.model.memory import EMBEDDING, HEAD, LEARNED, VALUES, FlatBuffer, FlatPart, Layout, Spec
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 
 FLAG_COUNT = 8  # values appended to the gradient buffer: the loss, and seven flags (`Votes`) of a step
 
@@ -72,7 +73,7 @@ class Model:
     """An architecture with parameters, and gradients once training asks for them; passes.py has the passes.
 
     `params` are what is trained, of this `layout`, as the passes read it. `weights` are the master weights,
-    which the optimizer updates: in bfloat16 a copy in float32, once `train` was called, else `params`
+    which the optimizer updates: in bfloat16 a copy in float32 (`allocate_master_weights`), else `params`
     themselves. Where a rank has the masters of a part alone, they are `master_part`, and `weights` are the
     rounded ones. `tensors` are all that the passes read, by name, trained or not.
     """
@@ -123,7 +124,7 @@ class Model:
         names = (spec.name for part in block.parts for spec in part.specs)
         return self.layout.end_of(name for name in names if name in self.layout.offsets)
 
-    def train(self, ranks: int = 1, own: slice | None = None) -> None:
+    def allocate_master_weights(self, ranks: int = 1, own: slice | None = None) -> None:
         """Make memory for master weights, or only for `own`: write all weights again, then call `refresh`.
 
         To be called before there are gradients, which get a flag for each of several ranks.

@@ -34,12 +34,7 @@ class Muon(AdamW):
     """
 
     def __init__(
-        self,
-        model: Model,
-        config: TrainConfig,
-        own: slice | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        self, model: Model, config: TrainConfig, own: slice | None = None, rank: int = 0, ranks: int = 1
     ) -> None:
         super().__init__(model, config, own, rank, ranks)
         layout = model.layout

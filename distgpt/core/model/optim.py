@@ -21,7 +21,8 @@ from distgpt.core.model.memory import (
     Spec,
 )
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import AdamConstants, AdamState, Kernels, StepScalars
+from distgpt.core.ops.api import AdamConstants, AdamState, StepScalars
+from distgpt.core.ops.kernels import Kernels
 
 
 class AdamW:
@@ -31,12 +32,7 @@ class AdamW:
     """
 
     def __init__(
-        self,
-        model: Model,
-        config: TrainConfig,
-        own: slice | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        self, model: Model, config: TrainConfig, own: slice | None = None, rank: int = 0, ranks: int = 1
     ) -> None:
         """`rank` of `ranks` is for Muon, whose ranks share the work. AdamW computes all updates on each."""
         self.model = model

@@ -33,12 +33,12 @@ from distgpt.core.ops.api import (
     Floats2d,
     Head,
     Ints1d,
-    Kernels,
     SortedTokens,
     Stats,
     Wide1d,
     Wide2d,
 )
+from distgpt.core.ops.kernels import Kernels
 
 ROWS_OF_TILE = 128  # a matmul is fastest with rows in multiples of this
 
@@ -150,7 +150,7 @@ class Pass:
         other.around = self.around.cut(other.slices)
         return other
 
-    def hidden(
+    def forward(
         self,
         tokens: Ints1d,
         caches: Array | None = None,
@@ -193,46 +193,13 @@ class Pass:
 
         on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
         """
-        assert self._scratch is not None, "this pass was made for forward passes alone"
-        model = self.model
-        around = self.around.all
-        scratch, below = self._scratch
-        tmp = scratch.all
-        # The head writes the gradient of its input (N, C): that of the final norm's output, if there is one.
-        dhidden = tmp.dh1
-        out_sums = tmp.out_sums
-        if model.final_norm is None:
-            dhidden = tmp.dout
-            out_sums = None
         # Once for the embedding and all value embeddings, which add up their gradients in this order.
-        in_order = self.k.sort_tokens(tokens, model.config.padded_vocab)
-        dlogits_scale = scale * model.gradient_scale / self.n_rows
-        dhead = model.grads.get(model.head_name)  # None where it is not trained
-        self._head_loss(tokens, targets, dhidden, dhead, dlogits_scale, accumulate)
-        self.k.sum(model.grads.flags[:1], around.losses, scale / self.n_rows, accumulate)
-        if model.final_norm is not None:
-            model.final_norm.backward(tmp.dout, None, out_sums, dhidden, None, around.s, around.stats)
-            model.final_norm.weight_gradients(out_sums, dhidden, around.s, around.stats, accumulate)
-        for block in model.blocks:  # before workers add to it together: see `ValueEmbedding`
-            if block.values is not None and not accumulate:
-                block.values.zero_gradient()
-        for layers in reversed(model.groups):
-            model.prepare(layers)
-            for i in reversed(layers):
-                backward = partial(self._backward_slice, i, scratch, tokens, accumulate)
-                self.k.each(backward, len(self.slices))
-                # All workers meet here: gradients of weights are sums over the rows of all slices.
-                gradients = model.blocks[i].weight_gradients
-                acts = self.layers[i].all
-                self.k.run_together(partial(gradients, acts, scratch.all, out_sums, in_order, accumulate))
-                if on_ready is not None:
-                    on_ready(self._finished[i])
-                # The gradient of this layer's input is that of the output of the layer below.
-                scratch, below = below, scratch
-                out_sums = scratch.all.out_sums
-        self._embedding_gradients(scratch.all, in_order, accumulate)
+        in_order = self.k.sort_tokens(tokens, self.model.config.padded_vocab)
+        self._head_backward(tokens, targets, scale, accumulate)
+        last = self._layers_backward(tokens, in_order, accumulate, on_ready)
+        self._embedding_gradients(last, in_order, accumulate)
         if on_ready is not None:
-            on_ready(model.layout.size)
+            on_ready(self.model.layout.size)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         """Cut the rows into slices of whole sequences: 1, or some for each worker."""
@@ -307,9 +274,53 @@ class Pass:
         """Compute the loss of every row; with dx and dw the gradients of scale · their sum."""
         self.expect_losses()
         assert self._head is not None
-        x = self.hidden(tokens)
+        x = self.forward(tokens)
         losses = self.around.all.losses
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
+
+    def _head_backward(self, tokens: Ints1d, targets: Ints1d, scale: float, accumulate: bool) -> None:
+        """Compute the loss and its gradient up to the last layer's output, in dout of the scratch memory."""
+        assert self._scratch is not None, "this pass was made for forward passes alone"
+        model = self.model
+        around = self.around.all
+        tmp = self._scratch[0].all
+        # The head writes the gradient of its input (N, C): that of the final norm's output, if there is one.
+        dhidden = tmp.dout if model.final_norm is None else tmp.dh1
+        dlogits_scale = scale * model.gradient_scale / self.n_rows
+        dhead = model.grads.get(model.head_name)  # None where it is not trained
+        self._head_loss(tokens, targets, dhidden, dhead, dlogits_scale, accumulate)
+        self.k.sum(model.grads.flags[:1], around.losses, scale / self.n_rows, accumulate)
+        if model.final_norm is not None:
+            model.final_norm.backward(tmp.dout, None, tmp.out_sums, dhidden, None, around.s, around.stats)
+            model.final_norm.weight_gradients(tmp.out_sums, dhidden, around.s, around.stats, accumulate)
+
+    def _layers_backward(
+        self, tokens: Ints1d, in_order: SortedTokens, accumulate: bool, on_ready: Ready | None
+    ) -> Scratch:
+        """Take the gradient back through all layers. Its end is in dout of what is returned."""
+        assert self._scratch is not None
+        model = self.model
+        for block in model.blocks:  # before workers add to it together: see `ValueEmbedding`
+            if block.values is not None and not accumulate:
+                block.values.zero_gradient()
+        scratch, below = self._scratch
+        # The last layer's dout has no sums where no norm computed it.
+        out_sums = None if model.final_norm is None else scratch.all.out_sums
+        for layers in reversed(model.groups):
+            model.prepare(layers)
+            for i in reversed(layers):
+                backward = partial(self._backward_slice, i, scratch, tokens, accumulate)
+                self.k.each(backward, len(self.slices))
+                # All workers meet here: gradients of weights are sums over the rows of all slices.
+                gradients = model.blocks[i].weight_gradients
+                acts = self.layers[i].all
+                self.k.run_together(partial(gradients, acts, scratch.all, out_sums, in_order, accumulate))
+                if on_ready is not None:
+                    on_ready(self._finished[i])
+                # The gradient of this layer's input is that of the output of the layer below.
+                scratch, below = below, scratch
+                out_sums = scratch.all.out_sums
+        return scratch.all
 
     def _backward_slice(
         self, i: int, scratch: Rows[Scratch], tokens: Ints1d, accumulate: bool, number: int
@@ -377,5 +388,5 @@ def _slice_count(n_seq: int, seq_len: int, workers: int, rows: int, layer_bytes:
 
 
 def cache_shape(config: ModelConfig, sequences: int = 1) -> tuple[int, ...]:
-    """Return the shape of the keys and values that `Pass.hidden` keeps of sequences."""
+    """Return the shape of the keys and values that `Pass.forward` keeps of sequences."""
     return config.n_layer, 2, sequences, config.kv_heads, config.seq_len, config.head_size

@@ -22,7 +22,8 @@ from distgpt.core.config.run_config import REMOVED
 from distgpt.core.data.tokenizers import Tokenizer, tokenizer_from_json
 from distgpt.core.model.memory import LEARNED, FlatBuffer, Layout
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.tensors import (
     DATA_SUM,
     HEADER_SUM,

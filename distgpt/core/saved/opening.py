@@ -13,7 +13,7 @@ from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig
 from distgpt.core.cpu.stages import Stage
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, load_description, load_model, read_description
 from distgpt.core.saved.weights import PARTS, ROUNDED, Merge, weights_of
 

@@ -21,7 +21,8 @@ from distgpt.core.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.memory import Layout, Spec
 from distgpt.core.model.model import Model
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.checkpoint import WEIGHTS, newest_intact
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.saved.tensors import Header, read_header, read_rows, verify_data

@@ -298,10 +298,7 @@ class Listeners:
 
 
 def listeners(
-    comm: Comm,
-    shown: str,
-    log_lines: float | None = None,
-    recorders: Iterable[Callable[[], Closing]] = (),
+    comm: Comm, shown: str, log_lines: float | None = None, recorders: Iterable[Callable[[], Closing]] = ()
 ) -> Listeners:
     """Return the listeners of a run, on rank 0: what shows it, and what `recorders` make. Collective.
 

@@ -52,7 +52,7 @@ def take_steps(run: Run) -> None:
     depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
     in_flight = InFlight(depth)
     number = progress.step
-    while number != run.clock.last:  # not <: nobody knows the last step of a run by the clock, which is None
+    while run.clock.last is None or number < run.clock.last:  # None: a run by the clock that goes on
         is_last = number + 1 == run.clock.last
         in_flight.add_launched(run.launch(number, run.batches, votes.own_votes, run.clock.elapsed))
         number += 1
@@ -66,7 +66,7 @@ def take_steps(run: Run) -> None:
                 ending = Interrupted(stop, shared=True, why=run.signals.reasons.get(stop, ""))
                 save_and_stop(run, ending, evaluation_pending=due.evaluate)
         if due:
-            do(run, due)
+            perform_due(run, due)
             if due.save:
                 intervals.saved()
             # None of that was a step's time, and rank 0 alone samples.
@@ -82,9 +82,9 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
     stop = None
     while len(in_flight) > leave:
         done = in_flight.wait_for_oldest()
-        # First of all: a bad step must not count, and one that ends the run is not recorded.
+        # Judge first: if it raises, the step is neither counted nor recorded.
         rejected = run.judge.judge_step(done)
-        if rejected:  # its line says after which step, so before that is counted
+        if rejected:  # reported before the step is counted, as its line names the step before it
             run.report.report_skipped(run.progress.step, rejected, run.batches.skipped)
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
         run.activity.step = run.progress.step
@@ -106,7 +106,7 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
     return stop
 
 
-def do(run: Run, due: Due) -> None:
+def perform_due(run: Run, due: Due) -> None:
     """Compare, evaluate, save and sample, as far as it is due."""
     if due.compare:
         refuse_different_weights(run)

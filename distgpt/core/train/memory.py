@@ -22,8 +22,8 @@ from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.cpu.stages import Notes, Stage
 from distgpt.core.model.memory import MATRIX
 from distgpt.core.model.muon import OPTIMIZERS
-from distgpt.core.ops.api import Array, HostArray, Kernels, Work
-from distgpt.core.ops.reference import Allocating
+from distgpt.core.ops.api import Array, HostArray, Work
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.seams import kind_of
 from distgpt.core.train.sharing import Exchange, Placement, Strategy
 from distgpt.core.train.step import Step
@@ -52,7 +52,7 @@ class Need:
         return sum(parts)
 
 
-class DryKernels(Allocating):
+class DryKernels(Kernels):
     """Kernels of a dry run: they count the memory that is requested, allocate none, and compute nothing."""
 
     def __init__(self, kernels: Kernels) -> None:
@@ -95,7 +95,7 @@ def needed(config: RunConfig, kernels: Kernels, strategy: Strategy, evaluated: b
     sequences = config.train.batch_size // ((config.train.grad_accum or 1) * ranks)
     comm = cast(Comm, SimpleNamespace(size=ranks, rank=last))
     model = kind_of(config.train).build(config, cast(Kernels, dry))
-    model.train(ranks, placement.own(model.layout, last))
+    model.allocate_master_weights(ranks, placement.own(model.layout, last))
     weights = dry.more()
     if not placement.may_copy:  # a tensor on its way to be saved
         dry.wide_zeros(max(spec.size for spec in model.layout.specs))

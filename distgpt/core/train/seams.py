@@ -34,7 +34,7 @@ from distgpt.core.config import RunConfig, TrainConfig
 from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description
 from distgpt.core.train.progress import Finished, Progress
 

@@ -33,7 +33,8 @@ from distgpt.core.data.tokenizers import AUTO, Tokenizer
 from distgpt.core.model.model import Model, miniature
 from distgpt.core.model.muon import OPTIMIZERS
 from distgpt.core.model.passes import Pass, cache_shape
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.checkpoint import State, load_group
 from distgpt.core.saved.modelfile import Description, read_shortened
 from distgpt.core.saved.rundir import RunDirectory
@@ -293,7 +294,7 @@ class Setup:
         comm = self.stage.comm
         placement = self.strategy.placement
         model = self.kind.build(self.config, self.kernels)
-        model.train(comm.size, placement.own(model.layout, comm.rank))
+        model.allocate_master_weights(comm.size, placement.own(model.layout, comm.rank))
         self.strategy.make_gradients(comm, model, self.stage.notes.add)
         return model, placement.state(model, comm.rank)
 
@@ -371,7 +372,7 @@ def unhelped(stage: Stage, dtype: str, matmul: str, work: Callable[[Kernels], No
 def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     """Take one training step of such a model, which compiles every loop it needs."""
     model = kind_of(config.train).build(config, kernels)
-    model.train()
+    model.allocate_master_weights()
     tokens = kernels.integers(np.zeros(config.model.seq_len))
     positions = tokens if config.train.is_of_examples else None
     work = Pass(model, 1, config.model.seq_len, training=True, positions=positions)
@@ -380,7 +381,7 @@ def rehearse(kernels: Kernels, config: RunConfig, strategy: Strategy) -> None:
     strategy.rehearse(model)
     # A sample takes a token at a time, which attends to a cache: other loops, and other kernels on a GPU.
     sample, cache = Pass(model, 1, 1, training=False), kernels.zeros(*cache_shape(config.model))
-    hidden = sample.hidden(tokens[:1], cache, kernels.integers([0]))
+    hidden = sample.forward(tokens[:1], cache, kernels.integers([0]))
     sample.logits(kernels.zeros(1, config.model.padded_vocab), hidden)
 
 

@@ -2,7 +2,7 @@
 
 FLOPs are of matmuls, as `counts.py` counts them: padding, and what a backward pass computes
 again, are left out. Bytes are those of every array read or written, once. Both are counted from the
-arguments of a call, `a`, by the names that `core/ops/api.py` gives them.
+arguments of a call, `a`, by the names that `core/ops/kernels.py` gives them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from distgpt.core.ops.api import Kernels
+from distgpt.core.ops.kernels import Kernels
 from distgpt.counts import BACKWARD, attention_flops, matmul_flops
 
 FORWARD, INTO_INPUT = "Matmul forward", "Matmul backward into input"
@@ -98,6 +98,10 @@ def _head_matmuls(a: Any) -> int:
     return 1 + (a.dx is not None) + (a.dw is not None)
 
 
+def _attention(a: Any) -> float:
+    return attention_flops(a.y.size, a.mask.seq_len, a.mask.window)
+
+
 def _seen(a: Any) -> int:
     return int(a.window or a.cache.shape[3])
 
@@ -173,12 +177,8 @@ OPERATIONS = {
     ),
     "sum_rows": Operation("Norms backward"),
     "rope": Operation("RoPE", lambda a: 2 * _heads(a, a.heads, 2 * a.angles.cos.shape[1])),
-    "attention": Operation(
-        "Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len, a.window)
-    ),
-    "attention_backward": Operation(
-        "Attention backward", flops=lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len, a.window)
-    ),
+    "attention": Operation("Attention forward", flops=_attention),
+    "attention_backward": Operation("Attention backward", flops=lambda a: BACKWARD * _attention(a)),
     # Of the whole cache, or a window of it: only the device knows how much of it is filled.
     "attention_cached": Operation(
         "Attention forward",

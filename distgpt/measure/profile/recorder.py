@@ -23,7 +23,8 @@ import numpy as np
 
 from distgpt.core.comm.api import Comm
 from distgpt.core.data.batches import Batches
-from distgpt.core.ops.api import Array, Kernels
+from distgpt.core.ops.api import Array
+from distgpt.core.ops.kernels import Kernels
 from distgpt.measure.profile.operations import OPERATIONS, ORDER, WORKERS, Cost, cost_of, line_of
 
 if TYPE_CHECKING:  # a profile of a CPU stage needs nothing of gpu/

@@ -2,5 +2,5 @@
 
 All of bfloat16 and of attention goes through it, and float32 wherever it beats the BLAS (layers.py); float64
 goes through the BLAS.
-Not here: what a linear layer is (core/ops/api.py).
+Not here: what a linear layer is (core/ops/kernels.py).
 """

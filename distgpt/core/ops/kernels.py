@@ -1,4 +1,18 @@
-"""The vocabulary as plain NumPy: short, and correct by definition."""
+"""The vocabulary: every operation the model calls, with its shapes, its formula and its definition in NumPy.
+
+Every fast kernel, on CPUs and on GPUs, is tested against this file.
+
+Outputs come first, but for `db`, and are overwritten, unless `accumulate` is true or the text says otherwise.
+Operations allocate nothing and wait for nothing, so that a backend can record a sequence of them and replay
+it. What makes arrays, or copies them to the host, comes first.
+
+B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
+None stands for a part that the architecture does not have.
+`start` int32 is the position in their context of the first token of a pass: (1,) of all sequences, (B,) of
+each; None means 0.
+`positions` (N,) int32 is the position of each row in its document, where documents lie side by side in a
+sequence and do not see each other; None means one document, n mod T.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +35,7 @@ from distgpt.core.ops.api import (
     Affine,
     Angles,
     Array,
+    AttentionMask,
     Bias,
     Capabilities,
     Doubles1d,
@@ -44,112 +59,102 @@ from distgpt.core.ops.api import (
 )
 
 
-class Allocating:
-    """Base of what makes arrays in the types of kernels, all of them by `_new`."""
+class Kernels:
+    """A backend: its arrays, workers and operations. Here each is its own definition, in plain NumPy.
 
-    dtype: np.dtype
-    wide: np.dtype
+    Fast kernels override them; this class runs in float64 for checks, and in float32.
+    """
 
-    def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        return np.zeros(shape, dtype)
-
-    def zeros(self, *shape: int) -> Array:
-        return self._new(shape, self.dtype)
-
-    def wide_zeros(self, *shape: int) -> Array:
-        return self._new(shape, self.wide)
-
-    def scalars(self, count: int) -> Array:
-        return self._new((count,), np.float64)
-
-
-class OnHost(Allocating):
-    """Base of kernels whose arrays are NumPy's and whose calls return when their work is done."""
-
-    wire: Wire | None = None
-
-    def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
-        return np.array(host, dtype)
-
-    def to_host(self, array: Array) -> HostArray:
-        return array
-
-    def later(self, array: Array) -> Callable[[], HostArray]:
-        now = array.copy()
-        return lambda: self.to_host(now)
-
-    def put(self, array: Array, host: HostArray) -> None:
-        if host is not array:
-            array[...] = host
-
-    def cast_down(self, low: Array, wide: Array) -> None:
-        low[...] = wide
-
-    def zero(self, x: Array) -> None:
-        x[...] = 0
-
-    def add(self, y: Array, a: Array, b: Array) -> None:
-        np.add(a, b, out=y)
-
-    def free_memory(self) -> int | None:
-        return None
-
-    def record(self, work: Work) -> Work:
-        return work
-
-    def between(self, act: Work) -> None:
-        act()
-
-    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        pass
-
-    def move_cached(
-        self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
-    ) -> None:
-        found = np.array(self.to_host(caches[:, :, source, :, count : count + kept]))
-        if angles is not None:
-            (left, right), (c, s) = np.split(found[:, 0], 2, axis=-1), (table[count] for table in angles)
-            found[:, 0] = np.concatenate((left * c + right * s, right * c - left * s), axis=-1)
-        self.put(caches[:, :, target, :, :kept], found)
-
-    def likeliest(self, tokens: Ints2d, found: Wide2d, logits: Floats2d, vocab: int) -> None:
-        rows, k = self.to_host(logits)[:, :vocab], tokens.shape[1]
-        tokens[...] = np.argsort(-rows, axis=1, kind="stable")[:, :k]
-        found[:, :k] = np.take_along_axis(rows, tokens, axis=1)
-        top = found[:, 0]
-        with np.errstate(invalid="ignore"):  # of rows that are not finite
-            found[:, k] = top + np.log(np.exp(rows - top[:, None]).sum(1))
-        found[~np.isfinite(rows).all(1), k] = np.nan
-
-    def drawn(self, tokens: Ints1d, found: Doubles2d, logits: Floats2d, vocab: int, draws: Doubles2d) -> None:
-        rows = self.to_host(logits)[:, :vocab]
-        with np.errstate(invalid="ignore"):  # of rows that are not finite
-            for i, (row, (temperature, uniform)) in enumerate(zip(rows, draws.tolist(), strict=True)):
-                sums = np.exp((row - row.max()) / temperature).cumsum(dtype=np.float64)
-                token = int(sums.searchsorted(uniform * sums[-1], side="right"))
-                tokens[i] = min(token, vocab - 1)
-                found[i] = row[tokens[i]], sums[-1]
-
-
-class ReferenceKernels(OnHost):
-    """Runs in float64 for checks, and in float32."""
-
+    dtype: np.dtype  # of activations, and of the parameters that a matmul reads
+    wide: np.dtype  # of sums, master weights and moments: float32, or float64 where `dtype` is
     threads = 1
-    logits_bytes = 1 << 20
-    slice_rows = ALL_ROWS
+    logits_bytes = 1 << 20  # the most memory that the loss wants for logits
+    slice_rows = ALL_ROWS  # the least of a slice where a worker has several: their results stay in a cache
     capabilities = Capabilities(sums_bias_gradients=True)
+    wire: Wire | None = None  # where arrays are not the host's
 
     def __init__(self, dtype: str = "float64") -> None:
         self.dtype = self.wide = np.dtype(dtype)
 
-    # -- workers
+    # -- arrays and workers
+
+    def _new(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Make an array, all 0, for every method that does."""
+        return np.zeros(shape, dtype)
+
+    def zeros(self, *shape: int) -> Array:
+        """A new array of `dtype`. For construction time only, like the three that follow."""
+        return self._new(shape, self.dtype)
+
+    def wide_zeros(self, *shape: int) -> Array:
+        """A new array of `wide`."""
+        return self._new(shape, self.wide)
+
+    def scalars(self, count: int) -> Array:
+        """A new array of float64, all 0."""
+        return self._new((count,), np.float64)
+
+    def integers(self, host: HostArray | Sequence[int], dtype: str = "int32") -> Array:
+        """A new array of integers from the host: token ids, offsets."""
+        return np.array(host, dtype)
+
+    def to_host(self, array: Array) -> HostArray:
+        """Return an array as NumPy sees it: its own memory where that is the host's, else a copy. Waits."""
+        return array
+
+    def later(self, array: Array) -> Callable[[], HostArray]:
+        """Start a copy to the host of the array as it is now; calling the result waits for it."""
+        now = array.copy()
+        return lambda: self.to_host(now)
+
+    def put(self, array: Array, host: HostArray) -> None:
+        """array ← elements from the host, of any float type where the array's is one."""
+        if host is not array:
+            array[...] = host
+
+    def cast_down(self, low: Floats1d, wide: Wide1d) -> None:
+        """low ← wide, rounded from `wide` to `dtype`"""
+        low[...] = wide
+
+    def free_memory(self) -> int | None:
+        """Return the bytes that are free on the device; None where arrays are the host's."""
+        return None
+
+    def record(self, work: Work) -> Work:
+        """Return a faster `work`, for work that is called often and always with the same arrays."""
+        return work
+
+    def between(self, act: Work) -> None:
+        """Call act() now, and again at this point of every replay of the recording."""
+        act()
+
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        """Adopt the ways to compute each matmul that the first rank with the same device found the fastest.
+
+        So ranks on like devices round alike. `gather` returns every rank's bytes. Collective; to be called
+        once everything has run.
+        """
 
     def each(self, work: Callable[[int], None], count: int) -> None:
+        """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
         for i in range(count):
             work(i)
 
     def run_together(self, work: Work) -> None:
+        """Call work() on every worker at once; each operation in it is divided among them.
+
+        Workers do not wait for each other in between, so no operation may read what another one writes, and
+        work() may change nothing but by operations.
+        """
         work()
+
+    def zero(self, x: Array) -> None:
+        """x ← 0"""
+        x[...] = 0
+
+    def add(self, y: Floats2d, a: Floats2d, b: Floats2d) -> None:
+        """y ← a + b, all (N, C)"""
+        np.add(a, b, out=y)
 
     # -- embedding
 
@@ -163,6 +168,10 @@ class ReferenceKernels(OnHost):
         start: Ints1d | None,
         positions: Ints1d | None = None,
     ) -> None:
+        """x[n] ← wte[tokens[n]] + wpe[start + n mod T]. x (N, C), tokens (N,), wte (V, C), wpe (≥ T, C)
+
+        With `positions`, which have no `start`, wpe[positions[n]] is added.
+        """
         x[...] = wte[tokens]
         if wpe is not None and positions is not None:
             x += wpe[positions]
@@ -170,6 +179,7 @@ class ReferenceKernels(OnHost):
             x.reshape(-1, seq_len, x.shape[1])[...] += wpe[_positions(seq_len, start)]
 
     def sort_tokens(self, tokens: Ints1d, vocab: int) -> SortedTokens:
+        """Sort once for every `embed_backward` of these tokens, below `vocab`; valid until the next call."""
         return SortedTokens(tokens, None)
 
     def embed_backward(
@@ -181,6 +191,10 @@ class ReferenceKernels(OnHost):
         seq_len: int,
         positions: Ints1d | None = None,
     ) -> None:
+        """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n], or dwpe[positions[n]]. Always accumulates.
+
+        If dx has more columns than dwte, its last dwte.shape[1] columns are used.
+        """
         np.add.at(dwte, tokens.tokens, dx[:, -dwte.shape[1] :])
         if dwpe is not None and positions is not None:
             np.add.at(dwpe, positions, dx)
@@ -188,13 +202,18 @@ class ReferenceKernels(OnHost):
             dwpe[:seq_len] += dx.reshape(-1, seq_len, dx.shape[1]).sum(0)
 
     def add_embedding(self, x: Floats2d, tokens: Ints1d, w: Floats2d) -> None:
+        """The last columns of x[n] += w[tokens[n]]. x (N, ≥ C), tokens (N,), w (V, C)"""
         x[:, -w.shape[1] :] += w[tokens]
 
-    # -- norms
+    # -- norms: layer norm, or RMS norm where stats.mean is None
 
     def add_norm(
         self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Gain, eps: float
     ) -> None:
+        """s ← x + r; y ← (s - mean) · rstd · w + b, row by row. y, s, x, r (N, C). Without r, s is x itself.
+
+        mean ← mean(s); rstd ← 1 / √(mean((s - mean)²) + eps)
+        """
         if r is not None:
             s[...] = x + r
         centred = s
@@ -215,6 +234,11 @@ class ReferenceKernels(OnHost):
         stats: Stats,
         wb: Gain,
     ) -> None:
+        """dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← the output, again.
+
+        dx, y, dy, dres, s (N, C). RMS norm has no mean(g) term. sums (norm_sum_rows, 3C): each row gets
+        Σ dy · x̂, Σ dy and Σ dx over some of the rows.
+        """
         xhat = _normalised(s, stats)
         g = dy if wb.w is None else dy * wb.w
         inner = g - xhat * (g * xhat).mean(1, keepdims=True)
@@ -228,21 +252,28 @@ class ReferenceKernels(OnHost):
     def norm_backward_weights(
         self, dwb: Affine, sums: Wide2d | None, dy: Floats2d, s: Floats2d, stats: Stats, accumulate: bool
     ) -> None:
+        """dw ← Σ dy · x̂; db ← Σ dy, over rows. dw, db (C,). sums: those of norm_backward."""
         _put(dwb.w, (dy * _normalised(s, stats)).sum(0), accumulate)
         if dwb.b is not None:
             _put(dwb.b, dy.sum(0), accumulate)
 
-    # -- linear layers
+    # -- linear layers: w (outputs, inputs), x (N, inputs), y (N, outputs)
 
     def linear(self, y: Floats2d, x: Floats2d, wb: Affine, onto: Floats2d | None = None) -> None:
+        """y ← onto + x wᵀ + b"""
         y[...] = _plus(_plus(x @ wb.w.T, wb.b), onto)
 
     def linear_backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
+        """dx ← dy w. dy may be columns of a wider array."""
         dx[...] = dy @ w
 
     def linear_backward_weights(
         self, dwb: Affine, dy: Floats2d, x: Floats2d, accumulate: bool, sums: Wide2d | None = None
     ) -> None:
+        """dw ← dyᵀ x; db ← Σ dy. sums: those of the norm_backward that computed dy.
+
+        dy may be columns of a wider array.
+        """
         _put(dwb.w, dy.T @ x, accumulate)
         if dwb.b is not None:
             _put(dwb.b, dy.sum(0), accumulate)
@@ -250,9 +281,15 @@ class ReferenceKernels(OnHost):
     def add_low_rank(
         self, y: Floats2d, w: Floats2d, b: Floats2d | None, a: Floats2d | None, scale: float
     ) -> None:
+        """y ← w + scale · b a, or w itself. y, w (outputs, inputs), b (outputs, rank), a (rank, inputs).
+
+        In bfloat16 an element becomes one of its two neighbours, the nearer one more likely, always the same
+        for the same sum: so little is added to w that rounding to the nearest would leave w as it was.
+        """
         y[...] = w if b is None else w + scale * (b @ a)
 
     def linear_act(self, y: Floats2d, pre: Floats2d, x: Floats2d, wb: Affine, act: str) -> None:
+        """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""
         self.linear(pre, x, wb)
         y[...] = _activated(act, pre)[0]
 
@@ -267,6 +304,11 @@ class ReferenceKernels(OnHost):
         again: bool,
         db: Bias = None,
     ) -> None:
+        """dpre ← (dy w) · act'(pre); y is scratch for dy w, and ends as act(pre) if `again`.
+
+        dpre is pre where the backend `overwrites_pre`. db ← Σ dpre over rows, rounded or not, where it
+        `sums_bias_gradients`; elsewhere it is None.
+        """
         value, *gradients = _activated(act, pre)
         dact = dy @ w
         dpre[...] = np.concatenate([dact * gradient for gradient in gradients], axis=1)
@@ -275,11 +317,17 @@ class ReferenceKernels(OnHost):
         if db is not None:
             _put(db.db, dpre.sum(0), db.accumulate)
 
-    # -- attention
+    # -- attention, causal: qkv (N, (H + 2K)·head) holds q, k, v side by side, of H, K and K heads. K divides
+    # H: each head of k and v meets H / K heads of q, the first the first ones, and so on.
 
     def rope(
         self, qkv: Floats2d, angles: Angles, heads: int, seq_len: int, start: Ints1d | None, inverse: bool
     ) -> None:
+        """Rotate q and k of row n, H + K `heads`, by the angles of position start + n mod T, in place.
+
+        Element i of a head is paired with element i + head/2. `inverse`, the gradient, rotates back.
+        Documents side by side need no `positions`: q · k depends on the distance of two rows alone.
+        """
         half = angles.cos.shape[1]
         pairs = qkv.reshape(-1, seq_len, qkv.shape[1] // (2 * half), 2, half)[:, :, :heads]
         c, s = (table[_positions(seq_len, start)][..., None, :] for table in angles)
@@ -289,15 +337,24 @@ class ReferenceKernels(OnHost):
         pairs[..., 1, :] = left * s + right * c
 
     def qk_norm(self, qkv: Floats2d, rstd: Wide2d, head: int, eps: float) -> None:
+        """Each head of q and k, x ← QK_SCALE · rstd · x, in place; rstd ← 1 / √(mean(x²) + eps), (N, H + K).
+
+        `head`: elements of a head.
+        """
         x = _queries_and_keys(qkv, rstd, head)
         rstd[...] = 1 / np.sqrt((x**2).mean(2) + eps)
         x *= QK_SCALE * rstd[..., None]
 
     def qk_norm_backward(self, dqkv: Floats2d, qkv: Floats2d, rstd: Wide2d, head: int) -> None:
+        """dx ← QK_SCALE · rstd · (dx - x̂ · mean(dx · x̂)) in each head of q and k; qkv has QK_SCALE · x̂."""
         dx, xhat = _queries_and_keys(dqkv, rstd, head), _queries_and_keys(qkv, rstd, head) / QK_SCALE
         dx[...] = QK_SCALE * rstd[..., None] * (dx - xhat * (dx * xhat).mean(2, keepdims=True))
 
     def qk_norm_gain(self, qkv: Floats2d, xhat: Floats2d, rstd: Wide2d, gain: Floats1d, eps: float) -> None:
+        """Each head of q and k, x ← gain · x̂, in place; x̂ ← rstd · x; rstd ← 1 / √(mean(x²) + eps).
+
+        rstd (N, H + K); xhat (N, (H + K)·head); gain (2·head,), of the heads of q and of those of k.
+        """
         x, gains = _queries_and_keys(qkv, rstd, len(gain) // 2), _gains(gain, qkv, rstd)
         rstd[...] = 1 / np.sqrt((x**2).mean(2) + eps)
         x *= rstd[..., None]
@@ -307,6 +364,10 @@ class ReferenceKernels(OnHost):
     def qk_norm_gain_backward(
         self, dqkv: Floats2d, dgain: Wide2d, xhat: Floats2d, rstd: Wide2d, gain: Floats1d
     ) -> None:
+        """g ← gain · dx; dx ← rstd · (g - x̂ · mean(g · x̂)) in each head of q and k, in place.
+
+        dgain (N, 2·head) ← Σ dx · x̂ over the heads of q of a row, and over those of k, of dx as it was.
+        """
         dx, gains = _queries_and_keys(dqkv, rstd, len(gain) // 2), _gains(gain, dqkv, rstd)
         xhat = xhat.reshape(dx.shape)
         n_head = 2 * rstd.shape[1] - dqkv.shape[1] // dx.shape[2]  # 2 (H + K) - (H + 2K) = H
@@ -315,24 +376,21 @@ class ReferenceKernels(OnHost):
         g = dx * gains
         dx[...] = rstd[..., None] * (g - xhat * (g * xhat).mean(2, keepdims=True))
 
-    def sum_rows(self, total: Wide1d, x: Wide2d, accumulate: bool) -> None:
+    def sum_rows(self, total: Wide1d, x: Wide2d | Floats2d, accumulate: bool) -> None:
+        """total ← Σ x, over rows. x (N, C), total (C,)"""
         _put(total, x.sum(0), accumulate)
 
-    def attention(
-        self,
-        y: Floats2d,
-        lse: Wide2d,
-        qkv: Floats2d,
-        seq_len: int,
-        positions: Ints1d | None = None,
-        window: int = 0,
-    ) -> None:
-        out = _heads_of(y, seq_len, lse.shape[1])
+    def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, mask: AttentionMask) -> None:
+        """y ← softmax(q kᵀ / √head, `mask`) v per head, (N, H·head); lse ← log of the softmax's denominator.
+
+        lse has N·H elements, as (N, H), in an order that the backend is free to choose.
+        """
+        out = _heads_of(y, mask.seq_len, lse.shape[1])
         q, k, v = _heads(qkv, out)
-        scores = self._causal_scores(q, _for_each(q, k), 0, window, positions)
-        log_sum = self._log_sum_exp(scores)
+        scores = _masked_scores(q, _for_each(q, k), mask)
+        log_sum = _log_sum_exp(scores)
         out[...] = np.exp(scores - log_sum) @ _for_each(q, v)
-        lse.reshape(-1, seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
+        lse.reshape(-1, mask.seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
 
     def attention_backward(
         self,
@@ -341,17 +399,20 @@ class ReferenceKernels(OnHost):
         y: Floats2d,
         lse: Wide2d,
         qkv: Floats2d,
-        seq_len: int,
+        mask: AttentionMask,
         db: Bias = None,
-        positions: Ints1d | None = None,
-        window: int = 0,
     ) -> None:
+        """dqkv ← the gradient with respect to qkv; db ← Σ dqkv, where the backend `sums_bias_gradients`.
+
+        dv = Σ pᵀ dy; ds = p · (dy vᵀ - rowsum(dy · y)) / √head; dq = ds k; dk = Σ dsᵀ q.
+        Σ is over the heads of q that meet a head of k and v.
+        """
         n_head = lse.shape[1]
-        out, dout = _heads_of(y, seq_len, n_head), _heads_of(dy, seq_len, n_head)
+        out, dout = _heads_of(y, mask.seq_len, n_head), _heads_of(dy, mask.seq_len, n_head)
         (q, k, v), (dq, dk, dv) = _heads(qkv, out), _heads(dqkv, out)
         k, v = _for_each(q, k), _for_each(q, v)
-        log_sum = lse.reshape(-1, seq_len, n_head).swapaxes(1, 2)[..., None]
-        p = np.exp(self._causal_scores(q, k, 0, window, positions) - log_sum)
+        log_sum = lse.reshape(-1, mask.seq_len, n_head).swapaxes(1, 2)[..., None]
+        p = np.exp(_masked_scores(q, k, mask) - log_sum)
         dp = dout @ v.swapaxes(2, 3)
         ds = p * (dp - (dout * out).sum(3, keepdims=True)) / math.sqrt(q.shape[3])
         dq[...] = ds @ k
@@ -369,6 +430,14 @@ class ReferenceKernels(OnHost):
         window: int = 0,
         slots: Ints1d | None = None,
     ) -> None:
+        """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
+
+        With a `window` a row attends to the last so many of them, itself included.
+
+        cache (2, L, K, T_max, head); qkv (B·new, (H + 2K)·head); y (B·new, H·head). `slots` (B,) int32: where
+        in the cache each sequence is, two never in one; -1: it is none, nothing is stored of it, and y ← 0.
+        None: L is B, and each is in its own.
+        """
         where = range(cache.shape[1]) if slots is None else slots.tolist()
         new, size = len(qkv) // len(where), cache.shape[4]
         for i, (slot, first) in enumerate(zip(where, np.broadcast_to(start, len(where)), strict=True)):
@@ -380,25 +449,52 @@ class ReferenceKernels(OnHost):
             q, k, v = _heads(qkv[rows], out)
             cache[:, slot, :, first : first + new] = np.concatenate((k, v))
             keys, values = cache[:, slot : slot + 1, :, : first + new]
-            scores = self._causal_scores(q, _for_each(q, keys), first, window)
-            out[...] = np.exp(scores - self._log_sum_exp(scores)) @ _for_each(q, values)
+            scores = _masked_scores(q, _for_each(q, keys), AttentionMask(new, window=window), first)
+            out[...] = np.exp(scores - _log_sum_exp(scores)) @ _for_each(q, values)
 
-    def _causal_scores(
-        self, q: Array, k: Array, start: int, window: int, positions: Ints1d | None = None
-    ) -> Array:
-        scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
-        rows, keys = np.arange(q.shape[2])[:, None] + start, np.arange(k.shape[2])
-        hidden = keys > rows
-        if window:
-            hidden = hidden | (keys <= rows - window)
-        if positions is not None:
-            hidden = hidden | (keys < rows - positions.reshape(len(q), 1, -1, 1))
-        return np.where(hidden, -np.inf, scores)
+    # -- decoding beside the passes
 
-    def _log_sum_exp(self, scores: Array) -> Array:
-        top = scores.max(-1, keepdims=True)
-        log_sum: Array = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
-        return log_sum
+    def move_cached(
+        self, caches: Array, target: int, source: int, count: int, kept: int, angles: Angles | None
+    ) -> None:
+        """Slot `target`, positions 0 … kept ← slot `source`, those from `count` on, in all layers.
+
+        caches (layers, 2, L, K, T_max, head). With `angles` keys are rotated back by `count` positions. The
+        two slots may be one.
+        """
+        found = np.array(self.to_host(caches[:, :, source, :, count : count + kept]))
+        if angles is not None:
+            (left, right), (c, s) = np.split(found[:, 0], 2, axis=-1), (table[count] for table in angles)
+            found[:, 0] = np.concatenate((left * c + right * s, right * c - left * s), axis=-1)
+        self.put(caches[:, :, target, :, :kept], found)
+
+    def likeliest(self, tokens: Ints2d, found: Wide2d, logits: Floats2d, vocab: int) -> None:
+        """tokens (N, k) ← the k likeliest by logits (N, padded V), in order, equal logits by token.
+
+        found (N, k + 1) ← their logits, and log Σ exp(logits), which is NaN where one is not finite.
+        """
+        rows, k = self.to_host(logits)[:, :vocab], tokens.shape[1]
+        tokens[...] = np.argsort(-rows, axis=1, kind="stable")[:, :k]
+        found[:, :k] = np.take_along_axis(rows, tokens, axis=1)
+        top = found[:, 0]
+        with np.errstate(invalid="ignore"):  # of rows that are not finite
+            found[:, k] = top + np.log(np.exp(rows - top[:, None]).sum(1))
+        found[~np.isfinite(rows).all(1), k] = np.nan
+
+    def drawn(self, tokens: Ints1d, found: Doubles2d, logits: Floats2d, vocab: int, draws: Doubles2d) -> None:
+        """tokens (N,) ← one drawn by logits (N, padded V) each; draws (N, 2): temperature, number of [0, 1).
+
+        The first where the running sum of p = exp((logits - highest) / temperature) passes number · Σ p;
+        found (N, 2) ← its logit, and Σ p. Only where rounding decides may backends differ. A row that is
+        not finite gives any token.
+        """
+        rows = self.to_host(logits)[:, :vocab]
+        with np.errstate(invalid="ignore"):  # of rows that are not finite
+            for i, (row, (temperature, uniform)) in enumerate(zip(rows, draws.tolist(), strict=True)):
+                sums = np.exp((row - row.max()) / temperature).cumsum(dtype=np.float64)
+                token = int(sums.searchsorted(uniform * sums[-1], side="right"))
+                tokens[i] = min(token, vocab - 1)
+                found[i] = row[tokens[i]], sums[-1]
 
     # -- head and loss
 
@@ -413,13 +509,20 @@ class ReferenceKernels(OnHost):
         scale: float,
         accumulate: bool,
     ) -> None:
+        """losses[n] ← -log softmax(x wᵀ)[n, targets[n]]; dx, dw ← the gradients of scale · Σ losses.
+
+        losses[n] and dx[n] are 0 where the target is IGNORED.
+        With p the softmax: dlogits = scale · (p - onehot(targets)); dx = dlogits w; dw = dlogitsᵀ x.
+        Rows of w from `vocab` on are padding: not predicted, without gradient. The rows of x go through
+        head.logits chunk by chunk. Without dx: the loss alone.
+        """
         w, chunk_rows = head.w, len(head.logits)
         for start in range(0, len(x), chunk_rows):
             rows = slice(start, min(start + chunk_rows, len(x)))
             index = np.arange(rows.stop - start)
             chunk = x[rows] @ w.T
             chunk[:, head.vocab :] = -np.inf
-            log_sum = self._log_sum_exp(chunk)
+            log_sum = _log_sum_exp(chunk)
             learned = targets[rows] != IGNORED
             # IGNORED, -1, picks the last column of a row: `where` and `learned` drop what comes of it.
             losses[rows] = np.where(learned, log_sum[:, 0] - chunk[index, targets[rows]], 0)
@@ -432,24 +535,38 @@ class ReferenceKernels(OnHost):
                     _put(dw, grad.T @ x[rows], accumulate or start > 0)
 
     def sum(self, total: Wide1d, x: Wide1d, scale: float, accumulate: bool) -> None:
+        """total[0] ← scale · Σ x"""
         _put(total, scale * x.sum(dtype=np.float64), accumulate)
 
-    # -- optimizer
+    # -- optimizer, on flat buffers
 
     def sum_squares(self, total: Doubles1d, g: Floats1d) -> None:
+        """total[0] ← Σ g²; g of either type. The same bits as `squares` and then `add_up`."""
         pieces = np.empty(-(-len(g) // PIECE))
         self.squares(pieces, g)
         self.add_up(total, pieces)
 
     def squares(self, pieces: Doubles1d, g: Floats1d) -> None:
+        """pieces[i] ← Σ g² of elements i · PIECE … (i + 1) · PIECE of g, as far as they go.
+
+        Ranks that have a part of g each compute some of the pieces.
+        """
         for i in range(len(pieces)):
             piece = g[i * PIECE : (i + 1) * PIECE].astype(np.float64)
             pieces[i] = (piece**2).sum()
 
     def add_up(self, total: Doubles1d, pieces: Doubles1d) -> None:
+        """total[0] ← Σ pieces"""
         total[...] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
+        """One AdamW step in place on p, m, v; low ← p, rounded. `scalars`: StepScalars and what follows them.
+
+        With s = grad_scale, times clip / (grad_scale · √norm) where that is below 1 and clip is not 0:
+        m ← β1 m + (1 - β1) s g; v ← β2 v + (1 - β2) s² g²;
+        p ← decay_factor · p - step_size · m / (√v · inv_sqrt_bias_correction + eps).
+        norm[0] is Σ g² over all ranks; where it is not finite, nothing happens.
+        """
         p, low, m, v, g, ranges = state
         beta1, beta2, eps = constants
         scale = clipped(norm, scalars)
@@ -474,6 +591,10 @@ class ReferenceKernels(OnHost):
     def muon_momentum(
         self, m: Sequence[Wide1d], g: Sequence[Wide1d], norm: Doubles1d, scalars: Doubles1d
     ) -> None:
+        """Each m ← μ m + (1 - μ) s g; its g ← (1 - μ) s g + μ m, Nesterov's. `scalars`: MuonScalars.
+
+        s is as in `adamw`; where norm[0] is not finite, nothing happens.
+        """
         scale = clipped(norm, scalars)
         momentum = scalars[2]  # of MuonScalars
         if scale is None:
@@ -483,6 +604,10 @@ class ReferenceKernels(OnHost):
             gi[...] = (1 - momentum) * scale * gi + momentum * mi
 
     def orthogonalise(self, updates: Sequence[Wide2d]) -> None:
+        """Each U S Vᵀ ← about U Vᵀ, in place: all singular values come near 1.
+
+        x ← u / (1.02 ‖u‖); then x ← a x + b x xᵀ x + c (x xᵀ)² x for each (a, b, c) of POLAR.
+        """
         for u in updates:
             x = u if len(u) <= u.shape[1] else u.T
             x = x / (1.02 * math.sqrt((x.astype(np.float64) ** 2).sum()) + TINY)
@@ -492,9 +617,16 @@ class ReferenceKernels(OnHost):
             u[...] = x if len(u) <= u.shape[1] else x.T
 
     def orthogonalise_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Return the memory that is kept to orthogonalise matrices of these shapes."""
         return 0
 
     def muon(self, matrices: Sequence[MuonMatrix], norm: Doubles1d, scalars: Doubles1d, beta2: float) -> None:
+        """One step along orthogonalised updates, in place on p and v; low ← p, rounded. u is scratch.
+
+        q ← the mean squares of the rows (or columns) of u; v ← β2 v + (1 - β2) q; u ← u / √v, row by row,
+        then scaled to the norm it had. With lr = learning_rate · √max(1, rows / columns):
+        p ← p - lr · (u + weight_decay · p where u · p ≥ 0). Where norm[0] is not finite, nothing happens.
+        """
         if clipped(norm, scalars) is None:
             return
         learning_rate, weight_decay = scalars[3:5]  # of MuonScalars
@@ -510,9 +642,15 @@ class ReferenceKernels(OnHost):
                 self.cast_down(low, p)
 
     def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
+        """y ← a - b"""
         y[...] = a - b
 
     def nesterov(self, state: NesterovState, scale: float, lr: float, momentum: float) -> None:
+        """One step along the ranks' mean change, with scale = 1 / ranks; p and round_start become the same.
+
+        velocity ← momentum · velocity + scale · change;
+        p, round_start ← round_start + lr · (momentum · velocity + scale · change); low ← p, rounded.
+        """
         p, low, round_start, velocity, change = state
         velocity[...] = momentum * velocity + scale * change
         round_start += lr * (momentum * velocity + scale * change)
@@ -579,6 +717,24 @@ def _gains(gain: Array, qkv: Array, rstd: Array) -> Array:
     heads, both = rstd.shape[1], gain.reshape(2, -1)
     n_head = 2 * heads - qkv.shape[1] // both.shape[1]  # 2 (H + K) - (H + 2K) = H
     return np.repeat(both, (n_head, heads - n_head), axis=0)
+
+
+def _masked_scores(q: Array, k: Array, mask: AttentionMask, start: int = 0) -> Array:
+    """Return q kᵀ / √head, -∞ where the mask hides a key. The first row of q is at position `start`."""
+    scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
+    rows, keys = np.arange(q.shape[2])[:, None] + start, np.arange(k.shape[2])
+    is_masked = keys > rows
+    if mask.window:
+        is_masked = is_masked | (keys <= rows - mask.window)
+    if mask.positions is not None:
+        is_masked = is_masked | (keys < rows - mask.positions.reshape(len(q), 1, -1, 1))
+    return np.where(is_masked, -np.inf, scores)
+
+
+def _log_sum_exp(scores: Array) -> Array:
+    top = scores.max(-1, keepdims=True)
+    log_sum: Array = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+    return log_sum
 
 
 def _heads_of(x: Array, seq_len: int, n_head: int) -> Array:
