@@ -23,7 +23,6 @@ PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is be
 
 # Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
 MOST_KEPT = 6
-LACKS_ALLTOALL = "what needs parts of arrays is refused before (`Comm.lacks_alltoall`)"
 
 SHARED_GPU = "DISTGPT_NCCL_SHARED"  # 1: NCCL also where ranks share a GPU, which is slow: for tests
 MULTI_RANK_NCCL = 23000  # the first version that lets ranks share a GPU when it is requested
@@ -53,7 +52,6 @@ class DeviceComm:
     def __init__(self, host: Comm, transport: Transport) -> None:
         self._host, self.transport = host, transport
         self.queued: QueuedComm | None = transport if isinstance(transport, Nccl) else None
-        self.lacks_alltoall = isinstance(transport, CudaAware)
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
         self.allreduce_max, self.broadcast_bytes = host.allreduce_max, host.broadcast_bytes
@@ -292,31 +290,6 @@ def _are_alike(bounds: Sequence[int]) -> bool:
     return all(size == each for size in others[:-1]) and (not others or others[-1] >= each)
 
 
-class CudaAware:
-    """Go by an MPI that reads the GPUs' memory itself."""
-
-    name = "cuda-aware"
-
-    def __init__(self, device: CupyDevice) -> None:
-        from mpi4py import MPI
-
-        self._device, self._mpi = device, MPI
-
-    def sum(self, array: Array, chunked: bool) -> None:
-        self._device.synchronize()
-        self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, array)
-
-    def broadcast(self, array: Array) -> None:
-        self._device.synchronize()
-        self._mpi.COMM_WORLD.Bcast(array)
-
-    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        raise NotImplementedError(LACKS_ALLTOALL)
-
-    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        raise NotImplementedError(LACKS_ALLTOALL)
-
-
 # -- the choice
 
 
@@ -329,7 +302,7 @@ def sharing(comm: Comm, device: CupyDevice) -> int:
 def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> Transport:
     """Choose the way that all ranks can take. Collective.
 
-    `how`: auto, nccl, host or cuda-aware; `sharing`: ranks on this rank's GPU.
+    `how`: auto, nccl or host; `sharing`: ranks on this rank's GPU.
     """
     crowded = _anywhere(comm, sharing > 1 and os.environ.get(SHARED_GPU) != "1")
     nccl = nccl_module()
@@ -342,8 +315,6 @@ def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> 
         if _anywhere(comm, sharing > 1):
             _let_ranks_share(nccl, comm.rank)
         return Nccl(comm, device, nccl)
-    if how == "cuda-aware":
-        return _probed(comm, device)
     return HostStaged(comm, device)
 
 
@@ -371,22 +342,6 @@ def nccl_module() -> Any:
     from cupy.cuda import nccl
 
     return nccl if nccl.available else None
-
-
-def _probed(comm: Comm, device: CupyDevice) -> Transport:
-    """Ask MPI whether it can read GPUs, then try: one that cannot would crash on their memory."""
-    from distgpt.core.comm.mpi import is_cuda_aware, library
-
-    if _anywhere(comm, not is_cuda_aware()):
-        raise shared(
-            UsageError(f"--allreduce cuda-aware: {library()} says that it can't read GPUs; use auto or host")
-        )
-    chosen, ones = CudaAware(device), device.zeros((1000,), np.dtype(np.float32))
-    device.upload(ones, np.ones(1000, np.float32))
-    chosen.sum(ones, chunked=False)
-    if _anywhere(comm, not (device.download(ones) == comm.size).all()):
-        raise shared(UsageError("--allreduce cuda-aware: MPI sums arrays on GPUs wrongly; use auto or host"))
-    return chosen
 
 
 def _anywhere(comm: Comm, here: bool) -> bool:

@@ -23,10 +23,6 @@ WITHOUT_NCCL = (
     "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
     " and --allreduce auto or nccl"
 )
-LACKS_ALLTOALL = (
-    "--allreduce cuda-aware is for --grad-sync allreduce and chunked with --gradient-dtype float32: use nccl"
-    " or host"
-)
 ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
 
 MakeExchange = Callable[[Comm, OptimizerState, TrainConfig, Say], Exchange]
@@ -183,5 +179,4 @@ def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
         return "" if comm.queued else WITHOUT_NCCL
     if t.grad_sync == "overlapped":
         return "" if comm.is_threadsafe else WITHOUT_THREADS
-    in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"
-    return LACKS_ALLTOALL if on_gpu and comm.lacks_alltoall and in_parts else ""
+    return ""

@@ -81,7 +81,7 @@ class Trial(Exchange):
 def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> list[str]:
     """Return what may be the fastest, by how the ranks lie on nodes. Collective."""
     most, has_threads = comm.allreduce_max(comm.local_size), not comm.allreduce_max(not comm.is_threadsafe)
-    if t.reproducible_parts or (on_gpu and comm.lacks_alltoall):
+    if t.reproducible_parts:
         return ["allreduce"]
     if on_gpu and comm.queued:
         return ["allreduce", "overlapped"]

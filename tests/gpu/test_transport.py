@@ -240,28 +240,16 @@ def verdict(how, comm, device):
 
 
 def choices(comm, device):
-    last, kept = comm.size - 1, transport.CudaAware
-    transport.CudaAware = None  # none may ever be made
-    for how in ("auto", "nccl", "host", "cuda-aware"):
+    last = comm.size - 1
+    for how in ("auto", "nccl", "host"):
         for crowded in ("nobody", "two", "all"):
             for lacking in ("nobody", "last", "all"):
                 alone = crowded == "nobody" or (crowded == "two" and 0 < comm.rank < last)
                 device.place = f"GPU {comm.rank if alone else 0}"
                 missing = lacking == "all" or (lacking == "last" and comm.rank == last)
                 transport.nccl_module = lambda: None if missing else FakeNccl()
-                # One rank that can does not help the others.
-                mpi.is_cuda_aware = lambda: (True, False, None)[comm.rank]
                 verdicts = gather_bytes(comm, verdict(how, comm, device).encode())
                 yield how, crowded, lacking, sorted({each.decode() for each in verdicts})
-    transport.CudaAware = kept
-
-
-def aware(comm, device, right):
-    mpi.is_cuda_aware = lambda: True
-    device.place = str(comm.rank)
-    if not right:
-        transport.CudaAware.sum = lambda self, array, chunked: None
-    return verdict("cuda-aware", comm, device)
 
 
 try:
@@ -270,7 +258,6 @@ try:
     device = CupyDevice(0, xp=FakeCupy())
     sums(comm, device)
     found = list(choices(comm, device))
-    found.append([aware(comm, device, right) for right in (True, False)])
     if comm.rank == 0:
         print(json.dumps(found))
 except BaseException:
@@ -283,8 +270,6 @@ except BaseException:
 
 def expected(how, crowded, lacking):
     """A word of the verdict that all ranks should arrive at."""
-    if how == "cuda-aware":
-        return "can't read GPUs"
     if how == "nccl" and crowded != "nobody":
         return "a GPU for every rank"
     if how == "nccl" and lacking != "nobody":
@@ -299,10 +284,9 @@ def test_ranks_sum_share_and_choose_together(tmp_path):
     path = {"PYTHONPATH": str(Path(__file__).parent)}
     result = distgpt(ranks=3, program=[sys.executable, str(driver)], cold=False, env=path)
     assert result.returncode == 0, result.stderr
-    *found, (right, wrong) = json.loads(result.stdout)
-    assert len(found) == 4 * 3 * 3
+    found = json.loads(result.stdout)
+    assert len(found) == 3 * 3 * 3
     for how, crowded, lacking, verdicts in found:
         (verdict,) = verdicts
         word = expected(how, crowded, lacking)
         assert verdict == word if word in ("nccl", "host") else word in verdict, (how, crowded, lacking)
-    assert right == "cuda-aware" and "wrongly" in wrong

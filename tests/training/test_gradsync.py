@@ -328,20 +328,13 @@ def test_what_does_not_go_together_is_refused(tmp_path):
 def test_what_this_job_s_mpi_cannot_do_is_refused_before_the_first_step():
     def refused(ranks, words, on_gpu=True, **how):
         def act(comm):
-            comm.lacks_alltoall, comm.is_threadsafe = True, comm.rank == 0
+            comm.is_threadsafe = comm.rank == 0
             Chosen(TrainConfig(**how), comm.size).refuse_unable(comm, on_gpu)
 
         return [words in str(found) for found in on_all_ranks(ranks, act)]
 
-    for how in (
-        {"grad_sync": "sharded"},
-        {"gradient_dtype": "bfloat16"},
-        {"gradient_dtype": "bfloat16", "outer_every": 500},
-    ):
-        assert refused(2, "cuda-aware is for", **how) == [True] * 2
-        assert refused(1, "cuda-aware is for", **how) == [False]
-    assert refused(2, "cuda-aware", grad_sync="chunked") == [False] * 2
     assert refused(2, "MPI_THREAD_MULTIPLE", on_gpu=False, grad_sync="overlapped") == [True] * 2
+    assert refused(1, "MPI_THREAD_MULTIPLE", on_gpu=False, grad_sync="overlapped") == [False]
 
 
 # -- whole runs
@@ -370,13 +363,9 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def tried(ranks, per_node, on_gpu=False, lacks_alltoall=False, nccl=None, threads=True, **how):
+    def tried(ranks, per_node, on_gpu=False, nccl=None, threads=True, **how):
         def act(comm):
-            comm.lacks_alltoall, comm.queued, comm.is_threadsafe = (
-                lacks_alltoall,
-                nccl,
-                threads or comm.rank == 0,
-            )
+            comm.queued, comm.is_threadsafe = nccl, threads or comm.rank == 0
             return candidates(comm, TrainConfig(**how), on_gpu)
 
         (found, *others) = on_all_ranks(ranks, act, per_node)
@@ -387,7 +376,6 @@ def test_candidates_by_how_the_ranks_lie():
     assert tried(2, 2) == ["allreduce", "chunked"] and tried(2, 1) == ["allreduce", "overlapped"]
     assert tried(4, 2) == ["allreduce", "overlapped", "hierarchical"]
     assert tried(4, 2, on_gpu=True) == ["allreduce", "chunked"], "without NCCL"
-    assert tried(4, 2, on_gpu=True, lacks_alltoall=True) == ["allreduce"]
     assert tried(2, 2, gradient_dtype="bfloat16") == ["allreduce", "chunked"]
     assert tried(2, 2, on_gpu=True, gradient_dtype="bfloat16") == ["allreduce"]
     for kind in ("float32", "bfloat16"):

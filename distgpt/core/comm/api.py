@@ -25,7 +25,6 @@ class Comm(Protocol):
     local_size: int
     cores: float
     queued: QueuedComm | None  # None where the host sums
-    lacks_alltoall: bool  # whether arrays of GPUs can be summed and broadcast, but not exchanged in parts
     is_threadsafe: bool  # whether several threads may call it at once, those of `dup_sleeping` among them
 
     def sum(self, array: Array) -> None:

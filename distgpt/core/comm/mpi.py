@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -30,7 +29,6 @@ class MpiComm:
     """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
 
     queued: QueuedComm | None = None
-    lacks_alltoall = False
 
     def __init__(self, ranks: Any = None, sleeping: bool = False) -> None:
         if not MPI.Is_initialized():
@@ -164,14 +162,6 @@ def library() -> str:
 def configuration() -> str:
     """Return all that the MPI library says of its version and of how it was built."""
     return str(MPI.Get_library_version())
-
-
-def is_cuda_aware() -> bool | None:
-    """Ask MPI if it reads the memory of GPUs; None if it does not say."""
-    try:
-        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
-    except (OSError, AttributeError):
-        return None
 
 
 def _share_of_cores(node: Any) -> float:

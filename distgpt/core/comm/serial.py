@@ -15,7 +15,6 @@ class SerialComm:
     rank = 0
     size = 1
     queued: QueuedComm | None = None
-    lacks_alltoall = False
     is_threadsafe = True
 
     def __init__(self, beside: Comm | None = None) -> None:

@@ -33,7 +33,7 @@ from distgpt.show.page import Block, Column, Paragraph, tabulated
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
 SHARED = "shared memory"  # as summary.json calls it
-ON_GPU = ("nccl", "host", "host-chunked", "cuda-aware")
+ON_GPU = ("nccl", "host", "host-chunked")
 FEWEST = 3  # repetitions of a size
 LATENCY_BOUND = 64 << 10  # arrays below this size take about as long as each other
 COPIES = 3  # of an array: its own, what MPI keeps beside it, and what is staged
