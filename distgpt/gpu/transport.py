@@ -19,7 +19,7 @@ from distgpt.gpu.api import address
 from distgpt.gpu.copies import Mirror
 from distgpt.gpu.device import CupyDevice
 
-PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is being copied
+PIECE_BYTES = 32 << 20  # of an array that is broadcast: the host needs no copy of all of it
 
 # Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
 MOST_KEPT = 6
@@ -33,7 +33,7 @@ class Transport(Protocol):
 
     name: str
 
-    def sum(self, array: Array, chunked: bool) -> None:
+    def sum(self, array: Array) -> None:
         """array ← Σ over ranks of array"""
 
     def broadcast(self, array: Array) -> None:
@@ -61,16 +61,7 @@ class DeviceComm:
         self.split_by_node = host.split_by_node
 
     def sum(self, array: Array) -> None:
-        if isinstance(array, np.ndarray):
-            self._host.sum(array)
-        else:
-            self.transport.sum(array, chunked=False)
-
-    def sum_chunked(self, array: Array) -> None:
-        if isinstance(array, np.ndarray):
-            self._host.sum_chunked(array)
-        else:
-            self.transport.sum(array, chunked=True)
+        self._for(array).sum(array)
 
     def broadcast(self, array: Array) -> None:
         self._for(array).broadcast(array)
@@ -93,21 +84,19 @@ class HostStaged:
     def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
         # Of the last arrays that were exchanged, by address, length and type: so they are kept too.
-        self._kept: dict[tuple[int, int, str, int], tuple[Array, list[Mirror]]] = {}
+        self._kept: dict[tuple[int, int, str], tuple[Array, Mirror]] = {}
 
-    def sum(self, array: Array, chunked: bool) -> None:
-        """Sum over ranks; the host copies are kept, since every step sums the same few arrays."""
-        mirrors = self._mirrors(array, PIECE_BYTES if chunked else array.nbytes)
-        for mirror in mirrors:
-            mirror.fetch()
-        for mirror in mirrors:
-            mirror.ready()
-            self._comm.sum(mirror.host)
-            mirror.send()
+    def sum(self, array: Array) -> None:
+        mirror = self._mirror(array)
+        mirror.fetch()
+        mirror.ready()
+        self._comm.sum(mirror.host)
+        mirror.send()
 
     def broadcast(self, array: Array) -> None:
-        for part in _pieces(array, PIECE_BYTES):
-            mirror = self._device.mirror(part)
+        flat, piece = array.reshape(-1), max(1, PIECE_BYTES // array.itemsize)
+        for start in range(0, flat.size, piece):
+            mirror = self._device.mirror(flat[start : start + piece])
             mirror.fetch()
             mirror.ready()
             self._comm.broadcast(mirror.host.view(np.uint8))
@@ -115,7 +104,7 @@ class HostStaged:
             mirror.ready()
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        (going,), (coming,) = self._mirrors(sent, sent.nbytes), self._mirrors(received, received.nbytes)
+        going, coming = self._mirror(sent), self._mirror(received)
         for start, count in zip(starts, counts, strict=True):
             going.fetch(start, start + count)
         going.ready()
@@ -127,7 +116,7 @@ class HostStaged:
             coming.send(begin, begin + counts[self._comm.rank])
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        (mirror,) = self._mirrors(array, array.nbytes)
+        mirror = self._mirror(array)
         own = self._comm.rank
         mirror.fetch(bounds[own], bounds[own + 1])
         mirror.ready()
@@ -135,25 +124,19 @@ class HostStaged:
         mirror.send(bounds[0], bounds[own])
         mirror.send(bounds[own + 1], bounds[-1])
 
-    def _mirrors(self, array: Array, most_bytes: int) -> list[Mirror]:
-        """Return host copies of an array's pieces, the same ones for the same memory.
+    def _mirror(self, array: Array) -> Mirror:
+        """Return the host's copy of an array, the same one for the same memory, since steps repeat.
 
         Those unused for longest are dropped; copies under way still hold them (`UnderWay`).
         """
-        key = (address(array), array.size, array.dtype.name, most_bytes)
+        key = (address(array), array.size, array.dtype.name)
         if key in self._kept:
             self._kept[key] = self._kept.pop(key)  # now the last to go
         else:
-            mirrors = [self._device.mirror(part) for part in _pieces(array, most_bytes)]
-            self._kept[key] = array, mirrors
+            self._kept[key] = array, self._device.mirror(array.reshape(-1))
         if len(self._kept) > MOST_KEPT:
             del self._kept[next(iter(self._kept))]
         return self._kept[key][1]
-
-
-def _pieces(array: Array, most_bytes: int) -> list[Array]:
-    flat, step = array.reshape(-1), max(1, most_bytes // array.itemsize)
-    return [flat[start : start + step] for start in range(0, flat.size, step)]
 
 
 class Cut(NamedTuple):
@@ -185,7 +168,7 @@ class Nccl:
             "uint16": nccl.NCCL_BFLOAT16,
         }
 
-    def sum(self, array: Array, chunked: bool) -> None:
+    def sum(self, array: Array) -> None:
         at, kind = address(array), self._types[array.dtype.name]
         self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._stream)
 

@@ -53,7 +53,7 @@ def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first(device
 
     def made(array):
         mirrors.clear()
-        way.sum(array, chunked=False)
+        way.sum(array)
         return bool(mirrors)
 
     assert made(array[3:20]) and not made(array[3:20]), "another object each time"
@@ -61,27 +61,6 @@ def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first(device
     assert made(array[3:21]), "one more than are kept"
     assert not made(array[3:20]) and made(others[0]) and not made(others[-1])
     np.testing.assert_array_equal(device.download(array)[[0, 3, 20, 24]], [1, 32, 2, 1])
-
-
-def test_all_pieces_are_on_their_way_before_the_first_is_summed(device, monkeypatch):
-    monkeypatch.setattr(transport, "PIECE_BYTES", 40)
-    begun = []
-
-    class Watching(Twice):
-        def sum(self, array):
-            begun.append((array.size, device.stream.begun - before))
-            super().sum(array)
-
-    array, way = filled(device, np.ones(25, FLOAT)), HostStaged(Watching(), device)
-    for _ in range(2):
-        begun.clear()
-        before = device.stream.begun
-        way.sum(array, chunked=True)
-        assert begun == [(10, 3), (10, 4), (5, 5)]  # each goes back as soon as it is summed
-    before = device.stream.begun
-    way.sum(array, chunked=False)
-    assert begun[-1] == (25, 1)
-    np.testing.assert_array_equal(device.download(array), np.full(25, 8))
 
 
 # NCCL
@@ -214,14 +193,13 @@ from distgpt.core.ops.low_precision import to_bfloat16
 
 def sums(comm, device):
     for dtype in ("float32", "float64"):
-        for chunked in (False, True):
-            array = device.zeros((7, 11), np.dtype(dtype))
-            device.upload(array, np.arange(77, dtype=dtype) * (comm.rank + 1))
-            way = transport.HostStaged(comm, device)
-            way.sum(array, chunked)
-            way.sum(array, chunked)
-            expected = np.arange(77).reshape(7, 11) * comm.size * comm.size * (comm.size + 1) / 2
-            np.testing.assert_array_equal(device.download(array), expected)
+        array = device.zeros((7, 11), np.dtype(dtype))
+        device.upload(array, np.arange(77, dtype=dtype) * (comm.rank + 1))
+        way = transport.HostStaged(comm, device)
+        way.sum(array)
+        way.sum(array)
+        expected = np.arange(77).reshape(7, 11) * comm.size * comm.size * (comm.size + 1) / 2
+        np.testing.assert_array_equal(device.download(array), expected)
     bits = to_bfloat16(np.linspace(-3, 3, 101))
     array = device.zeros((101,), np.dtype(np.uint16))
     device.upload(array, bits if comm.rank == 0 else np.zeros_like(bits))

@@ -10,8 +10,6 @@ if TYPE_CHECKING:  # commands import this file, and are to begin without NumPy
 
 Array: TypeAlias = "np.ndarray"  # contiguous
 
-CHUNK_BYTES = 4 << 20  # what `sum_chunked` sums at a time: it stays in cache meanwhile
-
 
 class Comm(Protocol):
     """The ranks of one job. `local_rank` of `local_size` counts the ranks on this node.
@@ -29,9 +27,6 @@ class Comm(Protocol):
 
     def sum(self, array: Array) -> None:
         """array ← Σ over ranks of array, in place, in one Allreduce."""
-
-    def sum_chunked(self, array: Array) -> None:
-        """Sum in pieces that stay in cache, which is faster for large arrays within a node."""
 
     def allreduce_max(self, value: int) -> int:
         """Return the maximum of an integer over the ranks."""

@@ -16,7 +16,7 @@ mpi4py.rc.finalize = True
 from mpi4py import MPI
 
 from distgpt.core.base.interrupts import default_signals
-from distgpt.core.comm.api import CHUNK_BYTES, Array, QueuedComm
+from distgpt.core.comm.api import Array, QueuedComm
 from distgpt.core.comm.resources import usable_cores
 
 LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
@@ -47,10 +47,6 @@ class MpiComm:
 
     def sum(self, array: Array) -> None:
         for piece in _pieces(array, LARGEST_MESSAGE):
-            self._do("allreduce", MPI.IN_PLACE, piece)
-
-    def sum_chunked(self, array: Array) -> None:
-        for piece in _pieces(array, CHUNK_BYTES):
             self._do("allreduce", MPI.IN_PLACE, piece)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:

@@ -26,9 +26,6 @@ class SerialComm:
     def sum(self, array: Array) -> None:
         return None
 
-    def sum_chunked(self, array: Array) -> None:
-        return None
-
     def allreduce_max(self, value: int) -> int:
         return value
 
