@@ -6,8 +6,8 @@
 The base gets a worktree and an environment in build/bits/. Bits depend on the processor, so they are kept
 there per processor. Of each run: losses and gradient norms, weights, best weights, and every file of the last
 checkpoint. Sums are compared on three and four ranks too: on two, a + b is the same in any order. "nodes" are
-two nodes as MPICH imagines them. What is chosen by time or by processor (--grad-sync auto, --matmul auto,
---dtype auto) is never taken here.
+two nodes as MPICH imagines them. What is chosen by processor (--matmul auto, --dtype auto) is never taken
+here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ RUNS: dict[str, tuple[int, str, str]] = {
     "chats, adapters": (0, f"{CHATS} --lora-rank 4", "--threads 2"),
     "mpi": (2, SMALL, ""),
     "mpi, micro-batches": (2, SMALL, "--grad-accum 2"),
-    "mpi, chunked": (2, SMALL, "--grad-sync chunked"),
     "mpi, overlapped": (2, SMALL, "--grad-sync overlapped"),
     "mpi, sharded": (2, SMALL, "--grad-sync sharded"),
     "mpi, sharded, bfloat16": (2, SMALL, "--grad-sync sharded --dtype bfloat16"),

@@ -59,7 +59,6 @@ TRAINING = {
     "gpt2-bfloat16-mpi": Workload("gpt2", "mpi", GPT2 | BFLOAT16, IN_16_BITS),
     "gpt2-serial": Workload("gpt2", "serial", GPT2, {"eager": 1.3, BEST: 1.03}),
     "gpt2-mpi": Workload("gpt2", "mpi", GPT2, {"eager": 1.3, BEST: 1.03}),
-    "gpt2-mpi-chunked": Workload("gpt2", "mpi", GPT2 | {"grad_sync": "chunked"}, {"eager": 1.3}),
     "gpt-mini-bfloat16": Workload("gpt-mini", "serial", MINI | BFLOAT16, {"eager": 1.4, BEST: 1.1}),
     "gpt-mini": Workload("gpt-mini", "serial", MINI, {"eager": 1.3}),
     # PyTorch with a smaller head, and with an operator that it does not offer

@@ -61,10 +61,10 @@ class Checks:
         total = (self.size * (np.arange(n) % MODULUS) + self.size * (self.size - 1) // 2).astype(kind)
         what = f"{n} {np.dtype(kind).name}"
         array = self.put(own)
-        self.way.sum(array, chunked=False)
+        self.way.sum(array)
         self.expect(f"sum {what}", self.device.download(array), total)
         array = self.put(own)
-        self.way.on_side_stream(lambda: self.way.sum(array, chunked=False))
+        self.way.on_side_stream(lambda: self.way.sum(array))
         self.way.join()
         self.expect(f"sum on the side stream {what}", self.device.download(array), total)
         array = self.put(own)
@@ -123,7 +123,7 @@ def main() -> int:
             checks.moves(n, kind)
     large = checks.put(np.ones(1 << 12 if quick else TIMED, np.float32))
     comm.barrier()
-    took = seconds(device, lambda: way.sum(large, chunked=False))
+    took = seconds(device, lambda: way.sum(large))
     wrong = comm.allreduce_max(checks.wrong)
     if comm.rank == 0:
         print(f"a sum of {large.nbytes / 1e6:.3g} MB: {took * 1e3:.1f} ms;", end=" ")

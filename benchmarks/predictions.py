@@ -25,11 +25,9 @@ from typing import Any
 
 from alphabeta import AlphaBeta, Network, OverNetwork, fit
 
-from distgpt.core.comm.api import CHUNK_BYTES
 from distgpt.core.model.model import flag_count
 from distgpt.measure.bench.allreduce import SHARED
 from distgpt.measure.bench.results import Row
-from distgpt.parallel.choose import ONE_CALL
 from distgpt.parallel.overlapped import BUCKET
 from distgpt.parallel.reductions import PIECE
 
@@ -41,11 +39,9 @@ Exchange = Callable[[int, float], float]  # seconds of an Allreduce among this m
 Sum = Callable[[float], float]  # seconds of an Allreduce of this many bytes
 
 
-def summed_by(grad_sync: str, summed: str | None = None) -> str:
+def summed_by(summed: str | None) -> str:
     """Return the algorithm nearest to what a run does. `summed`: what its summary tells of that."""
-    if summed == SHARED:
-        return SHARED
-    return grad_sync if grad_sync in ONE_CALL else "allreduce"
+    return SHARED if summed == SHARED else "allreduce"
 
 
 def affine(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -173,20 +169,19 @@ def takes_over(mode: str, job: Job, exchange: Exchange) -> int | None:
     return None
 
 
-def fitted(summed: dict[str, Any], grad_sync: str) -> AlphaBeta:
+def fitted(summed: dict[str, Any]) -> AlphaBeta:
     """The α–β model of the algorithm that the runs sum gradients with."""
     measured = {row["algorithm"] for row in summed["rows"]}
-    grad_sync = summed_by(grad_sync, SHARED if measured == {SHARED} else None)
-    table = [(row["bytes"], row["seconds"]) for row in summed["rows"] if row["algorithm"] == grad_sync]
+    algorithm = summed_by(SHARED if measured == {SHARED} else None)
+    table = [(row["bytes"], row["seconds"]) for row in summed["rows"] if row["algorithm"] == algorithm]
     form = "ring" if "Open MPI" in summed["library"] else "scatter-gather"
-    form = "memory" if grad_sync == SHARED else form
-    return fit(table, summed["ranks"], form, CHUNK_BYTES if grad_sync == "chunked" else None)
+    form = "memory" if algorithm == SHARED else form
+    return fit(table, summed["ranks"], form)
 
 
 def predictions(
     found: dict[str, Any],
     points: Sequence[tuple[int, float]],
-    grad_sync: str,
     ranks: Sequence[int],
     network: Network | None,
     ranks_per_node: int,
@@ -197,7 +192,7 @@ def predictions(
     """
     job = Job(found["batch_size"], found["seq_len"], found["gradient_bytes"], *affine(points))
     modes = list(dict.fromkeys(row["mode"] for row in found["measured"]))
-    here = fitted(found["allreduce"], grad_sync)
+    here = fitted(found["allreduce"])
     for row in found["measured"]:
         row["predicted_step_s"] = forecast(row["mode"], row["ranks"], job, here.seconds)["step_s"]
     off = [

@@ -10,8 +10,8 @@ hosts are joined at the rate given, that of all ports of a host together. A sum 
     in a host        2 n (8 - 1) / 8  bytes at NVLink's rate
     between hosts    2 n (H - 1) / H  bytes at that rate, and 2 ⌈log₂ H⌉ messages
 
-which is how `--grad-sync hierarchical` sums, and about what NCCL's rings and trees do. What overlaps with the
-backward pass is said in predictions.py.
+which is how `--grad-sync allreduce` sums on several nodes, and about what NCCL's rings and trees do. What
+overlaps with the backward pass is said in predictions.py.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
                 measured.append(compared(mode, n, step, job, alone["step_s_median"], shared[n]))
         among = max((n for n in ranks if n > 1 and not shared[n]), default=2)
         say(f"sums over {count(among, 'rank')} by size")
-        summed = sums(options, among, gradient, summed_by(run.train.grad_sync, sums_by.get(among)))
+        summed = sums(options, among, gradient, summed_by(sums_by.get(among)))
     found = {
         "stage": "mpi",
         "threads": threads,
@@ -181,7 +181,7 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
         "measured": measured,
         "allreduce": summed,
     }
-    return found | predictions(found, points, run.train.grad_sync, predict, network, options.ranks_per_node)
+    return found | predictions(found, points, predict, network, options.ranks_per_node)
 
 
 def ranks_and_cores(options: ScalingOptions, ranks: int) -> tuple[int, int]:

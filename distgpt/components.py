@@ -22,7 +22,6 @@ TABLES: dict[str, dict[str, str]] = {
         "exchange": "distgpt.parallel.choose:Chosen",
         "guards": "distgpt.guards.attach:guarded",
         "hellaswag": "distgpt.evaluation.benchmark:HellaSwag",
-        "hierarchical": "distgpt.parallel.reductions:make",
         "in parts": "distgpt.parallel.reductions:make",
         "local steps": "distgpt.parallel.replicas:make",
         "lora": "distgpt.adapters.adapter_kind:ADAPTERS",
@@ -34,7 +33,6 @@ TABLES: dict[str, dict[str, str]] = {
         "rollback": "distgpt.guards.bad_steps:BadSteps",
         "sharded": "distgpt.parallel.sharded:make",
         "structured log": "distgpt.fleet.structured:as_json",
-        "trial": "distgpt.parallel.trial:make",
         "within": "distgpt.guards.timed:timed_clock",
     },
     # By the value of --system (jobs/batch/script.py).
@@ -65,8 +63,8 @@ TABLES: dict[str, dict[str, str]] = {
     # By a component's name, which settings give: how ranks share a step (core/train/sharing.py).
     "strategies": dict.fromkeys(
         (
-            *("balance", "exchange", "hierarchical", "in parts", "local steps"),
-            *("overlapped", "reproducible", "several ranks", "sharded", "trial"),
+            *("balance", "exchange", "in parts", "local steps"),
+            *("overlapped", "reproducible", "several ranks", "sharded"),
         ),
         "distgpt.parallel.choose:Chosen",
     ),
@@ -106,15 +104,12 @@ TABLES: dict[str, dict[str, str]] = {
     "checks": {
         "balance": "distgpt.parallel.balance:check",
         "chats": "distgpt.texts.chats.examples:check",
-        "hierarchical": "distgpt.parallel.choose:check_hierarchical",
         "local steps": "distgpt.parallel.local_steps:check",
         "lora": "distgpt.adapters.adapter_kind:check",
         "reproducible": "distgpt.parallel.reproducible:check",
     },
     # Name, the value of --grad-sync → a function of the type MakeExchange (parallel/choose.py).
     "exchanges": {
-        "auto": "distgpt.parallel.trial:make",
-        "hierarchical": "distgpt.parallel.reductions:make",
         "overlapped": "distgpt.parallel.overlapped:make",
         "sharded": "distgpt.parallel.sharded:make",
     },

@@ -163,7 +163,7 @@ def test_a_part_that_is_missing_is_the_cores_plain_one(handed_in):
 
 
 def test_settings_that_ask_for_no_other_way_to_share_a_step_get_the_usual_one(handed_in):
-    plain = (TrainConfig(), TrainConfig(grad_sync="chunked"))
+    plain = (TrainConfig(), TrainConfig(dtype="bfloat16"))
     assert {type(strategy_for(t, 4)) for t in plain} == {STRATEGIES[USUAL]}
     assert {type(strategy_for(t, 1)) for t in plain} == {Strategy}
     handed_in("strategies", **{USUAL: "distgpt.parallel.removed:Chosen"})

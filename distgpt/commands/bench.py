@@ -180,7 +180,7 @@ def infer(measure: str | None, **given: Any) -> None:
 @click.option(
     "--algorithms",
     metavar="NAME,…",
-    help="allreduce, chunked, shared memory; of mpi-cuda: nccl, host, host-chunked, cuda-aware.",
+    help="allreduce, shared memory, hierarchical; of mpi-cuda: nccl, host.",
 )
 @click.option(
     "--repeats", type=click.IntRange(1), default=30, show_default=True, help="Most repetitions of a size."

@@ -162,8 +162,7 @@ def _software(found: Facts) -> Iterable[tuple[str, str]]:
     if mpi["problem"]:
         yield "MPI", "not ready: see below"
     else:
-        aware = {True: ", CUDA-aware", False: ", not CUDA-aware", None: ""}[mpi["cuda_aware"]]
-        yield "MPI", f"{mpi['vendor']} {mpi['version']} through mpi4py {versions['mpi4py']}{aware}"
+        yield "MPI", f"{mpi['vendor']} {mpi['version']} through mpi4py {versions['mpi4py']}"
         if mpi.get("library"):
             yield "", f"from {mpi['library']}"
     if launched["launcher"]:

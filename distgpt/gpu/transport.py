@@ -19,11 +19,10 @@ from distgpt.gpu.api import address
 from distgpt.gpu.copies import Mirror
 from distgpt.gpu.device import CupyDevice
 
-PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is being copied
+PIECE_BYTES = 32 << 20  # of an array that is broadcast: the host needs no copy of all of it
 
 # Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
 MOST_KEPT = 6
-LACKS_ALLTOALL = "what needs parts of arrays is refused before (`Comm.lacks_alltoall`)"
 
 SHARED_GPU = "DISTGPT_NCCL_SHARED"  # 1: NCCL also where ranks share a GPU, which is slow: for tests
 MULTI_RANK_NCCL = 23000  # the first version that lets ranks share a GPU when it is requested
@@ -34,7 +33,7 @@ class Transport(Protocol):
 
     name: str
 
-    def sum(self, array: Array, chunked: bool) -> None:
+    def sum(self, array: Array) -> None:
         """array ← Σ over ranks of array"""
 
     def broadcast(self, array: Array) -> None:
@@ -53,7 +52,6 @@ class DeviceComm:
     def __init__(self, host: Comm, transport: Transport) -> None:
         self._host, self.transport = host, transport
         self.queued: QueuedComm | None = transport if isinstance(transport, Nccl) else None
-        self.lacks_alltoall = isinstance(transport, CudaAware)
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
         self.allreduce_max, self.broadcast_bytes = host.allreduce_max, host.broadcast_bytes
@@ -63,16 +61,7 @@ class DeviceComm:
         self.split_by_node = host.split_by_node
 
     def sum(self, array: Array) -> None:
-        if isinstance(array, np.ndarray):
-            self._host.sum(array)
-        else:
-            self.transport.sum(array, chunked=False)
-
-    def sum_chunked(self, array: Array) -> None:
-        if isinstance(array, np.ndarray):
-            self._host.sum_chunked(array)
-        else:
-            self.transport.sum(array, chunked=True)
+        self._for(array).sum(array)
 
     def broadcast(self, array: Array) -> None:
         self._for(array).broadcast(array)
@@ -95,21 +84,19 @@ class HostStaged:
     def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
         # Of the last arrays that were exchanged, by address, length and type: so they are kept too.
-        self._kept: dict[tuple[int, int, str, int], tuple[Array, list[Mirror]]] = {}
+        self._kept: dict[tuple[int, int, str], tuple[Array, Mirror]] = {}
 
-    def sum(self, array: Array, chunked: bool) -> None:
-        """Sum over ranks; the host copies are kept, since every step sums the same few arrays."""
-        mirrors = self._mirrors(array, PIECE_BYTES if chunked else array.nbytes)
-        for mirror in mirrors:
-            mirror.fetch()
-        for mirror in mirrors:
-            mirror.ready()
-            self._comm.sum(mirror.host)
-            mirror.send()
+    def sum(self, array: Array) -> None:
+        mirror = self._mirror(array)
+        mirror.fetch()
+        mirror.ready()
+        self._comm.sum(mirror.host)
+        mirror.send()
 
     def broadcast(self, array: Array) -> None:
-        for part in _pieces(array, PIECE_BYTES):
-            mirror = self._device.mirror(part)
+        flat, piece = array.reshape(-1), max(1, PIECE_BYTES // array.itemsize)
+        for start in range(0, flat.size, piece):
+            mirror = self._device.mirror(flat[start : start + piece])
             mirror.fetch()
             mirror.ready()
             self._comm.broadcast(mirror.host.view(np.uint8))
@@ -117,7 +104,7 @@ class HostStaged:
             mirror.ready()
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        (going,), (coming,) = self._mirrors(sent, sent.nbytes), self._mirrors(received, received.nbytes)
+        going, coming = self._mirror(sent), self._mirror(received)
         for start, count in zip(starts, counts, strict=True):
             going.fetch(start, start + count)
         going.ready()
@@ -129,7 +116,7 @@ class HostStaged:
             coming.send(begin, begin + counts[self._comm.rank])
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        (mirror,) = self._mirrors(array, array.nbytes)
+        mirror = self._mirror(array)
         own = self._comm.rank
         mirror.fetch(bounds[own], bounds[own + 1])
         mirror.ready()
@@ -137,25 +124,19 @@ class HostStaged:
         mirror.send(bounds[0], bounds[own])
         mirror.send(bounds[own + 1], bounds[-1])
 
-    def _mirrors(self, array: Array, most_bytes: int) -> list[Mirror]:
-        """Return host copies of an array's pieces, the same ones for the same memory.
+    def _mirror(self, array: Array) -> Mirror:
+        """Return the host's copy of an array, the same one for the same memory, since steps repeat.
 
         Those unused for longest are dropped; copies under way still hold them (`UnderWay`).
         """
-        key = (address(array), array.size, array.dtype.name, most_bytes)
+        key = (address(array), array.size, array.dtype.name)
         if key in self._kept:
             self._kept[key] = self._kept.pop(key)  # now the last to go
         else:
-            mirrors = [self._device.mirror(part) for part in _pieces(array, most_bytes)]
-            self._kept[key] = array, mirrors
+            self._kept[key] = array, self._device.mirror(array.reshape(-1))
         if len(self._kept) > MOST_KEPT:
             del self._kept[next(iter(self._kept))]
         return self._kept[key][1]
-
-
-def _pieces(array: Array, most_bytes: int) -> list[Array]:
-    flat, step = array.reshape(-1), max(1, most_bytes // array.itemsize)
-    return [flat[start : start + step] for start in range(0, flat.size, step)]
 
 
 class Cut(NamedTuple):
@@ -187,7 +168,7 @@ class Nccl:
             "uint16": nccl.NCCL_BFLOAT16,
         }
 
-    def sum(self, array: Array, chunked: bool) -> None:
+    def sum(self, array: Array) -> None:
         at, kind = address(array), self._types[array.dtype.name]
         self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._stream)
 
@@ -292,31 +273,6 @@ def _are_alike(bounds: Sequence[int]) -> bool:
     return all(size == each for size in others[:-1]) and (not others or others[-1] >= each)
 
 
-class CudaAware:
-    """Go by an MPI that reads the GPUs' memory itself."""
-
-    name = "cuda-aware"
-
-    def __init__(self, device: CupyDevice) -> None:
-        from mpi4py import MPI
-
-        self._device, self._mpi = device, MPI
-
-    def sum(self, array: Array, chunked: bool) -> None:
-        self._device.synchronize()
-        self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, array)
-
-    def broadcast(self, array: Array) -> None:
-        self._device.synchronize()
-        self._mpi.COMM_WORLD.Bcast(array)
-
-    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        raise NotImplementedError(LACKS_ALLTOALL)
-
-    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        raise NotImplementedError(LACKS_ALLTOALL)
-
-
 # -- the choice
 
 
@@ -329,7 +285,7 @@ def sharing(comm: Comm, device: CupyDevice) -> int:
 def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> Transport:
     """Choose the way that all ranks can take. Collective.
 
-    `how`: auto, nccl, host or cuda-aware; `sharing`: ranks on this rank's GPU.
+    `how`: auto, nccl or host; `sharing`: ranks on this rank's GPU.
     """
     crowded = _anywhere(comm, sharing > 1 and os.environ.get(SHARED_GPU) != "1")
     nccl = nccl_module()
@@ -342,8 +298,6 @@ def choose_transport(how: str, comm: Comm, device: CupyDevice, sharing: int) -> 
         if _anywhere(comm, sharing > 1):
             _let_ranks_share(nccl, comm.rank)
         return Nccl(comm, device, nccl)
-    if how == "cuda-aware":
-        return _probed(comm, device)
     return HostStaged(comm, device)
 
 
@@ -371,22 +325,6 @@ def nccl_module() -> Any:
     from cupy.cuda import nccl
 
     return nccl if nccl.available else None
-
-
-def _probed(comm: Comm, device: CupyDevice) -> Transport:
-    """Ask MPI whether it can read GPUs, then try: one that cannot would crash on their memory."""
-    from distgpt.core.comm.mpi import is_cuda_aware, library
-
-    if _anywhere(comm, not is_cuda_aware()):
-        raise shared(
-            UsageError(f"--allreduce cuda-aware: {library()} says that it can't read GPUs; use auto or host")
-        )
-    chosen, ones = CudaAware(device), device.zeros((1000,), np.dtype(np.float32))
-    device.upload(ones, np.ones(1000, np.float32))
-    chosen.sum(ones, chunked=False)
-    if _anywhere(comm, not (device.download(ones) == comm.size).all()):
-        raise shared(UsageError("--allreduce cuda-aware: MPI sums arrays on GPUs wrongly; use auto or host"))
-    return chosen
 
 
 def _anywhere(comm: Comm, here: bool) -> bool:

@@ -97,15 +97,12 @@ def running_mpi() -> Facts:
     """Describe the MPI library, which must have been started."""
     from mpi4py import MPI
 
-    from distgpt.core.comm.mpi import is_cuda_aware
-
     vendor, version = MPI.get_vendor()
     return {
         "problem": "",
         "vendor": vendor,
         "version": ".".join(map(str, version)),
         "library": _library_file(MPI.__file__),
-        "cuda_aware": is_cuda_aware(),
     }
 
 

@@ -14,7 +14,7 @@ from distgpt.core.config import TrainConfig
 from distgpt.core.model.model import Model
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.train.sharing import Exchange, MicroBatches, OptimizerState, Placement, Start, Strategy
-from distgpt.parallel.node_memory import SharedGradients, gradients_in_node
+from distgpt.parallel.node_memory import gradients_in_node
 
 WITHOUT_THREADS = (
     "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
@@ -23,11 +23,6 @@ WITHOUT_NCCL = (
     "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
     " and --allreduce auto or nccl"
 )
-LACKS_ALLTOALL = (
-    "--allreduce cuda-aware is for --grad-sync allreduce and chunked with --gradient-dtype float32: use nccl"
-    " or host"
-)
-ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
 
 MakeExchange = Callable[[Comm, OptimizerState, TrainConfig, Say], Exchange]
 MakeMicroBatches = Callable[[TrainConfig, int, int, Model, Start | None], MicroBatches]
@@ -66,10 +61,9 @@ class Chosen(Strategy):
     def _shares_memory(self, on_one_node: bool, kernels: Kernels) -> bool:
         """Return whether ranks of a node, if there are several, sum in memory that they share."""
         t = self.config
-        if self.ranks == 1 or kernels.capabilities.is_async:
+        if self.ranks == 1 or kernels.capabilities.is_async or t.grad_sync != "allreduce":
             return False
-        by_node = t.grad_sync in ("auto", "hierarchical")
-        return by_node or (t.grad_sync == "allreduce" and t.gradient_dtype == "float32" and on_one_node)
+        return t.gradient_dtype == "float32" if on_one_node else not t.reproducible_parts
 
     def exchange(self, comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
         return exchange_for(comm, state, t, say)
@@ -77,10 +71,6 @@ class Chosen(Strategy):
     def refuse_unmeasurable(self) -> None:
         if self._micro_batches == "balanced":
             raise UsageError("--balance auto is for training: ranks are measured with even shares")
-        if self.config.grad_sync == "auto" and not (self.config.outer_every and self.ranks > 1):
-            raise UsageError(
-                "--grad-sync auto chooses while it trains: measure one of the others by its name"
-            )
 
     def refuse_unable(self, comm: Comm, on_gpu: bool) -> None:
         refuse_anywhere(comm, _lacking(self.config, comm, on_gpu) if comm.size > 1 else "")
@@ -88,12 +78,11 @@ class Chosen(Strategy):
             on_every_rank(comm, lambda: _maker(self._exchange))
 
     def reserve(self, comm: Comm, model: Model, t: TrainConfig) -> None:
-        count, wire = parts_made(t, self.ranks), model.kernels.wire
-        if count and wire:
+        wire = model.kernels.wire  # with NCCL, shards of float32 are summed without this memory
+        if wire and self.ranks > 1 and (t.gradient_dtype != "float32" or self._exchange == "sharded"):
             from distgpt.parallel.reductions import ReduceScatterGather
 
-            for _ in range(count):
-                ReduceScatterGather(comm, model.grads.flat, t.gradient_dtype, 0, wire)
+            ReduceScatterGather(comm, model.grads.flat, t.gradient_dtype, 0, wire)
 
     def rehearse(self, model: Model) -> None:
         super().rehearse(model)
@@ -103,7 +92,7 @@ class Chosen(Strategy):
             from distgpt.parallel.reductions import rehearse_reductions
 
             rehearse_reductions(model.kernels, self.config.gradient_dtype)
-        if self._shares_memory(True, model.kernels):
+        if self.ranks > 1 and self.config.grad_sync == "allreduce":
             from distgpt.parallel.reductions import rehearse_shared_sum
 
             rehearse_shared_sum(model.kernels)
@@ -114,13 +103,10 @@ class Chosen(Strategy):
 
 
 def exchange_for(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-    """Return the exchange that `t` asks for. `say` gets what --grad-sync auto has chosen. Collective."""
-    name = exchange_name(t, comm.size)
-    if t.grad_sync == "allreduce" and isinstance(state.optimizer.model.grads, SharedGradients):
-        name = name or "in parts"
-    if not name:
-        return Strategy(t, comm.size).exchange(comm, state, t, say)
-    return _maker(name)(comm, state, t, say)
+    """Return the exchange that `t` asks for. Collective."""
+    if comm.size == 1:
+        return Exchange()
+    return _maker(exchange_name(t, comm.size) or "in parts")(comm, state, t, say)
 
 
 def _maker(name: str) -> MakeExchange:
@@ -151,7 +137,7 @@ def exchange_name(t: TrainConfig, ranks: int) -> str:
         return ""
     if t.outer_every:
         return "local steps"
-    if t.grad_sync not in ONE_CALL:
+    if t.grad_sync != "allreduce":
         return t.grad_sync
     return "in parts" if t.gradient_dtype != "float32" or t.reproducible_parts else ""
 
@@ -161,27 +147,10 @@ def exchanges() -> dict[str, str]:
     return {**UNNAMED_EXCHANGES, **paths_in("exchanges")}
 
 
-def parts_made(t: TrainConfig, ranks: int) -> int:
-    """Return how many `ReduceScatterGather` a rank may have on a GPU at once; with NCCL it may have fewer."""
-    name = exchange_name(t, ranks)
-    if not name or (t.gradient_dtype == "float32" and not t.reproducible_parts):
-        return int(name == "sharded")
-    return 2 if name == "auto" else 1
-
-
-def check_hierarchical(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """Refuse sums within nodes first between GPUs."""
-    if on_gpu and ranks > 1:
-        raise UsageError(
-            "--grad-sync hierarchical is for CPU stages; between GPUs use allreduce, or overlapped with NCCL"
-        )
-
-
 def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
     """Return what this job's MPI or NCCL lacks for such an exchange; "" if nothing."""
     if t.grad_sync == "overlapped" and on_gpu:
         return "" if comm.queued else WITHOUT_NCCL
     if t.grad_sync == "overlapped":
         return "" if comm.is_threadsafe else WITHOUT_THREADS
-    in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"
-    return LACKS_ALLTOALL if on_gpu and comm.lacks_alltoall and in_parts else ""
+    return ""

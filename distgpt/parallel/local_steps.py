@@ -152,8 +152,7 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     what = f"--outer-every {t.outer_every}"
     if t.grad_sync in ("overlapped", "sharded"):
         raise UsageError(
-            f"{what} goes with --grad-sync allreduce, chunked or hierarchical: {t.grad_sync} needs gradients "
-            "of every step"
+            f"{what} goes with --grad-sync allreduce: {t.grad_sync} needs gradients of every step"
         )
     others = {"deterministic (reproducible parts)": t.reproducible_parts}
     refuse_beside(what, others, "ranks have weights of their own")

@@ -169,6 +169,8 @@ class SharedSum(InParts):
     moves several times as many bytes, and adds in an order of its own.
     """
 
+    name = "shared memory"
+
     def __init__(self, node: Comm, rows: Array, each: Each, workers: int, by_twos: bool = False) -> None:
         """`rows`: the flat buffers of the node's ranks. `each` runs loops, on this many workers."""
         self._node, self._rows, self._by_twos = node, rows, by_twos
@@ -207,6 +209,8 @@ class SharedSum(InParts):
 class Hierarchical(Reduction):
     """Sums each part within the node, then across nodes, and sends it back: less crosses the network."""
 
+    name = "hierarchical"
+
     def __init__(self, comm: Comm, node: InParts, across: Reduction) -> None:
         """`comm`: the ranks of the node."""
         self._comm, self._node, self._across = comm, node, across
@@ -222,22 +226,26 @@ class Hierarchical(Reduction):
 
 
 def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-    """Return one sum after the backward pass, by any reduction. Collective."""
+    """Return the exchange of --grad-sync allreduce. Collective."""
     model, mean = state.optimizer.model, mean_factor(comm, t)
     reduction = reduction_for(comm, model, t)
-    if isinstance(reduction, SharedSum):  # exact, so that loss and votes are summed with the gradients
-        return AfterBackward("shared memory", reduction, len(model.grads.with_flags), lambda: None, mean)
-    return AfterBackward(t.grad_sync, reduction, model.layout.size, votes_sum(comm, model, t), mean)
+    if isinstance(reduction, SharedSum | Allreduce):  # loss and votes are summed with the gradients
+        return AfterBackward(reduction.name, reduction, len(model.grads.with_flags), lambda: None, mean)
+    return AfterBackward(reduction.name, reduction, model.layout.size, votes_sum(comm, model, t), mean)
 
 
 def reduction_for(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
-    """Return what sums the gradients, without the numbers appended to them. Collective."""
-    flat, wire, in_memory = model.grads.flat, t.gradient_dtype, shared_sum(model, t)
-    if t.grad_sync == "hierarchical":
-        return fastest_between_nodes(comm, flat, wire, partial(in_parts, model, t), in_memory)
-    if t.grad_sync == "allreduce" and wire == "float32" and in_memory and comm.size == comm.local_size:
+    """Return what sums the gradients after the backward pass. Collective."""
+    wire, in_memory = t.gradient_dtype, shared_sum(model, t)
+    if not (model.kernels.capabilities.is_async or t.reproducible_parts):
+        parts = partial(in_parts, model, t)
+        if by_node := hierarchical(comm, model.grads.flat, wire, parts, in_memory):
+            return by_node
+    if in_memory and wire == "float32" and comm.size == comm.local_size:
         return in_memory(comm)
-    return flat_reduction(comm, model, t)
+    if wire == "float32" and not t.reproducible_parts:
+        return Allreduce(comm, model.grads.with_flags)
+    return in_parts(model, t, comm, wire)
 
 
 def shared_sum(model: Model, t: TrainConfig) -> Callable[[Comm], SharedSum] | None:
@@ -250,33 +258,20 @@ def shared_sum(model: Model, t: TrainConfig) -> Callable[[Comm], SharedSum] | No
     )
 
 
-def flat_reduction(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
-    """Return a reduction over all ranks alike, wherever they are."""
-    if t.gradient_dtype == "float32" and not t.reproducible_parts:
-        return Allreduce(comm, model.grads.flat, t.grad_sync == "chunked")
-    return in_parts(model, t, comm, t.gradient_dtype)
-
-
-def fastest_between_nodes(
+def hierarchical(
     comm: Comm,
     flat: Array,
     wire: str,
     parts: Callable[[Comm, str], InParts],
     in_memory: Callable[[Comm], SharedSum] | None = None,
-) -> Reduction:
-    """Return a reduction that sends little between nodes, and within them nothing `in_memory`. Collective."""
-
-    def across(comm: Comm) -> Reduction:
-        return parts(comm, wire) if wire != "float32" else Allreduce(comm, flat)
-
+) -> Hierarchical | None:
+    """Return a sum within nodes first; None where `Comm.split_by_node` has no use. Collective."""
     levels = comm.split_by_node()
     if levels is None:
-        if comm.size != comm.local_size or wire != "float32":
-            return across(comm)
-        # Chunked: what stays in a cache is summed faster within a node.
-        return in_memory(comm) if in_memory else Allreduce(comm, flat, chunked=True)
+        return None
     node, peers = levels
-    return Hierarchical(node, in_memory(node) if in_memory else parts(node, "float32"), across(peers))
+    across = parts(peers, wire) if wire != "float32" else Allreduce(peers, flat)
+    return Hierarchical(node, in_memory(node) if in_memory else parts(node, "float32"), across)
 
 
 def in_parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +28,7 @@ from distgpt.core.train.sharing import (
 )
 from distgpt.parallel.checkpointing import TensorByTensor, host_buffer, load_some, stems
 from distgpt.parallel.local_steps import LocalRounds, LocalSteps, Outer
-from distgpt.parallel.node_memory import SharedGradients
-from distgpt.parallel.reductions import SharedSum, reduction_for
+from distgpt.parallel.reductions import reduction_for
 
 OUTER = "outer"
 MEAN = "mean/"
@@ -82,27 +80,12 @@ class LocalState(OptimizerState):
 
 
 def make(comm: Comm, state: OptimizerState, t: TrainConfig, say: Say) -> Exchange:
-    """Return the exchange of --outer-every: --grad-sync says how it sums the changes. Collective."""
+    """Return the exchange of --outer-every. Collective."""
     assert isinstance(state, LocalState)
     model = state.optimizer.model
-    name = t.grad_sync
-    if name == "auto":
-        name = _best_of_a_round(comm, model)
-    changes = reduction_for(comm, model, replace(t, grad_sync=name))
-    if isinstance(changes, SharedSum):
-        name = "shared memory"
+    changes = reduction_for(comm, model, t)
     sum_changes = partial(changes.sum, 0, model.layout.size)
-    return LocalSteps(name, comm, state.optimizer, state.outer, state.rounds, sum_changes)
-
-
-def _best_of_a_round(comm: Comm, model: Model) -> str:
-    """Return a choice for local steps, whose exchanges are too rare to time. Collective."""
-    if model.kernels.capabilities.is_async:
-        return "allreduce"
-    most = comm.allreduce_max(comm.local_size)
-    if most == comm.size:
-        return "allreduce" if isinstance(model.grads, SharedGradients) else "chunked"
-    return "hierarchical" if most > 1 else "allreduce"
+    return LocalSteps(changes.name, comm, state.optimizer, state.outer, state.rounds, sum_changes)
 
 
 class Replicas(TensorByTensor):

@@ -77,8 +77,7 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     parts, what = t.reproducible_parts, f"--deterministic, with {count(t.reproducible_parts, 'part')},"
     if on_gpu:
         raise UsageError(
-            "--reproducible-parts is for CPU stages; on GPUs use --deterministic, but not --grad-sync auto, "
-            "for the same bits in every run"
+            "--reproducible-parts is for CPU stages; on GPUs --deterministic gives the same bits in every run"
         )
     if parts & (parts - 1):
         raise UsageError(f"--reproducible-parts {parts} is no power of two")
@@ -86,7 +85,7 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         raise UsageError(f"--reproducible-parts {parts} does not divide --batch-size {t.batch_size}")
     if parts % ranks:
         raise UsageError(f"--reproducible-parts {parts} cannot be given to {ranks} ranks evenly")
-    if ranks > 1 and (t.grad_sync not in ("auto", "allreduce", "sharded") or t.gradient_dtype != "float32"):
+    if ranks > 1 and (t.grad_sync == "overlapped" or t.gradient_dtype != "float32"):
         raise UsageError(
             f"{what} goes with --grad-sync allreduce or sharded and --gradient-dtype float32: what the "
             "others round depends on the number of ranks"

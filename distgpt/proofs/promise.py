@@ -110,9 +110,7 @@ class _Pair:
             yield "--balance auto measures the ranks"
         if one.ranks == 2 and t.gradient_dtype == "float32":
             return  # the sum of two numbers has no order
-        if "auto" in (one.exchange, other.exchange):
-            yield "--grad-sync auto goes by the clock"
-        elif one.exchange != other.exchange:
+        if one.exchange != other.exchange:
             yield self.each(one.exchange, other.exchange, "gradients are summed by")
         elif other.exchange != SHARED:
             if one.nodes != other.nodes:

@@ -184,8 +184,6 @@ class Again:
             values["recompute"] = facts.recompute
             if not t.reproducible_parts:
                 values["grad_accum"] = facts.micro_batches
-        if t.grad_sync == "auto" and size > 1:
-            values["grad_sync"] = "allreduce"
         return config.with_values({**values, **self._request.values})
 
     def _refuse_nothing_to_compare(self, steps: range) -> None:

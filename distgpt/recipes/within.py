@@ -79,9 +79,7 @@ def with_clock(asked: Asked, stage: Stage, say: Say) -> Asked:
     def smallest() -> RunConfig:
         return _run(asked, stage, asked.depth or 1, probes.tokens, text)
 
-    # The probes do without --grad-sync auto, and the run must not compile it within its time.
-    grad_sync = on_root(stage.comm, lambda: asked.settings().get("grad_sync"))
-    compiled = _compiled(stage, smallest, grad_sync, bool(learned_size(text.tokenizer)), say)
+    compiled = _compiled(stage, smallest, bool(learned_size(text.tokenizer)), say)
     found, rest = measured_choice(asked, compiled, seconds, text, say, probes)
     if stage.comm.rank == 0:
         _report(found, rest, seconds, text, held_out, say)
@@ -140,8 +138,7 @@ def _with_steps(asked: Asked, stage: Stage, seconds: float, say: Say) -> Asked:
 
     text = Text(1.0, on_root(stage.comm, entries))
     run = _run(asked, stage, asked.depth, 0.0, text)
-    grad_sync = on_root(stage.comm, lambda: asked.named("grad_sync"))
-    compiled = _compiled(stage, lambda: run, grad_sync, bool(learned_size(run.train.tokenizer)), say)
+    compiled = _compiled(stage, lambda: run, bool(learned_size(run.train.tokenizer)), say)
     rate, _ = measured_speed(compiled, run, warm_up=1, most=MOST_MEASURING * seconds)
     gc.collect()  # frees the model
     left = on_root(stage.comm, lambda: compiled.begun + KEPT * seconds - time.monotonic())
@@ -183,17 +180,14 @@ def _text(comm: Comm, asked: Asked) -> tuple[Text, bool]:
     return Text(*found), held_out
 
 
-def _compiled(
-    stage: Stage, configured: Callable[[], RunConfig], grad_sync: Any, learns_bpe: bool, say: Say
-) -> Stage:
+def _compiled(stage: Stage, configured: Callable[[], RunConfig], learns_bpe: bool, say: Say) -> Stage:
     """Compile what training and a sample need, and begin the stage's time after that. Collective."""
     stage.notes.report_to(say)
     report_compiling(stage.comm, say)
     begun = time.monotonic()
     run = configured()
     kernels = stage.kernels(run.train.dtype, run.train.matmul_backend, "training")
-    t = replace(run.train, grad_sync=grad_sync or run.train.grad_sync)
-    compile_once_per_node(stage, kernels, run, strategy_for(t, stage.comm.size))
+    compile_once_per_node(stage, kernels, run, strategy_for(run.train, stage.comm.size))
     if learns_bpe and stage.comm.rank == 0:  # which encodes the text
         load_tokenizer("bpe:257", text := "ab " * (LARGE // 3 + 1)).encode(text)
     stage.comm.barrier()
@@ -284,6 +278,5 @@ def _run(asked: Asked, stage: Stage, depth: int | None, tokens: float, text: Tex
     run = configured(stage.comm, asked)
     if on_root(stage.comm, lambda: is_open(asked)):
         run = run.with_values({DTYPE: stage.auto_dtype(lambda: run.train.matmul).name})
-    t = replace(run.train, grad_sync="allreduce" if run.train.grad_sync == "auto" else run.train.grad_sync)
-    t = replace(t, balance="even")
+    t = replace(run.train, balance="even")
     return RunConfig(replace(run.model, vocab_size=run.model.vocab_size or text.vocab_size), t)

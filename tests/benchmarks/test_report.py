@@ -17,7 +17,7 @@ from distgpt.measure.bench import results
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 
 
-def sums(algorithms=("allreduce", "chunked")):
+def sums(algorithms=("allreduce", "hierarchical")):
     model = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2)
     rows = []
     for size, name in product((8, 4096, 1 << 20), algorithms):

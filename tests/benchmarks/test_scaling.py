@@ -75,19 +75,14 @@ def test_the_model_is_fitted_to_the_algorithm_that_training_sums_with():
             {"algorithm": "allreduce", "bytes": n, "seconds": truth.seconds(2, n)}
             for n in (8, 1 << 15, 1 << 20)
         ]
-        rows += [{**row, "algorithm": "chunked", "seconds": 1.0} for row in rows]
+        rows += [{**row, "algorithm": "hierarchical", "seconds": 1.0} for row in rows]
         summed = {"rows": rows, "library": library, "ranks": 2}
-        model = fitted(summed, "allreduce")
+        model = fitted(summed)
         assert model.regimes[0].form == form
         assert model.seconds(2, 1 << 22) == pytest.approx(truth.seconds(2, 1 << 22))
-        assert fitted(summed, "chunked").piece == 4 << 20
-        in_memory = fitted(
-            {**summed, "rows": [{**row, "algorithm": SHARED} for row in rows[:3]]}, "allreduce"
-        )
+        in_memory = fitted({**summed, "rows": [{**row, "algorithm": SHARED} for row in rows[:3]]})
         assert in_memory.regimes[0].form == "memory"
-    assert (
-        summed_by("allreduce", SHARED) == SHARED and summed_by("hierarchical", "hierarchical") == "allreduce"
-    )
+    assert summed_by(SHARED) == SHARED and summed_by("hierarchical") == summed_by(None) == "allreduce"
 
 
 def test_a_step_by_each_way_to_exchange():

@@ -19,6 +19,7 @@ from distgpt.core.config import (
     ModelConfig,
     RunConfig,
     TrainConfig,
+    former_choices,
     parse_toml,
     settings_of,
 )
@@ -33,9 +34,9 @@ DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfi
 
 # What a setting may need beside the core.
 COMPONENTS = (
-    *("balance", "bigrams", "chats", "exchange", "gpu", "hellaswag", "hierarchical", "in parts"),
+    *("balance", "bigrams", "chats", "exchange", "gpu", "hellaswag", "in parts"),
     *("local steps", "lora", "overlapped"),
-    *("packing", "reproducible", "retention", "rollback", "sharded", "trial", "within"),
+    *("packing", "reproducible", "retention", "rollback", "sharded", "within"),
 )
 
 
@@ -136,7 +137,7 @@ def test_each_setting_names_components_that_there_are_and_no_default_needs_one()
     of_adapters = {name for name, about in SETTINGS.items() if about.component == "lora"}
     assert of_adapters == {"lora_rank", "lora_alpha", "lora_matrices"}
     needs = SETTINGS["grad_sync"].needs
-    assert (needs("sharded", "allreduce"), needs("chunked", "allreduce")) == (["sharded"], [])
+    assert (needs("sharded", "allreduce"), needs("allreduce", "allreduce")) == (["sharded"], [])
 
 
 # Where values come from
@@ -157,7 +158,11 @@ def test_defaults_then_preset_then_file_then_flags(tmp_path):
 
 
 def test_former_choices_of_settings_are_read_from_files():
-    assert parse_toml('[train]\ngrad_sync = "packed"\n', "a file") == {"grad_sync": "allreduce"}
+    for former in ("auto", "chunked", "hierarchical", "packed"):
+        text = f'[train]\ngrad_sync = "{former}"\ndata = "auto"\n'
+        assert parse_toml(text, "a file") == {"grad_sync": "allreduce", "data": "auto"}
+        assert former_choices(text, "a file") == [f"grad_sync = '{former}' is 'allreduce' now"]
+    assert former_choices('[train]\ngrad_sync = "sharded"\nunknown = 1\n', "a file") == []
 
 
 def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
@@ -366,7 +371,7 @@ CHOSEN = {
     "bias": True, "tied": False, "init_weights": "unit", "optimizer": "muon",
     "embedding_lr": 0.1, "value_lr": 0.1, "head_lr": 0.1, "vector_lr": 0.1, "decay_fraction": 0.5,
     "momentum": 0.9,
-    "grad_sync": "chunked", "gradient_dtype": "bfloat16",
+    "grad_sync": "overlapped", "gradient_dtype": "bfloat16",
     "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5, "balance": "auto",
     "recompute": "block", "save_every": 3, "save": "sync",
     "keep": 1, "keep_every": 3,

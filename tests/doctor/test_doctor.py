@@ -42,7 +42,7 @@ def warnings_about(word, report):
 def page(monkeypatch):
     """Call the doctor in this process, which has the speed of matmuls and the MPI from elsewhere."""
     monkeypatch.setattr(doctor, "matmuls", lambda comm, computes: {})
-    monkeypatch.setattr(doctor, "distant_mpi", lambda: {**MPI, "version": "5", "cuda_aware": None})
+    monkeypatch.setattr(doctor, "distant_mpi", lambda: {**MPI, "version": "5"})
     return lambda *words, **more: inside("doctor", *words, env={**CLEAN, **more})
 
 

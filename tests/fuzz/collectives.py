@@ -27,17 +27,14 @@ MODEL = (
 )
 RUN = f"train --stage mpi {MODEL} --steps 6 --save-every 3 --eval-every 3 --val-fraction 0.1 --val-tokens 100"
 WAYS = {
-    **{
-        name: ("--grad-sync", name) for name in ("allreduce", "chunked", "hierarchical", "overlapped", "auto")
-    },
-    "sharded": ("--grad-sync", "sharded"),
+    **{name: ("--grad-sync", name) for name in ("allreduce", "overlapped", "sharded")},
     "overlapped, bfloat16": ("--grad-sync", "overlapped", "--gradient-dtype", "bfloat16"),
     "sharded, bfloat16": ("--grad-sync", "sharded", "--dtype", "bfloat16"),
     "local steps": ("--outer-every", "2"),
     "parts": ("--reproducible-parts", "2"),
     "muon": ("--optimizer", "muon"),
 }
-CALLS = ("sum", "sum_chunked", "all_to_all", "all_gather", "send", "allreduce_max")
+CALLS = ("sum", "all_to_all", "all_gather", "send", "allreduce_max")
 CALLS += ("broadcast", "broadcast_bytes", "barrier")
 SAID = re.compile(r"^distgpt: (.*)", re.MULTILINE)
 
@@ -52,7 +49,7 @@ class Planted:
     def install(self):
         from distgpt.core.comm import mpi
 
-        mpi.LARGEST_MESSAGE = mpi.CHUNK_BYTES = 1 << 12  # so that there are several parts
+        mpi.LARGEST_MESSAGE = 1 << 12  # so that there are several parts
         pieces = mpi._pieces
         mpi._pieces = lambda array, limit: self.parts(pieces(array, limit))
         for name in CALLS:

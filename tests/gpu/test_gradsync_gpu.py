@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from gpuranks import CONFIG, MODEL, SHARDED, batches, on_gpus, packed, trained, work_of
+from gpuranks import CONFIG, MODEL, SHARDED, on_gpus, packed, trained
 from threadranks import on_all_ranks
 
 from distgpt.core.base.errors import UsageError
 from distgpt.core.model.model import Architecture
 from distgpt.parallel import overlapped as in_buckets
-from distgpt.parallel import trial
 from distgpt.parallel.choose import Chosen
 
 pytestmark = needs_the_processor
@@ -89,25 +88,6 @@ def test_overlapped_needs_nccl():
         on_gpus(2, lambda comm, device: Chosen(overlapped, comm.size).refuse_unable(comm, on_gpu=True))
         == [None] * 2
     )
-
-
-@pytest.mark.parametrize(
-    "way, other", [("nccl", "overlapped"), pytest.param("host", "chunked", marks=pytest.mark.slow)]
-)
-def test_auto_tries_what_the_way_allows_and_computes_what_packed_does(way, other, monkeypatch):
-    monkeypatch.setattr(trial, "WARM_UP", 1)
-    monkeypatch.setattr(trial, "EACH", 1)
-    monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
-    said = []
-
-    def act(comm, device, config, steps=6):
-        work = work_of(comm, device, config, said.append)
-        read = [work.launch(step, batches()).read() for step in range(steps)]
-        return work.model.kernels.to_host(work.model.params.flat).copy(), read
-
-    found = on_gpus(2, lambda comm, device: act(comm, device, replace(CONFIG, grad_sync="auto")), way)
-    assert same(found, packed(way=way, steps=6))
-    assert len(set(said)) == 1 and "allreduce" in said[0] and other in said[0]
 
 
 @pytest.mark.slow

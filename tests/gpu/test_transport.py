@@ -53,7 +53,7 @@ def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first(device
 
     def made(array):
         mirrors.clear()
-        way.sum(array, chunked=False)
+        way.sum(array)
         return bool(mirrors)
 
     assert made(array[3:20]) and not made(array[3:20]), "another object each time"
@@ -61,27 +61,6 @@ def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first(device
     assert made(array[3:21]), "one more than are kept"
     assert not made(array[3:20]) and made(others[0]) and not made(others[-1])
     np.testing.assert_array_equal(device.download(array)[[0, 3, 20, 24]], [1, 32, 2, 1])
-
-
-def test_all_pieces_are_on_their_way_before_the_first_is_summed(device, monkeypatch):
-    monkeypatch.setattr(transport, "PIECE_BYTES", 40)
-    begun = []
-
-    class Watching(Twice):
-        def sum(self, array):
-            begun.append((array.size, device.stream.begun - before))
-            super().sum(array)
-
-    array, way = filled(device, np.ones(25, FLOAT)), HostStaged(Watching(), device)
-    for _ in range(2):
-        begun.clear()
-        before = device.stream.begun
-        way.sum(array, chunked=True)
-        assert begun == [(10, 3), (10, 4), (5, 5)]  # each goes back as soon as it is summed
-    before = device.stream.begun
-    way.sum(array, chunked=False)
-    assert begun[-1] == (25, 1)
-    np.testing.assert_array_equal(device.download(array), np.full(25, 8))
 
 
 # NCCL
@@ -214,14 +193,13 @@ from distgpt.core.ops.low_precision import to_bfloat16
 
 def sums(comm, device):
     for dtype in ("float32", "float64"):
-        for chunked in (False, True):
-            array = device.zeros((7, 11), np.dtype(dtype))
-            device.upload(array, np.arange(77, dtype=dtype) * (comm.rank + 1))
-            way = transport.HostStaged(comm, device)
-            way.sum(array, chunked)
-            way.sum(array, chunked)
-            expected = np.arange(77).reshape(7, 11) * comm.size * comm.size * (comm.size + 1) / 2
-            np.testing.assert_array_equal(device.download(array), expected)
+        array = device.zeros((7, 11), np.dtype(dtype))
+        device.upload(array, np.arange(77, dtype=dtype) * (comm.rank + 1))
+        way = transport.HostStaged(comm, device)
+        way.sum(array)
+        way.sum(array)
+        expected = np.arange(77).reshape(7, 11) * comm.size * comm.size * (comm.size + 1) / 2
+        np.testing.assert_array_equal(device.download(array), expected)
     bits = to_bfloat16(np.linspace(-3, 3, 101))
     array = device.zeros((101,), np.dtype(np.uint16))
     device.upload(array, bits if comm.rank == 0 else np.zeros_like(bits))
@@ -240,28 +218,16 @@ def verdict(how, comm, device):
 
 
 def choices(comm, device):
-    last, kept = comm.size - 1, transport.CudaAware
-    transport.CudaAware = None  # none may ever be made
-    for how in ("auto", "nccl", "host", "cuda-aware"):
+    last = comm.size - 1
+    for how in ("auto", "nccl", "host"):
         for crowded in ("nobody", "two", "all"):
             for lacking in ("nobody", "last", "all"):
                 alone = crowded == "nobody" or (crowded == "two" and 0 < comm.rank < last)
                 device.place = f"GPU {comm.rank if alone else 0}"
                 missing = lacking == "all" or (lacking == "last" and comm.rank == last)
                 transport.nccl_module = lambda: None if missing else FakeNccl()
-                # One rank that can does not help the others.
-                mpi.is_cuda_aware = lambda: (True, False, None)[comm.rank]
                 verdicts = gather_bytes(comm, verdict(how, comm, device).encode())
                 yield how, crowded, lacking, sorted({each.decode() for each in verdicts})
-    transport.CudaAware = kept
-
-
-def aware(comm, device, right):
-    mpi.is_cuda_aware = lambda: True
-    device.place = str(comm.rank)
-    if not right:
-        transport.CudaAware.sum = lambda self, array, chunked: None
-    return verdict("cuda-aware", comm, device)
 
 
 try:
@@ -270,7 +236,6 @@ try:
     device = CupyDevice(0, xp=FakeCupy())
     sums(comm, device)
     found = list(choices(comm, device))
-    found.append([aware(comm, device, right) for right in (True, False)])
     if comm.rank == 0:
         print(json.dumps(found))
 except BaseException:
@@ -283,8 +248,6 @@ except BaseException:
 
 def expected(how, crowded, lacking):
     """A word of the verdict that all ranks should arrive at."""
-    if how == "cuda-aware":
-        return "can't read GPUs"
     if how == "nccl" and crowded != "nobody":
         return "a GPU for every rank"
     if how == "nccl" and lacking != "nobody":
@@ -299,10 +262,9 @@ def test_ranks_sum_share_and_choose_together(tmp_path):
     path = {"PYTHONPATH": str(Path(__file__).parent)}
     result = distgpt(ranks=3, program=[sys.executable, str(driver)], cold=False, env=path)
     assert result.returncode == 0, result.stderr
-    *found, (right, wrong) = json.loads(result.stdout)
-    assert len(found) == 4 * 3 * 3
+    found = json.loads(result.stdout)
+    assert len(found) == 3 * 3 * 3
     for how, crowded, lacking, verdicts in found:
         (verdict,) = verdicts
         word = expected(how, crowded, lacking)
         assert verdict == word if word in ("nccl", "host") else word in verdict, (how, crowded, lacking)
-    assert right == "cuda-aware" and "wrongly" in wrong

@@ -27,9 +27,6 @@ class ThreadComm(SerialComm):
     def sum(self, array):
         array[...] = np.sum(self._all(array.copy()), axis=0)
 
-    def sum_chunked(self, array):
-        self.sum(array)
-
     def allreduce_max(self, value):
         return max(self._all(value))
 

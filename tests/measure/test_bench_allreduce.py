@@ -49,7 +49,7 @@ def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
     assert "300 KiB" in result.stdout and "2 ranks on one machine" in result.stdout
     found = json.loads((tmp_path / "allreduce-mpi-2.json").read_text())
     assert found["kind"] == "allreduce" and found["environment"]["cores"] > 0 and found["library"]
-    check_rows(found, ["allreduce", "chunked", "shared memory"], 2)
+    check_rows(found, ["allreduce", "shared memory"], 2)
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
     assert "<svg" in (tmp_path / "allreduce-mpi-2.svg").read_text()
 
@@ -114,11 +114,9 @@ def test_sizes():
 
 
 def test_a_sum_that_comes_out_wrong_is_an_error_on_every_rank():
-    """A chunked sum that leaves arrays as they are."""
-
     def wrong(comm):
-        comm.sum_chunked = lambda array: None
-        return measure_without_mpi(comm, ["chunked"], plan)
+        comm.sum = lambda array: None
+        return measure_without_mpi(comm, ["allreduce"], plan)
 
     plan = AllreduceOptions(sizes="8,4096", repeats=3, seconds=5)
     good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["allreduce"], plan))
@@ -155,9 +153,9 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
         "nccl left out: none here",
         "allreduce not measured for lack of time: 64 B, 16 MiB",
     ]
-    alike = [row | {"algorithm": name} for name in ("allreduce", "chunked") for row in rows[1:]]
+    alike = [row | {"algorithm": name} for name in ("allreduce", "hierarchical") for row in rows[1:]]
     assert [note.text for note in blocks(uneven | {"not_measured": alike})[2:]] == [
-        "allreduce, chunked not measured for lack of time: 64 B, 16 MiB"
+        "allreduce, hierarchical not measured for lack of time: 64 B, 16 MiB"
     ]
 
 

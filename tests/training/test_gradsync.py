@@ -1,5 +1,6 @@
 """Gradients are summed in many ways, and the weights are those of one Allreduce."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -19,21 +20,19 @@ from distgpt.core.model.model import Architecture, Model
 from distgpt.core.model.optim import AdamW
 from distgpt.core.ops.low_precision import from_bfloat16
 from distgpt.core.train.plan import refuse_unsuited
-from distgpt.core.train.sharing import Allreduce
-from distgpt.parallel import overlapped, trial
+from distgpt.parallel import overlapped
 from distgpt.parallel import reductions as ways
 from distgpt.parallel.choose import Chosen
 from distgpt.parallel.loops.sums import dither
-from distgpt.parallel.overlapped import Overlapped
+from distgpt.parallel.overlapped import AllreduceInPieces, Overlapped
 from distgpt.parallel.reductions import (
     HostWire,
     ReduceScatterGather,
     bounds_of,
-    fastest_between_nodes,
+    hierarchical,
     one_by_one,
 )
 from distgpt.parallel.sharded import Shards, shards
-from distgpt.parallel.trial import candidates
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", matmul="own", clip=0.5)
@@ -46,6 +45,7 @@ ALONE = HostWire(one_by_one, 1)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(ways, "PIECE", 1000)
     monkeypatch.setattr(overlapped, "BUCKET", 5000)
+    monkeypatch.setattr(overlapped, "CACHED_BYTES", 8000)
 
 
 # -- what travels
@@ -107,13 +107,15 @@ def parts_in(wire):
 
 
 def levels_in(wire):
-    return lambda comm, flat: fastest_between_nodes(
-        comm, flat, wire, lambda comm, wire: parts_in(wire)(comm, flat)
-    )
+    def make(comm, flat):
+        parts = parts_in(wire)(comm, flat)
+        return hierarchical(comm, flat, wire, lambda comm, wire: parts_in(wire)(comm, flat)) or parts
+
+    return make
 
 
 WAYS = [
-    (lambda comm, flat: Allreduce(comm, flat, chunked=True), "float32"),
+    (AllreduceInPieces, "float32"),
     *((make(wire), wire) for make in (parts_in, levels_in) for wire in ("float32", "bfloat16")),
 ]
 
@@ -240,7 +242,7 @@ def test_every_mode_gives_the_weights_of_packed(ranks, per_node):
             assert np.allclose(read, known, rtol=1e-5), mode
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "overlapped", "sharded", "hierarchical"])
+@pytest.mark.parametrize("mode", GRAD_SYNCS)
 def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
     packed = on_all_ranks(2, lambda comm: trained(comm))
     found, again = (
@@ -317,10 +319,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     refuse_unsuited(wide, 1, on_gpu=True)
     with pytest.raises(UsageError, match="float64"):
         refuse_unsuited(wide, 2, on_gpu=False)
-    with pytest.raises(UsageError, match="between GPUs use allreduce, or overlapped with NCCL"):
-        refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=True)
-    refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=False)
-    for mode, kind in product(("allreduce", "chunked", "sharded", "overlapped"), ("float32", "bfloat16")):
+    for mode, kind in product(GRAD_SYNCS, ("float32", "bfloat16")):
         refuse_unsuited(TrainConfig(grad_sync=mode, gradient_dtype=kind), 2, on_gpu=True)
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
@@ -328,20 +327,13 @@ def test_what_does_not_go_together_is_refused(tmp_path):
 def test_what_this_job_s_mpi_cannot_do_is_refused_before_the_first_step():
     def refused(ranks, words, on_gpu=True, **how):
         def act(comm):
-            comm.lacks_alltoall, comm.is_threadsafe = True, comm.rank == 0
+            comm.is_threadsafe = comm.rank == 0
             Chosen(TrainConfig(**how), comm.size).refuse_unable(comm, on_gpu)
 
         return [words in str(found) for found in on_all_ranks(ranks, act)]
 
-    for how in (
-        {"grad_sync": "sharded"},
-        {"gradient_dtype": "bfloat16"},
-        {"gradient_dtype": "bfloat16", "outer_every": 500},
-    ):
-        assert refused(2, "cuda-aware is for", **how) == [True] * 2
-        assert refused(1, "cuda-aware is for", **how) == [False]
-    assert refused(2, "cuda-aware", grad_sync="chunked") == [False] * 2
     assert refused(2, "MPI_THREAD_MULTIPLE", on_gpu=False, grad_sync="overlapped") == [True] * 2
+    assert refused(1, "MPI_THREAD_MULTIPLE", on_gpu=False, grad_sync="overlapped") == [False]
 
 
 # -- whole runs
@@ -366,78 +358,15 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
     assert losses(run)[:9] == whole and len(losses(run)) == 12
 
 
-# -- the choice among them
-
-
-def test_candidates_by_how_the_ranks_lie():
-    def tried(ranks, per_node, on_gpu=False, lacks_alltoall=False, nccl=None, threads=True, **how):
-        def act(comm):
-            comm.lacks_alltoall, comm.queued, comm.is_threadsafe = (
-                lacks_alltoall,
-                nccl,
-                threads or comm.rank == 0,
-            )
-            return candidates(comm, TrainConfig(**how), on_gpu)
-
-        (found, *others) = on_all_ranks(ranks, act, per_node)
-        assert all(other == found for other in others)
-        return found
-
-    assert tried(2, 1, reproducible_parts=8) == tried(2, 1, threads=False) == ["allreduce"]
-    assert tried(2, 2) == ["allreduce", "chunked"] and tried(2, 1) == ["allreduce", "overlapped"]
-    assert tried(4, 2) == ["allreduce", "overlapped", "hierarchical"]
-    assert tried(4, 2, on_gpu=True) == ["allreduce", "chunked"], "without NCCL"
-    assert tried(4, 2, on_gpu=True, lacks_alltoall=True) == ["allreduce"]
-    assert tried(2, 2, gradient_dtype="bfloat16") == ["allreduce", "chunked"]
-    assert tried(2, 2, on_gpu=True, gradient_dtype="bfloat16") == ["allreduce"]
-    for kind in ("float32", "bfloat16"):
-        assert tried(2, 2, on_gpu=True, nccl=object(), gradient_dtype=kind) == ["allreduce", "overlapped"]
-
-
-def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    called, said = [], []
-    seconds = {"a": 3.0, "b": 1.0, "c": 2.0}  # when warm; before that the slowest is the fastest
-
-    def make(name):
-        def finish(step):
-            called.append(name)
-            clock[0] += seconds[name] if called.count(name) > trial.WARM_UP else 3.5 - seconds[name]
-
-        return SimpleNamespace(
-            name=f"{name} in memory", ready=name, before_backward=lambda step: None, sum_gradients=finish
-        )
-
-    sync = trial.Trial(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
-    monkeypatch.setattr(trial, "on_root", lambda comm, act: act())
-    for step in range(24):
-        sync.before_backward(step)
-        assert sync.name == ("b in memory" if step > 14 else "auto")
-        assert sync.ready == called[-1] if step > 15 else sync.ready in seconds
-        sync.sum_gradients(step)
-    assert called == [*"abc" * 5, *"b" * 9]
-    assert said == ["--grad-sync b is the fastest here: 1.00 s a step (a 3.00 s, c 2.00 s)"]
-
-
-def test_auto_computes_what_packed_does_and_all_ranks_choose_alike():
-    packed = on_all_ranks(2, lambda comm: trained(comm, steps=14), per_node=1)
-    found = on_all_ranks(2, lambda comm: trained(comm, steps=14, grad_sync="auto"), per_node=1)
-    assert [each[0].tobytes() for each in found] == [each[0].tobytes() for each in packed]
-
-
 @pytest.mark.slow
 @needs_mpi
 def test_four_ranks_that_mpi_takes_for_two_nodes(tmp_path, monkeypatch):
     from test_mpi import trained_together
 
     monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", "2")  # MPICH's
-    ways = {"allreduce": [], "auto": [], "hierarchical": [], "narrow": ["--gradient-dtype", "bfloat16"]}
-    runs = []
-    for name, words in ways.items():
-        sync = "hierarchical" if name == "narrow" else name
-        runs.append((tmp_path / name, ["--steps", "16", "--grad-sync", sync, *words]))
-    trained_together(4, runs)
-    packed, auto, levels, narrow = (np.array(losses(tmp_path / name)) for name in ways)
-    assert abs(levels / packed - 1).max() < 1e-5 and abs(auto / packed - 1).max() < 1e-5
-    assert 0 < abs(narrow / packed - 1).max() < 1e-2
+    ways = {"alone": ["--grad-sync", "sharded"], "levels": [], "narrow": ["--gradient-dtype", "bfloat16"]}
+    trained_together(4, [(tmp_path / name, ["--steps", "16", *words]) for name, words in ways.items()])
+    alone, levels, narrow = (np.array(losses(tmp_path / name)) for name in ways)
+    assert abs(levels / alone - 1).max() < 1e-5 and 0 < abs(narrow / alone - 1).max() < 1e-2
+    names = [json.loads((tmp_path / name / "summary.json").read_text())["allreduce"] for name in ways]
+    assert names == ["sharded", "hierarchical", "hierarchical, bfloat16"]

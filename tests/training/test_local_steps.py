@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,15 +120,16 @@ def test_rounds_are_those_of_the_formula(ranks):
 
 
 def test_all_modes_and_types_exchange_the_same_changes():
-    for dtype, mode in product(("float32", "bfloat16"), ("chunked", "hierarchical", "auto")):
-        config = replace(CONFIG, dtype=dtype)
-        packed = on_all_ranks(4, lambda comm, c=config: trained(comm, c, dtype=c.dtype), 2)
-        c = replace(config, grad_sync=mode)
-        found = on_all_ranks(4, lambda comm, c=c: trained(comm, c, dtype=c.dtype), 2)
+    for dtype in ("float32", "bfloat16"):
+        c = replace(CONFIG, dtype=dtype)
+        one_node, two_nodes = (
+            on_all_ranks(4, lambda comm, c=c: trained(comm, c, dtype=c.dtype), per_node)
+            for per_node in (4, 2)
+        )
         near = 1e-5 if dtype == "float32" else 2e-2
-        for (seen, _), (wanted, _) in zip(found, packed, strict=True):
-            assert abs(seen[7] - wanted[7]).max() < near * abs(wanted[7]).max(), (dtype, mode)
-            assert (seen[7] == found[0][0][7]).all()
+        for (seen, _), (wanted, _) in zip(two_nodes, one_node, strict=True):
+            assert abs(seen[7] - wanted[7]).max() < near * abs(wanted[7]).max(), dtype
+            assert (seen[7] == two_nodes[0][0][7]).all()
     narrow = replace(CONFIG, gradient_dtype="bfloat16")
     found = on_all_ranks(2, lambda comm: trained(comm, narrow))
     packed = on_all_ranks(2, lambda comm: trained(comm))
@@ -240,12 +240,13 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
 
 def test_changes_are_summed_in_memory_that_the_ranks_of_a_node_share(monkeypatch):
     def act(comm):
-        exchange = steps_of(comm, replace(CONFIG, grad_sync="auto")).exchange
+        exchange = steps_of(comm, CONFIG).exchange
         return exchange.name, type(exchange.sum_changes.func.__self__).__name__
 
     assert on_all_ranks(2, act) == [("shared memory", "SharedSum")] * 2
     monkeypatch.delattr(os, "memfd_create")
-    assert on_all_ranks(2, act) == [("chunked", "Allreduce")] * 2
+    assert on_all_ranks(2, act) == [("allreduce", "Allreduce")] * 2
+    assert on_all_ranks(4, act, 2) == [("hierarchical", "Hierarchical")] * 4
 
 
 def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):

@@ -171,7 +171,7 @@ def test_borders_cut_no_matrix():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_share_the_work_and_compute_the_same(ranks):
     weights, optimizer, read = trained(SerialComm())
-    for how in ({}, {"grad_sync": "chunked"}, {"grad_sync": "sharded"}, {"grad_sync": "overlapped"}):
+    for how in ({}, {"grad_sync": "sharded"}, {"grad_sync": "overlapped"}):
         found = on_all_ranks(ranks, lambda comm, how=how: trained(comm, **how))
         for others, part, numbers in found:
             np.testing.assert_allclose(others.flat, weights.flat, atol=2e-5, err_msg=str(how))

@@ -135,7 +135,6 @@ def test_units_decide_the_micro_batches_and_matmul():
         (3, False, "cannot be given to 3 ranks", {}),
         (16, False, "cannot be given to 16 ranks", {}),
         (2, False, "allreduce or sharded", {"grad_sync": "overlapped"}),
-        (2, False, "allreduce or sharded", {"grad_sync": "chunked"}),
         (2, False, "float32", {"gradient_dtype": "bfloat16"}),
         (1, False, "float32 or bfloat16", {"dtype": "float64"}),
         (1, False, "matmul of our own", {"matmul": "blas"}),

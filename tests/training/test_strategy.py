@@ -50,9 +50,9 @@ def test_only_what_does_not_go_together_has_no_name():
         placement, micro_batches, exchange = Chosen(t, 2).names()
         assert placement == ("local steps" if outer else "sharded" if sync == "sharded" else "replicas")
         assert micro_batches == "even"
-        others = sync if sync not in choose.ONE_CALL or wire == "float32" else "in parts"
+        others = sync if sync != "allreduce" or wire == "float32" else "in parts"
         assert exchange == ("local steps" if outer else others)
-        assert exchange in (*choose.exchanges(), *choose.ONE_CALL)
+        assert exchange in (*choose.exchanges(), "allreduce")
         assert Chosen(t, 1).names() == ["replicas", "even", sync]
     parts = replace(PLAIN, reproducible_parts=8, grad_sync="sharded")
     assert Chosen(parts, 2).names() == ["sharded", "reproducible parts", "sharded"]

@@ -10,8 +10,6 @@ if TYPE_CHECKING:  # commands import this file, and are to begin without NumPy
 
 Array: TypeAlias = "np.ndarray"  # contiguous
 
-CHUNK_BYTES = 4 << 20  # what `sum_chunked` sums at a time: it stays in cache meanwhile
-
 
 class Comm(Protocol):
     """The ranks of one job. `local_rank` of `local_size` counts the ranks on this node.
@@ -25,14 +23,10 @@ class Comm(Protocol):
     local_size: int
     cores: float
     queued: QueuedComm | None  # None where the host sums
-    lacks_alltoall: bool  # whether arrays of GPUs can be summed and broadcast, but not exchanged in parts
     is_threadsafe: bool  # whether several threads may call it at once, those of `dup_sleeping` among them
 
     def sum(self, array: Array) -> None:
         """array ← Σ over ranks of array, in place, in one Allreduce."""
-
-    def sum_chunked(self, array: Array) -> None:
-        """Sum in pieces that stay in cache, which is faster for large arrays within a node."""
 
     def allreduce_max(self, value: int) -> int:
         """Return the maximum of an integer over the ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ mpi4py.rc.finalize = True
 from mpi4py import MPI
 
 from distgpt.core.base.interrupts import default_signals
-from distgpt.core.comm.api import CHUNK_BYTES, Array, QueuedComm
+from distgpt.core.comm.api import Array, QueuedComm
 from distgpt.core.comm.resources import usable_cores
 
 LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
@@ -30,7 +29,6 @@ class MpiComm:
     """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
 
     queued: QueuedComm | None = None
-    lacks_alltoall = False
 
     def __init__(self, ranks: Any = None, sleeping: bool = False) -> None:
         if not MPI.Is_initialized():
@@ -49,10 +47,6 @@ class MpiComm:
 
     def sum(self, array: Array) -> None:
         for piece in _pieces(array, LARGEST_MESSAGE):
-            self._do("allreduce", MPI.IN_PLACE, piece)
-
-    def sum_chunked(self, array: Array) -> None:
-        for piece in _pieces(array, CHUNK_BYTES):
             self._do("allreduce", MPI.IN_PLACE, piece)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
@@ -164,14 +158,6 @@ def library() -> str:
 def configuration() -> str:
     """Return all that the MPI library says of its version and of how it was built."""
     return str(MPI.Get_library_version())
-
-
-def is_cuda_aware() -> bool | None:
-    """Ask MPI if it reads the memory of GPUs; None if it does not say."""
-    try:
-        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
-    except (OSError, AttributeError):
-        return None
 
 
 def _share_of_cores(node: Any) -> float:

@@ -15,7 +15,6 @@ class SerialComm:
     rank = 0
     size = 1
     queued: QueuedComm | None = None
-    lacks_alltoall = False
     is_threadsafe = True
 
     def __init__(self, beside: Comm | None = None) -> None:
@@ -25,9 +24,6 @@ class SerialComm:
         self.cores = beside.cores if beside else float(len(usable_cores()))
 
     def sum(self, array: Array) -> None:
-        return None
-
-    def sum_chunked(self, array: Array) -> None:
         return None
 
     def allreduce_max(self, value: int) -> int:

@@ -5,7 +5,14 @@ Not here: the options made of them (commands/options.py), and anything that comp
 """
 
 from distgpt.core.base.errors import nearest
-from distgpt.core.config.run_config import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
+from distgpt.core.config.run_config import (
+    CHANGEABLE,
+    SETTINGS,
+    RunConfig,
+    differences,
+    former_choices,
+    parse_toml,
+)
 from distgpt.core.config.setting import Setting, settings_of
 from distgpt.core.config.settings import (
     AUTO_DTYPE,
@@ -62,6 +69,7 @@ __all__ = [
     "Setting",
     "TrainConfig",
     "differences",
+    "former_choices",
     "nearest",
     "parse_toml",
     "settings_of",

@@ -28,10 +28,10 @@ ON_GPU = ("cuda", "mpi-cuda")
 WITH_MPI = ("mpi", "mpi-cuda")
 SEVERAL = {"serial": "mpi", "cuda": "mpi-cuda"}  # the stage of several processes that computes alike
 MATMULS = ("auto", "own", "blas")
-GRAD_SYNCS = ("allreduce", "auto", "chunked", "hierarchical", "overlapped", "sharded")
+GRAD_SYNCS = ("allreduce", "overlapped", "sharded")
 BALANCES = ("even", "auto")
 GRADIENT_DTYPES = ("float32", "bfloat16")
-ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
+ALLREDUCES = ("auto", "nccl", "host")
 RECOMPUTE = ("auto", "none", "mlp", "block")
 SAVES = ("auto", "sync", "async")
 ON_DISK_ERROR = ("keep-going", "stop")
@@ -408,20 +408,15 @@ class TrainConfig:
     )
     grad_sync: str = of_ranks(
         "allreduce",
-        "How ranks sum gradients: in one call (on one node in memory that they share), in chunks by MPI,"
-        " within nodes first, or during the backward pass."
-        " auto: the fastest of these. sharded: each rank sums and updates a part, and keeps only the"
-        " moments of that part (mpi; mpi-cuda without hierarchical).",
+        "How ranks sum gradients. allreduce: after the backward pass (on CPUs within nodes first)."
+        " overlapped: during the backward pass. sharded: each rank sums and updates a part, and keeps only"
+        " the optimizer state of that part (mpi, mpi-cuda).",
         choices=GRAD_SYNCS,
         table="exchanges",
         changeable=True,
-        former_choices=(("packed", "allreduce"),),
+        former_choices=tuple((name, "allreduce") for name in ("auto", "chunked", "hierarchical", "packed")),
         component="exchange",  # what the table adds
-        components=(
-            ("chunked", ""),
-            ("auto", "trial"),
-            *((name, name) for name in ("hierarchical", "overlapped", "sharded")),
-        ),
+        components=(("overlapped", "overlapped"), ("sharded", "sharded")),
     )
     gradient_dtype: str = of_ranks(
         "float32",

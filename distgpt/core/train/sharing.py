@@ -87,7 +87,6 @@ class Exchange:
     # Called in the backward pass; None: nothing is sent meanwhile. A recorded pass calls it while it is
     # recorded: what is to be done at each repetition, it hands to `Kernels.between`.
     ready: Ready | None = None
-    is_final = True  # whether it stays as it is: `auto` tries several first
     waits_after_update = False  # whether `after_update` waits for other ranks
     mean_factor = 1.0  # makes the mean over ranks of their sum
 
@@ -123,25 +122,21 @@ class Exchange:
 class Reduction(Protocol):
     """Sums elements start … stop of the flat buffer."""
 
+    name: str = "allreduce"  # of an exchange by it alone
+
     def sum(self, start: int, stop: int, step: int) -> None:
         """Replace these elements by their sum over ranks. `step` seeds random rounding. Collective."""
 
 
 class Allreduce(Reduction):
-    """One Allreduce over the whole stretch; or one for each piece that stays in a cache."""
+    """One Allreduce over the whole stretch."""
 
-    def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
+    def __init__(self, comm: Comm, flat: Array) -> None:
         self._comm = comm
         self._flat = flat
-        self._chunked = chunked
 
     def sum(self, start: int, stop: int, step: int) -> None:
-        whole = start == 0 and stop == len(self._flat)  # then the same object at every step
-        part = self._flat if whole else self._flat[start:stop]
-        if self._chunked:
-            self._comm.sum_chunked(part)
-        else:
-            self._comm.sum(part)
+        self._comm.sum(self._flat[start:stop])
 
 
 class AfterBackward(Exchange):
@@ -196,8 +191,7 @@ class Strategy:
         if comm.size == 1:
             return Exchange()
         whole = state.optimizer.model.grads.with_flags  # as it lies in memory: the loss and the votes with it
-        reduction = Allreduce(comm, whole, chunked=t.grad_sync == "chunked")
-        return AfterBackward(t.grad_sync, reduction, len(whole), lambda: None, 1.0 / comm.size)
+        return AfterBackward("allreduce", Allreduce(comm, whole), len(whole), lambda: None, 1.0 / comm.size)
 
     def refuse_unmeasurable(self) -> None:
         """Raise a UsageError where only a run that trains finds out how ranks share their work."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,14 @@ from distgpt.jobs.launchers import find_launcher
 from distgpt.launch.environment import launched_as
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
-from distgpt.parallel.choose import ONE_CALL
 from distgpt.parallel.node_memory import shared_rows
 from distgpt.parallel.reductions import Hierarchical, SharedSum, one_by_one
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, Paragraph, tabulated
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
-SHARED = "shared memory"  # as summary.json calls it
-ON_GPU = ("nccl", "host", "host-chunked", "cuda-aware")
+ONE_CALL, SHARED, BY_NODE = "allreduce", "shared memory", "hierarchical"  # as summary.json calls them
+ON_GPU = ("nccl", "host")
 FEWEST = 3  # repetitions of a size
 LATENCY_BOUND = 64 << 10  # arrays below this size take about as long as each other
 COPIES = 3  # of an array: its own, what MPI keeps beside it, and what is staged
@@ -148,23 +146,20 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
         if wanted and name not in wanted:
             continue
         try:
-            found[name] = _on_device(stage, name) if stage.on_gpu else _on_host(stage.comm, name)
+            if stage.on_gpu:
+                found[name] = _on_device(stage, name)
+            else:
+                found[name] = stage.comm.sum if name == ONE_CALL else InNodeMemory(stage.comm)
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
     return found, reasons
 
 
 def _known_on_host(comm: Comm) -> tuple[str, ...]:
-    """Return MPI's own algorithms, and the one for nodes that have several of the ranks. Collective."""
+    """Return MPI's own algorithm, and the one for nodes that have several of the ranks. Collective."""
     if comm.size == comm.local_size:
-        return (*ONE_CALL, SHARED)
-    return (*ONE_CALL, "hierarchical") if comm.split_by_node() else ONE_CALL
-
-
-def _on_host(comm: Comm, name: str) -> Sum:
-    if name in ONE_CALL:
-        return comm.sum_chunked if name == "chunked" else comm.sum
-    return InNodeMemory(comm)
+        return ONE_CALL, SHARED
+    return (ONE_CALL, BY_NODE) if comm.split_by_node() else (ONE_CALL,)
 
 
 class InNodeMemory:
@@ -199,8 +194,7 @@ def _on_device(stage: Stage, name: str) -> Sum:
     from distgpt.gpu.transport import choose_transport
 
     assert isinstance(stage, GpuStage)
-    way = choose_transport(name.removesuffix("-chunked"), stage.comm, stage.device, stage.sharing)
-    return partial(way.sum, chunked=name.endswith("-chunked"))
+    return choose_transport(name, stage.comm, stage.device, stage.sharing).sum
 
 
 def measure_all(stage: Stage, options: AllreduceOptions) -> Row:

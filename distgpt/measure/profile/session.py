@@ -79,7 +79,7 @@ class Profiler:
     ) -> StepResult:
         """Launch a step as `Step.launch` does, and measure it after the warm-up."""
         step = self._step
-        if self.skipped < self.warm_up or not step.exchange.is_final:
+        if self.skipped < self.warm_up:
             self.skipped += 1
             return step.launch(number, batches, votes, elapsed)
         if self._recorder is None:
