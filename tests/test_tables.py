@@ -80,7 +80,7 @@ ROWS = {
     "weights": (SOURCES, callable),
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
-    "batch systems": (SYSTEMS, lambda row: isinstance(row, System) and row.documented),
+    "batch systems": (SYSTEMS, lambda row: isinstance(row, System)),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "exchanges": (EXCHANGES, callable),
     "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),

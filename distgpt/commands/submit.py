@@ -112,8 +112,7 @@ _DECORATORS = (
         help='A line of the script before the start, as in "module load gcc"; may be repeated.',
     ),
     click.option(
-        "--option",
-        "--sbatch",
+        "--directive",
         "lines",
         multiple=True,
         metavar="OPTION",
@@ -193,13 +192,10 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
     if subcommand is None:
         program = click.get_current_context().command_path
         raise UsageError(f"{program} is for distgpt train and tune, not for {given.words[0]}")
-    theirs = system.array_in(given.lines)
-    if given.numbers and theirs:
-        raise UsageError(f"--array {given.numbers}: an option of {system.name} gives other numbers, {theirs}")
-    numbers = array.elements(given.numbers or theirs, "--array")
+    numbers = array.elements(given.numbers or "")
     if numbers and min(numbers) < system.least_element:
         raise UsageError(
-            f"--array {given.numbers or theirs}: {system.name} counts elements from {system.least_element}"
+            f"--array {given.numbers}: {system.name} counts elements from {system.least_element}"
         )
     element = system.element
     words = array.renamed(given.words, (*system.elements, array.ANY), element)
@@ -244,7 +240,6 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
         memory=given.memory or "",
         counts_cores=node is not None,
         array=given.numbers or "",
-        is_array=bool(numbers),
         resubmits=given.successor,
         exclusive=given.exclusive,
     )
@@ -318,8 +313,6 @@ def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
     from distgpt.core.data.textfile import BUNDLED_TEXTS
     from distgpt.jobs.nodes import OWN, own_disks
 
-    for option in system.unknown(job.lines):
-        yield f"{option} is none of the options that {system.submits[0]} documents: a typing error?"
     if job.counts_cores and not job.exclusive and system.launches_by_mpi and job.ranks > 1:
         yield "ranks are not bound to cores, as other jobs may run on these nodes: --exclusive"
     if job.is_array:
@@ -378,11 +371,11 @@ def _mpi_of(stage: str, system: System) -> str:
             f"mpi4py does not say here which MPI it has ({error}): name its launcher with --mpi"
         ) from None
     chosen = system.mpi(found)
-    how = "srun --mpi=" if system.word == "slurm" else "--mpi "
+    how = "srun --mpi=" if system.name == "Slurm" else "--mpi "
     if chosen is None:
         raise UsageError(f"{system.name}'s way to {found} is not known: choose one with --mpi")
     print_lines(f"mpi4py belongs to {found}: {how}{chosen}", err=True)
-    if found == "Intel MPI" and system.word == "slurm":
+    if found == "Intel MPI" and system.name == "Slurm":
         print_lines(
             "Intel MPI finds Slurm with I_MPI_PMI_LIBRARY=…/libpmi2.so: export it in the script", err=True
         )

@@ -16,11 +16,11 @@ MPI = {"slurm": "pmi2", "pbs": "mpich", "sge": "intel", "lsf": "pals", "flux": "
 OTHER = {"slurm": "pmix", "flux": "openmpi"}
 MEMORY = {"slurm": "--memory 64G", "pbs": "--memory 64G", "lsf": "--memory 64G"}
 OWN = {
-    "slurm": "--option --partition=gpu --option --signal=USR1@600 --option --gres=gpu:a100:2",
-    "pbs": "--option '-q long' --option '-W depend=afterok:5' --option '-l place=pack'",
-    "sge": "--option '-q long' --option '-l s_rt=1:00:00' --option '-pe orte 8'",
-    "lsf": "--option '-q long' --option '-w done(5)' --option '-o mine.txt'",
-    "flux": "--option --queue=long --option --exclusive",
+    "slurm": "--directive --partition=gpu --directive --signal=USR1@600 --directive --gres=gpu:a100:2",
+    "pbs": "--directive '-q long' --directive '-W depend=afterok:5' --directive '-l place=pack'",
+    "sge": "--directive '-q long' --directive '-l s_rt=1:00:00' --directive '-pe orte 8'",
+    "lsf": "--directive '-q long' --directive '-w done(5)' --directive '-o mine.txt'",
+    "flux": "--directive --queue=long --directive --exclusive",
 }
 OUT = "train --batch-size 32 --out 'runs/my run'"
 CASES = {

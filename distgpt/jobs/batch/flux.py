@@ -31,10 +31,10 @@ _PMI = {"mpich": "simple", "intel": "simple", "openmpi": MPIS["Open MPI"].flux, 
 
 
 class Flux(System):
-    name, word, sentinel = "Flux", "flux", "# flux:"
+    name, sentinel = "Flux", "# flux:"
     submits, programs = ("flux", "batch"), ("flux",)
     element, elements = "$ELEMENT", ()
-    limit = "--time-limit"
+    limit_option = "--time-limit|-t"
     launches_by_mpi = False
     example = "--queue=batch"
     advice = """\
@@ -91,7 +91,7 @@ Submit it with flux batch. Of an array
         return {"Open MPI": "openmpi", "Cray MPICH": "cray-pals"}.get(vendor, "simple")
 
     def submissions(self, job: Job) -> list[list[str]]:
-        numbers = array.elements(job.array, "--array")
+        numbers = array.elements(job.array)
         return [["flux", "batch", f"--env=ELEMENT={number}"] for number in numbers] or [["flux", "batch"]]
 
 

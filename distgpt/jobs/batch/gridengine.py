@@ -13,10 +13,10 @@ from distgpt.jobs.batch.script import System
 
 
 class GridEngine(System):
-    name, word, sentinel = "Grid Engine", "sge", "#$"
+    name, sentinel = "Grid Engine", "#$"
     submits, programs = ("qsub",), ("qsub", "qconf")
     element, elements = "$SGE_TASK_ID", ("SGE_TASK_ID",)
-    array_flag, limit, least_element = "-t", "-l h_rt", 1
+    array_option, limit_option, least_element = r"-t\s", r"-l\s*h_rt", 1
     refused_names = r"\d.*|(?i:none|all|template)"
     example = "-q all.q"
     advice = """\
@@ -27,13 +27,13 @@ Submit it with qsub, whose options
 # qdel kills (-notify): the job saves and ends."""
     rule = '75 is "saved, start me again"; Grid Engine queues a job again that leaves with 99.'
     ends = "USR2 TERM"
-    repeated = ("-l",)
 
     def options(self, job: Job) -> list[str]:
         slots = job.nodes * job.cpus_per_node
         if job.memory:
             raise UsageError(
-                '--memory: sites of Grid Engine name it differently, as in --option "-l h_vmem=4G" for a slot'
+                "--memory: sites of Grid Engine name it differently, as in"
+                ' --directive "-l h_vmem=4G" for a slot'
             )
         return [
             f"-N {job.name}",

@@ -26,11 +26,11 @@ export OMPI_MCA_odls_base_sigkill_timeout=10 PRTE_MCA_odls_base_sigkill_timeout=
 
 
 class Lsf(System):
-    waits = "-w", "-w( |[^at])"  # not -wa and -wt, which are others
-    name, word, sentinel = "LSF", "lsf", "#BSUB"
+    name, sentinel = "LSF", "#BSUB"
+    waits = "-w( |[^at])"  # not -wa and -wt, which are others
     submits, programs = ("bsub",), ("bsub",)
     element, elements = "$LSB_JOBINDEX", ("LSB_JOBINDEX",)
-    array_flag = "-J"  # the name's: one without numbers would take the array's place
+    array_option = "-J(?!d)"  # the name's: one without numbers would take the array's place
     least_element = 1
     example = "-q normal"
     advice = """\
@@ -43,7 +43,6 @@ Submit it with bsub < SCRIPT, whose options
     rule = '75 is "saved, start me again"; LSF queues a job again that leaves with 99 (-Q).'
     announces, ends = "URG USR1 USR2", "INT TERM"
     passed_on = '[ "$asked" ] || kill -USR1 $ranks; asked=yes'
-    repeated = ("-R",)
 
     def options(self, job: Job) -> list[str]:
         # Slots are cores: the affinity of tasks is not configured at every site.

@@ -14,12 +14,11 @@ from distgpt.jobs.batch.script import END, System
 
 
 class Pbs(System):
-    waits = "-W depend", "-W *depend="
-    name, word, sentinel = "PBS", "pbs", "#PBS"
+    name, sentinel = "PBS", "#PBS"
+    waits = "-W *depend="
     submits, programs = ("qsub",), ("qsub", "pbsnodes")
     element, elements = "$ELEMENT", ("PBS_ARRAY_INDEX",)
-    array_flag = "-J"
-    limit = "-l walltime"
+    array_option, limit_option = "-J", r"-l\s*walltime"
     enters = 'cd "$PBS_O_WORKDIR" || exit\n'
     example = "-q workq"
     advice = """\
@@ -28,7 +27,6 @@ Submit it with qsub. A successor has
     signals = """\
 # Every rank saves and leaves on USR1. PBS sends none before its limit: the run knows that by DISTGPT_JOB_END.
 # TERM comes before qdel kills: the job saves and ends, or PBS starts it again after a preemption."""
-    repeated = ("-l", "-W")
 
     def options(self, job: Job) -> list[str]:
         place = ["scatter"] * (job.nodes > 1) + ["excl"] * job.exclusive
@@ -77,9 +75,9 @@ Submit it with qsub. A successor has
 
     def successor(self, job: Job) -> str:
         for line in job.lines:
-            if self.key(line).startswith("-W") and "depend=" in line and "," in line:
+            if line.startswith("-W") and "depend=" in line and "," in line:
                 raise UsageError(
-                    f"--option {line}: give depend= in an --option of its own, as a successor has none"
+                    f"--directive {line}: give depend= in a --directive of its own, as a successor has none"
                 )
         command = f"qsub{' -v ELEMENT=$ELEMENT' * job.is_array}"
         return self.shortened(job, command, "-J ") or f'{command} "$0"'

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.base.files import read_small
 from distgpt.core.base.tables import Table
 from distgpt.jobs.batch import array
 from distgpt.jobs.batch.job import Job
@@ -28,7 +25,6 @@ class System:
     """A batch system's part of the script, in the words of the plain shell. Each derives from this."""
 
     name: str  # what people call it
-    word: str  # what --system calls it; its file of options has this name
     sentinel: str  # what a line with a directive begins with
     submits: tuple[str, ...]  # the command that reads a script from its standard input
     programs: tuple[str, ...]  # commands that are there where it is
@@ -40,15 +36,14 @@ class System:
     refused_names = ""  # of jobs, as a regular expression
     launches_by_mpi = True  # by an mpiexec, which knows nothing of other jobs' cores
     least_element = 0  # of an array: systems refuse lower numbers
-    array_flag = ""  # its option for the numbers of an array
-    limit = ""  # its option for the time limit, if the script says a second time when to save
+    # Options of its own, as regular expressions, that a script has by options of distgpt.
+    array_option = ""  # for the numbers of an array
+    limit_option = ""  # for the time limit, if the script says a second time when to save
+    waits = ""  # for a job to wait for others, which a successor must not do
     enters = ""  # the line that goes to where the script was submitted, if the system does not
     passed_on = "kill -USR1 $ranks"  # the command that asks the ranks to save
     announces = "USR1"  # signals before a limit, after which the job begins again
     ends = "TERM"  # signals of a job's end to which the script only saves
-    repeated: tuple[str, ...] = ()  # options of which each resource is another: -l, -R
-    # The option by which a job waits for others: its key, and how its line begins, as a regular expression.
-    waits = "", ""
     rule = '75 is "saved, start me again".'  # the comment before the decision
 
     def options(self, job: Job) -> list[str]:
@@ -102,22 +97,11 @@ class System:
         A successor waits for no job as this one did: systems refuse or delete what waits for one that they
         have forgotten. `array` begins the option for all elements, where a successor is of one.
         """
-        key, begins = self.waits
         left_out = [array] * (job.is_array and array != "")
-        left_out += [begins] * any(self.key(line) == key for line in job.lines)
+        left_out += [self.waits] * any(re.match(self.waits, line) for line in job.lines)
         if not left_out:
             return ""
         return f"grep -Ev '^{self.sentinel} *({'|'.join(left_out)})' \"$0\" | {command}"
-
-    def array_in(self, lines: Sequence[str]) -> str:
-        """Return the numbers of an array that the user's own options ask for; "" where none does."""
-        for line in lines:
-            if self.key(line) == self.array_flag:
-                raise UsageError(
-                    f"--option {line}: give the numbers of an array by --array, as in --array 1-4, and a"
-                    " name by --name"
-                )
-        return ""
 
     def mpi(self, vendor: str) -> str | None:
         """Return the value of --mpi that suits an MPI; None if that is not known."""
@@ -137,51 +121,30 @@ class System:
         """Return the file with what the script itself prints."""
         return f"{name}-{number}.log"
 
-    # What is known of its options
-
-    @cached_property
-    def documented(self) -> dict[str, str]:
-        """Return each spelling of a documented option, and the first one of the same; {} without a list."""
-        path = Path(__file__).parent / "options" / f"{self.word}.txt"
-        lines = read_small(path, 1 << 20).decode().splitlines() if path.is_file() else []
-        rows = [line.split() for line in lines if line and not line.startswith("#")]
-        return {spelling: row[0] for row in rows for spelling in row}
-
-    def key(self, option: str) -> str:
-        """Return what an option sets, whichever way it is spelled: "-l h_rt=60" → "-l h_rt"."""
-        flag, value = split(option, self.documented)
-        first = self.documented.get(flag, flag)
-        if first not in self.repeated:
-            return first
-        return f"{first} {value.strip(chr(34)).partition('=')[0].partition('[')[0]}"
-
-    def unknown(self, options: Iterable[str]) -> list[str]:
-        """Return those options that are not in the list of documented ones."""
-        known = self.documented
-        return [option for option in options if known and split(option, known)[0] not in known]
-
     def directives(self, job: Job) -> list[str]:
         """Return the script's options, the user's in place of ours that set the same."""
-        theirs = {self.key(line): line for line in job.lines}
-        if self.limit in theirs:
-            raise UsageError(
-                f"--option {theirs[self.limit]}: give the limit by --time, which also says when to save"
-            )
-        return [*(line for line in self.options(job) if self.key(line) not in theirs), *job.lines]
+        for line in job.lines:
+            if self.limit_option and re.match(self.limit_option, line):
+                raise UsageError(
+                    f"--directive {line}: give the limit by --time, which also says when to save"
+                )
+            if self.array_option and re.match(self.array_option, line):
+                raise UsageError(
+                    f"--directive {line}: give the numbers of an array by --array, as in --array 1-4, and a"
+                    " name by --name"
+                )
+        theirs = set(map(key, job.lines))
+        return [*(line for line in self.options(job) if key(line) not in theirs), *job.lines]
 
 
 SYSTEMS: Table[System] = Table("batch systems", "--system", {})
 
 
-def split(option: str, documented: Iterable[str] = ()) -> tuple[str, str]:
-    """Return an option's flag and its value: of --time=4h, "-l walltime=4:00:00" or -N2."""
-    flag, _, value = option.partition(" ")
-    if flag.startswith("--") and "=" in flag:
-        flag, _, first = flag.partition("=")
-        return flag, f"{first} {value}".strip()
-    if flag not in documented and flag[:2] in documented and not flag.startswith("--"):
-        return flag[:2], f"{flag[2:]} {value}".strip()
-    return flag, value.strip()
+def key(option: str) -> str:
+    """Return what an option sets: "--time=4h" → "--time", "-l h_rt=60" → "-lh_rt", "-N 2" → "-N"."""
+    found = re.match(r'-[lR]\s*"?\w+|--?\w[\w-]*', option)
+    name = re.sub(r'[\s"]', "", found.group()) if found else option
+    return "--gpus-per-node" if option.startswith("--gres=gpu") else name  # of Slurm
 
 
 def script(system: System, job: Job) -> str:

@@ -16,19 +16,16 @@ one that was killed ends all after 60 s.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
 from distgpt.jobs.batch.job import Job, clock
 from distgpt.jobs.batch.script import System
 from distgpt.launch.mpis import MPIS
 
 PMI = {vendor: mpi.srun[0] for vendor, mpi in MPIS.items()}
-_ARRAY = re.compile(r"(?:--array(?:\s+|=)|-a\s*)(.*)")
 
 
 class Slurm(System):
-    name, word, sentinel = "Slurm", "slurm", "#SBATCH"
+    name, sentinel = "Slurm", "#SBATCH"
+    array_option = r"--array\b|-a"
     submits, programs = ("sbatch",), ("sbatch",)
     element, elements = "$SLURM_ARRAY_TASK_ID", ("SLURM_ARRAY_TASK_ID",)
     launches_by_mpi = False
@@ -62,11 +59,6 @@ Submit it with sbatch, whose options
             *([f"--array={job.array}"] if job.array else []),
         ]
 
-    def key(self, option: str) -> str:
-        """Return --gpus-per-node for the GPUs of --gres, too."""
-        key = super().key(option)
-        return "--gpus-per-node" if key == "--gres" and "gpu" in option else key
-
     def number(self, job: Job) -> str:
         """Return the job's number. SLURM_JOB_ID of an array's element may stand for the whole array."""
         return "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_array else "$SLURM_JOB_ID"
@@ -96,10 +88,6 @@ Submit it with sbatch, whose options
 
     def successor(self, job: Job) -> str:
         return f'sbatch {"--array=$SLURM_ARRAY_TASK_ID " * job.is_array}"$0"'
-
-    def array_in(self, lines: Sequence[str]) -> str:
-        asked = [found[1] for line in lines if (found := _ARRAY.fullmatch(line))]
-        return asked[-1] if asked else ""
 
     def shown_number(self, is_array: bool) -> str:
         return "JOB_ELEMENT" if is_array else "JOB"
