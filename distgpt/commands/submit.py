@@ -33,8 +33,6 @@ from distgpt.jobs.shape import Shape, shape
 SECONDS_TO_ANSWER = 60  # of a batch system
 STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
 CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
-# What runs a command in an image: there, distgpt is the image's own.
-CONTAINERS = ("apptainer", "singularity", "shifter", "ch-run", "enroot", "podman", "podman-hpc", "docker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ _DECORATORS = (
     click.option(
         "--prefix",
         metavar="WORDS",
-        help='Words before distgpt in the started command, as in "apptainer exec image.sif".',
+        help='Words before distgpt, as in "numactl -l", or with it: "apptainer exec image.sif distgpt".',
     ),
     click.option(
         "--setup",
@@ -263,13 +261,12 @@ def _without_auto(words: Sequence[str]) -> Iterator[str]:
 
 
 def _program(prefix: str | None) -> list[str]:
-    """Return the words that run distgpt behind a prefix: the image's own in a container."""
+    """Return the words that run distgpt: a prefix, and this installation's unless it ends with another."""
     try:
         before = shlex.split(prefix or "")
     except ValueError as error:
         raise UsageError(f"--prefix {prefix}: {str(error).lower()}") from error
-    is_contained = any(Path(word).name in CONTAINERS for word in before)
-    return [*before, *(["distgpt"] if is_contained else own_program())]
+    return before if before and Path(before[-1]).name == "distgpt" else [*before, *own_program()]
 
 
 def _parsed(command: click.Command, words: Sequence[str]) -> tuple[dict[str, Any], bool]:

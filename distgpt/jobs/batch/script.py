@@ -157,7 +157,7 @@ def script(system: System, job: Job) -> str:
         options="\n".join(f"{system.sentinel} {option}" for option in system.directives(job)),
         enters=system.enters,
         deadline=system.deadline(job),  # before the lines of the site, which take time from the limit
-        setup="".join(f"{_checked(line)}\n" for line in job.setup),
+        setup="".join(f"{line}\n" for line in job.setup),
         begin=system.begin(job),
         name=job.name,
         number=system.number(job),
@@ -183,13 +183,6 @@ def _again(system: System, job: Job, quote: Callable[[str], str]) -> str:
     return _SUCCESSOR.format(
         marker=quote(str(job.out / "followed-")), number=system.number(job), submit=system.successor(job)
     )
-
-
-def _checked(line: str) -> str:
-    """Let the script stop where a module cannot be loaded: the ranks would fail later, for other reasons."""
-    if not re.match(r"(module|ml)\s", line) or "||" in line or "#" in line:
-        return line
-    return f"{line} || {{ echo {shlex.quote(f'--setup has failed: {line}')}; exit 1; }}"
 
 
 def _wrapped(words: Sequence[str], quote: Callable[[str], str]) -> list[str]:
