@@ -37,14 +37,6 @@ TABLES: dict[str, dict[str, str]] = {
         "trial": "distgpt.parallel.trial:make",
         "within": "distgpt.guards.timed:timed_clock",
     },
-    # By the value of --system (jobs/batch/script.py).
-    "batch systems": {
-        "slurm": "distgpt.jobs.batch.slurm:SLURM",
-        "pbs": "distgpt.jobs.batch.pbs:PBS",
-        "sge": "distgpt.jobs.batch.gridengine:GRID_ENGINE",
-        "lsf": "distgpt.jobs.batch.lsf:LSF",
-        "flux": "distgpt.jobs.batch.flux:FLUX",
-    },
     # Parts of a run that the core has plain ones of (core/base/tables.py).
     "parts": {
         "grants": "distgpt.launch.environment:GRANTS",

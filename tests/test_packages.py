@@ -28,7 +28,7 @@ def test_the_wheel_holds_the_package_and_no_tests(tmp_path):
 def test_example_scripts_are_what_the_command_prints():
     from remake import remade, scripts
 
-    from distgpt.jobs.batch.script import SYSTEMS
+    from distgpt.jobs.batch.systems import SYSTEMS
 
     asked = (
         "--requeue",
@@ -36,7 +36,7 @@ def test_example_scripts_are_what_the_command_prints():
         "-r",
         "--time-limit=43200s",
     )  # of systems that queue jobs again, and of Flux
-    systems = [row.sentinel for _, row in SYSTEMS.rows()]
+    systems = [row.sentinel for row in SYSTEMS.values()]
     for script in scripts():
         text = script.read_text()
         assert text == remade(script) and "python" not in text, script.name

@@ -53,7 +53,6 @@ from distgpt.core.train.setup import FIRST_WEIGHTS, unhelped
 from distgpt.core.train.sharing import STRATEGIES, USUAL, Strategy, strategy_for
 from distgpt.core.train.summary import FACTS
 from distgpt.guards.attach import GUARDS, keep_nothing
-from distgpt.jobs.batch.script import SYSTEMS, System
 from distgpt.launch.leaving import LIBRARIES
 from distgpt.rounded.loops.int8 import TILES, Int8Tile
 from distgpt.rounded.rounded import quantize
@@ -80,7 +79,6 @@ ROWS = {
     "weights": (SOURCES, callable),
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),
-    "batch systems": (SYSTEMS, lambda row: isinstance(row, System)),
     "models": (MODEL_KINDS, lambda row: {*public(WholeModel)} <= {*public(type(row))}),
     "exchanges": (EXCHANGES, callable),
     "rounded tiles": (TILES, lambda row: issubclass(row, Int8Tile)),

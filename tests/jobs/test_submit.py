@@ -12,9 +12,8 @@ from itertools import pairwise
 import pytest
 from conftest import inside, refused
 
-from distgpt.jobs.batch import launch
-from distgpt.jobs.batch.launch import LAUNCHERS
-from distgpt.jobs.batch.script import SYSTEMS
+from distgpt.jobs.batch import systems
+from distgpt.jobs.batch.systems import LAUNCHERS, SYSTEMS
 from distgpt.launch.environment import batch_job, job_end
 from distgpt.launch.mpis import MPIS
 
@@ -139,7 +138,7 @@ def test_ranks_are_bound_to_a_region_of_nodes_of_their_own_and_free_otherwise(tm
         assert "core" not in shlex.join(started(written("sge", *free, cwd=tmp_path))[:8])
     assert started(written("lsf", cwd=tmp_path))[1] == "train"  # one rank needs no launcher
     for vendor, known in MPIS.items():  # of each MPI that a page names some launcher is known
-        assert SYSTEMS["pbs"].mpi(vendor) in LAUNCHERS and SYSTEMS["slurm"].mpi(vendor) == known.srun[0]
+        assert SYSTEMS["pbs"].mpi[vendor] in LAUNCHERS and SYSTEMS["slurm"].mpi[vendor] == known.srun[0]
     wrong = inside("submit", "--system", "lsf", "--time", "1h", "--nodes", "2", "--mpi", "pmi2", *TRAIN)
     refused(wrong, 2, "--mpi pmi2", "openmpi, intel, pals")
 
@@ -149,7 +148,7 @@ def test_an_environments_own_mpirun_starts_ranks_of_its_own_mpi_alone(tmp_path, 
     own.parent.mkdir()
     own.write_text("#!/bin/sh\necho HYDRA build details\n")
     own.chmod(0o755)
-    monkeypatch.setattr(launch, "own_mpirun", lambda: str(own))
+    monkeypatch.setattr(systems, "own_mpirun", lambda: str(own))
     for mpi, program in (
         ("mpich", str(own)),
         ("openmpi", "mpiexec"),

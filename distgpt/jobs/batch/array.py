@@ -69,11 +69,3 @@ def quoting(element: str) -> Callable[[str], str]:
         return f'"{element}"'.join(parts) or "''"
 
     return quoted
-
-
-def one_range(text: str, system: str) -> tuple[str, str]:
-    """Return an array's range and how many of its elements may run at once; refuse lists of numbers."""
-    numbers, _, most = text.partition("%")
-    if "," in numbers:
-        raise UsageError(f"--array {text}: {system} takes one range, as in 1-4 or 0-8:2")
-    return numbers, most
