@@ -99,8 +99,6 @@ TABLES: dict[str, dict[str, str]] = {
     "summary": {
         "environment": "distgpt.doctor.facts:of_run",
     },
-    # By whose errors they are (launch/leaving.py).
-    "libraries": {"nccl": "distgpt.gpu.failures:NCCL"},
     # By what a name of weights begins with, before a colon (core/saved/weights.py).
     "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
     # By the setting init_weights (core/train/setup.py).

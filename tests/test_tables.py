@@ -53,7 +53,6 @@ from distgpt.core.train.setup import FIRST_WEIGHTS, unhelped
 from distgpt.core.train.sharing import STRATEGIES, USUAL, Strategy, strategy_for
 from distgpt.core.train.summary import FACTS
 from distgpt.guards.attach import GUARDS, keep_nothing
-from distgpt.launch.leaving import LIBRARIES
 from distgpt.rounded.loops.int8 import TILES, Int8Tile
 from distgpt.rounded.rounded import quantize
 
@@ -86,7 +85,6 @@ ROWS = {
     "summary": (FACTS, callable),
     "components": (COMPONENTS, lambda row: row is not None),
     "listeners": (LISTENERS, lambda row: {*public(Lines)} - {"say"} <= {*dir(row)}),
-    "libraries": (LIBRARIES, lambda row: row.raised(ValueError()) is None and row.name),
     "stages": (KINDS, lambda row: callable(row.open) and callable(row.dtype_choice)),
     "kernels": (KERNELS, lambda row: list(inspect.signature(row).parameters) == ["stage", "dtype", "matmul"]),
     "processors": (PROCESSORS, lambda row: row.shape({"avx2"}) is None or row.shape({"neon"}).neon),
