@@ -35,14 +35,6 @@ TABLES: dict[str, dict[str, str]] = {
         "structured log": "distgpt.fleet.structured:as_json",
         "within": "distgpt.guards.timed:timed_clock",
     },
-    # By the value of --system (jobs/batch/script.py).
-    "batch systems": {
-        "slurm": "distgpt.jobs.batch.slurm:SLURM",
-        "pbs": "distgpt.jobs.batch.pbs:PBS",
-        "sge": "distgpt.jobs.batch.gridengine:GRID_ENGINE",
-        "lsf": "distgpt.jobs.batch.lsf:LSF",
-        "flux": "distgpt.jobs.batch.flux:FLUX",
-    },
     # Parts of a run that the core has plain ones of (core/base/tables.py).
     "parts": {
         "grants": "distgpt.launch.environment:GRANTS",
@@ -94,8 +86,6 @@ TABLES: dict[str, dict[str, str]] = {
     "summary": {
         "environment": "distgpt.doctor.facts:of_run",
     },
-    # By whose errors they are (launch/leaving.py).
-    "libraries": {"nccl": "distgpt.gpu.failures:NCCL"},
     # By what a name of weights begins with, before a colon (core/saved/weights.py).
     "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
     # By the setting init_weights (core/train/setup.py).

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from distgpt.cli import cli
 from distgpt.commands import submit
 from distgpt.core.base import errors
-from distgpt.jobs.batch import launch
+from distgpt.jobs.batch import systems
 
 HERE = Path(__file__).parent
 
@@ -28,7 +28,7 @@ def remade(script: Path) -> str:
     with contextlib.ExitStack() as stack:
         for place in ((errors, "_program"), (submit, "own_program")):
             stack.enter_context(patch.object(*place, lambda: ["distgpt"]))
-        stack.enter_context(patch.object(launch, "own_mpirun", lambda: None))
+        stack.enter_context(patch.object(systems, "own_mpirun", lambda: None))
         stack.enter_context(patch.object(submit, "_unready", lambda runs: []))  # texts that are not here
         stack.enter_context(patch.object(sys, "argv", words))
         stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))

@@ -26,15 +26,14 @@ from distgpt.core.config import ON_GPU, WITH_MPI, RunConfig
 from distgpt.core.config.asked import asked_for
 from distgpt.jobs.batch import array
 from distgpt.jobs.batch.job import Job
-from distgpt.jobs.batch.script import SYSTEMS, System, found_systems, script
+from distgpt.jobs.batch.script import script
+from distgpt.jobs.batch.systems import SYSTEMS, System
 from distgpt.jobs.processes import own_program
 from distgpt.jobs.shape import Shape, shape
 
 SECONDS_TO_ANSWER = 60  # of a batch system
 STALL_ABORT = "30m"  # without progress, then the run saves and the job begins again
 CPUS_BESIDE_GPU = 4  # of a rank with a GPU: its own thread, a reader, a writer of checkpoints, NCCL's proxy
-# What runs a command in an image: there, distgpt is the image's own.
-CONTAINERS = ("apptainer", "singularity", "shifter", "ch-run", "enroot", "podman", "podman-hpc", "docker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,94 +59,6 @@ class Asked:
     words: tuple[str, ...]
 
 
-_DECORATORS = (
-    click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of nodes."),
-    click.option(
-        "--node",
-        "described",
-        metavar="SHAPE",
-        help="NUMA regions and cores of each, as in 8x16; here: as this machine. Each region gets a rank.",
-    ),
-    click.option(
-        "--ranks-per-node",
-        type=click.IntRange(1),
-        help="Ranks on each node. [default: its GPUs, its NUMA regions, or 1]",
-    ),
-    click.option(
-        "--cpus-per-task",
-        type=click.IntRange(1),
-        help="CPUs and threads of each rank. [default: its part of --node; 4 beside a GPU; or 1]",
-    ),
-    click.option("--gpus-per-node", type=click.IntRange(1), help="GPUs of each node to train on."),
-    click.option("--memory", metavar="SIZE", help="Memory of each node, as in 64G. [default: the site's]"),
-    click.option(
-        "--time",
-        "seconds",
-        metavar="TIME",
-        required=True,
-        callback=parsed_duration,
-        help="Limit of one attempt, as in 4h; the run is saved before and queued again.",
-    ),
-    click.option(
-        "--mpi",
-        help="How ranks start: pmi2 or pmix under Slurm, simple or pmix under Flux, else mpich, openmpi,"
-        " intel or pals. [default: by mpi4py's MPI]",
-    ),
-    click.option("--name", help="Name of the job and its logs. [default: the run directory's]"),
-    click.option(
-        "--array",
-        "numbers",
-        metavar="NUMBERS",
-        help="Train an array of runs, as in 1-4 or 1-40%8, each in a directory of its own.",
-    ),
-    click.option(
-        "--prefix",
-        metavar="WORDS",
-        help='Words before distgpt in the started command, as in "apptainer exec image.sif".',
-    ),
-    click.option(
-        "--setup",
-        multiple=True,
-        metavar="LINE",
-        help='A line of the script before the start, as in "module load gcc"; may be repeated.',
-    ),
-    click.option(
-        "--option",
-        "--sbatch",
-        "lines",
-        multiple=True,
-        metavar="OPTION",
-        help='Any option of the batch system, as in "--partition=gpu"; may be repeated.',
-    ),
-    click.option(
-        "--successor",
-        is_flag=True,
-        help="Submit the next attempt as a new job, where the site forbids to queue a job again.",
-    ),
-    click.option(
-        "--exclusive",
-        is_flag=True,
-        help="Share the nodes with no other job; with --node, also bind ranks to cores.",
-    ),
-    click.option("--submit", is_flag=True, help="Submit the script instead of printing it."),
-    click.argument(
-        "words",
-        nargs=-1,
-        required=True,
-        type=click.UNPROCESSED,
-        metavar="-- train [OPTIONS]",
-        shell_complete=line_of(train, tune),
-    ),
-)
-
-
-def describes_a_job(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that describe a job, and the command that it runs."""
-    for decorator in reversed(_DECORATORS):
-        function = decorator(function)
-    return function
-
-
 @command(
     context_settings={"allow_interspersed_args": False},
     example="distgpt submit --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh",
@@ -158,7 +69,82 @@ def describes_a_job(function: Callable[..., None]) -> Callable[..., None]:
     type=click.Choice([*SYSTEMS]),
     help="Batch system. [default: the one whose commands are here]",
 )
-@describes_a_job
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of nodes.")
+@click.option(
+    "--node",
+    "described",
+    metavar="SHAPE",
+    help="NUMA regions and cores of each, as in 8x16; here: as this machine. Each region gets a rank.",
+)
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(1),
+    help="Ranks on each node. [default: its GPUs, its NUMA regions, or 1]",
+)
+@click.option(
+    "--cpus-per-task",
+    type=click.IntRange(1),
+    help="CPUs and threads of each rank. [default: its part of --node; 4 beside a GPU; or 1]",
+)
+@click.option("--gpus-per-node", type=click.IntRange(1), help="GPUs of each node to train on.")
+@click.option("--memory", metavar="SIZE", help="Memory of each node, as in 64G. [default: the site's]")
+@click.option(
+    "--time",
+    "seconds",
+    metavar="TIME",
+    required=True,
+    callback=parsed_duration,
+    help="Limit of one attempt, as in 4h; the run is saved before and queued again.",
+)
+@click.option(
+    "--mpi",
+    help="How ranks start: pmi2 or pmix under Slurm, simple or pmix under Flux, else mpich, openmpi,"
+    " intel or pals. [default: by mpi4py's MPI]",
+)
+@click.option("--name", help="Name of the job and its logs. [default: the run directory's]")
+@click.option(
+    "--array",
+    "numbers",
+    metavar="NUMBERS",
+    help="Train an array of runs, as in 1-4 or 1-40%8, each in a directory of its own.",
+)
+@click.option(
+    "--prefix",
+    metavar="WORDS",
+    help='Words before distgpt, as in "numactl -l", or with it: "apptainer exec image.sif distgpt".',
+)
+@click.option(
+    "--setup",
+    multiple=True,
+    metavar="LINE",
+    help='A line of the script before the start, as in "module load gcc"; may be repeated.',
+)
+@click.option(
+    "--directive",
+    "lines",
+    multiple=True,
+    metavar="OPTION",
+    help='Any option of the batch system, as in "--partition=gpu"; may be repeated.',
+)
+@click.option(
+    "--successor",
+    is_flag=True,
+    help="Submit the next attempt as a new job, where the site forbids to queue a job again.",
+)
+@click.option(
+    "--exclusive",
+    is_flag=True,
+    help="Share the nodes with no other job; with --node, also bind ranks to cores.",
+)
+@click.option("--submit", is_flag=True, help="Submit the script instead of printing it.")
+@click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="-- train [OPTIONS]",
+    shell_complete=line_of(train, tune),
+)
 def submit(named: str | None, **options: Any) -> None:
     """Print a batch script that trains, or submit it: for Slurm, PBS, Grid Engine, LSF or Flux.
 
@@ -172,19 +158,25 @@ def submit(named: str | None, **options: Any) -> None:
         named, *others = found_systems(shutil.which)
         also = f"; {' and '.join(others)} would be here, too: --system" if others else ""
         print_lines(f"batch system: {SYSTEMS[named].name}{also}", err=True)
-    make_job(SYSTEMS[named], Asked(**options))
-
-
-def make_job(system: System, given: Asked) -> None:
-    """Print or submit the script of a job, with notes on what is worth a look before it waits."""
-    job, notes = _described(system, given)
+    system, asked = SYSTEMS[named], Asked(**options)
+    job, notes = _described(system, asked)
     text = script(system, job).encode()
-    if given.submit:
+    if asked.submit:
         _submit(text, system, job)
     else:
         sys.stdout.buffer.write(text)
     for note in dict.fromkeys(notes):
         print_lines(note, err=True)
+
+
+def found_systems(which: Callable[[str], object]) -> list[str]:
+    """Return the words of the systems whose commands are all here, in the table's order."""
+    here = [name for name, system in SYSTEMS.items() if all(map(which, system.programs))]
+    if not here:
+        raise UsageError(
+            "no batch system was found here (sbatch, qsub, bsub or flux): name it, as in --system pbs"
+        )
+    return here
 
 
 def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
@@ -193,13 +185,10 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
     if subcommand is None:
         program = click.get_current_context().command_path
         raise UsageError(f"{program} is for distgpt train and tune, not for {given.words[0]}")
-    theirs = system.array_in(given.lines)
-    if given.numbers and theirs:
-        raise UsageError(f"--array {given.numbers}: an option of {system.name} gives other numbers, {theirs}")
-    numbers = array.elements(given.numbers or theirs, "--array")
+    numbers = array.elements(given.numbers or "")
     if numbers and min(numbers) < system.least_element:
         raise UsageError(
-            f"--array {given.numbers or theirs}: {system.name} counts elements from {system.least_element}"
+            f"--array {given.numbers}: {system.name} counts elements from {system.least_element}"
         )
     element = system.element
     words = array.renamed(given.words, (*system.elements, array.ANY), element)
@@ -229,7 +218,7 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
         *resuming(asked, runs[0][0]),
     ]
     job = Job(
-        name=system.named(given.name, _name_of(out, element)),
+        name=_name_of(out, given.name, system),
         nodes=given.nodes,
         ranks_per_node=ranks_per_node,
         cpus_per_task=cpus,
@@ -244,7 +233,6 @@ def _described(system: System, given: Asked) -> tuple[Job, list[str]]:
         memory=given.memory or "",
         counts_cores=node is not None,
         array=given.numbers or "",
-        is_array=bool(numbers),
         resubmits=given.successor,
         exclusive=given.exclusive,
     )
@@ -268,13 +256,12 @@ def _without_auto(words: Sequence[str]) -> Iterator[str]:
 
 
 def _program(prefix: str | None) -> list[str]:
-    """Return the words that run distgpt behind a prefix: the image's own in a container."""
+    """Return the words that run distgpt: a prefix, and this installation's unless it ends with another."""
     try:
         before = shlex.split(prefix or "")
     except ValueError as error:
         raise UsageError(f"--prefix {prefix}: {str(error).lower()}") from error
-    is_contained = any(Path(word).name in CONTAINERS for word in before)
-    return [*before, *(["distgpt"] if is_contained else own_program())]
+    return before if before and Path(before[-1]).name == "distgpt" else [*before, *own_program()]
 
 
 def _parsed(command: click.Command, words: Sequence[str]) -> tuple[dict[str, Any], bool]:
@@ -285,10 +272,15 @@ def _parsed(command: click.Command, words: Sequence[str]) -> tuple[dict[str, Any
     return asked, source != click.core.ParameterSource.DEFAULT
 
 
-def _name_of(out: Path, element: str) -> str:
-    """Return a job's name for a run's directory, or for one of an array's."""
-    names = (re.sub(r"[^A-Za-z0-9_.]+", "-", part.replace(element, "")) for part in out.parts[::-1])
-    return next(filter(None, (name.strip("-.") for name in names)), "distgpt")
+def _name_of(out: Path, given: str | None, system: System) -> str:
+    """Return a job's name: the given one, or one by the run's directory that the system takes."""
+    if given:
+        if re.fullmatch(system.refused_names, given):
+            raise UsageError(f"--name {given}: {system.name} takes no such name; run-{given} would do")
+        return given
+    parts = (re.sub(r"[^A-Za-z0-9_.]+", "-", part.replace(system.element, "")) for part in out.parts[::-1])
+    name = next(filter(None, (part.strip("-.") for part in parts)), "distgpt")
+    return f"run-{name}" if re.fullmatch(system.refused_names, name) else name
 
 
 def _stage(ranks: int, gpus: int | None) -> str:
@@ -318,8 +310,6 @@ def _notes(system: System, job: Job, asked: dict[str, Any]) -> Iterator[str]:
     from distgpt.core.data.textfile import BUNDLED_TEXTS
     from distgpt.jobs.nodes import OWN, own_disks
 
-    for option in system.unknown(job.lines):
-        yield f"{option} is none of the options that {system.submits[0]} documents: a typing error?"
     if job.counts_cores and not job.exclusive and system.launches_by_mpi and job.ranks > 1:
         yield "ranks are not bound to cores, as other jobs may run on these nodes: --exclusive"
     if job.is_array:
@@ -377,12 +367,12 @@ def _mpi_of(stage: str, system: System) -> str:
         raise UsageError(
             f"mpi4py does not say here which MPI it has ({error}): name its launcher with --mpi"
         ) from None
-    chosen = system.mpi(found)
-    how = "srun --mpi=" if system.word == "slurm" else "--mpi "
+    chosen = system.mpi.get(found)
+    how = "srun --mpi=" if system.name == "Slurm" else "--mpi "
     if chosen is None:
         raise UsageError(f"{system.name}'s way to {found} is not known: choose one with --mpi")
     print_lines(f"mpi4py belongs to {found}: {how}{chosen}", err=True)
-    if found == "Intel MPI" and system.word == "slurm":
+    if found == "Intel MPI" and system.name == "Slurm":
         print_lines(
             "Intel MPI finds Slurm with I_MPI_PMI_LIBRARY=…/libpmi2.so: export it in the script", err=True
         )
@@ -390,7 +380,11 @@ def _mpi_of(stage: str, system: System) -> str:
 
 
 def _submit(text: bytes, system: System, job: Job) -> None:
-    for words in system.submissions(job):
+    submissions = [list(system.submits)]
+    if job.is_array and system.one_job_each:
+        option = system.successor_element.replace
+        submissions = [[*system.submits, option("$ELEMENT", str(i))] for i in array.elements(job.array)]
+    for words in submissions:
         program = words[0]
         if shutil.which(program) is None:
             raise UsageError(
@@ -407,6 +401,6 @@ def _submit(text: bytes, system: System, job: Job) -> None:
         if answer.returncode:
             raise UsageError(f"{program} refused the job: {said}")
         print_lines(said)
-    number = system.shown_number(job.is_array)
-    attempts = f"those of its attempts are {job.name}-{number}.0.log and so on"
-    print_lines(f"its log is {system.log(job.name, number)}, {attempts}")
+    number = system.shown_numbers[job.is_array]
+    log = system.log.format(name=job.name, number=number.replace("[", ".").replace("]", ""))
+    print_lines(f"its log is {log}, those of its attempts are {job.name}-{number}.0.log and so on")

@@ -1,8 +1,8 @@
 """Guard against ranks that are stuck: a thread beside each rank's main thread.
 
-It reports to rank 0 what its rank is doing; rank 0's thread reports to the user who is stuck, and where. It
-also sees signals while the main thread waits in MPI, where Python cannot handle them. And it asks NCCL for
-errors, which NCCL reports to nobody, so that the main thread would wait for ever.
+It reports to rank 0 what its rank is doing; rank 0's thread tells the user who is stuck, and each rank prints
+where in the code it is. It also sees signals while the main thread waits in MPI, where Python cannot handle
+them. And it asks NCCL for errors, which NCCL reports to nobody, so that the main thread would wait for ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from distgpt.core.base.interrupts import (
     signal_of,
 )
 from distgpt.core.comm.api import Comm
-from distgpt.core.comm.job import ending, say
+from distgpt.core.comm.job import ending, rank_name, say
 from distgpt.core.train.progress import EVALUATING, EXCHANGING, Activity, Finished
 from distgpt.core.train.run import Run
 from distgpt.core.train.summary import how_to_resume, write_stopped
@@ -46,7 +46,6 @@ SECONDS_BETWEEN = 1.0  # between reports
 QUIET = 3  # reports that are missing, after which a rank counts as silent
 LEAST_STALL = 120.0  # seconds without progress, after which it is reported
 STEPS_OF_STALL = 10  # but at least so many usual steps
-SECONDS_FOR_STACKS = 2.0
 SECONDS_FOR_SIGNAL = 10.0  # for a signal to wait for a step that does not end, and this many usual steps
 STEPS_FOR_SIGNAL = 3
 SECONDS_TO_LEAVE = 3.0  # for the main thread to leave after a second signal
@@ -108,9 +107,7 @@ class Watchdog:
         self._came: dict[int, list[float]] = {}  # signals
         self._count, self._moved_at = -1, time.monotonic()
         self._root_heard_at = self._reported_at = self._moved_at
-        self._asked_at: float | None = None  # for stacks
         self._failed_at: float | None = None
-        self._stacks: dict[int, str] = {}
         self._is_reported = self._stopped = False
         self._former, self._sees_signals = -1, False
         self._woken, self._wakes = socket.socketpair()
@@ -159,7 +156,6 @@ class Watchdog:
         moved = self._activity.count != self._count
         if moved:
             self._count, moved_at, self._moved_at = self._activity.count, self._moved_at, now
-            self._asked_at = None
             if self._is_reported:
                 self._is_reported = False
                 if self._rank == 0:
@@ -199,11 +195,11 @@ class Watchdog:
 
     def _report(self, now: float) -> None:
         assert self._reports
-        for message, address in self._reports.received():
+        for message, _ in self._reports.received():
             if message["rank"] == 0:
                 self._root_heard_at = now
-                if message.get("stacks") is True:
-                    self._reports.send({"stack": stack_of(self._main)}, address)
+                if message.get("stuck") is True:
+                    self._show_stack()
         if now - self._root_heard_at > QUIET * SECONDS_BETWEEN:
             self._reports.root = None
         if now - self._reported_at >= SECONDS_BETWEEN:
@@ -227,9 +223,6 @@ class Watchdog:
                 continue
             if isinstance(message.get("failed"), str):
                 self._end_job(DistgptError(message["failed"]))
-            elif "stack" in message:
-                if rank in self._seen and isinstance(message["stack"], str):
-                    self._stacks[rank] = message["stack"]
             elif seen := _seen(message, now, address):
                 self._seen[rank] = seen
                 reports.send({}, address)
@@ -237,15 +230,12 @@ class Watchdog:
     def _check_progress(self, now: float) -> None:
         idle, usual = now - self._moved_at, self._usual()
         if not self._is_reported and idle > self._stall.timeout_for(usual):
-            if self._asked_at is None:
-                self._asked_at = now
-                self._stacks.clear()
-                for seen in self._seen.values():
-                    assert self._reports
-                    self._reports.send({"stacks": True}, seen.address)
-            elif now - self._asked_at > SECONDS_FOR_STACKS or self._size == 1:
-                self._is_reported = True
-                self._say(self._account(now, idle))
+            self._is_reported = True
+            self._say(self._account(now, idle))
+            self._show_stack()
+            for seen in self._seen.values():
+                assert self._reports
+                self._reports.send({"stuck": True}, seen.address)
         asked = max([exit_code_of(self._came), *(seen.asked for seen in self._seen.values())])
         if asked and idle > SECONDS_FOR_SIGNAL + STEPS_FOR_SIGNAL * usual:
             self._end_job(Interrupted(signal_of(asked)))
@@ -253,12 +243,11 @@ class Watchdog:
             self._end_job(Interrupted(signal.SIGUSR1, why=f"no progress for {long_duration(idle)}"))
 
     def _account(self, now: float, idle: float) -> str:
-        """Return what every rank is doing, and where in the code."""
+        """Return what every rank is doing."""
         own = self._activity
         lines = [f"no progress for {long_duration(idle)}, at step {own.step + 1}:"]
         here = f"{own.doing} for {long_duration(now - own.since)}"
         lines.append(f"  rank 0 on {platform.node()} (process {os.getpid()}): {here}")
-        stacks = [("rank 0", stack_of(self._main))]
         for rank in range(1, self._size):
             seen = self._seen.get(rank)
             if seen is None:
@@ -273,10 +262,15 @@ class Watchdog:
                 )
             else:
                 lines.append(f"{who}{seen.doing} for {long_duration(seen.seconds)}, at step {seen.step + 1}")
-                stacks.append((f"rank {rank}", self._stacks.get(rank) or "  it did not say where"))
         if slow := self._slowest():
             lines.append(f"  {slow}")
-        return "\n".join([*lines, *(f"{who} is at\n{stack}" for who, stack in stacks)])
+        return "\n".join(lines)
+
+    def _show_stack(self) -> None:
+        """Print where in the code the main thread of this rank is, on its own standard error."""
+        frame = sys._current_frames().get(self._main)
+        stack = traceback.format_stack(frame)[-FRAMES:] if frame else ["  it has ended"]
+        print_lines(f"{rank_name(self._rank)} is at\n{''.join(stack).rstrip()[-LONGEST_STACK:]}", err=True)
 
 
 def _seen(message: dict[str, Any], now: float, address: Address) -> Seen | None:
@@ -287,14 +281,6 @@ def _seen(message: dict[str, Any], now: float, address: Address) -> Seen | None:
     asked = message["asked"] if message["asked"] in EXIT_CODES.values() else 0
     known = {name: message[name] for name in kinds} | {"asked": asked}
     return Seen(now, **known, address=address)
-
-
-def stack_of(thread: int) -> str:
-    """Return the innermost calls of a thread of this process."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "  it has ended"
-    return "".join(traceback.format_stack(frame)[-FRAMES:]).rstrip()[-LONGEST_STACK:]
 
 
 def save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:

@@ -9,11 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.api import Comm
 from distgpt.core.comm.job import rank_name, say, this_job
 from distgpt.launch.environment import OPEN_MPI
@@ -28,40 +25,34 @@ PAUSE = 0.01
 _watched: list[Comm] = []  # once a process
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """A library between the ranks: a row of the table of those whose errors are a line."""
-
-    name: str
-    raised: Callable[[BaseException], str | None]  # what it says; None for errors of others
-    blames_others: Callable[[str], bool]  # whether that tells of another rank or host that is gone
-    fails_everywhere: bool = False  # so that rank 0 is let speak first
-    hint: str = ""
-
-
-def _raised_by_mpi(error: BaseException) -> str | None:
-    return str(error) if type(error).__module__.startswith("mpi4py") else None
-
-
-LIBRARIES: Table[Library] = Table(
-    "libraries", "library", {"mpi": Library("MPI", _raised_by_mpi, blames_others=lambda what: True)}
-)
-
-
 def report_library(error: BaseException, rank: int) -> bool:
-    """Report an error of a library between the ranks in a line; return whether it is one."""
-    for _, library in LIBRARIES.rows():
-        if (what := library.raised(error)) is not None:
-            if rank and library.fails_everywhere:
-                time.sleep(SECONDS_FOR_RANK_0)
-            if library.blames_others(what):
-                say(has_failed(rank, library.name, what))
-                return True
-            say(f"{rank_name(rank)}: {library.name}: {what}{library.hint}")
-            if "invalid" in what.lower():  # an argument, or a usage: our mistake
-                traceback.print_exception(error)
-            return True
-    return False
+    """Report an error of MPI or NCCL, between the ranks, in a line; return whether it is one."""
+    if type(error).__module__.startswith("mpi4py"):
+        say(has_failed(rank, "MPI", str(error)))
+        return True
+    what = _raised_by_nccl(error)
+    if what is None:
+        return False
+    if rank:  # it fails on all ranks
+        time.sleep(SECONDS_FOR_RANK_0)
+    if "remote" in what.lower():
+        say(has_failed(rank, "NCCL", what))
+        return True
+    say(f"{rank_name(rank)}: NCCL: {what}; with NCCL_DEBUG=INFO in the environment it says why")
+    if "invalid" in what.lower():  # an argument, or a usage: our mistake
+        traceback.print_exception(error)
+    return True
+
+
+def _raised_by_nccl(error: BaseException) -> str | None:
+    """Return what NCCL has raised; None for errors of others. CuPy is not needed to recognise them."""
+    if type(error).__name__ == "NcclError" and "nccl" in type(error).__module__:  # CuPy's
+        return str(error)
+    # CuPy's NcclError may not know a status, and then is a KeyError.
+    where = list(traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, KeyError) or not where or "nccl" not in where[-1][0].f_code.co_filename:
+        return None
+    return {6: "remote error", 7: "in progress"}.get(error.args[0], f"status {error.args[0]}")
 
 
 def has_failed(rank: int, library: str, what: str) -> str:

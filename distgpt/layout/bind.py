@@ -19,7 +19,7 @@ from distgpt.core.comm.resources import Grants, usable_cores
 from distgpt.layout.machine import SYS, Machine, is_flat, read_machine
 
 if TYPE_CHECKING:
-    from distgpt.layout.claims import Claim
+    from distgpt.layout.places import Claim
 
 VARIABLE = "DISTGPT_BIND"
 CHOICES = ("auto", "off")
@@ -64,13 +64,12 @@ class Placed(Layout):
         too_many = threads_given and threads > len(machine.cores)
         if comm.size == 1 and is_flat(machine.usable) and not (machine.doubts or too_many):
             return []  # all cores are as near to one another: Linux evades other programs best
-        from distgpt.layout.placing import placed
+        from distgpt.layout.places import placed
 
-        found = placed(comm, machine, cpus, threads, threads_given, bind)
-        self._claim, place = found.claim, found.place
+        place, self._claim, lines = placed(comm, machine, cpus, threads, threads_given, bind)
         if place:
             self._block, self._seats = place.block.cpus if place.binds else (), place.seats
-        return found.lines
+        return lines
 
     def bind(self) -> None:
         block, self._block = self._block, ()

@@ -5,8 +5,10 @@ A CPU is what Linux numbers and schedules on: a hardware thread of a core, of wh
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -149,25 +151,17 @@ def _folder(devices: Path, cpu: int) -> Path:
 
 def _regions(devices: Path, online: frozenset[int]) -> dict[int, int]:
     """Return the NUMA region of each CPU. A kernel without NUMA tells of none: all are in one."""
-    regions = {_numbered(folder): _list(folder / "cpulist") & online for folder in _region_folders(devices)}
+    regions: dict[int, frozenset[int]] = {}
+    with suppress(OSError):
+        for folder in (devices / "system/node").iterdir():
+            if found := re.fullmatch(r"node(\d+)", folder.name):
+                regions[int(found[1])] = _list(folder / "cpulist") & online
     if not any(regions.values()):
         return dict.fromkeys(online, 0)
     region_of = {cpu: region for region, cpus in regions.items() for cpu in cpus}
     if len(region_of) < len(online) or sum(map(len, regions.values())) > len(online):
         raise _Lie(f"the NUMA regions of {devices}/system/node do not hold each CPU once")
     return region_of
-
-
-def _region_folders(devices: Path) -> list[Path]:
-    try:
-        found = [each for each in (devices / "system/node").iterdir() if each.name[4:].isdecimal()]
-    except OSError:
-        return []
-    return sorted((each for each in found if each.name.startswith("node")), key=_numbered)
-
-
-def _numbered(folder: Path) -> int:
-    return int(folder.name[4:])
 
 
 def _core(devices: Path, cpu: int) -> frozenset[int]:

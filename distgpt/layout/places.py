@@ -1,14 +1,35 @@
-"""Where the ranks of a host run by what each tells of itself, and what a user should know of that."""
+"""Where the ranks of a host run: they agree, and claim the cores before other jobs of the host do.
+
+A rank alone on a node whose cores are all alike needs none of this (bind.py).
+"""
 
 from __future__ import annotations
 
+import json
+import platform
+import secrets
+import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from distgpt.core.base.formatting import count
-from distgpt.layout.machine import Machine, is_flat, listed
+from distgpt.core.base.system import boot_id
+from distgpt.core.comm.agree import gather_texts
+from distgpt.core.comm.api import Comm
+from distgpt.layout.machine import Machine, cpu_list, is_flat, listed
 from distgpt.layout.plan import Block, blocks, region
+
+PREFIX = "distgpt-cores"
+CORES_OF_A_NAME = 12  # that the name of a socket tells of: it may have 107 bytes
+SOCKETS = Path("/proc/net/unix")
+TAKEN = "another job of distgpt on this host runs on the same cores: threads are bound to none of them"
+BOUND_TO_TAKEN = (
+    "another job of distgpt on this host was bound to the same cores, so that both are slower: bind them to"
+    " different ones, or leave both unbound (mpirun -bind-to none)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +50,100 @@ class Place:
     block: Block
     binds: bool  # itself: the launch has left it unbound
     seats: tuple[int, ...] = ()  # none: its threads run anywhere in the block
+
+
+class Claim:
+    """A rank's claim on cores, which other jobs of the host can read.
+
+    It is an abstract socket for some cores each, whose name tells which. It needs no folder that all users
+    may write to, ends with its process however that ends, and is seen in all containers that share the host's
+    network. Jobs claim before they read what others have claimed: of two, one notices.
+    """
+
+    def __init__(self, job: str, rank: int, cores: Iterable[int]) -> None:
+        ordered = sorted(cores)
+        with ExitStack() as sockets:
+            for i in range(0, len(ordered), CORES_OF_A_NAME):
+                some = listed(ordered[i : i + CORES_OF_A_NAME])
+                each = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+                each.bind(f"\0{PREFIX}/{job}/{rank}/{some}")
+            self._sockets = sockets.pop_all()
+
+    def give_up(self) -> None:
+        """End the claim."""
+        self._sockets.close()
+
+
+def claimed(job: str) -> frozenset[int]:
+    """Return the cores that other jobs of this host have claimed."""
+    found: set[int] = set()
+    for line in SOCKETS.read_text(errors="replace").splitlines():
+        name = line.rpartition(" ")[2].lstrip("@").split("/")
+        if name[0] == PREFIX and len(name) == 4 and name[1] != job:
+            with suppress(ValueError):  # of another version
+                found |= cpu_list(name[3])
+    return frozenset(found)
+
+
+def placed(
+    comm: Comm, machine: Machine, cpus: Sequence[int], threads: int, threads_given: bool, bind: str
+) -> tuple[Place | None, Claim | None, list[str]]:
+    """Return where this rank runs, its claim on the cores there, and on rank 0 lines about it. Collective.
+
+    `cpus`: those that it may bind itself to; none: it cannot. Without a place it runs where its launch lets
+    it.
+    """
+    host = boot_id() or platform.node()  # hosts of one kernel, as containers are, share its CPUs
+    own = Rank(host, tuple(cpus), threads, bind, secrets.token_hex(4))
+    found = map(json.loads, gather_texts(comm, json.dumps(asdict(own))))
+    ranks = [Rank(**{**rank, "cpus": tuple(rank["cpus"])}) for rank in found]
+    here = [i for i, rank in enumerate(ranks) if rank.host == host]
+    of_host = [ranks[i] for i in here]
+    place = None
+    if cpus and all(rank.bind == "auto" for rank in of_host):
+        place = place_of(machine, of_host, here.index(comm.rank))
+    claim, refusal = _claimed(comm, machine, place, ranks[0].job)
+    try:
+        refusals = gather_texts(comm, refusal)
+    except BaseException:  # an interrupt, after which a notebook goes on
+        if claim:
+            claim.give_up()
+        raise
+    lines = [refusals[i] for i in here if refusals[i]][:1]
+    if lines and claim:
+        claim.give_up()
+        claim = None
+    mine = None  # each host is described once, by its first rank
+    if here[0] == comm.rank:
+        mine = lines or list(about(machine, of_host, place, threads_given))
+    hosts = [text for text in map(json.loads, gather_texts(comm, json.dumps(mine))) if text is not None]
+    counts = Counter(line for host in hosts for line in host)
+    where = {
+        line: f"on {many} of {len(hosts)} hosts: " * (many < len(hosts)) for line, many in counts.items()
+    }
+    described = [] if comm.rank else [where[line] + line for line in counts]
+    return None if lines else place, claim, described
+
+
+def _claimed(comm: Comm, machine: Machine, place: Place | None, job: str) -> tuple[Claim | None, str]:
+    """Claim the cores of a place; return why it cannot be taken, "" if it can. Collective."""
+    needed = {cpu.core for cpu in machine.usable if place and cpu.number in place.block.seats}
+    claim, failure, taken = None, "", frozenset[int]()
+    try:
+        if place and (place.binds or place.seats):
+            claim = Claim(job, comm.rank, needed)
+    except OSError as error:
+        failure = str(error.strerror or error)  # Python's own have no number
+    comm.barrier()  # all ranks have claimed before one of them looks
+    try:
+        taken = claimed(job) if claim else taken
+    except OSError as error:
+        failure = str(error.strerror or error)
+    if place and taken & needed:
+        return claim, TAKEN if place.binds or comm.size == 1 else BOUND_TO_TAKEN
+    if failure:
+        failure = f"jobs of this host cannot see each other ({failure}): threads are bound to no cores"
+    return claim, failure
 
 
 def place_of(machine: Machine, here: Sequence[Rank], me: int) -> Place | None:

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train, and begin again where it stopped until all steps are done. Submit it with flux batch. Of an array
 # each element is submitted alone: flux batch --env=ELEMENT=1 SCRIPT.
-# distgpt submit --system flux --nodes 2 --node 8x16 --time 12h --mpi simple --option --queue=batch -- train --preset gpt2 --data shards --batch-size 64 --out runs/flux
+# distgpt submit --system flux --nodes 2 --node 8x16 --time 12h --mpi simple --directive --queue=batch -- train --preset gpt2 --data shards --batch-size 64 --out runs/flux
 # flux: --job-name=flux
 # flux: --nodes=2
 # flux: --nslots=2

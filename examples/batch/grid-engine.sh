@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train, and begin again where it stopped until all steps are done. Submit it with qsub, whose options
 # override the lines below. `qconf -spl` lists the parallel environments that -pe may name.
-# distgpt submit --system sge --ranks-per-node 2 --cpus-per-task 8 --time 12h --mpi openmpi --option '-pe smp 16' -- train --preset gpt2 --data shards --batch-size 64 --out runs/grid-engine
+# distgpt submit --system sge --ranks-per-node 2 --cpus-per-task 8 --time 12h --mpi openmpi --directive '-pe smp 16' -- train --preset gpt2 --data shards --batch-size 64 --out runs/grid-engine
 #$ -N grid-engine
 #$ -S /bin/bash
 #$ -cwd

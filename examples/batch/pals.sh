@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train, and begin again where it stopped until all steps are done. Submit it with qsub. A successor has
 # the options of these lines, and none of qsub's own: change them here.
-# distgpt submit --system pbs --nodes 2 --ranks-per-node 4 --gpus-per-node 4 --cpus-per-task 16 --time 6h --mpi pals --setup 'module load cray-pals' --option '-A project' -- train --preset gpt2 --data shards --batch-size 64 --out runs/pals
+# distgpt submit --system pbs --nodes 2 --ranks-per-node 4 --gpus-per-node 4 --cpus-per-task 16 --time 6h --mpi pals --setup 'module load cray-pals' --directive '-A project' -- train --preset gpt2 --data shards --batch-size 64 --out runs/pals
 #PBS -N pals
 #PBS -S /bin/bash
 #PBS -l select=2:ncpus=64:mpiprocs=4:ompthreads=16:ngpus=4
@@ -14,7 +14,7 @@
 cd "$PBS_O_WORKDIR" || exit
 export DISTGPT_JOB_END=$(($(date +%s) + 21600))  # the limit above, in seconds since 1970
 # What this site needs before a program starts goes here: module load …, export …
-module load cray-pals || { echo '--setup has failed: module load cray-pals'; exit 1; }
+module load cray-pals
 
 number=${PBS_JOBID%%.*}
 attempt=0

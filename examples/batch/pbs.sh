@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train, and begin again where it stopped until all steps are done. Submit it with qsub. A successor has
 # the options of these lines, and none of qsub's own: change them here.
-# distgpt submit --system pbs --nodes 2 --node 8x16 --exclusive --memory 240G --time 12h --mpi mpich --option '-q workq' -- train --preset gpt2 --data shards --batch-size 64 --out runs/pbs
+# distgpt submit --system pbs --nodes 2 --node 8x16 --exclusive --memory 240G --time 12h --mpi mpich --directive '-q workq' -- train --preset gpt2 --data shards --batch-size 64 --out runs/pbs
 #PBS -N pbs
 #PBS -S /bin/bash
 #PBS -l select=2:ncpus=128:mpiprocs=8:ompthreads=16:mem=240gb

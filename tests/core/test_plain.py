@@ -39,7 +39,7 @@ LATER = {  # who loads it
     "guards.reports": "ranks that have others",
     "guards.retention": "--keep-every",
     "launch.leaving": "what ends by an error",
-    "layout.placing": "several ranks, or cores that are not alike",
+    "layout.places": "several ranks, or cores that are not alike",
     "layout.plan": "the same",
 }
 UNUSED = {  # who calls what is in there

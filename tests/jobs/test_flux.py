@@ -109,7 +109,7 @@ def test_a_job_that_is_ended_by_hand_has_saved_and_stays_so(flux, nodes, words, 
 @needs_mpi
 def test_each_element_of_an_array_is_a_job_with_a_directory_and_a_seed_of_its_own(flux, tmp_path):
     options = ["--ranks-per-node", "2", "--time", "10m", "--array", "1-2", "--name", "mine"]
-    options += ["--setup", "export SET='b c'", "--prefix", "env A=B", "--option", "--urgency=20"]
+    options += ["--setup", "export SET='b c'", "--prefix", "env A=B", "--directive", "--urgency=20"]
     words = [*WORDS, "--seed", "$ELEMENT", "--steps", "10"]
     numbers = submit(flux, tmp_path, *options, words=words)
     flux.wait_for(lambda: not flux.queued())

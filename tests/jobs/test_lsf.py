@@ -180,8 +180,8 @@ def test_an_element_of_an_array_is_queued_again(cluster, finished, tmp_path):
 @needs_mpi
 def test_options_of_the_job_reach_lsf_and_the_ranks(cluster, finished, tmp_path):
     options = ["--prefix", "env DISTGPT_TEST_WORD=two", "--setup", "export DISTGPT_TEST_LINE='a b'"]
-    options += ["--name", "mine-2.b_c", "--option", "-q normal", "--option", "-P project"]
-    options += ["--option", "-o mine.txt"]
+    options += ["--name", "mine-2.b_c", "--directive", "-q normal", "--directive", "-P project"]
+    options += ["--directive", "-o mine.txt"]
     number = submit(cluster, tmp_path, *options, "--time", "10m")
     with held(cluster, tmp_path) as ranks:
         assert {variable(rank, "DISTGPT_TEST_WORD") for rank in ranks} == {"two"}

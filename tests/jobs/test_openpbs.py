@@ -87,7 +87,7 @@ def test_a_job_saves_before_its_limit_is_followed_once_and_ends_as_if_not_stoppe
 ):
     (folder / "first.sh").write_text("true\n")
     before = cluster.by_user("qsub", "first.sh", cwd=folder).strip()
-    waits = ("--option", f"-W depend=afterany:{before}")
+    waits = ("--directive", f"-W depend=afterany:{before}")
     number = submit(cluster, folder, *place.split(), "--time", "45s", *waits)
     stopped_at_the_limit(cluster, folder)
     cluster.call("qdel", "-x", before)  # PBS forgets it, as it does by default
@@ -174,7 +174,7 @@ def test_an_element_of_an_array_is_followed_by_a_job_of_its_own(cluster, finishe
 @needs_mpi
 def test_options_of_the_job_reach_pbs_and_the_ranks(cluster, finished, folder):
     options = ["--prefix", "env DISTGPT_TEST_WORD=two", "--memory", "1G", "--name", "mine"]
-    options += ["--option", "-q workq", "--option", "-A project", "--option", "-o mine.txt"]
+    options += ["--directive", "-q workq", "--directive", "-A project", "--directive", "-o mine.txt"]
     number = submit(cluster, folder, *options, "--ranks-per-node", "2", "--time", "10m")
     with held(cluster, folder) as ranks:
         assert {variable(rank, "DISTGPT_TEST_WORD") for rank in ranks} == {"two"}

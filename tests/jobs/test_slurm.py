@@ -50,7 +50,7 @@ def launched(script):
 
 def test_the_script_asks_for_what_was_asked(tmp_path):
     words = [*SLURM, "--nodes", "2", "--ranks-per-node", "4", "--cpus-per-task", "8", "--time", "1d2h"]
-    words += ["--mpi", "pmix", "--sbatch", "--partition=cpu", "--sbatch", "--signal=USR1@600"]
+    words += ["--mpi", "pmix", "--directive", "--partition=cpu", "--directive", "--signal=USR1@600"]
     script = written(*words, "--", "train", "--out", "my run's $(x)", "--steps", "8", cwd=tmp_path)
     begin = "--job-name=my-run-s-x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --time=1-02:00:00"
     begin += " --signal=USR1@120 --requeue --open-mode=append --output=my-run-s-x-%j.log"
@@ -120,7 +120,7 @@ def test_this_machine_describes_a_node_where_that_is_asked_for(tmp_path, monkeyp
 
 def test_an_element_of_an_array_has_a_directory_and_a_number_of_its_own(tmp_path):
     """Not the job's: that of the array's last element stands for all of them."""
-    words = [*SLURM, "--time", "1h", "--name", "seeds", "--sbatch", "--array=3-9:3%2", "--", "train"]
+    words = [*SLURM, "--time", "1h", "--name", "seeds", "--array", "3-9:3%2", "--", "train"]
     for given, out in (
         (["--out", "my runs"], "my runs/6"),
         (["--out=my runs"], "my runs/6"),
@@ -156,7 +156,7 @@ def test_every_element_s_command_is_checked(tmp_path):
     for number in (1, 2):
         (tmp_path / f"{number}.toml").write_text(f"steps = {number}\n")
     words = ["train", "--config", "$SLURM_ARRAY_TASK_ID.toml"]
-    array = [*SLURM, "--time", "1h", "--sbatch"]
+    array = [*SLURM, "--time", "1h"]
     written(*array, "--array=1,2", *words, cwd=tmp_path)
     refused(inside(*array, "--array=1-3", *words, cwd=tmp_path), 2, "3.toml")
     refused(inside(*array, "--array=1,x", *words, cwd=tmp_path), 2, "--array=1,x", "--array=1-4")
@@ -192,7 +192,7 @@ REFUSED = (
     ([*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "uses no GPU"),
     ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
     ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
-    ([*TWO_NODES, "--sbatch", "gpu", "train"], '--option "--partition=gpu"'),
+    ([*TWO_NODES, "--directive", "gpu", "train"], '--directive "--partition=gpu"'),
     ([*TWO_NODES, "--name", "../x", "train"], "--name"),
     ([*SLURM, "--time", "soon", "train"], "'soon' is no time"),
     ([*TWO_NODES, "--node", "8 by 16", "train"], "as in 8x16"),
@@ -444,11 +444,11 @@ def out_of_time(job):
 # How a job is stopped, its options, and the code with which its ranks leave. A preemption stops all jobs
 # that run, so these come first; the last one waits for so long that all others have been requeued.
 STOPPED = {
-    "preempted": (preempted, ["--sbatch", "--partition=low"], 143),
+    "preempted": (preempted, ["--directive", "--partition=low"], 143),
     "USR1 to the ranks": (signalled("--signal=USR1"), [], 75),
     "USR1 to the script": (signalled("--signal=USR1", "--batch"), [], 75),
     "requeued": (requeued, [], 143),
-    "out of time": (out_of_time, ["--time", "1m", "--sbatch", "--signal=USR1@60"], 75),
+    "out of time": (out_of_time, ["--time", "1m", "--directive", "--signal=USR1@60"], 75),
 }
 
 
@@ -521,7 +521,7 @@ def test_a_successor_ends_the_run_where_a_job_is_not_queued_again(finished, tmp_
 @on_slurm_for_long
 def test_one_element_of_an_array_is_requeued_alone_and_resumes_in_its_own_directory(cluster, tmp_path):
     """It is the one whose number is that of the whole array, which has another element on the other node."""
-    words = [*SLURM, "--time", "1h", "--sbatch", "--array=1-2", "--submit", "--", *WORDS]
+    words = [*SLURM, "--time", "1h", "--array", "1-2", "--submit", "--", *WORDS]
     words += ["--steps", "160", "--seed", "$SLURM_ARRAY_TASK_ID", "--out", "array"]
     result = distgpt(*words, cwd=tmp_path, env=cluster.environ)
     assert result.returncode == 0, result.stderr

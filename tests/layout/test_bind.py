@@ -12,10 +12,8 @@ from trees import TREES, Core, Seen, Tree, sys_of
 from distgpt.core.comm.layout import Layout
 from distgpt.core.comm.serial import SerialComm
 from distgpt.layout.bind import VARIABLE, Placed
-from distgpt.layout.claims import Claim, claimed
 from distgpt.layout.machine import SYS, read_machine
-from distgpt.layout.places import Rank, about, place_of
-from distgpt.layout.placing import TAKEN
+from distgpt.layout.places import TAKEN, Claim, Rank, about, claimed, place_of
 
 OWN = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else []
 PLACED = [sys.executable, str(HELPERS / "placed.py")]
@@ -242,7 +240,7 @@ def test_a_system_that_cannot_bind_takes_part_in_what_ranks_of_others_agree_on(m
     monkeypatch.setenv(VARIABLE, "auto")
     monkeypatch.setattr("distgpt.layout.bind.usable_cores", lambda: EVERY)
     sent = []
-    monkeypatch.setattr("distgpt.layout.placing.gather_texts", lambda comm, text: sent.append(text) or [text])
+    monkeypatch.setattr("distgpt.layout.places.gather_texts", lambda comm, text: sent.append(text) or [text])
     assert Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
     often = len(sent)
     monkeypatch.delattr(os, "sched_setaffinity")
@@ -263,7 +261,7 @@ def test_a_claim_tells_of_any_cores_and_a_refusal_says_why(monkeypatch):
         raise OSError("AF_UNIX path too long")  # one of Python's own, without a number
 
     monkeypatch.setenv(VARIABLE, "auto")
-    monkeypatch.setattr("distgpt.layout.placing.Claim", refuse)
+    monkeypatch.setattr("distgpt.layout.places.Claim", refuse)
     monkeypatch.setattr("distgpt.layout.bind.usable_cores", lambda: EVERY)
     (line,) = Placed(sys_of("archer2")).place(SerialComm(), 128, threads_given=False)
     assert "cannot see each other (AF_UNIX path too long)" in line

@@ -16,18 +16,18 @@ _AT_ONCE = re.compile(r"[1-9]\d{0,8}")
 _NUMBERS = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?")
 
 
-def elements(text: str, option: str) -> list[int]:
+def elements(text: str) -> list[int]:
     """Return the numbers of an array's elements, as in "1-4", "0-8:2%3" or "0,3,7"; [] for ""."""
     rows, percent, most = text.partition("%")
     if percent and not _AT_ONCE.fullmatch(most):
-        raise UsageError(f"{option}={text}: after % give how many may run at once, as in --array=1-40%8")
+        raise UsageError(f"--array={text}: after % give how many may run at once, as in --array=1-40%8")
     numbers: list[int] = []
     for part in rows.split(",") if text else ():
         if (found := _NUMBERS.fullmatch(part)) is None:
-            raise UsageError(f"{option}={text}: give numbers, as in --array=1-4 or --array=0,3,7")
+            raise UsageError(f"--array={text}: give numbers, as in --array=1-4 or --array=0,3,7")
         several = range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))[:MOST]
         if not several:  # a job without elements would take one directory for all that the system makes of it
-            raise UsageError(f"{option}={text}: {part} ends before it begins")
+            raise UsageError(f"--array={text}: {part} ends before it begins")
         numbers += several
     return list(dict.fromkeys(numbers))  # Flux would start one that is named twice in one directory, twice
 
@@ -69,11 +69,3 @@ def quoting(element: str) -> Callable[[str], str]:
         return f'"{element}"'.join(parts) or "''"
 
     return quoted
-
-
-def one_range(text: str, system: str) -> tuple[str, str]:
-    """Return an array's range and how many of its elements may run at once; refuse lists of numbers."""
-    numbers, _, most = text.partition("%")
-    if "," in numbers:
-        raise UsageError(f"--array {text}: {system} takes one range, as in 1-4 or 0-8:2")
-    return numbers, most

@@ -34,8 +34,7 @@ class Job:
     setup: Sequence[str] = ()  # lines of the shell, before the command
     memory: str = ""  # of each node, as in 64G
     counts_cores: bool = False  # CPUs are cores in order, and none is the second hardware thread of one
-    array: str = ""  # numbers of its elements, as in 1-4%2, where the system's own options do not say so
-    is_array: bool = False  # whose elements each have their number in place of the system's variable
+    array: str = ""  # numbers of its elements, as in 1-4%2
     exclusive: bool = False  # no other job runs on its nodes
     resubmits: bool = False  # it submits a successor even where the system would queue it again
 
@@ -49,12 +48,16 @@ class Job:
         for line in self.lines:
             if not line.startswith("-"):
                 raise UsageError(
-                    f"--option {line}: give an option of the batch system, with its dashes, as in"
-                    ' --option "--partition=gpu"'
+                    f"--directive {line}: give an option of the batch system, with its dashes, as in"
+                    ' --directive "--partition=gpu"'
                 )
         for word in (*self.lines, *self.command, *self.setup, str(self.out), self.made_by):
             if escape(word) != word:
                 raise UsageError(f"{word} has characters that cannot stand in a script")
+
+    @property
+    def is_array(self) -> bool:
+        return bool(self.array)
 
     @property
     def ranks(self) -> int:

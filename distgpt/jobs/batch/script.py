@@ -1,247 +1,22 @@
 """The script of a batch job: `distgpt train` on its nodes, begun again until it is done.
 
-It is the same for all batch systems but for the parts that a `System` gives. A shell runs its traps only
-while it waits for a process in the background, which has a process group of its own: what a system sends to
-the script's group must not end the launcher before the ranks have saved.
+It is the same for all batch systems except for the parts in their rows (systems.py). A shell runs its traps
+only while it waits for a process in the background, which has a process group of its own: what a system sends
+to the script's group must not end the launcher before the ranks have saved.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from distgpt.core.base.errors import UsageError
-from distgpt.core.base.files import read_small
-from distgpt.core.base.tables import Table
 from distgpt.jobs.batch import array
 from distgpt.jobs.batch.job import Job
+from distgpt.jobs.batch.systems import SECONDS_TO_SUBMIT, System
 
 WIDTH = 100  # of a line of the command
-# For a system that sends no signal before its limit: the run saves in time by itself (launch/environment.py).
-END = "export DISTGPT_JOB_END=$(($(date +%s) + {}))  # the limit above, in seconds since 1970\n"
-
-
-class System:
-    """A batch system's part of the script, in the words of the plain shell. Each derives from this."""
-
-    name: str  # what people call it
-    word: str  # what --system calls it; its file of options has this name
-    sentinel: str  # what a line with a directive begins with
-    submits: tuple[str, ...]  # the command that reads a script from its standard input
-    programs: tuple[str, ...]  # commands that are there where it is
-    element: str  # the number of an array's element, as in "$SGE_TASK_ID"
-    elements: tuple[str, ...]  # variables with that number that commands may have
-    example: str  # an option that a site may want
-    advice: str  # how the script is submitted, the header's sentences
-    signals: str  # the comment at the traps
-    refused_names = ""  # of jobs, as a regular expression
-    launches_by_mpi = True  # by an mpiexec, which knows nothing of other jobs' cores
-    least_element = 0  # of an array: systems refuse lower numbers
-    array_flag = ""  # its option for the numbers of an array
-    limit = ""  # its option for the time limit, if the script says a second time when to save
-    enters = ""  # the line that goes to where the script was submitted, if the system does not
-    passed_on = "kill -USR1 $ranks"  # the command that asks the ranks to save
-    announces = "USR1"  # signals before a limit, after which the job begins again
-    ends = "TERM"  # signals of a job's end to which the script only saves
-    repeated: tuple[str, ...] = ()  # options of which each resource is another: -l, -R
-    # The option by which a job waits for others: its key, and how its line begins, as a regular expression.
-    waits = "", ""
-    rule = '75 is "saved, start me again".'  # the comment before the decision
-
-    def options(self, job: Job) -> list[str]:
-        """Return what the job asks for, as the system's options."""
-        raise NotImplementedError
-
-    def named(self, given: str | None, directory: str) -> str:
-        """Return a job's name: the given one, or one by the run's directory that the system takes."""
-        if given and re.fullmatch(self.refused_names, given):
-            raise UsageError(f"--name {given}: {self.name} takes no such name; run-{given} would do")
-        return given or f"{'run-' * bool(re.fullmatch(self.refused_names, directory))}{directory}"
-
-    def number(self, job: Job) -> str:
-        """Return the shell's words for the number of the job, or of an array's element."""
-        raise NotImplementedError
-
-    def deadline(self, job: Job) -> str:
-        """Return the line that tells the run the time limit; "" where the system announces it."""
-        return ""
-
-    def begin(self, job: Job) -> str:
-        """Return lines that set what the script needs, `attempt` among them."""
-        log = f"{job.name}-{self.number(job)}"
-        return f'attempt=0\nwhile [ -e "{log}.$attempt.log" ]; do attempt=$((attempt + 1)); done\n'
-
-    def functions(self, job: Job) -> str:
-        """Return lines that stand before the launch, among them functions of the shell for `begins_again`."""
-        return ""
-
-    def launch(self, job: Job) -> str:
-        """Return the words before the command that start it as the job's ranks."""
-        from distgpt.jobs.batch.launch import launched
-
-        return launched(job)
-
-    def begins_again(self, job: Job) -> str:
-        """Return the shell's condition for another attempt, where a step was finished."""
-        return "[ $code = 75 ]"
-
-    def requeue(self, job: Job) -> str:
-        """Return the lines that queue this job again; "" where the system has no way."""
-        return ""
-
-    def successor(self, job: Job) -> str:
-        """Return the command that submits this script as another job."""
-        raise NotImplementedError
-
-    def shortened(self, job: Job, command: str, array: str = "") -> str:
-        """Return the words that give a command this script, shortened for a successor; "" if it stays whole.
-
-        A successor waits for no job as this one did: systems refuse or delete what waits for one that they
-        have forgotten. `array` begins the option for all elements, where a successor is of one.
-        """
-        key, begins = self.waits
-        left_out = [array] * (job.is_array and array != "")
-        left_out += [begins] * any(self.key(line) == key for line in job.lines)
-        if not left_out:
-            return ""
-        return f"grep -Ev '^{self.sentinel} *({'|'.join(left_out)})' \"$0\" | {command}"
-
-    def array_in(self, lines: Sequence[str]) -> str:
-        """Return the numbers of an array that the user's own options ask for; "" where none does."""
-        for line in lines:
-            if self.key(line) == self.array_flag:
-                raise UsageError(
-                    f"--option {line}: give the numbers of an array by --array, as in --array 1-4, and a"
-                    " name by --name"
-                )
-        return ""
-
-    def mpi(self, vendor: str) -> str | None:
-        """Return the value of --mpi that suits an MPI; None if that is not known."""
-        from distgpt.jobs.batch.launch import LAUNCHERS
-
-        return next((name for name, row in LAUNCHERS.items() if vendor in row.vendors), None)
-
-    def submissions(self, job: Job) -> list[list[str]]:
-        """Return the commands that submit a script from their standard input."""
-        return [list(self.submits)]
-
-    def shown_number(self, is_array: bool) -> str:
-        """Return what stands for a job's number where users are told of its logs."""
-        return "JOB.ELEMENT" if is_array else "JOB"
-
-    def log(self, name: str, number: str) -> str:
-        """Return the file with what the script itself prints."""
-        return f"{name}-{number}.log"
-
-    # What is known of its options
-
-    @cached_property
-    def documented(self) -> dict[str, str]:
-        """Return each spelling of a documented option, and the first one of the same; {} without a list."""
-        path = Path(__file__).parent / "options" / f"{self.word}.txt"
-        lines = read_small(path, 1 << 20).decode().splitlines() if path.is_file() else []
-        rows = [line.split() for line in lines if line and not line.startswith("#")]
-        return {spelling: row[0] for row in rows for spelling in row}
-
-    def key(self, option: str) -> str:
-        """Return what an option sets, whichever way it is spelled: "-l h_rt=60" → "-l h_rt"."""
-        flag, value = split(option, self.documented)
-        first = self.documented.get(flag, flag)
-        if first not in self.repeated:
-            return first
-        return f"{first} {value.strip(chr(34)).partition('=')[0].partition('[')[0]}"
-
-    def unknown(self, options: Iterable[str]) -> list[str]:
-        """Return those options that are not in the list of documented ones."""
-        known = self.documented
-        return [option for option in options if known and split(option, known)[0] not in known]
-
-    def directives(self, job: Job) -> list[str]:
-        """Return the script's options, the user's in place of ours that set the same."""
-        theirs = {self.key(line): line for line in job.lines}
-        if self.limit in theirs:
-            raise UsageError(
-                f"--option {theirs[self.limit]}: give the limit by --time, which also says when to save"
-            )
-        return [*(line for line in self.options(job) if self.key(line) not in theirs), *job.lines]
-
-
-SYSTEMS: Table[System] = Table("batch systems", "--system", {})
-
-
-def split(option: str, documented: Iterable[str] = ()) -> tuple[str, str]:
-    """Return an option's flag and its value: of --time=4h, "-l walltime=4:00:00" or -N2."""
-    flag, _, value = option.partition(" ")
-    if flag.startswith("--") and "=" in flag:
-        flag, _, first = flag.partition("=")
-        return flag, f"{first} {value}".strip()
-    if flag not in documented and flag[:2] in documented and not flag.startswith("--"):
-        return flag[:2], f"{flag[2:]} {value}".strip()
-    return flag, value.strip()
-
-
-def script(system: System, job: Job) -> str:
-    """Return the whole script."""
-    quote = array.quoting(system.element) if job.is_array else shlex.quote
-    launch = system.launch(job)
-    return _SCRIPT.format(
-        advice=system.advice,
-        made_by=job.made_by,
-        options="\n".join(f"{system.sentinel} {option}" for option in system.directives(job)),
-        enters=system.enters,
-        deadline=system.deadline(job),  # before the lines of the site, which take time from the limit
-        setup="".join(f"{_checked(line)}\n" for line in job.setup),
-        begin=system.begin(job),
-        name=job.name,
-        number=system.number(job),
-        checkpoints=quote(str(job.out / "checkpoints")),
-        functions=system.functions(job),
-        apart=_APART.format(launch.partition(" ")[0].rpartition("/")[2] or "the run"),
-        launch=f"{launch} \\\n  " if launch else "",
-        command=" \\\n  ".join(_wrapped(job.command, quote)),
-        signals=system.signals,
-        announces=system.announces,
-        ends=system.ends,
-        passed_on=system.passed_on,
-        rule=system.rule,
-        condition=system.begins_again(job),
-        again=_again(system, job, quote),
-    )
-
-
-def _again(system: System, job: Job, quote: Callable[[str], str]) -> str:
-    """Return the lines that bring another attempt about."""
-    if not job.resubmits and (lines := system.requeue(job)):
-        return lines
-    return _SUCCESSOR.format(
-        marker=quote(str(job.out / "followed-")), number=system.number(job), submit=system.successor(job)
-    )
-
-
-def _checked(line: str) -> str:
-    """Let the script stop where a module cannot be loaded: the ranks would fail later, for other reasons."""
-    if not re.match(r"(module|ml)\s", line) or "||" in line or "#" in line:
-        return line
-    return f"{line} || {{ echo {shlex.quote(f'--setup has failed: {line}')}; exit 1; }}"
-
-
-def _wrapped(words: Sequence[str], quote: Callable[[str], str]) -> list[str]:
-    """Quote the words and break them into lines; an option stays with its value."""
-    lines = [""]
-    previous = ""
-    for word in words:
-        quoted = quote(word)
-        is_value = previous.startswith("--") and "=" not in previous and not word.startswith("-")
-        if lines[-1] and not is_value and len(lines[-1]) + len(quoted) >= WIDTH - 20:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {quoted}".lstrip()
-        previous = word
-    return lines
-
 
 # mkdir makes a folder once, also if two ends of one job race, or the system has started the job again.
 _SUCCESSOR = """\
@@ -298,11 +73,96 @@ exit $code
 """
 
 
-def found_systems(which: Callable[[str], object]) -> list[str]:
-    """Return the words of the systems whose commands are all here, in the table's order."""
-    here = [name for name, row in SYSTEMS.rows() if all(map(which, row.programs))]
-    if not here:
-        raise UsageError(
-            "no batch system was found here (sbatch, qsub, bsub or flux): name it, as in --system pbs"
+def script(system: System, job: Job) -> str:
+    """Return the whole script."""
+    quote = array.quoting(system.element) if job.is_array else shlex.quote
+    launch = system.launch(job)
+    number = system.numbers[job.is_array]
+    values = {
+        "number": number,
+        "name": job.name,
+        "seconds": int(job.seconds),
+        "submitting": min(SECONDS_TO_SUBMIT, int(job.seconds / 4)),
+    }
+    again = f"  {system.requeue.format(**values)}"
+    if job.resubmits or not system.requeue:
+        again = _SUCCESSOR.format(
+            marker=quote(str(job.out / "followed-")), number=number, submit=_successor(system, job)
         )
-    return here
+    begin = system.begin_element * job.is_array + system.begin + system.attempt
+    before = system.before + system.before_openmpi * (job.mpi == "openmpi")
+    return _SCRIPT.format(
+        advice=system.advice,
+        made_by=job.made_by,
+        options="\n".join(f"{system.sentinel} {option}" for option in _directives(system, job)),
+        enters=system.enters,
+        # Before the lines of the site, which take time from the limit.
+        deadline=system.deadline.format(**values),
+        setup="".join(f"{line}\n" for line in job.setup),
+        begin=begin.format(**values),
+        name=job.name,
+        number=number,
+        checkpoints=quote(str(job.out / "checkpoints")),
+        functions=before.format(**values),
+        apart=_APART.format(launch.partition(" ")[0].rpartition("/")[2] or "the run"),
+        launch=f"{launch} \\\n  " if launch else "",
+        command=" \\\n  ".join(_wrapped(job.command, quote)),
+        signals=system.signals,
+        announces=system.announces,
+        ends=system.ends,
+        passed_on=system.passed_on,
+        rule=system.rule,
+        condition=system.begins_again.format(),
+        again=again,
+    )
+
+
+def _directives(system: System, job: Job) -> list[str]:
+    """Return the script's options, the user's in place of ours that set the same."""
+    for line in job.lines:
+        if system.limit_option and re.match(system.limit_option, line):
+            raise UsageError(f"--directive {line}: give the limit by --time, which also says when to save")
+        if system.array_option and re.match(system.array_option, line):
+            raise UsageError(
+                f"--directive {line}: give the numbers of an array by --array, as in --array 1-4, and a"
+                " name by --name"
+            )
+    theirs = set(map(_key, job.lines))
+    return [*(line for line in system.options(job) if _key(line) not in theirs), *job.lines]
+
+
+def _key(option: str) -> str:
+    """Return what an option sets: "--time=4h" → "--time", "-l h_rt=60" → "-lh_rt", "-N 2" → "-N"."""
+    found = re.match(r'-[lR]\s*"?\w+|--?\w[\w-]*', option)
+    name = re.sub(r'[\s"]', "", found.group()) if found else option
+    return "--gpus-per-node" if option.startswith("--gres=gpu") else name  # of Slurm
+
+
+def _successor(system: System, job: Job) -> str:
+    """Return the command that submits this script as another job.
+
+    A successor waits for no job as this one did: systems refuse or delete what waits for one that they have
+    forgotten.
+    """
+    command = system.successor
+    if job.is_array:
+        command += " " + system.successor_element.format(name=job.name)
+    left_out = [system.left_out_of_element] * (job.is_array and system.left_out_of_element != "")
+    left_out += [system.waits] * any(system.waits and re.match(system.waits, line) for line in job.lines)
+    if left_out:
+        return f"grep -Ev '^{system.sentinel} *({'|'.join(left_out)})' \"$0\" | {command}"
+    return f"{command} {system.reads}"
+
+
+def _wrapped(words: Sequence[str], quote: Callable[[str], str]) -> list[str]:
+    """Quote the words and break them into lines; an option stays with its value."""
+    lines = [""]
+    previous = ""
+    for word in words:
+        quoted = quote(word)
+        is_value = previous.startswith("--") and "=" not in previous and not word.startswith("-")
+        if lines[-1] and not is_value and len(lines[-1]) + len(quoted) >= WIDTH - 20:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {quoted}".lstrip()
+        previous = word
+    return lines
