@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from distgpt.adapters.adapter import ADAPTER
 from distgpt.adapters.lora import adapter_layout
 from distgpt.commands.train import note_unguarded, train
 from distgpt.components import TABLES
@@ -41,9 +40,8 @@ from distgpt.core.model.memory import FlatBuffer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.reference import ReferenceKernels
 from distgpt.core.saved.modelfile import Base, Description, read_description, save_model
-from distgpt.core.saved.opening import BESIDE, Beside
 from distgpt.core.saved.tensors import write_tensors
-from distgpt.core.saved.weights import PARTS, ROUNDED, SOURCES, PartKind, RoundedKind
+from distgpt.core.saved.weights import ADAPTER, PARTS, ROUNDED, SOURCES, PartKind, RoundedKind
 from distgpt.core.train.assessment import METRICS
 from distgpt.core.train.lines import LISTENERS, Lines
 from distgpt.core.train.plan import CHECKS, RECIPES, refuse_unsuited
@@ -101,7 +99,6 @@ ROWS = {
     "packed rows": (assembled.PACKED_ROWS, lambda row: "@rows(" in row[0]() and row[1] % row[2] == 0),
     "rounded": (ROUNDED, lambda row: has(row, RoundedKind) and row.stored),
     "part files": (PARTS, lambda row: has(row, PartKind)),
-    "beside": (BESIDE, lambda row: has(row(None), Beside)),
     "recipes": (RECIPES, lambda row: [*inspect.signature(row).parameters] == ["asked", "stage", "say"]),
     "strategies": (STRATEGIES, lambda row: issubclass(row, Strategy)),
     "first weights": (FIRST_WEIGHTS, lambda row: callable(row.learn) and row.note and row.tokens),
