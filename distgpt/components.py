@@ -28,7 +28,6 @@ TABLES: dict[str, dict[str, str]] = {
         "lora": "distgpt.adapters.adapter_kind:ADAPTERS",
         "overlapped": "distgpt.parallel.overlapped:make",
         "packing": "distgpt.texts.packing:PACKED",
-        "profile": "distgpt.measure.profile.session:Session",
         "reproducible": "distgpt.parallel.reproducible:make",
         "retention": "distgpt.guards.retention:Retention",
         "rollback": "distgpt.guards.bad_steps:BadSteps",

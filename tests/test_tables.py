@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from distgpt.adapters.lora import adapter_layout
-from distgpt.commands.train import note_unguarded, train
+from distgpt.commands.train import note_unguarded
 from distgpt.components import TABLES
 from distgpt.core.base import tables
 from distgpt.core.base.errors import DataError, UsageError
@@ -147,14 +146,6 @@ def test_a_setting_whose_component_is_missing_is_refused_in_one_line(handed_in):
     with pytest.raises(MissingComponent, match=r"'rollback' needs distgpt\.guards\.removed, which"):
         refuse_unsuited(t, 1, on_gpu=False)
     refuse_unsuited(TrainConfig(), 1, on_gpu=False)
-
-
-def test_a_profile_that_cannot_be_taken_is_refused_before_anything_begins(handed_in, tmp_path):
-    handed_in("components", profile="distgpt.measure.removed:Session")
-    result = CliRunner().invoke(train, ["--profile", "--data", str(tmp_path / "none"), "--stage", "cuda"])
-    assert isinstance(result.exception, MissingComponent) and "distgpt.measure.removed" in str(
-        result.exception
-    )
 
 
 def test_a_part_that_is_missing_is_the_cores_plain_one(handed_in):

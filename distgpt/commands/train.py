@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from distgpt.commands.options import (
     set_by_user,
     settings,
     stage_options,
-    without_graphs,
 )
 from distgpt.commands.watch_options import watch_options
 from distgpt.core.base import interrupts
@@ -97,9 +95,6 @@ CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
     " in a batch job 30s]",
 )
 @watch_options
-@_display(
-    "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
-)
 def train(
     stage: str,
     threads: int | None,
@@ -115,7 +110,6 @@ def train(
     log_lines: float | None,
     log_format: str,
     recorders: list[Callable[[], Any]],
-    profile: bool,
     **flags: Any,
 ) -> None:
     """Train a model.
@@ -131,14 +125,12 @@ def train(
         COMPONENTS.get("guards")  # raises an error where they are missing
     if log_format == "json":
         refuse_beside("--log-format json", {"progress live": progress == "live"}, "a log has no display")
-    if profile:
-        COMPONENTS.get("profile")
     job = this_job()
     if job.size == 1:
         _refuse_early(asked)
     end = job.end(time_limit)
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
-    ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
+    ready = open_stage(stage, threads, gpu)
 
     from distgpt.core.train.lines import listeners
     from distgpt.core.train.loop import train as train_run
@@ -150,7 +142,7 @@ def train(
 
     display = "json" if log_format == "json" else progress
     shown = listeners(ready.comm, display, log_lines, recorders)
-    plan = run = session = None
+    plan = run = None
 
     def remove_unbegun() -> None:
         if plan and not plan.checkpoint and not (run and run.progress.step):
@@ -171,20 +163,11 @@ def train(
             return
         seams = part("seams", plain_seams)(plan.config.train, end, stall_timeout, stall_abort)
         run = open_run(plan, ready, shown, seams)
-        if profile:
-            begin_session: Any = COMPONENTS["profile"]
-            session = begin_session(run.stage, run.step, run.settings)
-            run = replace(run, launch=session.profiler.launch)  # it measures steps after the first ones
         train_run(run)
-        if session:
-            shown.close()
-            session.finish(run.directory.path, click.echo)
     except KeyboardInterrupt as interrupt:
         shown.close()
         if run:
             interrupt.add_note(how_to_resume(run))
-        if run and session:
-            session.salvage(run.directory.path, click.echo)
         remove_unbegun()
         raise
     finally:
