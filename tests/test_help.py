@@ -24,6 +24,7 @@ NEEDED = (
     "stage",
     "preset",
     "config",
+    "set",
     "data",
     "tokenizer",
     "val-fraction",

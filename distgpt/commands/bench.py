@@ -11,7 +11,14 @@ import click
 
 from distgpt.commands.complete import presets
 from distgpt.commands.help import Group
-from distgpt.commands.options import FiniteRange, Threads, launch_options, settings, stage_options
+from distgpt.commands.options import (
+    FiniteRange,
+    Threads,
+    launch_options,
+    set_by_user,
+    settings,
+    stage_options,
+)
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import ROUNDED_DTYPES, nearest
 from distgpt.launch.environment import launched_as
@@ -86,7 +93,7 @@ def result_options(name: str) -> Callable[[F], F]:
 def to_options(kind: type[T], given: dict[str, Any]) -> T:
     """Return a command's options as its dataclass; settings of a run that were given go into `settings`."""
     own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    settings = {key: value for key, value in given.items() if key not in own and value is not None}
+    settings = set_by_user({key: value for key, value in given.items() if key not in own})
     more = {"settings": settings} if "settings" in own else {}
     return kind(**{key: value for key, value in given.items() if key in own}, **more)
 

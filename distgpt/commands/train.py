@@ -117,10 +117,11 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
-    asked = asked_for(set_by_user(flags), preset, config, out, resume)
-    if flags["train_minutes"]:
-        ends = {"steps": flags["steps"], "epochs": flags.get("epochs")}
-        refuse_beside("--train-minutes", ends, "each says when a run ends")
+    given = set_by_user(flags)
+    asked = asked_for(given, preset, config, out, resume)
+    if given.get("train_minutes"):
+        ends = {name: given.get(name) for name in ("steps", "epochs")}
+        refuse_beside("--set train_minutes", ends, "each says when a run ends")
     if (time_limit, stall_timeout, stall_abort) != (None, None, None):
         COMPONENTS.get("guards")  # raises an error where they are missing
     if log_format == "json":
@@ -183,7 +184,8 @@ def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
     """Return the options that let a job resume whenever it is started, also where it has yet to begin."""
     if asked["resume"]:
         return []
-    is_named = out.exists() or any(map(asked.get, ("data", "preset", "config", "depth", "init")))
+    named = {**asked, **asked["assigned"]}
+    is_named = out.exists() or any(map(named.get, ("data", "preset", "config", "depth", "init")))
     return [*([] if is_named else ["--data", RunConfig().train.data]), "--resume", "auto"]
 
 
