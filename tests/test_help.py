@@ -201,7 +201,7 @@ COMPLETED = {
     "tune --data st": [FILE],
     "estimate --data co": ["corpus"],
     "bench infer --preset gpt2-m": ["gpt2-medium", "gpt2-modern"],
-    "compare-stages --preset ti": ["tiny", "tiny-adamw"],
+    "bench stages --preset ti": ["tiny", "tiny-adamw"],
     "submit --time 4h -- tu": ["tune"],
     "submit --time 4h -- train --val-f": ["--val-fraction"],
     "submit --time 4h -- train --data my": [FILE],
