@@ -6,6 +6,7 @@ Not here: the options of commands that use a model (model_options.py).
 from __future__ import annotations
 
 import functools
+import json
 import locale
 import math
 import os
@@ -28,6 +29,7 @@ from distgpt.core.config import (
     SETTINGS,
     STAGES,
     GpuConfig,
+    RunConfig,
     Setting,
     settings_of,
 )
@@ -272,6 +274,22 @@ def deterministic_as_parts(stage: str, gpu: GpuConfig, asked: Asked) -> tuple[Gp
 def spelled(name: str, about: Setting) -> str:
     """Return the option's flag, as --seq-len; for a switch both, as --bias/--no-bias."""
     return about.flag or "--" + name.replace("_", "-")
+
+
+def setting_text(name: str) -> str:
+    """Return a setting's help, its values, its default, and how it is set, for the reference."""
+    about, run = SETTINGS[name], RunConfig()
+    default = getattr(run.model if hasattr(run.model, name) else run.train, name)
+    signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
+    bounds = [f"{sign} {limit:,}" for sign, limit in signs if limit is not None]
+    choices = [*filter(None, [about.undecided]), *about.allowed]
+    facts = [
+        " or ".join(choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip(),
+        f"default {json.dumps(about.undecided or default)}",  # as TOML writes it
+        *(["may change on resume"] if about.changeable else []),
+        f"`{spelled(name, about)}`" if name in OPTIONS else f"`--set {name}=…`",
+    ]
+    return f"{about.help} *{'; '.join(facts)}*"
 
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
