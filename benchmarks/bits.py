@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -112,6 +113,8 @@ loop.train = noted
 main()
 """
 RENAMED: dict[str, str] = {}
+# Options of the base that are settings by --set now.
+FORMER = re.compile(r"--(matmul|spike-zscore|bad-steps-allowed) (\S+)")
 # Of the model of a run: what it writes and scores in each dtype.
 MODELS = {
     f"{run}, written in {dtype}": (run, dtype)
@@ -246,6 +249,8 @@ def _train(name: str, ranks: int, words: str, out: Path, files: Files) -> None:
     options = [*stage, "--progress", "plain", "--out", str(out)]
     env = TWO_NODES if name.startswith("2 nodes") else {}
     command = [str(files.bin / "python"), "-c", ASSEMBLED]
+    if files.bin == Path(sys.executable).parent:
+        words = FORMER.sub(lambda found: f"--set {found[1].replace('-', '_')}={found[2]}", words)
     _printed([*launcher, *command, *words.split(), *options], env)
 
 

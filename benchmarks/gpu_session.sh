@@ -525,7 +525,7 @@ learn() { # learn NAME SECONDS OPTION …
     return $code
 }
 within() { learn within 170 --within $time ${REHEARSAL:+--depth 1} "${few[@]}"; }
-depth() { learn depth 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --train-minutes "$minutes" "${few[@]}"; }
+depth() { learn depth 140 --dtype bfloat16 --depth ${REHEARSAL:-8} --set train_minutes="$minutes" "${few[@]}"; }
 # `benchmarks/gpu_carry.py C --nanochat CHECKOUT --nanochat-base FOLDER` brings it. FA3 cannot be had without a network.
 nanochat() {
     if [ ! -d "$carry/nanochat" ]; then

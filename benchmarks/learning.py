@@ -31,7 +31,7 @@ from distgpt.core.config.presets import PRESETS
 BAR = 1.9  # validation loss on tinyshakespeare, of either curve
 APART = 0.005  # relative: how far a dtype's validation loss may lie from the first one's
 RECIPE = (
-    "--preset gpt-mini --tokenizer char --shift-windows --steps 500 --batch-size 16 --seq-len 256 "
+    "--preset gpt-mini --tokenizer char --set shift_windows=true --steps 500 --batch-size 16 --seq-len 256 "
     "--schedule cosine --warmup 30 --weight-decay 0.1 --val-fraction 0.1 --eval-every 50"
 )
 CURVES = {

@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from distgpt.components import TABLES
@@ -24,11 +22,6 @@ if sys.platform == "win32":
     raise ImportError(_REFUSED)
 
 hand_in(TABLES)  # the core names no component: here it is told where they lie
-if os.environ.get("DISTGPT_CACHE"):  # before any of the libraries is imported
-    from distgpt.moved_caches import move
-
-    with suppress(OSError):  # reported where a cache is needed: ranks meet there, and not while importing
-        move()
 
 if TYPE_CHECKING:
     from distgpt.api import init, load, train

@@ -30,7 +30,7 @@ from distgpt.core.generate.python_api import Writer, tokens_in
 from distgpt.core.model.model import Model
 from distgpt.core.model.passes import Pass
 from distgpt.core.saved.modelfile import Description, on_host, save_model
-from distgpt.core.saved.opening import ALONE, BESIDE, open_model, random_model
+from distgpt.core.saved.opening import open_model, random_model
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train as train_run
 from distgpt.core.train.plan import follow_recipes, make_plan
@@ -90,8 +90,8 @@ def load(
     file; models in these cannot be trained. An `adapter` is merged into the weights.
     """
     opened = _open(stage)
-    beside = BESIDE["adapters"](Path(adapter)) if adapter else ALONE
-    model, description, _, _ = open_model(opened, Path(path), dtype, context, beside=beside)
+    merged = Path(adapter) if adapter else None
+    model, description, _, _ = open_model(opened, Path(path), dtype, context, adapter=merged)
     return GPT(model, description, opened.comm)
 
 

@@ -26,7 +26,7 @@ from distgpt.core.cpu.stages import connected
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
     *("train", "infer", "chat", "tune", "serve", "eval", "data", "tokenizer", "weights", "estimate"),
-    *("submit", "supervise", "runs", "plot", "compare", "replay", "sweep", "compare-stages"),
+    *("submit", "supervise", "runs", "plot", "compare", "replay", "sweep"),
     *("profile", "bench", "doctor", "compile", "help"),
 )
 # Those that a launcher may start as several processes.

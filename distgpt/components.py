@@ -27,7 +27,6 @@ TABLES: dict[str, dict[str, str]] = {
         "lora": "distgpt.adapters.adapter_kind:ADAPTERS",
         "overlapped": "distgpt.parallel.overlapped:make",
         "packing": "distgpt.texts.packing:PACKED",
-        "profile": "distgpt.measure.profile.session:Session",
         "reproducible": "distgpt.parallel.reproducible:make",
         "retention": "distgpt.guards.retention:Retention",
         "rollback": "distgpt.guards.bad_steps:BadSteps",
@@ -107,7 +106,6 @@ TABLES: dict[str, dict[str, str]] = {
     "guards": {},
     # Folders of compiled loops: a change there makes them anew (core/cpu/compiling/disk_cache.py).
     "loops": {
-        "adapters": "adapters/loops",
         "decoding": "decoding/loops",
         "parallel": "parallel/loops",
         "recorded": "recorded/loops",
@@ -120,8 +118,6 @@ TABLES: dict[str, dict[str, str]] = {
     "rounded": {"int8": "distgpt.rounded.rounded:INT8", "int4": "distgpt.rounded.rounded:INT4"},
     # By the format of weights files that hold a part of a model (core/saved/weights.py).
     "part files": {"distgpt-adapter": "distgpt.adapters.adapter:FILES"},
-    # By the kind of what a model is opened with beside its weights (core/saved/opening.py).
-    "beside": {"adapters": "distgpt.adapters.beside:AdaptersBeside"},
     # By the kind in its saved form, and by what --tokenizer begins with (core/data/tokenizers.py).
     "tokenizers": {
         "char": "distgpt.texts.tokenizers.collected:CHARACTERS",

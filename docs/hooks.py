@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from mkdocs.structure.files import File
 
 from distgpt.cli import cli
 from distgpt.commands.help import Command
-from distgpt.commands.options import OPTIONS
-from distgpt.core.config import CHANGEABLE, GROUPS, SETTINGS, RunConfig, Setting
+from distgpt.commands.options import setting_text
+from distgpt.core.config import GROUPS, SETTINGS
 from distgpt.core.config.presets import PRESETS, preset
 
 MARK = re.compile(r"<!-- generated: (\w+) -->")
@@ -87,25 +85,11 @@ def _prose(text: str) -> str:
 
 
 def settings() -> str:
-    defaults = RunConfig()
-    values = asdict(defaults.model) | asdict(defaults.train)
     parts = []
     for group in GROUPS:
-        found = [(name, about) for name, about in SETTINGS.items() if about.group == group]
-        rows = [(f"`{name}`", f"{about.help} *{_kind(name, about, values[name])}*") for name, about in found]
+        rows = [(f"`{name}`", setting_text(name)) for name, about in SETTINGS.items() if about.group == group]
         parts.append(f"### {group.capitalize()}\n\n" + table(("key", ""), rows))
     return "\n".join(parts)
-
-
-def _kind(name: str, about: Setting, default: Any) -> str:
-    """Return what a value may be, the default, and where it can be set."""
-    signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
-    bounds = [f"{sign} {limit:,}" for sign, limit in signs if limit is not None]
-    choices = [*filter(None, [about.undecided]), *about.allowed]
-    kind = " or ".join(choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip()
-    places = ["may change on resume"] * (name in CHANGEABLE) + ["no option"] * (name not in OPTIONS)
-    shown = json.dumps(about.undecided or default)  # as TOML writes it
-    return "; ".join([kind, f"default {shown}", *places])
 
 
 def presets() -> str:

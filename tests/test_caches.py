@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from disks import raising
 
-from distgpt import moved_caches
 from distgpt.core.base import caches
 from distgpt.core.base.caches import alone, cache_folder, keep, made_by_one, misplaced, read_checked
 from distgpt.core.base.errors import StorageError, UsageError
@@ -60,27 +59,6 @@ def test_a_place_that_others_may_write_to_is_left_for_the_temporary_folder_and_n
     assert not (tmp_path / "$NOT_SET_HERE").exists()
 
 
-def test_libraries_follow_unless_their_user_has_said_where(home, tmp_path, monkeypatch):
-    names = {name for each in moved_caches.LIBRARIES for name in (each.variable, *dict(each.also))}
-    for name in names:
-        monkeypatch.setenv(name, "")  # which the fixture puts back
-        monkeypatch.delenv(name)
-    before = {each.library: each.path() for each in moved_caches.LIBRARIES}
-    assert before["huggingface_hub"] == home / ".cache/huggingface/hub"
-    assert before["CuPy"] == home / ".cupy/kernel_cache"
-    monkeypatch.setenv(caches.CACHE, str(tmp_path / "all"))
-    monkeypatch.setenv("CUPY_CACHE_DIR", "/theirs")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    moved_caches.move()
-    now = {each.library: each.path() for each in moved_caches.LIBRARIES}
-    assert now.pop("CuPy") == Path("/theirs")
-    assert now.pop("huggingface_hub") == tmp_path / "hf/hub" and now.pop("hf-xet") == tmp_path / "hf/xet"
-    assert len(now) == 2 and {path.parent for path in now.values()} == {
-        tmp_path / "all" / moved_caches.FOLDER
-    }
-    assert "HF_HUB_CACHE" not in os.environ
-
-
 def test_without_any_place_nothing_is_kept_and_all_is_made(home, tmp_path, monkeypatch):
     home.write_text("")
     monkeypatch.setattr(
@@ -90,7 +68,6 @@ def test_without_any_place_nothing_is_kept_and_all_is_made(home, tmp_path, monke
     assert made_by_one(tmp_path / "none" / "there", lambda: b"made") == b"made"
     monkeypatch.setenv(caches.CACHE, "$NOT_SET_HERE")
     assert caches.places() == [] and cache_folder("kernels") is None
-    moved_caches.move()
 
 
 def test_importing_survives_a_working_directory_that_is_gone(tmp_path):

@@ -207,7 +207,7 @@ def test_estimate_bench_and_compare_stages(tmp_path, monkeypatch):
     assert json.loads(found.stdout)["dtype"] == "bfloat16", found.stderr
     found = inside("estimate", "--preset", "gpt2", "--stage", "cuda", "--no-measure", "--json", env=FREE)
     assert json.loads(found.stdout)["dtype"] == "bfloat16", found.stderr  # of the GPU that is imagined
-    assert "--dtype [float32|" in inside("compare-stages", "--help-all").stdout
+    assert "--dtype [float32|" in inside("bench", "stages", "--help-all").stdout
     assert "default: auto" in " ".join(inside("train", "--help").stdout.split())
 
 

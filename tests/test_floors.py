@@ -18,7 +18,6 @@ ORDER = (
     *(
         "components",
         "counts",
-        "moved_caches",
         "launch",
         "recorded",
         "helpers",

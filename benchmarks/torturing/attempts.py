@@ -27,7 +27,7 @@ AFTER_STEP = 0.006  # seconds at most from the chosen step to the fault: about a
 DISK = 64 << 20  # bytes of a disk that is large enough
 MODEL = "--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --batch-size 12 --data story --tokenizer byte"
 HOW = f"--lr 1e-3 --warmup 2 --steps {STEPS} --save-every {EVERY} --val-fraction 0.1 --val-tokens 512"
-HOW += f" --eval-every {EVALUATED} --threads 1 --matmul own --progress plain"
+HOW += f" --eval-every {EVALUATED} --threads 1 --set matmul=own --progress plain"
 
 
 @dataclass(frozen=True, slots=True)

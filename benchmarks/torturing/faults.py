@@ -43,7 +43,7 @@ MODES = (
         2 * EVERY,
     ),
     Mode("mpi, local steps", 2, ("--outer-every", "3"), 2 * EVERY, close=0.2),
-    Mode("mpi, disk errors end it", 2, ("--on-disk-error", "stop"), 2 * EVERY, goes_on=False),
+    Mode("mpi, disk errors end it", 2, ("--set", "on_disk_error=stop"), 2 * EVERY, goes_on=False),
     Mode("serial, rising loss", 1, RISING, 2 * EVERY, rises=True),
     Mode("serial, sync, rising loss", 1, ("--save", "sync", *RISING), rises=True),
 )

@@ -42,7 +42,7 @@ STEPS, EVERY = 400, 40
 LIMIT = 150.0  # seconds of a trial
 WITHIN = 30.0  # seconds from the loss to the next start's first step
 MODEL = "--stage mpi --threads 1 --n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --batch-size 12 --data story"
-HOW = f"--tokenizer byte --steps {STEPS} --save-every {EVERY} --val-fraction 0 --matmul own"
+HOW = f"--tokenizer byte --steps {STEPS} --save-every {EVERY} --val-fraction 0 --set matmul=own"
 HOW += " --dtype float32 --progress plain --log-lines 1h"
 LISTENER = "[listener]"  # in the command line of the sshd that waits for connections
 RANK = "/distgpt\0train"  # in the command line of a rank

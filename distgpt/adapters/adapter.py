@@ -27,9 +27,7 @@ from distgpt.core.saved.tensors import (
     read_into,
     write_tensors,
 )
-from distgpt.core.saved.weights import SOURCE_SUM, find_weights, read_float, verified, weights_of
-
-ADAPTER = "distgpt-adapter"  # the format of a file of adapters alone
+from distgpt.core.saved.weights import ADAPTER, SOURCE_SUM, find_weights, read_float, verified, weights_of
 
 
 def base_of(path: Path) -> Base:
@@ -74,8 +72,8 @@ def with_adapter(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path,
             raise UsageError(f"{chosen} is no adapter but a whole model: give it as --weights")
         if about.part != ADAPTER:
             raise UsageError(
-                f"{chosen} holds a part of kind {about.part!r}, and no adapter: only adapters are merged, or"
-                " stand beside a model; where its kind can, it is opened as --weights alone"
+                f"{chosen} holds a part of kind {about.part!r}, and no adapter: only adapters are merged;"
+                " where its kind can, it is opened as --weights alone"
             )
         if own and not whole.is_file():
             raise DataError(
@@ -115,25 +113,10 @@ class Folding:
         for adapter in self._adapters.get(name, []):
             b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
             with np.errstate(all="ignore"):
-                change = self._finite(np.float32(adapter.scale) * (b @ a), adapter.name)
+                change = np.float32(adapter.scale) * (b @ a)
+            if not np.isfinite(change).all():  # else the model's file would be blamed for it later
+                raise DataError(f"{self._source}: what {adapter.name} adds to the model is not finite")
             array[adapter.rows] += change
-
-    def beside(self, name: str, first: int, rows: int) -> list[tuple[Array, Array, slice]]:
-        """Return A, scale · B, and where B's rows stand, beside `rows` of a matrix from `first` on."""
-        found = []
-        for adapter in self._adapters.get(name, []):
-            if first <= adapter.rows.start < first + rows:
-                b, a = (self.tensors[f"{adapter.name}.lora_{kind}"] for kind in "ba")
-                where = slice(adapter.rows.start - first, adapter.rows.stop - first)
-                with np.errstate(all="ignore"):
-                    found.append((a, self._finite(np.float32(adapter.scale) * b, adapter.name), where))
-        return found
-
-    def _finite(self, array: Array, name: str) -> Array:
-        """Refuse what came of finite numbers and is none: later the model's file would be blamed for it."""
-        if not np.isfinite(array).all():
-            raise DataError(f"{self._source}: what {name} adds to the model is not finite")
-        return array
 
 
 class ReadsFrozen(Protocol):
@@ -195,9 +178,9 @@ class AdapterFile:
         merge = command_line("weights", "merge", "--adapter", path, "--out", "merged.safetensors")
         raise UsageError(f"{path} is an adapter, without the model that it stands beside: first {merge}")
 
-    def whole(self, path: Path, comm: Comm) -> tuple[Path, Folding]:
-        whole, folding = with_adapter(path, None, comm)
-        assert folding is not None  # as `path` is an adapter
+    def whole(self, weights: Path, comm: Comm, part: Path | None = None) -> tuple[Path, Folding]:
+        whole, folding = with_adapter(weights, part, comm)
+        assert folding is not None  # as one of the two is an adapter
         return whole, folding
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from distgpt.adapters.adapter import ADAPTER, base_of, load_frozen, refuse_other_base
+from distgpt.adapters.adapter import base_of, load_frozen, refuse_other_base
 from distgpt.adapters.lora import AdaptedModel, adapter_layout
 from distgpt.core.base.errors import DataError, UsageError
 from distgpt.core.comm.agree import on_root
@@ -16,6 +16,7 @@ from distgpt.core.model.memory import Layout
 from distgpt.core.model.model import Model
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Base, Description
+from distgpt.core.saved.weights import ADAPTER
 
 
 class AdapterKind:
@@ -66,7 +67,7 @@ def check(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about what adapters do not go with."""
     if not t.lora_rank:
         if t.adapter_kind == "lora":
-            raise UsageError("--adapter-kind lora needs a rank: --lora-rank")
+            raise UsageError("adapter_kind lora needs a rank: --lora-rank")
         return
     if not t.init:
         raise UsageError("--lora-rank trains adapters beside a model's weights: name them with --init FILE")

@@ -200,7 +200,7 @@ def refuse_none(run: RunConfig) -> None:
     """Refuse adapters beside a matrix that the model does not have."""
     if not run.model.gated and run.train.lora_matrices != "all" and "gate" in run.train.adapted:
         raise UsageError(
-            f"--lora-matrices {run.train.lora_matrices}: {run.model.mlp} has no gate: leave it out"
+            f"lora_matrices is {run.train.lora_matrices}: {run.model.mlp} has no gate: leave it out"
         )
 
 

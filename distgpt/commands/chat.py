@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.model_options import beside, model_options, request_options
+from distgpt.commands.model_options import model_options, request_options
 from distgpt.commands.options import LocaleText, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import print_lines
@@ -43,7 +43,7 @@ def chat(stage: str, threads: int | None, gpu: GpuConfig, system: str, speed: bo
     from distgpt.generation.chat_terminal import Chat
     from distgpt.texts.chats.format import ChatFormat, was_tuned_on_chats
 
-    loaded = ModelSpec(beside=beside(options.pop("adapter")), **options).load(ready)
+    loaded = ModelSpec(**options).load(ready)
     talk = ChatFormat(loaded.tokenizer)
     if not (talk.is_taught or was_tuned_on_chats(loaded.files)):
         print_lines(UNTAUGHT, err=True)

@@ -20,7 +20,7 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
 
     Reads the files of both, and computes nothing: losses of training and validation to the bit, then
     settings, text, versions, processors, ranks and threads at the step where they part. Exit code 1: they
-    do. (compare-stages is for one job that it trains on several stages.)
+    do. (bench stages is for one job that it trains on several stages.)
     """
     import json
 

@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.complete import texts
 from distgpt.commands.help import command
-from distgpt.commands.model_options import adapter_option, beside, number_options
+from distgpt.commands.model_options import adapter_option, number_options
 from distgpt.commands.options import PATH, stage_options
 from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.config import GpuConfig
@@ -61,7 +61,6 @@ def eval(stage: str, threads: int | None, gpu: GpuConfig, as_json: bool, **optio
     if options["val"] is None and not benchmarks:
         raise UsageError("nothing to evaluate: give --val, or a benchmark such as --hellaswag")
     ready = open_stage(stage, threads, gpu)
-    options["beside"] = beside(options.pop("adapter"))
     found = evaluate(ready, benchmarks=benchmarks, **options, progress=ItemProgress("sequences"))
     if ready.comm.rank == 0 and as_json:
         print(json.dumps(found, allow_nan=False))

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from distgpt.core.base.errors import UsageError, nearest, print_lines
 from distgpt.core.base.files import bundled
-from distgpt.core.config import GROUPS, RunConfig
+from distgpt.core.config import GROUPS, SETTINGS, RunConfig
 from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.data.textfile import BUNDLED_TEXTS
 
@@ -268,7 +268,7 @@ class Group(click.Group):
 FOLDERS = {"how-to": "How-to pages", "tutorials": "Tutorials", "reference": "Reference pages"}
 FOLDERS |= {"explanation": "Explanations"}
 MADE = ("commands", "python-api")  # by `make docs` alone; --help lists what they would
-SETTINGS = "<!-- generated: settings -->"
+GENERATED = "<!-- generated: settings -->"
 NOT_SHOWN = re.compile(r"<!-- .*? -->\n?", re.DOTALL)
 # A link to a page that is printed; to one that is not, it is a link to elsewhere.
 TO_PAGE = re.compile(
@@ -292,7 +292,11 @@ def contents(folder: str) -> str:
 
 def page(path: Path) -> str:
     """Return a page for a terminal: a link to another topic names it, other links are their words."""
-    text = path.read_text("utf-8").replace(SETTINGS, "`distgpt train --help-all` lists them by groups.")
+    text = path.read_text("utf-8")
+    if GENERATED in text:
+        from distgpt.commands.options import setting_text
+
+        text = text.replace(GENERATED, "\n".join(f"- `{name}`: {setting_text(name)}" for name in SETTINGS))
     text = NOT_SHOWN.sub("", text)
     return ELSEWHERE_LINK.sub(r"\1", TO_PAGE.sub(r"\1 (`distgpt help \2`)", text))
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.model_options import beside, model_options, request_options
+from distgpt.commands.model_options import model_options, request_options
 from distgpt.commands.options import PATH, LocaleText, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.tables import imported
@@ -62,7 +62,7 @@ def infer(
     from distgpt.core.generate.engine_setup import ModelSpec
     from distgpt.core.generate.single import infer_one
 
-    spec = ModelSpec(beside=beside(options.pop("adapter")), **options)
+    spec = ModelSpec(**options)
     if prompts is not None and out is not None:
         infer_file = imported("distgpt.generation.batch:infer_file", "--prompts")
         from distgpt.show.progress import ItemProgress

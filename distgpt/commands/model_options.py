@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import click
 
 from distgpt.commands.options import PATH, F, parsed_size, setting_option
 from distgpt.core.config import AUTO_DTYPE, INFERENCE_DTYPES, SETTINGS
 from distgpt.core.generate.request import REQUEST_SETTINGS, Request
-
-if TYPE_CHECKING:
-    from distgpt.core.saved.opening import Beside
 
 
 def dtype_option(auto: str) -> Callable[[F], F]:
@@ -27,8 +23,8 @@ def dtype_option(auto: str) -> Callable[[F], F]:
     )
 
 
-def model_options_but_adapter(command: F) -> F:
-    """Add --weights, --dtype, --context and --cache-memory, fields of a ModelSpec."""
+def model_options(command: F) -> F:
+    """Add --weights, --dtype, --context, --cache-memory and --adapter: the fields of a ModelSpec."""
     weights = click.option(
         "--weights", type=PATH, help="Weights file, run, or hub:ORG/NAME; a bundled sample if left out."
     )
@@ -45,12 +41,7 @@ def model_options_but_adapter(command: F) -> F:
         "[default: 4G, or half of a rank's share of what is free]",
     )
     dtype = dtype_option("bfloat16 where that is faster, else float32")
-    return weights(dtype(context(memory(command))))
-
-
-def model_options(command: F) -> F:
-    """Add --adapter too."""
-    return model_options_but_adapter(adapter_option(command))
+    return weights(dtype(context(memory(adapter_option(command)))))
 
 
 def adapter_option(command: F) -> F:
@@ -82,10 +73,3 @@ def number_options(command: F) -> F:
     """Add --dtype and --matmul, for a model that is not trained."""
     matmul = setting_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)
     return dtype_option("float32")(matmul(command))
-
-
-def beside(merged: Path | None, named: Sequence[tuple[str, Path]] = ()) -> Beside:
-    """Return what a model is opened with: the adapter that is merged into it, or those that requests name."""
-    from distgpt.core.saved.opening import ALONE, BESIDE
-
-    return BESIDE["adapters"](merged, named) if merged or named else ALONE

@@ -6,10 +6,11 @@ Not here: the options of commands that use a model (model_options.py).
 from __future__ import annotations
 
 import functools
+import json
 import locale
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from distgpt.commands.help import option
-from distgpt.core.base.errors import UsageError
+from distgpt.core.base.errors import UsageError, nearest
 from distgpt.core.base.formatting import parse_duration, parse_size
 from distgpt.core.config import (
     BATCH_IN_TOKENS,
@@ -28,6 +29,7 @@ from distgpt.core.config import (
     SETTINGS,
     STAGES,
     GpuConfig,
+    RunConfig,
     Setting,
     settings_of,
 )
@@ -38,23 +40,20 @@ from distgpt.core.config.setting import Value, Values
 F = TypeVar("F", bound=Callable[..., object])
 PATH = click.Path(path_type=Path)
 
-# The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
+# The settings that have an option, in the order of --help. The others are set by --set, TOML and presets.
 OPTIONS = (
-    *("data", "tokenizer", "verify_data"),
-    *("init", "lora_rank", "lora_alpha", "lora_matrices", "adapter_kind"),
-    *("steps", "train_minutes", "batch_size", BATCH_TOKENS, "seq_len", "grad_accum", "shift_windows", "pack"),
-    *("optimizer", "lr", "embedding_lr", "value_lr", "head_lr", "vector_lr", "min_lr"),
-    *("schedule", "decay_fraction", "warmup", "weight_decay", "momentum", "clip"),
-    *("seed", "dtype", "matmul"),
-    *("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "norm", "mlp"),
-    *("positions", "rope_base", "rope_scaling", "rope_factor", "qk_norm", "qk_norm_gain"),
-    *("value_embeddings", "window", "full_every", "bias", "qkv_bias", "tied", "init_weights"),
-    *("grad_sync", "gradient_dtype", "outer_every", "outer_lr", "outer_momentum"),
+    *("data", "tokenizer", "init", "lora_rank"),
+    *("steps", "batch_size", BATCH_TOKENS, "seq_len", "grad_accum", "pack"),
+    *("optimizer", "lr", "schedule", "warmup", "weight_decay", "clip", "seed", "dtype"),
+    *("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "norm", "mlp"),
+    *("positions", "window", "bias", "tied"),
+    *("grad_sync", "gradient_dtype", "outer_every"),
     *("reproducible_parts", "balance", "recompute"),
-    *("save_every", "save", "keep", "keep_every", "on_disk_error"),
-    *("on_bad_step", "spike_zscore", "bad_steps_allowed"),
+    *("save_every", "save", "keep", "keep_every", "on_bad_step"),
     *("sample_every", "eval_every", "val", "val_fraction", "val_tokens", "hellaswag"),
 )
+KNOWN = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
+GRAPHS = "cuda_graph"  # what --set calls the field `graphs` of GpuConfig
 
 _HELP = {
     "save_every": "Save a checkpoint every N steps (as 500), at times (as 10m), or only at the end (end).",
@@ -153,19 +152,41 @@ def max_document(command: F) -> F:
     )(command)
 
 
+def parsed_settings(context: click.Context, param: click.Parameter, pairs: Sequence[str]) -> Values:
+    """Return the settings that `--set NAME=VALUE` gives, each of its own type."""
+    known = {**KNOWN, GRAPHS: settings_of(GpuConfig)["graphs"]}
+    found: Values = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--set {pair!r:.80}: it must be NAME=VALUE, such as rope_base=50000")
+        if name not in known:
+            raise UsageError(f"--set: unknown setting {name!r:.80}{nearest(name[:80], known)}")
+        found[name] = known[name].parse(name, text)
+    return found
+
+
+set_option = option(
+    "--set",
+    "assigned",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=parsed_settings,
+    help="Set any setting, also one without an option (distgpt help settings). May be repeated.",
+)
+
+
 def settings_but(*unused: str) -> Callable[[F], F]:
-    """Add an option for each name in OPTIONS, without these flags.
+    """Add --set, and an option for each name in OPTIONS, without these flags.
 
     None has a default: an option that is not given leaves the value of the preset.
     """
 
     def decorate(command: F) -> F:
-        known = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
         for name in reversed(OPTIONS):
-            about = known[name]
-            if spelled(name, about) not in unused:
-                command = setting_option(name, about, default=None)(command)
-        return command
+            if spelled(name, KNOWN[name]) not in unused:
+                command = setting_option(name, KNOWN[name], default=None)(command)
+        return set_option(command)
 
     return decorate
 
@@ -177,10 +198,10 @@ def set_by_user(flags: Mapping[str, Value | Values | None]) -> Values:
     """Return the settings among `flags` that the user gave. An option may stand for several of them."""
     found: Values = {}
     for name, value in flags.items():
-        if isinstance(value, dict):
-            found |= value
-        elif value is not None:
-            found[name] = value
+        given = value if isinstance(value, dict) else {} if value is None else {name: value}
+        if twice := found.keys() & given.keys():
+            raise UsageError(f"{min(twice)} is set twice: by --set and by an option")
+        found |= given
     return found
 
 
@@ -255,6 +276,22 @@ def spelled(name: str, about: Setting) -> str:
     return about.flag or "--" + name.replace("_", "-")
 
 
+def setting_text(name: str) -> str:
+    """Return a setting's help, its values, its default, and how it is set, for the reference."""
+    about, run = SETTINGS[name], RunConfig()
+    default = getattr(run.model if hasattr(run.model, name) else run.train, name)
+    signs = (("≥", about.low), (">", about.above), ("≤", about.most), ("<", about.below))
+    bounds = [f"{sign} {limit:,}" for sign, limit in signs if limit is not None]
+    choices = [*filter(None, [about.undecided]), *about.allowed]
+    facts = [
+        " or ".join(choices) or " ".join([about.kind.__name__, ", ".join(bounds)]).strip(),
+        f"default {json.dumps(about.undecided or default)}",  # as TOML writes it
+        *(["may change on resume"] if about.changeable else []),
+        f"`{spelled(name, about)}`" if name in OPTIONS else f"`--set {name}=…`",
+    ]
+    return f"{about.help} *{'; '.join(facts)}*"
+
+
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
     """Add the option of a setting; `more` are arguments of click.option, which override those from it."""
     from_setting = {
@@ -281,12 +318,17 @@ def _gpu_options(command: F) -> F:
 
     @functools.wraps(command)
     def with_gpu(*args: object, **options: Any) -> object:
-        gpu = GpuConfig(**{name: options.pop(name) for name in known})
+        chosen = {name: options.pop(name) for name in known}
+        if GRAPHS in (assigned := options.get("assigned", {})):
+            options["assigned"] = {name: value for name, value in assigned.items() if name != GRAPHS}
+            chosen["graphs"] = assigned[GRAPHS]
+        gpu = GpuConfig(**chosen)
         return command(*args, gpu=gpu, **options)
 
     decorated: Callable[..., object] = with_gpu
     for name, about in known.items():
         switch = {"is_flag": True} if about.kind is bool else {"show_default": True}
+        switch["hidden"] = name == "graphs"  # rare; commands without --set have no other way
         decorated = setting_option(name, about, default=getattr(plain, name), **switch)(decorated)
     return cast(F, decorated)
 

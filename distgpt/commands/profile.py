@@ -28,8 +28,7 @@ from distgpt.core.cpu.stages import open_stage
 # Settings of training that mean something else here, or concern what happens between steps.
 UNUSED = (
     *("--steps", "--save-every", "--sample-every", "--eval-every"),
-    *("--val-tokens", "--hellaswag", "--save", "--on-disk-error", "--on-bad-step", "--spike-zscore"),
-    *("--bad-steps-allowed",),
+    *("--val-tokens", "--hellaswag", "--save", "--on-bad-step"),
 )
 
 

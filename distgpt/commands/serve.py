@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from distgpt.commands.complete import files
 from distgpt.commands.help import command
-from distgpt.commands.model_options import beside, model_options_but_adapter
+from distgpt.commands.model_options import model_options
 from distgpt.commands.options import LocaleText, parsed_size, setting_option, stage_options
 from distgpt.commands.sample import announce_sample
 from distgpt.core.base.errors import UsageError, first_line
@@ -64,15 +63,7 @@ def limit_options(command: Any) -> Any:
     help="Sequences generated at the same time.",
 )
 @limit_options
-@model_options_but_adapter
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="[NAME=]PATH",
-    shell_complete=files,
-    help="Serve the model with this adapter as NAME too; may be repeated. Without a name: merge it.",
-)
+@model_options
 @click.option(
     "--log",
     type=click.Choice(("quiet", "requests", "prompts")),
@@ -86,7 +77,6 @@ def serve(
     gpu: GpuConfig,
     weights: Path | None,
     name: str | None,
-    adapters: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Answer requests over HTTP as OpenAI's /v1/completions and its chats do, with a page to try it."""
@@ -105,8 +95,7 @@ def serve(
     key, proxies = checked_key(options.pop("api_key")), checked_proxies(options.pop("proxies"))
     listen_on = ListenOn(limits=limits, key=key, proxies=proxies, **where)
     shown = name or (weights or Path(SAMPLE)).absolute().name.removesuffix(".safetensors")
-    merged, named = sorted_adapters(adapters, shown)
-    spec = ModelSpec(weights, beside=beside(merged, named), **options)
+    spec = ModelSpec(weights, **options)
     ready = open_stage(stage, threads, gpu)
     announce_sample(weights, ready.comm.rank, "serve")
     listener = bound(listen_on.host, listen_on.port)
@@ -117,22 +106,3 @@ def serve(
 
         rehearse_together(side_by_side)
     Server(loaded, side_by_side, shown, listen_on, listener).run()
-
-
-def sorted_adapters(given: tuple[str, ...], model: str) -> tuple[Path | None, list[tuple[str, Path]]]:
-    """Return the adapter without a name, which is merged, and those with one, of PATH or NAME=PATH."""
-    merged: Path | None = None
-    named: dict[str, Path] = {}
-    for each in given:
-        name, equals, path = each.partition("=")
-        if not equals or Path(each).exists():
-            if len(given) > 1:
-                raise UsageError(f"--adapter {each}: beside others give it a name: NAME={each}")
-            merged = Path(each)
-        elif not (name and path) or name in (model, *named):
-            raise UsageError(
-                f"--adapter {each}: as NAME=PATH give each adapter a name of its own, not {model}"
-            )
-        else:
-            named[name] = Path(path)
-    return merged, list(named.items())

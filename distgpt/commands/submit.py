@@ -341,9 +341,8 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     if asked["resume"] not in (None, "auto"):
         raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
     out: Path | None = asked["out"]
-    flags = set_by_user(
-        {key: asked[key] for key in (*OPTIONS, "depth", "within", "epochs", "chats") if key in asked}
-    )
+    settings = (*OPTIONS, "assigned", "depth", "within", "epochs", "chats")
+    flags = set_by_user({key: asked[key] for key in settings if key in asked})
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "val", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own

@@ -8,14 +8,16 @@ from pathlib import Path
 import click
 
 from distgpt.commands.help import command
-from distgpt.commands.options import PATH, parsed_duration, stage_options
+from distgpt.commands.options import PATH, parsed_duration, set_option, stage_options
 from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.config import GpuConfig
+from distgpt.core.config.setting import Values
 
 
 @command(example="mpirun -n 4 distgpt sweep GRID.toml")
 @click.argument("grid", type=PATH, metavar="GRID.toml")
 @stage_options
+@set_option
 @click.option("--out", type=PATH, help="Write the sweep into this directory. [default: runs/<name of GRID>]")
 @click.option(
     "--time-limit",
@@ -29,6 +31,7 @@ def sweep(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
+    assigned: Values,
     out: Path | None,
     time_limit: float | None,
     dry_run: bool,
@@ -65,9 +68,9 @@ def sweep(
     say = partial(print_lines, err=True)
     comm, ready = open_stages(stage, threads, gpu)
     if dry_run:
-        on_root(comm, lambda: print_lines(preview(grid, ready, comm.size, say)))
+        on_root(comm, lambda: print_lines(preview(grid, ready, comm.size, say, assigned)))
         return
-    ledger = begin_sweep(comm, ready, grid, out or Path("runs") / grid.stem, say)
+    ledger = begin_sweep(comm, ready, grid, out or Path("runs") / grid.stem, say, assigned)
     Worker(ledger, ready, Listener(say), end).work()
     if comm.rank == 0:
         print_lines(finish(ledger))

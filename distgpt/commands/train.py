@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from distgpt.commands.options import (
     set_by_user,
     settings,
     stage_options,
-    without_graphs,
 )
 from distgpt.commands.watch_options import watch_options
 from distgpt.core.base import interrupts
@@ -97,9 +95,6 @@ CHOOSES_MODEL = {"init", "chats", "n_layer", "n_embd"}
     " in a batch job 30s]",
 )
 @watch_options
-@_display(
-    "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
-)
 def train(
     stage: str,
     threads: int | None,
@@ -115,7 +110,6 @@ def train(
     log_lines: float | None,
     log_format: str,
     recorders: list[Callable[[], Any]],
-    profile: bool,
     **flags: Any,
 ) -> None:
     """Train a model.
@@ -123,22 +117,21 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
-    asked = asked_for(set_by_user(flags), preset, config, out, resume)
-    if flags["train_minutes"]:
-        ends = {"steps": flags["steps"], "epochs": flags.get("epochs")}
-        refuse_beside("--train-minutes", ends, "each says when a run ends")
+    given = set_by_user(flags)
+    asked = asked_for(given, preset, config, out, resume)
+    if given.get("train_minutes"):
+        ends = {name: given.get(name) for name in ("steps", "epochs")}
+        refuse_beside("--set train_minutes", ends, "each says when a run ends")
     if (time_limit, stall_timeout, stall_abort) != (None, None, None):
         COMPONENTS.get("guards")  # raises an error where they are missing
     if log_format == "json":
         refuse_beside("--log-format json", {"progress live": progress == "live"}, "a log has no display")
-    if profile:
-        COMPONENTS.get("profile")
     job = this_job()
     if job.size == 1:
         _refuse_early(asked)
     end = job.end(time_limit)
     gpu, asked = deterministic_as_parts(stage, gpu, asked)
-    ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
+    ready = open_stage(stage, threads, gpu)
 
     from distgpt.core.train.lines import listeners
     from distgpt.core.train.loop import train as train_run
@@ -150,7 +143,7 @@ def train(
 
     display = "json" if log_format == "json" else progress
     shown = listeners(ready.comm, display, log_lines, recorders)
-    plan = run = session = None
+    plan = run = None
 
     def remove_unbegun() -> None:
         if plan and not plan.checkpoint and not (run and run.progress.step):
@@ -171,20 +164,11 @@ def train(
             return
         seams = part("seams", plain_seams)(plan.config.train, end, stall_timeout, stall_abort)
         run = open_run(plan, ready, shown, seams)
-        if profile:
-            begin_session: Any = COMPONENTS["profile"]
-            session = begin_session(run.stage, run.step, run.settings)
-            run = replace(run, launch=session.profiler.launch)  # it measures steps after the first ones
         train_run(run)
-        if session:
-            shown.close()
-            session.finish(run.directory.path, click.echo)
     except KeyboardInterrupt as interrupt:
         shown.close()
         if run:
             interrupt.add_note(how_to_resume(run))
-        if run and session:
-            session.salvage(run.directory.path, click.echo)
         remove_unbegun()
         raise
     finally:
@@ -200,7 +184,8 @@ def resuming(asked: Mapping[str, Any], out: Path) -> list[str]:
     """Return the options that let a job resume whenever it is started, also where it has yet to begin."""
     if asked["resume"]:
         return []
-    is_named = out.exists() or any(map(asked.get, ("data", "preset", "config", "depth", "init")))
+    named = {**asked, **asked["assigned"]}
+    is_named = out.exists() or any(map(named.get, ("data", "preset", "config", "depth", "init")))
     return [*([] if is_named else ["--data", RunConfig().train.data]), "--resume", "auto"]
 
 

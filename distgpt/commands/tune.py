@@ -19,7 +19,7 @@ from distgpt.core.config import SETTINGS, ModelConfig, settings_of
 # Options of train that have no meaning here: the weights decide the model, chats have a way of their own.
 UNUSED = {
     *(settings_of(ModelConfig).keys() - {"seq_len"}),
-    *("data", "tokenizer", "verify_data", "shift_windows", "pack", "init"),
+    *("data", "tokenizer", "pack", "init"),
     *("preset", "decay_from", "depth", "within"),
 }
 

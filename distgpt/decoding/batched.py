@@ -95,7 +95,6 @@ class BatchedSlots:
 
     def _check(self, each: Feed) -> None:
         """Kernels trust what they get: so it is looked at here."""
-        assert not each.variant, "only compiled slots have variants"
         fits = 0 <= each.slot < self.count and 0 <= each.start <= self.length - len(each.tokens)
         if not (fits and 0 <= each.wanted <= len(each.tokens)):
             raise ValueError(f"{each} does not fit {self.count} slots of {self.length} positions")
@@ -255,7 +254,7 @@ def _decodes(each: Feed) -> bool:
     return len(each.tokens) == 1 and each.wanted == 1
 
 
-BATCHED = SlotKind(lambda model, count, _: BatchedSlots(model, count), slot_bytes)
+BATCHED = SlotKind(BatchedSlots, slot_bytes)
 
 
 def rehearse_together(slots: Slots) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import cast
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from distgpt.decoding.loops.cached_attention import (
     shift_cache,
     thread_scratch,
 )
-from distgpt.decoding.loops.variants import NO_VARIANTS, Variants
 from distgpt.decoding.packed import Packing, packing_of
 from distgpt.recorded.orders import Orders
 
@@ -39,9 +37,7 @@ class CompiledSlots:
 
     is_exact, chunk = True, CHUNK
 
-    def __init__(
-        self, kernels: CpuKernels, config: ModelConfig, packing: Packing, count: int, variants: Variants
-    ) -> None:
+    def __init__(self, kernels: CpuKernels, config: ModelConfig, packing: Packing, count: int) -> None:
         weights = packing.weights
         self.count, self.length, self.can_drop = count, config.seq_len, not config.has_position_vectors
         self._kind = decode.kind_of(config)
@@ -53,14 +49,11 @@ class CompiledSlots:
         elements = weights.head.size + sum(layer.w.size for layer in layers)
         self._angles = weights.cos, weights.sin
         self._pool = pool_of(kernels.threads if elements >= WORTHWHILE else 1)
-        self._variants = variants.highest
         zeros = partial(np.zeros, dtype=np.int64)
         most = self._most
-        self._inputs = decode.Inputs(
-            zeros(most), feeds=zeros((most, 5)), wanted=zeros(most), variants=zeros((2, most))
-        )
+        self._inputs = decode.Inputs(zeros(most), feeds=zeros((most, 5)), wanted=zeros(most))
         self._counter = counters(1, self._pool.threads)[0]
-        shared = self._kind, weights, variants.for_rows(most), rows, self._cache, self._inputs
+        shared = self._kind, weights, rows, self._cache, self._inputs
         members = range(self._pool.threads)
         self._fixed = [
             PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
@@ -93,12 +86,10 @@ class CompiledSlots:
         tokens: list[int] = []
         feeds: list[tuple[int, ...]] = []
         wanted: list[int] = []
-        variants: list[int] = []
         for each in part:
             feeds.append((len(tokens), len(each.tokens), each.slot, each.start, each.wanted))
             tokens.extend(each.tokens)
             wanted.extend(range(len(tokens) - each.wanted, len(tokens)))
-            variants.extend([each.variant] * len(each.tokens))
             fits = 0 <= each.slot < self.count and 0 <= each.start <= self.length - len(each.tokens)
             if not (fits and 0 <= each.wanted <= len(each.tokens)):
                 raise ValueError(f"{each} does not fit {self.count} slots of {self.length} positions")
@@ -106,14 +97,10 @@ class CompiledSlots:
             raise ValueError(f"a slot occurs twice in {part}")
         if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
             raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
-        if min(variants) < 0 or max(variants) > self._variants:
-            raise ValueError(f"variants must lie in [0, {self._variants}]")
         inputs = self._inputs
         inputs.tokens[: len(tokens)] = tokens
         inputs.feeds[: len(feeds)] = feeds
         inputs.wanted[: len(wanted)] = wanted
-        inputs.variants[0, : len(tokens)] = variants
-        inputs.variants[1, : len(wanted)] = inputs.variants[0, wanted]
         if self._orders is None:
             self._call(0, 1, len(tokens), len(feeds), logits, self._fixed[0])
             return
@@ -151,7 +138,7 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
         return [work] if total else []
     parts: list[list[Feed]] = [[]]
     room = most
-    for slot, start, tokens, wanted, variant, *_ in work:
+    for slot, start, tokens, wanted, *_ in work:
         done = 0
         while done < len(tokens):
             if not room:
@@ -160,7 +147,7 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
             piece = tokens[done : done + room]
             after = len(tokens) - done - len(piece)
             own = max(0, min(wanted - after, len(piece)))
-            parts[-1].append(Feed(slot, start + done, piece, own, variant))
+            parts[-1].append(Feed(slot, start + done, piece, own))
             done += len(piece)
             room -= len(piece)
     return parts
@@ -172,10 +159,9 @@ def slot_bytes(model: Model) -> int:
     return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
 
 
-def compiled_slots(model: Model, count: int, variants: object = None) -> CompiledSlots:
+def compiled_slots(model: Model, count: int) -> CompiledSlots:
     """Make slots for a model as it is now, which has to compute on CPUs, in any type but float64."""
-    chosen = NO_VARIANTS if variants is None else cast("Variants", variants)
-    return CompiledSlots(_kernels_of(model), model.config, packing_of(model), count, chosen)
+    return CompiledSlots(_kernels_of(model), model.config, packing_of(model), count)
 
 
 COMPILED = SlotKind(compiled_slots, slot_bytes)

@@ -20,7 +20,6 @@ from distgpt.core.base.formatting import count, size, size_in_column
 from distgpt.core.cpu.compiling import disk_cache
 from distgpt.doctor.report import pairs, print_page
 from distgpt.launch.environment import launched_rank
-from distgpt.moved_caches import FOLDER, LIBRARIES
 
 IN_USE = 3600.0  # seconds: a lock, or a file that is being written, is not older
 # What formats/fetched.py keeps in `models`, a name that a user's own folder in DISTGPT_CACHE may have, too.
@@ -79,11 +78,6 @@ def _folders() -> Iterator[Found]:
                     yield Found(_about(folder), "distgpt", str(folder), emptied(folder, "compiled"))
         models = place / "models"
         yield Found("models named hub:…", "distgpt", str(models), emptied(models, "all"))
-    for each in LIBRARIES:
-        # What others may share is theirs to empty.
-        is_ours = any(place / FOLDER in each.path().parents for place in caches.places())
-        word = ("all" if each.is_read else "compiled") if is_ours else ""
-        yield Found(each.what, each.library, str(each.path()), word)
     yield Found("tokenized texts", "distgpt train", str(TOKENIZED), "")
 
 
@@ -105,7 +99,7 @@ def _measured(found: Found) -> Found:
 
 
 def _files(found: Found) -> list[Path]:
-    """List the files of a cache, below a library's folder too; a link is one of them, wherever it leads."""
+    """List the files of a cache; a link is one of them, wherever it leads."""
     folder = Path(found.path)
     if found.made_by != "distgpt":
         return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
@@ -136,10 +130,8 @@ def _empty(every: list[Found]) -> None:
         except OSError as error:
             failures.append(f"; cannot remove {path}: {error.strerror}")
     for each in every:
-        below = [] if each.made_by == "distgpt" else [parent for parent, _, _ in os.walk(each.path)]
-        for folder in (*reversed(below), each.path):
-            with suppress(OSError):
-                Path(folder).rmdir()
+        with suppress(OSError):
+            Path(each.path).rmdir()
     print_lines(
         f"removed {count(removed, 'file')}, {size(n_bytes)}{failures[0] if failures else ''}", err=True
     )
@@ -158,6 +150,6 @@ def _notes(found: list[Found]) -> Iterator[tuple[str, str]]:
     yield caches.LIMIT, f"{size(caches.cache_limit())} of what distgpt compiles"
     if any(each.emptied for each in found):
         yield "--empty compiled", "removes compiled loops and kernels"
-        yield "--empty all", "removes models and downloads in distgpt's caches, too"
+        yield "--empty all", "removes models, too"
     if asked and any(each.made_by == "distgpt" and not each.emptied for each in found):
         yield "elsewhere", f"is emptied where {caches.CACHE} is not set"

@@ -16,7 +16,7 @@ from distgpt.core.cpu.stages import Stage, report_compiling
 from distgpt.core.data.loading import DataRequest, load_corpus
 from distgpt.core.data.textfile import resolve_data
 from distgpt.core.data.tokenizers import Tokenizer
-from distgpt.core.saved.opening import ALONE, Beside, open_model
+from distgpt.core.saved.opening import open_model
 from distgpt.core.train.assessment import Progress, Scorer, Validation
 from distgpt.evaluation.benchmark import SHOWN, load_benchmark
 from distgpt.texts.shards import is_shards, read_manifest
@@ -33,7 +33,7 @@ def evaluate(
     context: int | None = None,
     chats: bool = False,
     progress: Progress | None = None,
-    beside: Beside = ALONE,
+    adapter: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
 
@@ -44,7 +44,7 @@ def evaluate(
     comm = stage.comm
     report_compiling(comm, progress.noted if progress else None)
     model, description, _, chosen = open_model(
-        stage, weights, dtype, context, matmul, "evaluation", beside=beside
+        stage, weights, dtype, context, matmul, "evaluation", adapter=adapter
     )
     tokenizer = description.tokenizer
     if tokenizer is None:

@@ -23,7 +23,7 @@ LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outl
 class BadSteps:
     """Compares each step with the last good ones, counts bad ones, and skips or undoes them.
 
-    The judge (`core/train/seams.py`) of a run with --spike-zscore or another --on-bad-step than stop.
+    The judge (`core/train/seams.py`) of a run with spike_zscore or another --on-bad-step than stop.
     """
 
     def __init__(self, config: TrainConfig, progress: Progress) -> None:
@@ -75,5 +75,5 @@ class BadSteps:
             return kind(ending(what, c))
         if self._progress.bad_steps > c.bad_steps_allowed:
             allowed = count(c.bad_steps_allowed, "bad step")
-            return kind(f"{what}: more than the {allowed} that --bad-steps-allowed permits")
+            return kind(f"{what}: more than the {allowed} that bad_steps_allowed permits")
         return None

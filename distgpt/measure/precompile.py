@@ -16,7 +16,7 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.core.data.textfile import read_text, resolve_data
 from distgpt.core.generate.engine_setup import rehearse
 from distgpt.core.model.model import Architecture, Model
-from distgpt.core.saved.opening import BESIDE, open_model
+from distgpt.core.saved.opening import open_model
 from distgpt.core.train.sharing import strategy_for
 from distgpt.evaluation.evaluate import evaluate
 from distgpt.rounded.calibration import calibrated
@@ -94,8 +94,7 @@ def _tuning(folder: Path, weights: Path, chats: Path, dtype: str) -> Iterator[Pa
 def _generate(folder: Path, dtype: str) -> None:
     """Generate, evaluate, with an adapter too, and make a file of this type."""
     weights, stage = folder / "tiny-float32", open_stage("serial")
-    adapter = BESIDE["adapters"](folder / "adapter-float32")
-    rehearse(open_model(stage, weights, dtype, beside=adapter)[0])
+    rehearse(open_model(stage, weights, dtype, adapter=folder / "adapter-float32")[0])
     evaluate(stage, weights, val="corpus", val_tokens=64, dtype=dtype)
     if dtype in ROUNDED_DTYPES:
         done = calibrated(weights, folder / "text.txt") if dtype == "int4" else {}

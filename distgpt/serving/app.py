@@ -23,7 +23,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
 from distgpt.fleet.prometheus import CONTENT_TYPE
 from distgpt.serving.chat import parse_chat
-from distgpt.serving.completions import Answer, ParsedBody, Served, failed, json_of, model_of, parse_body
+from distgpt.serving.completions import (
+    Answer,
+    ParsedBody,
+    Served,
+    failed,
+    json_of,
+    parse_body,
+    refuse_other_model,
+)
 from distgpt.serving.limits import (
     Limits,
     ListenOn,
@@ -78,7 +86,7 @@ class App:
             Route("/health", self._health),
             Route("/metrics", self._metrics_page),
             Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/models/{model:path}", self._model),
             *(Route(path, self._completions, methods=["POST"]) for path in COMPLETIONS),
             Route("/tokenizer_info", self._tokenizer),
             *(Route(path, self._tokens, methods=["POST"]) for path in TOKENS),
@@ -131,7 +139,7 @@ class App:
 
     async def _page(self, request: Request) -> Response:
         self._admit(request, with_key=False)
-        text, policy = page(any(each.chats for each in self._served.models.values()))
+        text, policy = page(self._served.chats)
         safe = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe})
 
@@ -146,14 +154,15 @@ class App:
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)
-        data = [self._about(each) for each in self._served.models.values()]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [self._about()]})
 
     async def _model(self, request: Request) -> Response:
         self._admit(request)
-        return JSONResponse(self._about(model_of(request.path_params["name"], self._served)))
+        refuse_other_model(request.path_params, self._served)
+        return JSONResponse(self._about())
 
-    def _about(self, served: Served) -> dict[str, Any]:
+    def _about(self) -> dict[str, Any]:
+        served = self._served
         return {
             "id": served.name,
             "object": "model",

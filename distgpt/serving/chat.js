@@ -1,10 +1,10 @@
 // The chat: turns go to /v1/chat/completions, and stay in this browser.
 const KEPT = "distgpt.chats", MOST = 50;
 const SAID = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"];
-const NEW = () => ({id: Date.now(), turns: [], first: 0, model: by("chosen").value});
+const NEW = () => ({id: Date.now(), turns: [], first: 0});
 const isChat = document.body.classList.contains("chats");
 const isTouched = matchMedia("(pointer: coarse)").matches;   // a phone: a keyboard would cover the answer
-let chats = [];   // {id, turns: [{role, content}], first: the first turn that the model is shown, model: its name}
+let chats = [];   // {id, turns: [{role, content}], first: the first turn that the model is shown}
 let chat = NEW();
 
 function begin() {
@@ -18,7 +18,6 @@ function begin() {
 function open(other) {
   if (running) return;
   chat = other;
-  choose(chat.model);
   by("turns").replaceChildren(...chat.turns.map(turn => piece("turn " + turn.role, turn.content.trim())));
   by("turns").scrollTop = by("turns").scrollHeight;
   by("pace").textContent = "";
@@ -28,7 +27,6 @@ function open(other) {
 }
 
 function keep() {
-  chat.model = by("chosen").value || chat.model;
   const others = chats.filter(other => other.id !== chat.id);
   chats = (chat.turns.length ? [chat, ...others] : others).slice(0, MOST);
   try { localStorage.setItem(KEPT, JSON.stringify(chats)); } catch { /* full, or not allowed */ }
@@ -131,7 +129,6 @@ by("earlier").addEventListener("change", event => {
   if (event.target.value === "forget") { chats = []; open(NEW()); }
   else open(chats.find(each => each.id === Number(event.target.value)) || NEW());
 });
-by("chosen").addEventListener("change", () => { if (isChat) keep(); });
 by("toggle").addEventListener("click", () => {
   by("toggle").setAttribute("aria-expanded", document.body.classList.toggle("open"));
 });

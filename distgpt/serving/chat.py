@@ -18,11 +18,11 @@ from distgpt.serving.completions import (
     Served,
     beginning,
     checked,
-    named_model,
     parse_object,
     parse_settings,
     refuse_large,
     refuse_long,
+    refuse_other_model,
     token_text,
     wants_usage,
 )
@@ -49,7 +49,7 @@ PARAMETERS = ("model", "messages", "stream", "stream_options", "ignore_eos", "lo
 def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for a chat's next answer. A Refusal says what is wrong with it."""
     found = parse_object(body, (*PARAMETERS, *_LENGTHS, *_SETTINGS, *_IGNORED), _WITHOUT_EFFECT)
-    served = named_model(found, served)
+    refuse_other_model(found, served)
     stream = checked(found, "stream", SWITCH, False)
     chat = served.chat
     if chat is None or isinstance(chat, DataError):
@@ -68,7 +68,6 @@ def parse_chat(body: bytes, served: Served, limits: Limits) -> ParsedBody:
         logprobs=_logprobs(found),
         ends=ends,
         stop=settings.stop + chat.stops,
-        variant=served.variant,
         reuse=True,
     )
     size = len(prompt) + refuse_large(settings.max_new_tokens, settings, served, limits)

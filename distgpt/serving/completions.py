@@ -59,8 +59,6 @@ class Served:
     created: int  # seconds since 1970
     chat: ChatFormat | DataError | None = None  # or why there is none
     reuse: bool = False  # whether completions, too, begin with what lanes hold of their prompts
-    variant: int = 0  # of a request that names this model
-    others: tuple[Served, ...] = ()  # the same model with each of its adapters
     weight: int = 1  # tokens that each counts as in the size of an answer
     is_tuned: bool = False  # on chats
 
@@ -68,10 +66,6 @@ class Served:
     def chats(self) -> bool:
         """Tell whether the model seems to know chats."""
         return isinstance(self.chat, ChatFormat) and (self.is_tuned or self.chat.is_taught)
-
-    @property
-    def models(self) -> dict[str, Served]:
-        return {each.name: each for each in (self, *self.others)}
 
 
 class Beginning(NamedTuple):
@@ -101,13 +95,13 @@ class ParsedBody:
 def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for completions. A Refusal says what is wrong with it."""
     found = parse_object(body, (*PARAMETERS, *_IGNORED), _WITHOUT_EFFECT)
-    served = named_model(found, served)
+    refuse_other_model(found, served)
     stream, echo = (checked(found, name, SWITCH, False) for name in ("stream", "echo"))
     settings = parse_settings(found, limits, SETTINGS)
     ends = () if checked(found, "ignore_eos", SWITCH, False) else served.tokenizer.ends
     scored = echo and settings.logprobs is not None
     settings = replace(settings, ends=ends, prompt_logprobs=scored)
-    settings = replace(settings, reuse=served.reuse, variant=served.variant)
+    settings = replace(settings, reuse=served.reuse)
     with_usage = wants_usage(found)
     prompts = _prompts(found.get("prompt"), served, limits, settings.n)
     tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
@@ -153,17 +147,11 @@ def parse_object(
     return found
 
 
-def named_model(found: dict[str, Any], served: Served) -> Served:
-    """Return the model that a body names; without a name the one without adapters."""
-    return model_of(checked(found, "model", Setting(str, ""), served.name), served)
-
-
-def model_of(name: str, served: Served) -> Served:
-    if name in served.models:
-        return served.models[name]
-    known = ", ".join(f"{each!r:.200}" for each in served.models)
-    text = f"the model {name!r:.200} does not exist: here is {known}"
-    raise Refusal(404, text, param="model", code="model_not_found")
+def refuse_other_model(found: dict[str, Any], served: Served) -> None:
+    """Reject a request that names a model that is not served."""
+    if (name := checked(found, "model", Setting(str, ""), served.name)) != served.name:
+        text = f"the model {name!r:.200} does not exist: here is {served.name!r:.200}"
+        raise Refusal(404, text, param="model", code="model_not_found")
 
 
 def wants_usage(found: dict[str, Any]) -> bool:

@@ -22,24 +22,14 @@ async function learn() {
     const answer = await fetch("v1/models", {headers: headers()});
     const found = await answer.json();
     if (!answer.ok) throw new Error(found.error.message);
-    const [model] = found.data, one = found.data.length === 1;
-    const kept = by("chosen").value || chat.model;
-    by("chosen").replaceChildren(...found.data.map(each => new Option(each.id)));
-    by("chosen").hidden = one;
-    choose(kept || found.data.find(each => each.chats)?.id);
-    by("model").textContent = `${one ? model.id + ", " : ""}context of ${model.context_length.toLocaleString("en")} tokens`;
+    const [model] = found.data;
+    by("model").textContent = `${model.id}, context of ${model.context_length.toLocaleString("en")} tokens`;
     by("max_tokens").max = model.max_tokens;
     if (by("wrong").dataset.of === "learn") complain("");
   } catch (error) {
     by("model").textContent = "no model yet";
     complain(error.message, "learn");
   }
-}
-
-// Choose a model by its name; the one without adapters if it is no longer there.
-function choose(name) {
-  by("chosen").value = name;
-  if (by("chosen").selectedIndex < 0) by("chosen").selectedIndex = 0;
 }
 
 function complain(text, of = "") {
@@ -50,7 +40,6 @@ function complain(text, of = "") {
 const post = (path, names, more) => {
   const body = {...more, stream: true};
   for (const name of names) if (by(name).value !== "") body[name] = Number(by(name).value);
-  if (!by("chosen").hidden) body.model = by("chosen").value;
   if (by("halt").value) body.stop = [by("halt").value];
   return fetch(path, {method: "POST", signal: running.signal, body: JSON.stringify(body),
     headers: {"Content-Type": "application/json", ...headers()}});

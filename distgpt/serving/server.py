@@ -227,19 +227,18 @@ def checked_proxies(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def _served(loaded: LoadedModel, name: str, slots: Slots) -> Served:
-    """Return the model, and the same with each of its adapters."""
-    config, created = loaded.model.config, int(time.time())
-    tokenizers = {loaded.tokenizer, *loaded.tokenizers.values()}
-    chats = {each: _chat_format(each) for each in tokenizers}
-    weights = {each: weight_of(each) for each in tokenizers}
-
-    def one(name: str, tokenizer: Tokenizer, variant: int, **more: Any) -> Served:
-        about = config.vocab_size, config.seq_len, created, chats[tokenizer], slots.is_exact
-        return Served(name, tokenizer, *about, variant, weight=weights[tokenizer], **more)
-
-    beside = tuple(one(*each, i) for i, each in enumerate(loaded.tokenizers.items(), 1))
-    is_tuned = loaded.spec.weights is not None and was_tuned_on_chats(loaded.files)
-    return one(name, loaded.tokenizer, 0, others=beside, is_tuned=is_tuned)
+    config, tokenizer = loaded.model.config, loaded.tokenizer
+    return Served(
+        name,
+        tokenizer,
+        config.vocab_size,
+        config.seq_len,
+        created=int(time.time()),
+        chat=_chat_format(tokenizer),
+        reuse=slots.is_exact,
+        weight=weight_of(tokenizer),
+        is_tuned=loaded.spec.weights is not None and was_tuned_on_chats(loaded.files),
+    )
 
 
 def _chat_format(tokenizer: Tokenizer) -> ChatFormat | DataError:

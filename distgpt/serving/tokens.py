@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.core.base.errors import DataError
-from distgpt.serving.completions import ECHOED, SWITCH, Served, checked, named_model, parse_object, tokens_of
+from distgpt.serving.completions import (
+    ECHOED,
+    SWITCH,
+    Served,
+    checked,
+    parse_object,
+    refuse_other_model,
+    tokens_of,
+)
 from distgpt.serving.limits import Limits, invalid
 from distgpt.texts.tokenizers.chat_template import chat_of
 
@@ -26,7 +34,7 @@ def about_tokenizer(served: Served) -> dict[str, Any]:
 def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     """Return the ids of a prompt. One that spells a special token, and nothing else, is that token."""
     found = parse_object(body, ("model", "prompt", "add_special_tokens"), {})
-    served = named_model(found, served)
+    refuse_other_model(found, served)
     text = "" if found.get("prompt") is None else found["prompt"]
     if not isinstance(text, str):
         raise invalid("prompt must be a text", "prompt")
@@ -43,7 +51,7 @@ def tokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
 def detokenize(body: bytes, served: Served, limits: Limits) -> dict[str, Any]:
     """Return the text of ids."""
     found = parse_object(body, ("model", "tokens"), {})
-    served = named_model(found, served)
+    refuse_other_model(found, served)
     tokens, most = tokens_of(found.get("tokens"), served, "tokens"), ECHOED * limits.values
     if served.tokenizer.text_size(tokens) > most:
         raise invalid(f"the text may have more than {most:,} characters", "tokens")

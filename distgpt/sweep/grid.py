@@ -77,13 +77,13 @@ class Grid:
         return max(1, math.ceil(points / self.eta))
 
 
-def read_grid(path: Path) -> Grid:
-    """Return the grid in a TOML file; a UsageError says what is wrong with it."""
+def read_grid(path: Path, assigned: Values | None = None) -> Grid:
+    """Return the grid in a TOML file, its fixed settings changed by what --set has assigned."""
     document = load_toml(read_text(path, "GRID"), str(path))
     table = document.pop("sweep", None)
     if not isinstance(table, dict) or not table:
         raise UsageError(f"{path} has no table [sweep] with what varies, as in: lr = [0.01, 0.02]")
-    fixed, table = renamed(flat_settings(document, str(path))), renamed(table)
+    fixed, table = renamed(flat_settings(document, str(path)) | (assigned or {})), renamed(table)
     rules: Values = {name: table.pop(name) for name in RULES if name in table}
     for name, value in rules.items():
         RULES[name].check(f"{path}: [sweep] {name}", value)

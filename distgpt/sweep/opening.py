@@ -20,20 +20,22 @@ from distgpt.core.train.plan import DTYPE, is_open, refuse_unsuited
 from distgpt.counts import operations
 from distgpt.measure.estimate import Question, estimate, manifest_of, with_vocabulary
 from distgpt.recipes.depth import holds_out
-from distgpt.sweep.grid import BITS, Grid, Run, read_grid
+from distgpt.sweep.grid import BITS, Grid, Run, Values, read_grid
 from distgpt.sweep.ledger import Ledger, begin, has_begun, read_back
 from distgpt.sweep.work import asked_of, configured
 from distgpt.texts.shards import SHARDS_ROW
 
 
-def begin_sweep(comm: Comm, ready: Stage, path: Path, out: Path, say: Say) -> Ledger:
+def begin_sweep(
+    comm: Comm, ready: Stage, path: Path, out: Path, say: Say, assigned: Values | None = None
+) -> Ledger:
     """Return the sweep of a grid file, which begins or resumes in `out`. Collective.
 
-    `ready` is a stage of this rank alone.
+    `ready` is a stage of this rank alone; `assigned` changes what the file fixes.
     """
 
     def prepare() -> None:
-        grid = _with_dtype(read_grid(path), ready, out)
+        grid = _with_dtype(read_grid(path, assigned), ready, out)
         runs = checked_runs(grid)
         begin(out, grid)
         for line in rungs_of(grid, runs):
@@ -61,9 +63,9 @@ def _with_dtype(grid: Grid, ready: Stage, out: Path | None = None) -> Grid:
     return replace(grid, fixed={**fixed, **known})
 
 
-def preview(path: Path, ready: Stage, ranks: int, say: Say) -> str:
+def preview(path: Path, ready: Stage, ranks: int, say: Say, assigned: Values | None = None) -> str:
     """Return the runs of a grid file, its rungs, and about how long they take; write nothing."""
-    grid = _with_dtype(read_grid(path), ready)
+    grid = _with_dtype(read_grid(path, assigned), ready)
     runs = checked_runs(grid)
     time = expected(grid, runs, ready, ranks, say)
     return "\n".join([listed(runs), *rungs_of(grid, runs), time])

@@ -38,8 +38,8 @@ inside() {
     NUMBA_CACHE_DIR=/tmp/numba LD_LIBRARY_PATH=/usr/local/lib COLUMNS=100 sh -c "cd /repo && $*"
 }
 small="--steps 5 --n-layer 1 --n-embd 32 --n-head 2 --seq-len 32 --batch-size 4 --threads 1 --progress plain"
-inside "python3 -m distgpt train $small --matmul own --out /tmp/float32"
+inside "python3 -m distgpt train $small --set matmul=own --out /tmp/float32"
 inside "python3 -m distgpt train $small --dtype bfloat16 --out /tmp/bfloat16"
-inside "mpirun -n 2 python3 -m distgpt train $small --matmul own --stage mpi --out /tmp/mpi"
+inside "mpirun -n 2 python3 -m distgpt train $small --set matmul=own --stage mpi --out /tmp/mpi"
 inside "python3 -m pytest -p no:cacheprovider --timeout 0 -m 'not slow' -k '${TESTS:-not float64}' \
   tests/kernels/test_matmul.py tests/kernels/test_int8.py tests/kernels/test_arm.py"

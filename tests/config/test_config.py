@@ -12,7 +12,6 @@ from conftest import inside, refused
 from distgpt.commands.options import OPTIONS, set_by_user, settings, settings_but, spelled, stage_options
 from distgpt.core.base.errors import UsageError
 from distgpt.core.config import (
-    BATCH_TOKENS,
     CHANGEABLE,
     SETTINGS,
     GpuConfig,
@@ -54,6 +53,8 @@ def other(name, about):
 
 def words(name, about, value):
     """The command line that gives a setting this value."""
+    if name in SETTINGS and name not in OPTIONS:
+        return ["--set", f"{name}={value}"]
     flags = spelled(name, about).split("/")
     if about.kind is bool:
         return [flags[not value]]
@@ -72,9 +73,9 @@ def test_a_setting_is_of_its_defaults_type_and_explained():
             assert not about.choices or f.default in about.choices, f.name
 
 
-def test_every_option_reaches_the_configuration():
+def test_every_setting_reaches_the_configuration_by_its_option_or_by_set():
     command = click.command()(settings(lambda **flags: set_by_user(flags)))
-    for name in set(OPTIONS) - {BATCH_TOKENS}:
+    for name in SETTINGS:
         about, value = SETTINGS[name], other(name, SETTINGS[name])
         flags = command.main(words(name, about, value), standalone_mode=False)
         assert flags == {name: value}
@@ -84,9 +85,35 @@ def test_every_option_reaches_the_configuration():
         assert run == base.with_values({name: value, **implied}), name
         if about.kind is bool:
             assert command.main(words(name, about, not value), standalone_mode=False) == {name: not value}
+        assert command.main(["--set", f"{name}={value}"], standalone_mode=False) == {name: value}
     assert command.main(["--batch-tokens", "256"], standalone_mode=False) == {"batch_tokens": 256}
     unused = click.command()(settings_but("--steps", "--bias/--no-bias")(lambda **_: None))
     assert set(OPTIONS) - {option.name for option in unused.params} == {"steps", "bias"}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("rope_bas=3", "unknown setting 'rope_bas'; did you mean 'rope_base'"),
+        ("rope_base=far", "rope_base is 'far': it must be of type float"),
+        ("steps=1.5", "steps is '1.5': it must be of type int"),
+        ("tied=1", "tied is '1': it must be true or false"),
+        ("steps", "it must be NAME=VALUE"),
+        ("steps=3 --steps 4", "steps is set twice"),
+    ],
+)
+def test_set_names_what_is_wrong(words, message):
+    command = click.command()(settings(lambda **flags: set_by_user(flags)))
+    with pytest.raises(UsageError, match=message):
+        command.main(["--set", *words.split()], standalone_mode=False)
+
+
+def test_set_turns_graphs_off_and_the_later_one_counts():
+    command = click.command()(stage_options(settings(lambda stage, threads, gpu, **flags: (gpu, flags))))
+    gpu, flags = command.main(
+        ["--set", "cuda_graph=false", "--set", "lr=1", "--set", "lr=2"], "x", standalone_mode=False
+    )
+    assert not gpu.graphs and set_by_user(flags) == {"lr": 2.0}
 
 
 def test_every_option_of_gpus_reaches_its_configuration():
@@ -113,7 +140,12 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
             "verify_every",
             "save_minutes",
         ),
-        *("chats", "epochs"),
+        *("chats", "epochs", "train_minutes"),
+        *("verify_data", "shift_windows", "matmul", "on_disk_error", "spike_zscore", "bad_steps_allowed"),
+        *("lora_alpha", "lora_matrices", "adapter_kind", "min_lr", "decay_fraction", "momentum"),
+        *("embedding_lr", "value_lr", "head_lr", "vector_lr", "outer_lr", "outer_momentum"),
+        *("head_dim", "rope_base", "rope_scaling", "rope_factor", "qk_norm", "qk_norm_gain"),
+        *("value_embeddings", "full_every", "qkv_bias", "init_weights"),
     }
     assert {
         *("data", "steps", "epochs", "save_every", "keep", "grad_accum", "sample_every"),
@@ -383,18 +415,8 @@ CHOSEN = {
 
 
 def test_every_option_reaches_the_run(tmp_path):
-    assert set(CHOSEN) == set(OPTIONS) - {
-        "batch_tokens",
-        "init",
-        "lora_rank",
-        "lora_alpha",
-        "lora_matrices",
-        "adapter_kind",
-        "reproducible_parts",
-        "pack",
-        "val",
-        "train_minutes",
-    }  # which go with others only
+    others = {"batch_tokens", "init", "lora_rank", "reproducible_parts", "pack", "val"}  # go with others only
+    assert set(CHOSEN) >= set(OPTIONS) - others
     (tmp_path / "text").write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
     (tmp_path / "examples").write_text(
         '{"ctx": "lit the", "endings": ["lamp", "keep", "old", "was"], "label": 0}'

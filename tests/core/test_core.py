@@ -42,7 +42,7 @@ def run(folder, names, commands, **how):
 def training(out, *words):
     """Train five steps, and resume."""
     plain = ["--threads", "1", "--progress", "plain", "--save-every", "3", "--out", out]
-    own = ["--matmul", "own"]  # on any processor: its loops are among those that take long to compile
+    own = ["--set", "matmul=own"]  # on any processor: its loops are among those that take long to compile
     train = ["train", *SMALL, "--tokenizer", "byte", *own, *words, *plain]
     return [[*train, "--steps", "5"], [*train, "--steps", "8", "--resume", "auto"]]
 

@@ -107,7 +107,18 @@ def test_an_impossible_id_ends_training_and_evaluation_of_trusted_shards(copy, t
         with (copy / f"train-{number:06d}.npy").open("r+b") as file:
             file.seek(128 + 2 * 50)
             file.write(np.full(900, 256, "<u2").tobytes())
-    args = ["train", "--trust-data", "--data", copy, *MODEL, "--steps", "40", "--out", tmp_path / "run"]
+    args = [
+        "train",
+        "--set",
+        "verify_data=false",
+        "--data",
+        copy,
+        *MODEL,
+        "--steps",
+        "40",
+        "--out",
+        tmp_path / "run",
+    ]
     refused(inside(*args), 65, f"{copy / 'train-00000'}", "has the token 256", "at position")
     refused(inside("data", "info", "--no-verify", copy), 65, "train-000000.npy", "position 50")
 
@@ -120,7 +131,7 @@ def test_only_the_splits_that_are_asked_for_are_read(copy):
     shutil.copy(copy / "train-000000.npy", copy / "val-000000.npy")
     (error,) = on_all_ranks(1, lambda comm: load_corpus(comm, asked))
     assert isinstance(error, DataError) and "val-000000.npy" in str(error)
-    trusted = DataRequest(str(copy), splits=("val",), verify=False)  # as with --trust-data
+    trusted = DataRequest(str(copy), splits=("val",), verify=False)  # as with verify_data = false
     (corpus,) = on_all_ranks(1, lambda comm: load_corpus(comm, trusted))
     assert len(corpus.val) == 1000
 

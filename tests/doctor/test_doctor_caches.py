@@ -9,31 +9,20 @@ from conftest import inside, refused
 
 from distgpt.core.base import caches
 from distgpt.core.cpu.compiling import disk_cache
-from distgpt.doctor import caches as doctor_caches
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with something of every kind; a lock that somebody may hold, and what a killed one left."""
-    for name in (each.variable for each in doctor_caches.LIBRARIES):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     place = tmp_path / "caches"
     monkeypatch.setenv(caches.CACHE, str(place))
-    monkeypatch.setenv("HF_HUB_CACHE", str(place / doctor_caches.FOLDER / "hub"))
-    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "shared"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.setattr(disk_cache, "beside", lambda: tmp_path / "none")
     monkeypatch.setattr(disk_cache, "SITE", tmp_path / "site")
     monkeypatch.setattr(caches, "temporary_folder", lambda: tmp_path / "none")
     own, old = f"caches/{disk_cache.folder_name()}", f"caches/loops-{'0' * 16}"
     names = (f"{own}/a.loop", f"{own}/.a.loop.lock", f"{old}/b.loop", f"{old}/.b.loop.lock")
-    names += (
-        "caches/kernels/c.cubin",
-        "caches/models/org--d.safetensors",
-        f"caches/{doctor_caches.FOLDER}/hub/x/e",
-    )
-    names += ("shared/fonts.json", "site/f.loops", "caches/others/g")
+    names += ("caches/kernels/c.cubin", "caches/models/org--d.safetensors", "site/f.loops", "caches/others/g")
     names += ("caches/kernels/mine.cu", "caches/models/mine.safetensors", "none/distgpt/kernels/h.cubin")
     for name in names:
         path = tmp_path / name
@@ -58,13 +47,7 @@ def test_each_folder_is_shown_with_its_size_its_last_use_and_what_made_it(place)
     assert (own["size"], own["files"], own["emptied"]) == (200, 2, "compiled") and "this" in own["what"]
     old = found[str(place / f"loops-{'0' * 16}")]
     assert old["last_use"] < own["last_use"] - caches.DAY / 2 and "another" in old["what"]
-    assert found[str(place.parent / "shared")]["emptied"] == ""  # not in our folder
-    assert found[str(place.parent / "shared")]["made_by"] == "matplotlib"
-    assert (
-        found[str(place / doctor_caches.FOLDER / "hub")]["emptied"]
-        == found[str(place / "models")]["emptied"]
-        == "all"
-    )
+    assert found[str(place / "models")]["emptied"] == "all"
     assert str(place.parent / "site") in found and not any("others" in path for path in found)
     shown = inside("doctor", "--caches").stdout
     for path in found:
@@ -81,15 +64,15 @@ def test_a_report_makes_no_folder_for_a_user_of_the_sites_loops(place, monkeypat
 def test_what_is_compiled_is_removed_and_locks_of_running_processes_stay(place):
     result = inside("doctor", "--caches", "--empty", "compiled")
     assert result.returncode == 0 and "removed 4 files, 400 B" in result.stderr
-    assert files(place) == {".a.loop.lock", "org--d.safetensors", "e", "g", "mine.cu", "mine.safetensors"}
+    assert files(place) == {".a.loop.lock", "org--d.safetensors", "g", "mine.cu", "mine.safetensors"}
     assert not (place / f"loops-{'0' * 16}").exists()
-    assert files(place.parent) >= {"fonts.json", "f.loops"}
+    assert files(place.parent) >= {"f.loops"}
 
 
 def test_all_is_what_lies_in_our_folders(place):
     assert inside("doctor", "--caches", "--empty", "all").returncode == 0
     assert files(place) == {".a.loop.lock", "g", "mine.cu", "mine.safetensors"}
-    assert files(place.parent) - files(place) == {"fonts.json", "f.loops", "h.cubin"}
+    assert files(place.parent) - files(place) == {"f.loops", "h.cubin"}
 
 
 def test_without_the_variable_the_usual_place_is_emptied(place, monkeypatch):
@@ -104,7 +87,7 @@ def test_folders_of_other_users_and_links_are_left_alone(place, monkeypatch):
     (place / "kernels").symlink_to(place.parent / "elsewhere")
     assert "removed 3 files" in inside("doctor", "--caches", "--empty", "compiled").stderr
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert "removed 1 file," in inside("doctor", "--caches", "--empty", "all").stderr  # a download
+    assert "removed 0 files," in inside("doctor", "--caches", "--empty", "all").stderr
     assert {"c.cubin", "org--d.safetensors"} <= files(place.parent)
 
 

@@ -56,7 +56,7 @@ def test_tuning_on_texts_side_by_side_gives_the_losses_of_the_serial_stage(gpu, 
 @pytest.mark.parametrize(
     "how",
     [
-        "--no-cuda-graph --recompute none",
+        "--set cuda_graph=false --recompute none",
         "--grad-accum 2 --recompute block",
         "--deterministic --recompute mlp",
         "--tf32",

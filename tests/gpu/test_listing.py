@@ -18,7 +18,17 @@ RUNS = {
     "gpt2": (),
     "bfloat16": ("--dtype", "bfloat16"),
     "muon": ["--optimizer", "muon", "--norm", "rmsnorm", "--positions", "rope", "--mlp", "relu2"],
-    "window": ["--window", "4", "--positions", "rope", "--n-kv-head", "1", "--qk-norm", "--no-bias"],
+    "window": [
+        "--window",
+        "4",
+        "--positions",
+        "rope",
+        "--n-kv-head",
+        "1",
+        "--set",
+        "qk_norm=true",
+        "--no-bias",
+    ],
 }
 
 

@@ -68,15 +68,6 @@ def test_a_devices_peaks(monkeypatch):
     assert found.dtype == "bfloat16" and found.gflops > 0 and found.gbytes_per_s > 0
 
 
-def test_training_does_without_graphs_and_says_so(gpu, tmp_path):
-    small = ("--steps", "4", "--n-layer", "1", "--seq-len", "8")
-    done = gpu_train(gpu, tmp_path, *small, "--profile")
-    assert "not recorded as CUDA graphs" in done.stdout
-    found, trace = (json.loads((tmp_path / name).read_text()) for name in ("profile.json", "trace.json"))
-    assert found["gpu"] and found["steps"] == 2
-    assert {"GPU", "steps"} == {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-
-
 @pytest.mark.slow
 @needs_mpi
 def test_ranks_with_gpus_wait_and_sum_apart(gpu, tmp_path):

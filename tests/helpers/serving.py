@@ -58,7 +58,7 @@ class Server:
             if template:
                 tokenizer = with_chat(tokenizer, ChatTemplate(template, {}, ()))
             loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
-        self.lanes = Paced(slots_for(loaded.model, lanes, loaded.variants), seconds)
+        self.lanes = Paced(slots_for(loaded.model, lanes), seconds)
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
         listener = bound(where.host, where.port)
         self.serving, self.ended = Serving(loaded, self.lanes, "sample", where, listener), None

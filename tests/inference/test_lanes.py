@@ -81,7 +81,7 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
     monkeypatch.setattr(engine_setup, "granted_memory", lambda ranks: Memory(granted // ranks))
     for ranks, expected in ((1, 12), (2, 6), (4, 3), (100, 1)):
         assert slots_that_fit(model, 32, ranks=ranks) == expected
-    monkeypatch.setattr(engine_setup, "slots_for", lambda model, count, variants: count)
+    monkeypatch.setattr(engine_setup, "slots_for", lambda model, count: count)
     counts = on_all_ranks(4, lambda comm: engine_setup.agreed_slots(model, 32, comm), per_node=2)
     assert counts == [6] * 4
 

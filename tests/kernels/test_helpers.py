@@ -53,7 +53,7 @@ def test_what_a_run_needs_is_found_without_compiling_and_compiled_by_a_helper(tm
     weights = []
     for name, where in (("by a helper", env), ("by others", {})):
         out = tmp_path / name
-        words = ("--preset", "tiny-adamw", "--matmul", "blas", *small.split(), "--out", out)
+        words = ("--preset", "tiny-adamw", "--set", "matmul=blas", *small.split(), "--out", out)
         done = distgpt("train", *words, env=where, timeout=300)
         assert done.returncode == 0, done.stderr
         weights.append((out / "weights.safetensors").read_bytes())

@@ -1,4 +1,4 @@
-"""`distgpt compare-stages` as a user runs it: real stages, in fresh processes; and as it fails."""
+"""`distgpt bench stages` as a user runs it: real stages, in fresh processes; and as it fails."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import clean_environment, command, distgpt, needs_mpi, refused, wait_for
 
-from distgpt.commands.compare_stages import compare_stages
+from distgpt.commands.bench import compare_stages
 from distgpt.core.base.errors import DisagreementError, DistgptError
 from distgpt.measure.compare.stages import Runner
 
@@ -107,7 +107,7 @@ def test_killed_and_interrupted_it_keeps_what_was_measured_and_leaves_nobody_beh
     out = tmp_path / "out"
     args = [*SHORT, "--steps", "100000", "--out", out]
     job = subprocess.Popen(
-        command("compare-stages", *args),
+        command("bench", "stages", *args),
         env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -151,7 +151,9 @@ def test_what_cannot_be_compared_is_refused_before_any_work(tmp_path, monkeypatc
         error = compare("--out", tmp_path / "out", *words).exception
         assert isinstance(error, DistgptError) and error.exit_code == code and said in str(error), words
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    refused(distgpt("compare-stages", cwd=tmp_path, env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, "one process")
+    refused(
+        distgpt("bench", "stages", cwd=tmp_path, env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, "one process"
+    )
 
 
 def test_one_stage_alone_has_nothing_to_compare_with(tmp_path):

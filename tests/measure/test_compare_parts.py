@@ -1,4 +1,4 @@
-"""What `distgpt compare-stages` decides without running anything: workload, verdicts, words, the folder."""
+"""What `distgpt bench stages` decides without running anything: workload, verdicts, words, the folder."""
 
 import io
 import json

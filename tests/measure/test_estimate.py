@@ -242,9 +242,9 @@ def test_a_depth_and_a_time_are_estimated_as_train_takes_them(monkeypatch, tmp_p
     facts = json.loads(found.stdout)
     assert facts["minutes"] == pytest.approx(20 / 60)
     assert facts["time"]["total_s"] == pytest.approx(20, abs=1 + facts["time"]["step_s"])
-    page = inside("estimate", "--train-minutes", "3", "--rate", "5000").stdout
+    page = inside("estimate", "--set", "train_minutes=3", "--rate", "5000").stdout
     assert "in 3 minutes" in page and "3.00 minutes in total" in page
-    assert "length       3 minutes\n" in inside("estimate", "--train-minutes", "3", "--no-measure").stdout
+    assert "length       3 minutes\n" in inside("estimate", "--set", "train_minutes=3", "--no-measure").stdout
 
 
 class Bar:

@@ -1,14 +1,13 @@
-"""`distgpt profile` and `train --profile` from the command line: table, both files, Ctrl-C, refusals."""
+"""`distgpt profile` from the command line: table, both files, Ctrl-C, refusals."""
 
 import json
 import signal
 import subprocess
 import sys
 
-from conftest import SMALL, distgpt, needs_mpi, popen, train
+from conftest import SMALL, distgpt, needs_mpi, popen
 
 from distgpt.core.model.model import flag_count
-from distgpt.doctor.speed import MEMORY_BYTES
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.session import TRACED
 
@@ -71,19 +70,6 @@ def test_profile_of_two_ranks(tmp_path):
         assert named[rows.TRANSFER]["gbytes"] * 1e9 == 4 * (found["parameters"] + flag_count(2))
         assert named[rows.WAIT]["calls"] == 1
     assert "waiting for ranks" in done.stdout and "Allreduce: transfer" in done.stdout
-
-
-def test_train_profiles_its_own_steps(tmp_path):
-    options = ["--steps", "8", "--val-fraction", "0.2", "--eval-every", "3", "--sample-every", "4"]
-    folder = train(tmp_path / "run", *options, "--profile", **PROGRAM)
-    found = check_files(folder, ranks=1, steps=6)
-    named = {row["row"]: row for row in found["rows"]}
-    assert named["Attention forward"]["calls"] == 2  # of two layers: no evaluation, no sample
-    assert (folder / "weights.safetensors").exists()
-    # What peaks are measured with, comes after what a run took: two arrays that no cache holds.
-    alone = train(tmp_path / "alone", "--steps", "8", **PROGRAM)
-    profiled, plain = (json.loads((run / "summary.json").read_text()) for run in (folder, alone))
-    assert profiled["peak_memory"][0] < plain["peak_memory"][0] + MEMORY_BYTES
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):

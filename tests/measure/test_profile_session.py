@@ -1,4 +1,4 @@
-"""`distgpt profile` and `train --profile` from the first to the last step, and what an interrupt leaves."""
+"""`distgpt profile` from the first to the last step, and what an interrupt leaves."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from conftest import SMALL, same_signals
 from profiling import job
 
 from distgpt.commands.profile import profile
-from distgpt.commands.train import train
 from distgpt.core.base.errors import StorageError
 from distgpt.core.comm.serial import SerialComm
 from distgpt.doctor import speed as peaks
@@ -84,16 +83,15 @@ def test_a_folder_that_takes_no_files_is_refused_beforehand(tmp_path):
             prepare(SerialComm(), folder)
 
 
-@pytest.mark.parametrize("command,options", [(profile, []), (train, ["--profile"])])
-def test_an_interrupt_at_the_very_end_loses_nothing(command, options, interruptible, tmp_path, monkeypatch):
+def test_an_interrupt_at_the_very_end_loses_nothing(interruptible, tmp_path, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("distgpt.measure.profile.session.gather_bytes", interrupted)
     config, out = tmp_path / "my.toml", tmp_path / "out"
     config.write_text("steps = 5")
-    words = [*SMALL, "--config", str(config), "--out", str(out), *options]
-    done = CliRunner().invoke(command, words)
+    words = [*SMALL, "--config", str(config), "--out", str(out)]
+    done = CliRunner().invoke(profile, words)
     assert done.exit_code == 1 and "interrupted; " in done.output
-    assert json.loads((out / "profile.json").read_text())["steps"] == (3 if options else 10)
-    assert ("--steps sets how many are measured" in done.output) is (command is profile)
+    assert json.loads((out / "profile.json").read_text())["steps"] == 10
+    assert "--steps sets how many are measured" in done.output

@@ -172,7 +172,7 @@ def test_a_model_begins_with_what_the_pairs_predict():
 
 
 def test_a_run_begins_with_them(tmp_path):
-    words = ("--untied", "--positions", "rope", "--init-weights", "bigrams", "--steps", "1")
+    words = ("--untied", "--positions", "rope", "--set", "init_weights=bigrams", "--steps", "1")
     assert losses(train(tmp_path / "run", *words))[0] < 3.5  # ln 256 is 5.5
 
 

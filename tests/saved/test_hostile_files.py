@@ -103,7 +103,7 @@ def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_pat
         ["train", "--preset", ESCAPE],
         [ESCAPE],
         ["bench", ESCAPE],
-        ["compare-stages", "--stages", ESCAPE],
+        ["bench", "stages", "--stages", ESCAPE],
     ):
         result = run(*words, env={"OPENBLAS_CORETYPE": ESCAPE})
         found = CONTROL.search(result.stdout + result.stderr)

@@ -130,7 +130,7 @@ def test_losses_are_also_in_bits_per_byte_which_tokenizers_share(runs):
 
 def test_a_run_that_ends_by_the_clock_shows_its_time(runs):
     out = runs / "clock"
-    result = inside("train", *SMALL, "--train-minutes", "0.02", "--out", out)
+    result = inside("train", *SMALL, "--set", "train_minutes=0.02", "--out", out)
     assert result.returncode == 0, result.stderr
     found = listed(out)[0]
     assert (found["steps"], found["elapsed_s"], found["total_s"]) == (None, 1.2, 1.2)

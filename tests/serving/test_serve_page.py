@@ -1,21 +1,11 @@
 """The page in a real browser, playground and chat: it writes, stops, fits, and can be read."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from browser import BROWSER, CONTRAST, browser
-from serving import sample, server, until
-
-from distgpt.adapters.adapter import Folding
-from distgpt.adapters.beside import adapters_of
-from distgpt.adapters.lora import adapter_layout
-from distgpt.core.comm.serial import SerialComm
-from distgpt.core.config import RunConfig, TrainConfig
-from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec
-from distgpt.core.saved.modelfile import Description
-from distgpt.texts.tokenizers.chat_template import ChatTemplate, with_chat
+from serving import server, until
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
 WINDOWS = [(360, "dark"), (1280, "light")]
@@ -251,101 +241,6 @@ def test_a_chat_fits_and_can_be_read(page, width, scheme):
         assert worst >= 4.5, told
         bottom = page.value("document.getElementById('ask').getBoundingClientRect().bottom")
         assert bottom <= 860 >= page.value("document.documentElement.scrollHeight")
-
-
-def adapted(*names, template=TEMPLATE, base=True):
-    """The bundled model with adapters of random elements, which all know chats, or they alone."""
-    model, tokenizer = sample()
-    run, rng = RunConfig(model.config, TrainConfig(lora_rank=2)), np.random.default_rng(0)
-    specs, found = adapter_layout(run).specs, []
-    for _ in names:
-        tensors = {spec.name: rng.standard_normal(spec.shape, np.float32) for spec in specs}
-        found.append(Folding(Description(run, None), tensors))
-    taught = with_chat(tokenizer, ChatTemplate(template, {}, ()) if template else None)
-    beside = adapters_of(model.config, found), dict.fromkeys(names, taught)
-    how = SerialComm(), ModelSpec(None, "auto"), None, "float32"
-    return LoadedModel(model, taught if base else tokenizer, *how, *beside)
-
-
-def test_a_chat_keeps_the_model_that_was_chosen(page):
-    with server(loaded=adapted("law", "poems")) as found:
-        page.window(1280, 860, "light")
-        page.open(f"http://127.0.0.1:{found.port}/")
-        page.until("document.getElementById('model').textContent.startsWith('context of 128')")
-        listed = "[...document.getElementById('chosen').options].map(each => each.text)"
-        assert page.value(listed) == ["sample", "law", "poems"]
-        messages = [{"role": "user", "content": "The harbour"}]
-        answers = {name: answer(found, messages, model=name).strip() for name in ("sample", "law", "poems")}
-        assert len(set(answers.values())) == 3
-        said_to(page, "The harbour", temperature=0, max_tokens=12)
-        assert answered(page)[1] == answers["sample"]
-        for name in ("law", "poems"):
-            page.value("document.getElementById('fresh').click()")
-            page.value(CHOOSE_MODEL % name)
-            said_to(page, "The harbour")
-            assert answered(page) == ["The harbour", answers[name]]
-        page.open(f"http://127.0.0.1:{found.port}/")
-        page.until("!document.getElementById('chosen').hidden")
-        for place, name in ((1, "poems"), (2, "law"), (3, "sample")):  # the one opened comes first
-            earlier = f"document.getElementById('earlier').options[{place}]"
-            page.value(f"open(chats.find(each => each.id === Number({earlier}.value)))")
-            assert page.value("document.getElementById('chosen').value") == name
-            set_to(page, temperature=0, max_tokens=12)
-            page.value("document.getElementById('again').click()")
-            assert answered(page)[1] == answers[name]
-
-
-def test_where_an_adapter_alone_knows_chats_the_page_begins_with_it(page):
-    with server(loaded=adapted("law", base=False)) as found:
-        page.window(1280, 860, "light")
-        page.open(f"http://127.0.0.1:{found.port}/")
-        page.until("!document.getElementById('chosen').hidden")
-        assert page.value("document.body.classList.contains('chats')")
-        assert page.value("document.getElementById('chosen').value") == "law"
-        page.value("localStorage.clear()")
-
-
-CHOOSE_MODEL = """(() => {
-  const box = document.getElementById('chosen');
-  box.value = '%s';
-  box.dispatchEvent(new Event('change'));
-})()"""
-
-
-def test_a_model_that_is_gone_gives_way_to_the_first_and_one_alone_is_no_choice(page):
-    with server(loaded=adapted("law", template="")) as found:
-        page.window(1280, 860, "light")
-        page.open(f"http://127.0.0.1:{found.port}/")
-        page.until("!document.getElementById('chosen').hidden")
-        page.value("choose('poems')")
-        assert page.value("document.getElementById('chosen').value") == "sample"
-        page.value(CHOOSE_MODEL % "law")
-        generate(page, temperature=0, max_tokens=12, prompt="The harbour")
-        page.until("document.getElementById('said').textContent.startsWith('12 tokens')")
-        whole = found.complete("The harbour", model="law", temperature=0, max_tokens=12)
-        assert text_of(page, "text") == "The harbour" + whole["choices"][0]["text"]
-    with server() as found:
-        opened(page, found)
-        assert page.value("document.getElementById('chosen').hidden")
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, ""])
-@pytest.mark.parametrize(("width", "scheme"), WINDOWS)
-def test_a_choice_of_models_fits_and_can_be_read(page, width, scheme, template):
-    long = "an-adapter-of-a-name-that-is-longer-than-a-narrow-window-is-wide"
-    with server(loaded=adapted("law", long, template=template)) as found:
-        page.window(width, 860, scheme)
-        page.open(f"http://127.0.0.1:{found.port}/")
-        page.until("!document.getElementById('chosen').hidden")
-        page.value(CHOOSE_MODEL % long)
-        seen = page.value(MEASURED % CONTRAST)
-        assert seen["page"] <= width and not seen["unnamed"] and not seen["small"]
-        select = "document.getElementById('chosen')"
-        right, worst = page.value(
-            f"(() => {{ {CONTRAST} return [{select}.getBoundingClientRect().right,"
-            f" contrast(colour(getComputedStyle({select}).color), behind({select}))]; }})()"
-        )
-        assert right <= width and worst >= 4.5
 
 
 def test_the_tab_key_goes_through_it_in_order(page):

@@ -97,8 +97,8 @@ def test_what_adapters_do_not_go_with_is_refused(base, run, tmp_path):
     out = ["--out", tmp_path / "new"]
     refused(inside("train", *LORA, *out), 2, "--init")
     refused(inside("train", "--init", base, *LORA, "--optimizer", "muon", *out), 2, "muon")
-    refused(inside("train", "--init", base, *LORA, "--lora-matrices", "q,gate", *out), 2, "gate")
-    refused(inside("train", "--init", base, *LORA, "--lora-matrices", "q,x", *out), 2, "x")
+    refused(inside("train", "--init", base, *LORA, "--set", "lora_matrices=q,gate", *out), 2, "gate")
+    refused(inside("train", "--init", base, *LORA, "--set", "lora_matrices=q,x", *out), 2, "x")
     refused(inside("train", "--init", run, *TEXT, *out), 2, "weights merge")
     refused(inside("weights", "quantize", run, "--out", tmp_path / "q"), 2, "weights merge")
     refused(inside("weights", "merge", "--adapter", base, "--out", tmp_path / "m"), 2, "no adapter")

@@ -177,7 +177,7 @@ def test_a_tokenizer_whose_kind_is_not_its_name_in_the_table_is_refused(handed_i
 
 
 def test_adapters_without_a_rank_do_not_become_a_whole_model(tmp_path):
-    with pytest.raises(UsageError, match="--adapter-kind lora needs a rank"):
+    with pytest.raises(UsageError, match="adapter_kind lora needs a rank"):
         distgpt.train(**SIZE, adapter_kind="lora", out=tmp_path / "run")
 
 

@@ -104,16 +104,16 @@ def test_a_bad_step_is_left_out(ruined, tmp_path):
 
 def test_a_run_tolerates_that_many_bad_steps(ruined, tmp_path):
     ruined({3, 5, 6}, math.nan)
-    words = [*WORDS, "--on-bad-step", "skip", "--bad-steps-allowed", "2"]
+    words = [*WORDS, "--on-bad-step", "skip", "--set", "bad_steps_allowed=2"]
     ended = run(*words, "--out", tmp_path / "run")
     refused(
         ended,
         76,
         "not finite at step 6",
-        "more than the 2 bad steps that --bad-steps-allowed permits",
+        "more than the 2 bad steps that bad_steps_allowed permits",
         late=True,
     )
-    ended = run("--resume", tmp_path / "run", "--threads", "1", "--bad-steps-allowed", "3")
+    ended = run("--resume", tmp_path / "run", "--threads", "1", "--set", "bad_steps_allowed=3")
     assert ended.returncode == 0  # those before the checkpoint count: 1 of 3
 
 
@@ -162,12 +162,12 @@ def test_a_checkpoint_of_later_steps_is_nothing_to_go_back_to(ruined, tmp_path):
 def test_a_spike_does_not_reach_the_weights(ruined, tmp_path):
     ruined({30}, 1e4)
     words = [*SMALL, "--steps", "40", "--clip", "0", "--on-bad-step", "skip"]
-    ended = run(*words, "--spike-zscore", "8", "--out", tmp_path / "run")
+    ended = run(*words, "--set", "spike_zscore=8", "--out", tmp_path / "run")
     assert ended.returncode == 0 and "is an outlier" in ended.stdout and "at step 30" in ended.stdout
     last = losses(tmp_path / "run")
     assert last[31] < 1.1 * last[28]
     ruined({30}, 1e4)
-    ended = run(*words, "--on-bad-step", "stop", "--spike-zscore", "8", "--out", tmp_path / "stopped")
+    ended = run(*words, "--on-bad-step", "stop", "--set", "spike_zscore=8", "--out", tmp_path / "stopped")
     refused(ended, 76, "is an outlier", "at step 30", late=True)
     assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["stop"] == "outlier"
 

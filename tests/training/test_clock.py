@@ -1,4 +1,4 @@
-"""Runs that end by the clock: --train-minutes, --within and the depth that it chooses."""
+"""Runs that end by the clock: train_minutes, --within and the depth that it chooses."""
 
 import json
 from dataclasses import replace
@@ -117,7 +117,7 @@ def seconds_of(out, step):
 @needs_mpi
 def test_ranks_end_together_and_a_stopped_run_resumes_its_time(tmp_path):
     out = tmp_path / "run"
-    words = ["train", *SMALL, "--train-minutes", "0.15", "--warmup", "0", "--out", out]
+    words = ["train", *SMALL, "--set", "train_minutes=0.15", "--warmup", "0", "--out", out]
     mpi = ["--stage", "mpi", "--threads", "1"]
     stopped = distgpt(*words, *mpi, "--time-limit", "6s", ranks=2)
     first = lines(out)[-1]["step"]
@@ -201,9 +201,9 @@ def test_what_the_dial_refuses(tmp_path):
     for words, hint in (
         (["--depth", "2", "--preset", "gpt2"], "fast"),
         (["--within", "soon"], "no time"),
-        (["--within", "1m", "--train-minutes", "1"], "--train-minutes"),
+        (["--within", "1m", "--set", "train_minutes=1"], "train-minutes"),
         (["--within", "1m", "--steps", "5"], "--within and --steps"),
-        (["--train-minutes", "1", "--steps", "5"], "--train-minutes and --steps"),
+        (["--set", "train_minutes=1", "--steps", "5"], "train_minutes and --steps"),
         (["--depth", "2", "--n-layer", "3"], "--depth and --n-layer"),
         (["--depth", "2", "--within", "1m", "--n-layer", "3"], "--n-layer"),
         (["--depth", "2", "--seq-len", "0"], "seq_len"),

@@ -33,7 +33,9 @@ def test_the_new_run_is_that_of_a_schedule_which_falls_from_there(constant, tmp_
     found = constant.with_name("run-decayed")
     rates = [line["lr"] for line in metrics(found).values()]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025]) and list(metrics(found)) == [4, 5, 6, 7]
-    whole = trained(tmp_path / "whole", "--steps", "7", "--schedule", "wsd", "--decay-fraction", str(4 / 7))
+    whole = trained(
+        tmp_path / "whole", "--steps", "7", "--schedule", "wsd", "--set", f"decay_fraction={4 / 7}"
+    )
     assert weights(found) == weights(whole)
     by_python = library.train(decay_from=str(constant), steps=1, out=tmp_path / "python", threads=1)
     assert [line["step"] for line in by_python.metrics] == [7]  # from the newest checkpoint
@@ -41,7 +43,7 @@ def test_the_new_run_is_that_of_a_schedule_which_falls_from_there(constant, tmp_
 
 def test_what_has_no_constant_learning_rate_is_refused(constant, tmp_path):
     falling = trained(
-        tmp_path / "falling", *STEPS, "--schedule", "wsd", "--decay-fraction", "0.5", "--warmup", "4"
+        tmp_path / "falling", *STEPS, "--schedule", "wsd", "--set", "decay_fraction=0.5", "--warmup", "4"
     )
     empty, unsaved = tmp_path / "empty", tmp_path / "unsaved"
     empty.mkdir()
@@ -53,7 +55,7 @@ def test_what_has_no_constant_learning_rate_is_refused(constant, tmp_path):
         ((falling / "checkpoints" / "step-00000003",), 2, "the learning rate is not constant there"),
         ((constant, "--out", constant), 2, "another --out"),
         ((constant, "--resume", "auto"), 2, "--resume exclude each other"),
-        ((constant, "--train-minutes", "1"), 2, "--train-minutes"),
+        ((constant, "--set", "train_minutes=1"), 2, "train-minutes"),
         ((tmp_path / "nothing",), 65, "no such checkpoint"),
     ):
         refused(inside("train", "--decay-from", *args, "--steps", "3", cwd=tmp_path), code, words)

@@ -112,7 +112,9 @@ def test_without_room_for_the_weights_no_run_begins(disk):
 
 def test_a_run_that_is_told_to_stop_gives_nothing_up(disk):
     with small_disk(disk, f"size={WEIGHTS + 5 * CHECKPOINT // 2}"):
-        ended = inside("train", *WORDS, "--on-disk-error", "stop", "--save", "sync", "--out", disk / "run")
+        ended = inside(
+            "train", *WORDS, "--set", "on_disk_error=stop", "--save", "sync", "--out", disk / "run"
+        )
         refused(ended, 74, "No space left", late=True)
         assert names(disk / "run" / "checkpoints") == ["step-00000005", "step-00000010"]
 

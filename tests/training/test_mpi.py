@@ -338,7 +338,7 @@ ONE_RANK_REFUSES = [
     # What could be done, but not together.
     (["infer", "--stage", "mpi", "--prompt", "a"], 2, ["rank 0 runs distgpt train, rank 1 distgpt infer"]),
     ([*TRAIN, "--lr", "0.5"], 2, ["--lr is 0.5 on rank 1", "0.01 on rank 0"]),
-    ([*TRAIN, "--profile"], 2, ["--profile is True on rank 1, but not given on rank 0"]),
+    ([*TRAIN, "--tensorboard"], 2, ["--tensorboard is True on rank 1, but not given on rank 0"]),
 ]
 
 

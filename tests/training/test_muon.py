@@ -146,7 +146,7 @@ def test_groups_have_learning_rates_of_their_own():
     scale, clip, _, *groups = step_scalars(config, 0, config.lr, 0.5, 0.25)
     assert (scale, clip) == (0.5, 2 * config.clip)
     rates = np.reshape(groups, (-1, 2))[:, 0] * (1 - config.beta1)
-    assert rates == pytest.approx([0.02, 0.3, 0.3, 0.02, 0.01])  # --value-lr is --embedding-lr
+    assert rates == pytest.approx([0.02, 0.3, 0.3, 0.02, 0.01])  # value_lr is embedding_lr
     own = step_scalars(replace(config, value_lr=0.1), 0, config.lr, 0.5, 0.25)
     assert own[7] == pytest.approx(0.1 / (1 - config.beta1))
     plain = step_scalars(replace(config, optimizer="adamw"), 0, config.lr, 0.5, 0.25)
@@ -190,7 +190,7 @@ def test_parts_of_the_batch_give_the_same_bits_on_any_number_of_ranks():
         assert all(np.array_equal(others.flat, weights.flat) for others, *_ in found)
 
 
-RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--embedding-lr", "0.1", "--schedule", "constant"]
+RECIPE = ["--optimizer", "muon", "--lr", "0.02", "--set", "embedding_lr=0.1", "--schedule", "constant"]
 RECIPE += ["--save-every", "5", "--n-head", "4", "--n-kv-head", "2", "--positions", "rope"]
 
 

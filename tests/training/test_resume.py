@@ -16,7 +16,18 @@ from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train import progress
 from distgpt.core.train.progress import SaveTimer
 
-MODEL = ["--qk-norm", "--qk-norm-gain", "--head-dim", "6", "--qkv-bias", "--rope-scaling", "llama3"]
+MODEL = [
+    "--set",
+    "qk_norm=true",
+    "--set",
+    "qk_norm_gain=true",
+    "--set",
+    "head_dim=6",
+    "--set",
+    "qkv_bias=true",
+    "--set",
+    "rope_scaling=llama3",
+]
 LONG = [*SMALL, *MODEL, "--steps", "8", "--save-every", "4"]
 
 
@@ -119,7 +130,7 @@ def test_pretrained_weights_are_trained_gently_unless_asked_otherwise(finished, 
     assert (t.lr, t.min_lr) == (5e-5, 0.0)
     train(*words, "--resume", "auto")
     assert RunDirectory(tmp_path / "further").saved().train == t
-    train(*words[:-1], tmp_path / "other", "--lr", "1e-3", "--min-lr", "1e-4")
+    train(*words[:-1], tmp_path / "other", "--lr", "1e-3", "--set", "min_lr=1e-4")
     assert RunDirectory(tmp_path / "other").saved().train.lr == 1e-3
 
 

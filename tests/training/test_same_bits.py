@@ -181,6 +181,6 @@ def test_runs_on_any_number_of_ranks_leave_the_same_files(tmp_path):
 @needs_mpi
 def test_stages_are_compared_to_the_bit(tmp_path):
     words = [*SMALL, "--batch-size", "8", "--steps", "6"]
-    result = inside("compare-stages", *words, "--deterministic", "--out", tmp_path / "compare")
+    result = inside("bench", "stages", *words, "--deterministic", "--out", tmp_path / "compare")
     assert result.returncode == 0, result.stderr
     assert "in a single bit" in " ".join(result.stdout.split())

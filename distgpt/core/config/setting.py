@@ -79,6 +79,14 @@ class Setting:
         """Return all choices, those of components too."""
         return tuple(dict.fromkeys((*self.choices, *paths_in(self.table))))
 
+    def parse(self, name: str, text: str) -> Value:
+        """Return the value that a text gives; its range is checked by `check`."""
+        try:
+            return {"true": True, "false": False}[text.lower()] if self.kind is bool else self.kind(text)
+        except (KeyError, ValueError):
+            what = "true or false" if self.kind is bool else f"of type {self.kind.__name__}"
+            raise UsageError(f"{name} is {brief(text)}: it must be {what}") from None
+
     def check(self, name: str, value: object) -> None:
         """Refuse a value of the wrong type or out of range with a UsageError."""
         accepted = (int, float) if self.kind is float else self.kind

@@ -96,18 +96,12 @@ class ModelConfig:
     rope_fast: float = of_model(
         4.0, "With llama3's rope_scaling: leave what turns more often than this in that context.", above=0
     )
-    qk_norm: bool = of_model(
-        False, "Normalize queries and keys, head by head.", flag="--qk-norm/--no-qk-norm"
-    )
+    qk_norm: bool = of_model(False, "Normalize queries and keys, head by head.")
     qk_norm_gain: bool = of_model(
-        False,
-        "With --qk-norm: scale them by trained weights, before RoPE turns them, as Qwen 3 does.",
-        flag="--qk-norm-gain/--no-qk-norm-gain",
+        False, "With qk_norm: scale them by trained weights, before RoPE turns them, as Qwen 3 does."
     )
     value_embeddings: bool = of_model(
-        False,
-        "Add a vector of each token, trained for it, to the values in every other layer.",
-        flag="--value-embeddings/--no-value-embeddings",
+        False, "Add a vector of each token, trained for it, to the values in every other layer."
     )
     window: int = of_model(
         0,
@@ -122,11 +116,7 @@ class ModelConfig:
         most=1000,
     )
     bias: bool = of_model(True, "Give linear layers and layer norms biases.", flag="--bias/--no-bias")
-    qkv_bias: bool = of_model(
-        False,
-        "Give queries, keys and values biases, even with --no-bias.",
-        flag="--qkv-bias/--no-qkv-bias",
-    )
+    qkv_bias: bool = of_model(False, "Give queries, keys and values biases, even with --no-bias.")
     tied: bool = of_model(
         True, "Share the embedding's weights with the output layer.", flag="--tied/--untied"
     )
@@ -254,13 +244,10 @@ class TrainConfig:
     verify_data: bool = of_data(
         True,
         "Read all shards before the first step, to find damage.",
-        flag="--verify-data/--trust-data",
         changeable=True,
     )
     shift_windows: bool = of_data(
-        True,
-        "Cut the text at other positions in every epoch, or always at the same ones.",
-        flag="--shift-windows/--fixed-windows",
+        True, "Cut the text at other positions in every epoch, or always at the same ones."
     )
     pack: bool = of_data(
         False,
@@ -326,7 +313,7 @@ class TrainConfig:
     )
     within_minutes: float = of_schedule(
         0.0,
-        "The minutes that --within asked for. Where a text is too short for them, --train-minutes are fewer.",
+        "The minutes that --within asked for. Where a text is too short for them, train_minutes are fewer.",
         low=0,
         most=1e7,
         changeable=True,
@@ -358,7 +345,7 @@ class TrainConfig:
         0.0, "Peak learning rate of the embedding. 0: --lr.", low=0, changeable=True
     )
     value_lr: float = of_optimizer(
-        0.0, "Peak learning rate of the value embeddings. 0: --embedding-lr.", low=0, changeable=True
+        0.0, "Peak learning rate of the value embeddings. 0: embedding_lr.", low=0, changeable=True
     )
     head_lr: float = of_optimizer(
         0.0, "Peak learning rate of an output layer of its own. 0: --lr.", low=0, changeable=True

@@ -9,7 +9,7 @@
 wait; where a slot becomes free, the next sample takes it. What a sample becomes depends on its request alone,
 not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
 belong to the seed, the sample and the place in its text. A request with `reuse` takes over what a slot holds
-of its prompt with the same variant, as a next turn does. Slots of requests that are done keep
+of its prompt, as a next turn does. Slots of requests that are done keep
 their tokens until another takes them, the least recently used first. Where slots are not exact, rounding
 depends on that.
 """
@@ -48,7 +48,7 @@ class Engine:
         self._free = list(range(slots.count))  # the least recently used first
         self._prompts: dict[int, SharedPrompt] = {}  # slots that begin with the prompt of a request
         self._held: set[int] = set()  # tickets of requests that make no tokens for now
-        self._kept: dict[int, tuple[int, list[int]]] = {}  # in free slots, for prompts that begin with them
+        self._kept: dict[int, list[int]] = {}  # in free slots, for prompts that begin with them
 
     @property
     def is_idle(self) -> bool:
@@ -197,8 +197,8 @@ class Engine:
         if not shared.reuses or len(shared.request.prompt) > self._slots.length:
             return None, 0
         held = self._kept | {sample.slot: sample.held for sample in self._running}
-        common = {slot: shared.common(*each) for slot, each in held.items()}
-        slot = max(common, key=lambda slot: (common[slot], -len(held[slot][1])), default=None)
+        common = {slot: shared.common(each) for slot, each in held.items()}
+        slot = max(common, key=lambda slot: (common[slot], -len(held[slot])), default=None)
         if slot is None or not common[slot]:
             return None, 0
         return slot, common[slot]
@@ -208,7 +208,7 @@ class Engine:
 
         That is one whose prompt nobody waits for, an empty one, or the least recently used.
         """
-        if source in self._free and 2 * length >= len(self._kept.get(source, (0, ()))[1]):
+        if source in self._free and 2 * length >= len(self._kept.get(source, ())):
             return source
         return min(self._free, key=lambda slot: (slot in self._prompts, slot in self._kept))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +25,7 @@ from distgpt.core.generate.request import Sampling
 from distgpt.core.generate.slots import Choice, Feed, SlotKind, Slots
 from distgpt.core.model.model import Architecture, Model, miniature
 from distgpt.core.saved.modelfile import Description
-from distgpt.core.saved.opening import ALONE, Beside, open_model
+from distgpt.core.saved.opening import open_model
 from distgpt.core.saved.tensors import fingerprint
 from distgpt.core.saved.weights import weights_of
 
@@ -54,17 +54,15 @@ def slots_that_fit(
     return max(1, min(wanted, memory // slot_bytes(model, lookup)))
 
 
-def agreed_slots(
-    model: Model, wanted: int, comm: Comm, memory: int | None = None, lookup: int = 0, variants: object = None
-) -> Slots:
+def agreed_slots(model: Model, wanted: int, comm: Comm, memory: int | None = None, lookup: int = 0) -> Slots:
     """Make as many slots as fit the memory of every rank, each of which has `memory`. Collective."""
     fitting = -comm.allreduce_max(-slots_that_fit(model, wanted, memory, comm.local_size, lookup))
-    return slots_for(model, fitting, variants)
+    return slots_for(model, fitting)
 
 
-def slots_for(model: Model, count: int, variants: object = None) -> Slots:
+def slots_for(model: Model, count: int) -> Slots:
     """Make slots of the fastest kind that there is for a model, as it is now."""
-    return kind_of(model).make(model, count, variants)
+    return kind_of(model).make(model, count)
 
 
 def kind_of(model: Model) -> SlotKind:
@@ -116,12 +114,10 @@ class LoadedModel:
     spec: ModelSpec
     path: Path
     dtype: str
-    variants: object = None  # in memory before slots ask how much is left
-    tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)  # of variants, by name, in their order
 
     def slots(self, wanted: int, lookup: int) -> Slots:
         """Make as many slots as are wanted and fit the memory of every rank. Collective."""
-        return agreed_slots(self.model, wanted, self.comm, self.spec.cache_memory, lookup, self.variants)
+        return agreed_slots(self.model, wanted, self.comm, self.spec.cache_memory, lookup)
 
     def engine(self, slots: Slots) -> Engine:
         return Engine(slots, self.tokenizer)
@@ -134,7 +130,7 @@ class LoadedModel:
     @property
     def _named(self) -> set[Path]:
         """Return the files that the user has named, which need not be the one that the model is in."""
-        return {weights_of(each) for each in (self.spec.weights, *self.spec.beside.files) if each}
+        return {weights_of(each) for each in (self.spec.weights, self.spec.adapter) if each}
 
     def fingerprint(self, drops: bool) -> str:
         """Tell its answers from those of other weights, in another dtype, or of another context.
@@ -151,20 +147,20 @@ class LoadedModel:
 class ModelSpec:
     """Names a model, how it computes, and the memory for its keys and values (None: the usual).
 
-    Without weights: the bundled sample. `context`: its context length; None: that of training.
+    Without weights: the bundled sample. `context`: its context length; None: that of training. `adapter`: the
+    one that is merged into the weights.
     """
 
     weights: Path | None
     dtype: str
     context: int | None = None
     cache_memory: int | None = None
-    beside: Beside = ALONE
+    adapter: Path | None = None
 
     def load(self, stage: Stage) -> LoadedModel:
         """Load the model and its tokenizer, and compile everything. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-        named = self.beside.variants(path, stage, self.dtype)
 
         def usual(about: Description) -> str:
             return stage.auto_dtype(weights=about.layout.elements).name
@@ -172,18 +168,12 @@ class ModelSpec:
         if cost := stage.cost_of(self.dtype):
             stage.notes.add(cost)
         model, about, path, dtype = open_model(
-            stage, path, self.dtype, self.context, usual=usual, beside=self.beside
+            stage, path, self.dtype, self.context, usual=usual, adapter=self.adapter
         )
         if (tokenizer := about.tokenizer) is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
-        saved = tokenizer.to_json()
-        tokenizers = {
-            name: own if own and own.to_json() != saved else tokenizer
-            for name, own in named.tokenizers.items()
-        }
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
         stage.compile_ahead(dtype, lambda kernels: rehearse(Model(Architecture(model.config), kernels)))
         rehearse(model)
-        variants = named.packed(model.config)
-        return LoadedModel(model, tokenizer, comm, self, path, dtype, variants, tokenizers)
+        return LoadedModel(model, tokenizer, comm, self, path, dtype)

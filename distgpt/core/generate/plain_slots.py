@@ -36,7 +36,6 @@ class PlainSlots:
 
     def feed(self, work: Sequence[Feed]) -> Array:
         """Compute logits, as `Slots` says."""
-        assert not any(each.variant for each in work), "only compiled slots have variants"
         k, config = self.model.kernels, self.model.config
         rows = sum(each.wanted for each in work)
         if rows > len(self._logits):
@@ -109,4 +108,4 @@ def slot_bytes(model: Model) -> int:
     return elements * int(model.kernels.dtype.itemsize)
 
 
-PLAIN = SlotKind(lambda model, count, _: PlainSlots(model, count), slot_bytes)
+PLAIN = SlotKind(PlainSlots, slot_bytes)

@@ -79,7 +79,6 @@ class Request(Sampling):
 
     # Not settings, as they depend on a tokenizer, and on who asks.
     ends: tuple[int, ...] = ()  # tokens that end the text, which lacks them
-    variant: int = 0  # of the weights, where slots have some: they count from 1; 0: the model itself
     reuse: bool = False  # begin with what a slot holds of another prompt; exact slots give the same bits
 
     def __post_init__(self) -> None:

@@ -36,10 +36,10 @@ class SharedPrompt:
         """Tell whether it takes over what slots hold of the prompt."""
         return self.request.reuse and not self.request.prompt_logprobs
 
-    def common(self, variant: int, held: Sequence[int]) -> int:
-        """Return how many tokens of the prompt these begin with: never its last, of another variant none."""
+    def common(self, held: Sequence[int]) -> int:
+        """Return how many tokens of the prompt these begin with, but never its last."""
         prompt = self.request.prompt
-        most = min(len(held), len(prompt) - 1) if variant == self.request.variant else 0
+        most = min(len(held), len(prompt) - 1)
         return next((i for i in range(most) if held[i] != prompt[i]), most)
 
     def empty_event(self, choice: int) -> Event:
@@ -83,9 +83,9 @@ class Sample:
         return self.new == 0
 
     @property
-    def held(self) -> tuple[int, list[int]]:
-        """Return its variant, and what its slot holds as if computed anew; nothing once some was dropped."""
-        return self.request.variant, self.tokens[: self.cached] if self.begin == 0 else []
+    def held(self) -> list[int]:
+        """Return what its slot holds as if computed anew; nothing once some was dropped."""
+        return self.tokens[: self.cached] if self.begin == 0 else []
 
     def feed(self, chunk: int) -> Feed:
         """The next tokens: up to `chunk` of what is not in the slot yet; guesses behind a single one."""
@@ -99,7 +99,7 @@ class Sample:
         choice = None
         if not self.is_at_prompt:  # whose logits all samples of the request share
             choice = Choice(self.request, self._uniform, self.request.logprobs or 0)
-        return Feed(self.slot, self.cached, tokens, wanted, self.request.variant, choice)
+        return Feed(self.slot, self.cached, tokens, wanted, choice)
 
     def take(self, fed: Feed, logits: Rows) -> list[Event]:
         """Note that `fed` is in the slot; choose by the logits, as far as guesses turn out right."""

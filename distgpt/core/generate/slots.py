@@ -29,7 +29,6 @@ class Feed(NamedTuple):
     start: int  # how many tokens the slot holds so far
     tokens: Sequence[int]  # that follow: one when decoding, a chunk in prefill, a draft with prompt lookup
     wanted: int  # logits are wanted after this many of the last tokens (0: none, 1: usual, all: verification)
-    variant: int = 0  # of the weights, where slots have some: they count from 1; 0: the model itself
     choice: Choice | None = None  # what alone the logits are for; None: all of them are wanted
 
 
@@ -82,12 +81,9 @@ class Slots(Protocol):
 
 
 class SlotKind(NamedTuple):
-    """A kind of slots: how to make a number of them for a model, and the bytes that one takes.
+    """A kind of slots: how to make a number of them for a model, and the bytes that one takes."""
 
-    The third argument are variants of the weights, for kinds that have some; None: there are none.
-    """
-
-    make: Callable[[Model, int, object], Slots]
+    make: Callable[[Model, int], Slots]
     slot_bytes: Callable[[Model], int]
 
 

@@ -131,10 +131,10 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A file in the manifest. Checkpoints of former versions have the SHA-256 of tensors' whole files."""
+    """A file in the manifest."""
 
     bytes: Count
-    sha256: str = ""  # of the whole file
+    sha256: str = ""  # of the whole file; "" for tensors
     header_sha256: str = ""  # of the header of a file of tensors, which covers the rest
 
 
@@ -265,11 +265,7 @@ def _parse_state(path: Path) -> JsonObject:
 def load_group(path: Path, stem: str, destination: Tensors) -> None:
     """Fill `destination` from one file of a checkpoint; a damaged file leaves it untouched."""
     name = f"{stem}.safetensors"
-    manifest = read_manifest(path)
-    listed = _listed(path, name, manifest)
-    if listed.sha256:  # by a former version: no checksum of the header covers the data
-        check_file(path, name, manifest)
-    read_into(path / name, destination, listed.header_sha256)
+    read_into(path / name, destination, _listed(path, name, read_manifest(path)).header_sha256)
 
 
 def _write(partial: Path, groups: Groups, state: State) -> None:
@@ -355,7 +351,8 @@ def read_manifest(path: Path) -> Manifest:
             found[name] = listed = checked(Listed, entry)
         except ValueError:
             raise damaged from None
-        if bool(listed.sha256) == bool(listed.header_sha256) or not _FILE.fullmatch(name):
+        has_header = name.endswith(".safetensors")
+        if (not listed.sha256, bool(listed.header_sha256)) != (has_header,) * 2 or not _FILE.fullmatch(name):
             raise damaged
     return found
 

@@ -1,71 +1,18 @@
-"""A model that is opened to be used: from its weights file, with what is to stand beside them."""
+"""A model that is opened to be used: from its weights file, with an adapter merged into it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-from distgpt.core.base.tables import Table
 from distgpt.core.comm.agree import on_root
 from distgpt.core.comm.api import Comm
 from distgpt.core.config import AUTO_DTYPE, ROUNDED_DTYPES, ModelConfig
 from distgpt.core.cpu.stages import Stage
-from distgpt.core.data.tokenizers import Tokenizer
 from distgpt.core.model.model import Architecture, Model
 from distgpt.core.ops.kernels import Kernels
 from distgpt.core.saved.modelfile import Description, load_description, load_model, read_description
-from distgpt.core.saved.weights import PARTS, ROUNDED, Merge, weights_of
-
-
-class NamedVariants(Protocol):
-    """Variants of the weights that requests ask for by name."""
-
-    @property
-    def tokenizers(self) -> Mapping[str, Tokenizer | None]:
-        """Return the tokenizer of each by its name, in their order; None: that of the model."""
-
-    def packed(self, config: ModelConfig) -> object:
-        """Return them as decoding keeps them beside the weights; None: there are none."""
-
-
-class Beside(Protocol):
-    """Things that a model is opened with beside its weights file."""
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Return the files that the user has named for it."""
-
-    def whole(self, weights: Path, comm: Comm) -> tuple[Path, Merge | None]:
-        """Return the weights file of the whole model, and what is merged into it. Collective."""
-
-    def variants(self, weights: Path, stage: Stage, dtype: str) -> NamedVariants:
-        """Read the variants before the model is; refuse what cannot have any. Collective."""
-
-
-class Alone:
-    """A `Beside` and its `NamedVariants`: nothing, but for what the weights file itself says."""
-
-    files: tuple[Path, ...] = ()
-    tokenizers: Mapping[str, Tokenizer | None] = {}
-
-    def whole(self, weights: Path, comm: Comm) -> tuple[Path, Merge | None]:
-        def find() -> list[str]:
-            found = weights_of(weights)
-            return [str(found), read_description(found).part]
-
-        found, part = on_root(comm, find)
-        return PARTS[part].whole(Path(found), comm) if part else (Path(found), None)
-
-    def variants(self, weights: Path, stage: Stage, dtype: str) -> NamedVariants:
-        return self
-
-    def packed(self, config: ModelConfig) -> object:
-        return None
-
-
-ALONE = Alone()
-BESIDE: Table[Callable[..., Beside]] = Table("beside", "what stands beside the weights:", {})
+from distgpt.core.saved.weights import ADAPTER, PARTS, ROUNDED, Merge, weights_of
 
 
 def exact(about: Description) -> str:
@@ -86,6 +33,19 @@ def dtype_of(
     return (about.rounded if not on_gpu else "") or usual(about)
 
 
+def whole_model(weights: Path, adapter: Path | None, comm: Comm) -> tuple[Path, Merge | None]:
+    """Return the weights file of the whole model, and what is merged into it. Collective."""
+    if adapter:
+        return PARTS[ADAPTER].whole(weights, comm, adapter)
+
+    def find() -> list[str]:
+        found = weights_of(weights)
+        return [str(found), read_description(found).part]
+
+    found, part = on_root(comm, find)
+    return PARTS[part].whole(Path(found), comm) if part else (Path(found), None)
+
+
 def open_model(
     stage: Stage,
     weights: Path,
@@ -94,13 +54,15 @@ def open_model(
     matmul: str = "auto",
     use: str = "generating text",
     usual: Callable[[Description], str] = exact,
-    beside: Beside = ALONE,
+    adapter: Path | None = None,
 ) -> tuple[Model, Description, Path, str]:
-    """Load a model. `use` says what for; `usual` what the dtype auto is. Collective.
+    """Load a model, with an adapter merged into it. `use` says what for; `usual` what the dtype auto is.
+
+    Collective.
 
     Return also the weights file of the whole model, and the type that it computes in.
     """
-    whole, merge = beside.whole(weights, stage.comm)
+    whole, merge = whole_model(weights, adapter, stage.comm)
     chosen = dtype_of(whole, dtype, stage.comm, stage.on_gpu, usual)
     model, about = load_model(whole, stage.kernels(chosen, matmul, use), stage.comm, context, merge)
     return model, about, whole, chosen

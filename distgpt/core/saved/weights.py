@@ -93,6 +93,7 @@ def import_command(source: Path, name: str = "") -> str:
 
 # Keys in the metadata of a rounded file: how it is rounded, and the checksum of the data that were rounded.
 QUANTISED, SOURCE_SUM = "quantised", "source_sha256"
+ADAPTER = "distgpt-adapter"  # the format of a file of adapters alone
 
 
 class Merge(Protocol):
@@ -141,8 +142,11 @@ class PartKind(Protocol):
     def refuse_alone(self, path: Path | str) -> None:
         """Refuse to take it for a whole model."""
 
-    def whole(self, path: Path, comm: Comm) -> tuple[Path, Merge]:
-        """Return the file of the base, and what adds this part to it. Collective."""
+    def whole(self, weights: Path, comm: Comm, part: Path | None = None) -> tuple[Path, Merge]:
+        """Return the file of the base, and what adds the part to it. Collective.
+
+        Without `part`: `weights` is one, and names its base.
+        """
 
 
 ROUNDED: Table[RoundedKind] = Table("rounded", "dtype", {})

@@ -45,7 +45,7 @@ class Checkpoints:
     """Rank 0 writes one at a time: at once, or from a copy in a thread. The other ranks may have to help it.
 
     A failed save is reported and retried if an older checkpoint exists. Otherwise, or with
-    --on-disk-error stop, `disk.lost` is the error that ends the run.
+    on_disk_error stop, `disk.lost` is the error that ends the run.
     """
 
     def __init__(

@@ -75,9 +75,7 @@ def note_settings(
     if corpus.val is not None and corpus.val.fingerprint == batches.fingerprint:
         say(f"{escape(t.val)} is the training text: validation tells nothing about other texts")
     if config.model.window and not any(config.model.windows):
-        say(
-            "no window is shorter than the context: every layer attends to all of it (--window, --full-every)"
-        )
+        say("no window is shorter than the context: every layer attends to all of it (--window, full_every)")
     if t.warmup > t.steps > 0:
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     for line in corpus.notes:

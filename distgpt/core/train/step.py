@@ -1,7 +1,7 @@
 """One training step on one rank: the passes over its sequences, the exchange, the update; steps in flight.
 
 With an `objection`, `_update` waits for loss and norm, and asks it before the weights change: always on a
-CPU, on a GPU where a judge needs that, as for --spike-zscore. Without one nothing here waits for a result, so
+CPU, on a GPU where a judge needs that, as for spike_zscore. Without one nothing here waits for a result, so
 that a GPU's queue has the next step meanwhile.
 """
 

@@ -20,17 +20,6 @@ from distgpt.core.cpu.matmul.packing import COLUMNS
 from distgpt.core.ops.api import Array
 from distgpt.decoding.loops.cached_attention import Cache, ThreadScratch, attend
 from distgpt.decoding.loops.operands import UNIT, element, most_rows, multiply, put_row, stretch
-from distgpt.decoding.loops.variants import (
-    FC,
-    GATES,
-    OUT,
-    PROJ,
-    QKV,
-    Variants,
-    add_columns,
-    read_hidden,
-    read_row,
-)
 from distgpt.decoding.loops.weights import Weights
 
 GROUP = 2  # panels that all rows go past before the next ones
@@ -75,7 +64,6 @@ class Inputs(NamedTuple):
     tokens: Array
     feeds: Array  # int64 (F, 5)
     wanted: Array  # the rows whose logits are wanted
-    variants: Array  # (2, N): those of all rows, and of the wanted ones; 0: the model itself
 
 
 class Fixed(NamedTuple):
@@ -83,7 +71,6 @@ class Fixed(NamedTuple):
 
     kind: Kind
     weights: Weights
-    variants: Variants
     rows: Rows
     cache: Cache
     inputs: Inputs
@@ -117,19 +104,18 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
     `packed` has the thread's `Fixed`, whose counter begins at 0.
     """
     fixed: Any = unpack_args(packed)
-    kind, weights, variants, rows, cache, inputs, own, counter = fixed
-    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.wanted[: len(logits)], inputs.variants)
+    kind, weights, rows, cache, inputs, own, counter = fixed
+    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.wanted[: len(logits)])
     threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
-    which = work.variants[0, :n]
     s, width, heads, arrivals = rows.s, kind.width, kind.heads * kind.size, 0
     first, last = part(threads, n)
     _embed(first, last, kind, weights, s, work)
     for i in range(layers):
         if i:
             arrivals = wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i], s, rows, variants, QKV, which, i)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS, (variants, QKV, which))
+        _linear(threads, n, width, kind.qkv, rows.a, weights.qkv, i, rows.qkv, BIAS)
         if weights.values.shape[0] and (layers - 1 - i) % 2 == 0:  # as ModelConfig.value_layers says
             _add_values(threads, kind, weights.values[i // 2], work.tokens, rows.qkv)
         arrivals = wait_for_all(counter, arrivals, n_threads)
@@ -138,22 +124,18 @@ def decode(thread, n_threads, tokens, feeds, logits, packed):
         arrivals = wait_for_all(counter, arrivals, n_threads)
         if ends:
             n = len(logits)
-            which = work.variants[1, :n]
             first, last = part(threads, n)
             if thread == 0:
                 _to_the_front(s, work.wanted, width)
-        _attended(first, last, heads, rows, work.wanted, ends, variants, which, i)
+        _attended(first, last, heads, rows, work.wanted, ends)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD, (variants, OUT, which))
+        _linear(threads, n, heads, width, rows.a, weights.out, i, s, ADD)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows, variants, FC, which, i)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        _expand(threads, n, kind, weights, rows, variants, which, i)
+        _expand(threads, n, kind, weights, rows, i)
         arrivals = wait_for_all(counter, arrivals, n_threads)
-        if read_hidden(variants):
-            _read_rows(first, last, rows.pre, variants, PROJ, which, i)
-            arrivals = wait_for_all(counter, arrivals, n_threads)
-        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD, (variants, PROJ, which))
+        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, ADD)
     arrivals = wait_for_all(counter, arrivals, n_threads)
     for row in range(first, last):
         _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.last[row])
@@ -182,39 +164,30 @@ def _embed(first, last, kind, weights, s, work):
 
 
 @inline
-def _expand(threads, n, kind, weights, rows, variants, which, i):
+def _expand(threads, n, kind, weights, rows, i):
     """A thread's columns of an MLP's first half: fc, gates, activation."""
     width, hidden = kind.width, kind.hidden
-    _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, (variants, FC, which), UNIT)
+    _linear(threads, n, width, hidden, rows.a, weights.fc, i, rows.pre, BIAS, UNIT)
     if kind.gated:
-        own = variants, GATES, which
-        _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, own, UNIT)
+        _linear(threads, n, width, hidden, rows.a, weights.gates, i, rows.gates, BIAS, UNIT)
     _activate(threads, n, kind, rows)
 
 
 @inline
-def _normed(first, last, kind, norm, s, rows, variants, place, which, i):
+def _normed(first, last, kind, norm, s, rows):
     """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
     for row in range(first, last):
         normed = rows.att[row, : kind.width]
         norm_row(kind, norm, s[row, : kind.width], normed)
         put_row(rows.a[row], normed, 0, kind.width)
-        read_row(variants, place, i, row, which[row], rows.att[row:])
 
 
 @inline
-def _attended(first, last, width, rows, wanted, ends, variants, which, i):
+def _attended(first, last, width, rows, wanted, ends):
     """Rows first … last of the factors ← what attention gave; of the last layer for rows that are wanted."""
     for row in range(first, last):
         at = wanted[row] if ends else row
         put_row(rows.a[row], rows.att[at], 0, width)
-        read_row(variants, OUT, i, row, which[row], rows.att[at:])
-
-
-@inline
-def _read_rows(first, last, x, variants, place, which, i):
-    for row in range(first, last):
-        read_row(variants, place, i, row, which[row], x[row:])
 
 
 @inline
@@ -237,12 +210,8 @@ def _last_norm(kind, norm, x, y, a):
 
 
 @inline
-def _linear(threads, n, k, columns, a, layer, i, c, flags, own, unit=COLUMNS):
-    """A thread's columns of a layer, in each row those of its own variant: `which` of them."""
+def _linear(threads, n, k, columns, a, layer, i, c, flags, unit=COLUMNS):
     _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags, unit)
-    variants, place, which = own
-    begin, end = _own_columns(threads, columns, unit)
-    add_columns(variants, place, i, which, begin, end, c)
 
 
 @inline

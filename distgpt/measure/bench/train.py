@@ -54,7 +54,7 @@ class TrainOptions(BenchOptions):
         gpu = self.gpu
         words: list[object] = ["--stage", self.stage, "--dtype", self.dtype]
         words += ["--threads", self.threads] if self.threads is not None else []
-        words += [] if gpu.graphs else ["--no-cuda-graph"]
+        words += [] if gpu.graphs else ["--set", "cuda_graph=false"]
         words += [] if gpu.allreduce == GpuConfig().allreduce else ["--allreduce", gpu.allreduce]
         return words + [f"--{flag}" for flag in ("deterministic", "tf32") if getattr(gpu, flag)]
 
@@ -119,7 +119,7 @@ def measured_peak(options: TrainOptions, launcher: Launcher | None) -> float:
     """Return GFLOP/s in matmuls of all ranks together."""
     say("the machine's peak")
     words: list[object] = ["bench", "train", "--measure-peak", "--preset", options.preset]
-    words += ["--matmul", options.matmul, *options.stage_words()]
+    words += ["--set", f"matmul={options.matmul}", *options.stage_words()]
     return float(jobs.ask("distgpt bench", words, launcher, options.ranks)["gflops"])
 
 

@@ -1,4 +1,4 @@
-"""`distgpt compare-stages`: run every stage, judge the losses, save and print; what was measured is kept."""
+"""`distgpt bench stages`: run every stage, judge the losses, save and print; what was measured is kept."""
 
 from __future__ import annotations
 
