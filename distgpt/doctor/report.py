@@ -24,7 +24,7 @@ from distgpt.core.cpu.stages import open_stage
 from distgpt.doctor.facts import Facts, auto_dtype, matmuls, of_rank
 from distgpt.doctor.gpus import lacking_libraries
 from distgpt.doctor.launches import around, lines
-from distgpt.doctor.node import advice, legend, nodes, of_host, rows, summary
+from distgpt.doctor.node import advice, nodes, of_host, summary
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
 from distgpt.jobs.launchers import distant_mpi, launch, running_mpi
 from distgpt.launch.environment import launched_rank
@@ -95,7 +95,9 @@ def _parts(found: Facts) -> Iterable[RenderableType]:
     yield Text.assemble((f"distgpt {versions['distgpt']}", "bold"), where, "\n")
     yield indented(pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
     for node in found["nodes"]:
-        yield indented(_node(node, len(found["nodes"]) > 1))
+        names = f"{', '.join(node['hosts'])}: " if len(found["nodes"]) > 1 else ""
+        lines = [("node", names + summary(node)), *(("", note) for note in node["notes"])]
+        yield indented(pairs([*lines, ("best", advice(node))]))
     if len(ranks) > 1:
         yield indented(_rank_table(ranks))
     yield indented(_stages(found["stages"]))
@@ -187,23 +189,6 @@ def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
     lacking = ", ".join(lacking_libraries(gpu))
     found = ", ".join(gpu["libraries"]) or "no libraries"
     yield "", found + (f"; not found: {lacking}" if lacking else "")
-
-
-def _node(node: Facts, named: bool) -> Table:
-    """Draw a node; `named` where there are others."""
-    names = f"{', '.join(node['hosts'])}: " if named else ""
-    table = grid(2)
-    table.add_row(Text("node", "dim"), Text(escape(names + summary(node))))
-    if not node["doubts"]:
-        drawing = headed("socket", "region", left=("cores", "ranks"))
-        for row in rows(node):
-            drawing.add_row(*cells(*row))
-        table.add_row("", drawing)
-        table.add_row("", Text(legend(node)))
-    for note in node["notes"]:
-        table.add_row("", Text(escape(note)))
-    table.add_row(Text("best", "dim"), Text(advice(node)))
-    return table
 
 
 def _rank_table(ranks: list[Facts]) -> Table:

@@ -11,7 +11,7 @@ from distgpt.core.config import ON_GPU, STAGES, WITH_MPI
 from distgpt.core.cpu.stages import NOT_KEPT
 from distgpt.doctor.facts import IGNORED, Facts
 from distgpt.doctor.launches import traps
-from distgpt.layout.machine import cpu_list
+from distgpt.layout.machine import Cpu, cpu_list
 
 FEW = 0.5  # of a host's cores
 
@@ -109,9 +109,10 @@ def _reach(ranks: list[Facts]) -> tuple[float, int]:
     first, node = ranks[0], ranks[0].get("node")
     if not node or node["doubts"]:
         return sum(rank["core_share"] for rank in ranks), first["cores_of_host"]
-    cores = [core for region in node["regions"] for cache in region["caches"] for core in cache.split()]
-    usable = frozenset(cpu for rank in ranks for cpu in cpu_list(rank["cpus"]))
-    return sum(bool(cpu_list(core) & usable) for core in cores), len(cores)
+    cpus = [Cpu(*each) for each in node["cpus"]]
+    usable = {cpu for rank in ranks for cpu in cpu_list(rank["cpus"])}
+    cores = {cpu.core for cpu in cpus}
+    return len({cpu.core for cpu in cpus if cpu.number in usable}), len(cores)
 
 
 def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:

@@ -19,10 +19,10 @@ HYDRA, OPEN = ({"path": f"/none/{who}/mpirun", "vendor": who} for who in ("MPICH
 NOWHERE = {"path": None, "vendor": ""}
 
 
-def around(mpirun, beside="", srun=(), as_root=False, site=()):
+def around(mpirun, beside="", srun=(), as_root=False):
     """The facts of a process that nothing has launched."""
     what = {"mpirun": {**mpirun, "beside": beside}, "srun": list(srun)}
-    return {"launcher": "", "processes": 1, **what, "as_root": as_root, "site": dict(site)}
+    return {"launcher": "", "processes": 1, **what, "as_root": as_root}
 
 
 def of(vendor):
@@ -43,7 +43,6 @@ def of(vendor):
         (around(OPEN, srun=["none", "pmi2"]), "Open MPI", ["has none, pmi2", "needs pmix", "by its mpirun"]),
         (around(HYDRA, srun=["none", "pmi2"]), "MPICH", []),
         (around(HYDRA, srun=["pmix"]), "Intel MPI", []),
-        (around(HYDRA, site={"I_MPI_ROOT=/x": "/x/libmpi"}), "MPICH", ["I_MPI_ROOT=/x", "LIBMPI=/x/libmpi"]),
         (around(HYDRA, srun=["pmix"]), "an unknown MPI", []),
     ],
 )
@@ -69,21 +68,6 @@ def test_nothing_is_said_of_a_launch_where_mpi_does_not_start_or_a_launcher_is_a
         ({"launcher": "srun", "processes": 2}, of("Open MPI")),
     ):
         assert [*launches.traps(launched, found), *launches.lines(launched, found)] == []
-
-
-def test_a_library_that_is_not_found_has_a_remedy():
-    broken = {
-        "problem": "several ranks need MPI (libmpi.so.12: cannot open shared object file: No such file)"
-    }
-    for more, words in (
-        ({"abi": "mpich"}, ["MPI4PY_MPIABI=mpich leaves", "LD_LIBRARY_PATH"]),
-        ({"renamed": "/lib/libmpich.so.12"}, ["ln -s /lib/libmpich.so.12 libmpi.so.12", "LD_LIBRARY_PATH"]),
-    ):
-        for reason in launches.NOT_FOUND:
-            broken = {"problem": f"several ranks need mpi4py and an MPI library ({reason} …)"}
-            (said,) = launches.traps({**around(HYDRA), **more}, broken)
-            assert all(word in said for word in words), said
-        assert not [*launches.traps({**around(HYDRA), **more}, of("MPICH"))]
 
 
 def test_the_lines_are_those_that_fit():
@@ -168,15 +152,6 @@ def test_the_file_of_the_library_is_the_one_in_use(tmp_path):
     found = launchers._library_file(mpi.MPI.__file__)
     assert "libmpi" in found and found in Path("/proc/self/maps").read_text()
     assert launchers._library_file(str(tmp_path)) == ""
-
-
-def test_a_modules_mpi_that_was_not_taken_is_seen(tmp_path):
-    library = tmp_path / "lib64" / "libmpi.so.12"
-    library.parent.mkdir()
-    library.touch()
-    environ = {"MPI_HOME": str(tmp_path), "I_MPI_ROOT": "/none", "EBROOTOPENMPI": ""}
-    assert launches._site("/else/libmpi.so", environ) == {f"MPI_HOME={tmp_path}": str(library)}
-    assert launches._site(str(library), environ) == {}
 
 
 def test_open_mpi_may_be_asked_to_start_for_root(monkeypatch):

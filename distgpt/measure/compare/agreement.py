@@ -18,19 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from distgpt.doctor.facts import anonymised
-from distgpt.jobs.processes import ending
-from distgpt.measure import published
-from distgpt.measure.compare.stages import (
-    INTERRUPTED,
-    CompareOptions,
-    Measured,
-    Runnable,
-)
-from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening
+from distgpt.measure.compare.stages import Measured
 
 
 class Rounding(NamedTuple):
@@ -110,22 +101,30 @@ def _difference(stage: Measured, reference: Measured, allowed: float | None, opt
     found = [relative(a, b) for a, b in zip(stage.losses, reference.losses, strict=False)]
     judged = found[: MEASURED[optimizer, reference.dtype].steps] if allowed is None else found
     largest = max(judged)
-    beyond = [step for step, value in enumerate(judged, 1) if value > limit]
-    infinite = [step for step, value in enumerate(found, 1) if value == math.inf]
-    first = min([*beyond, *infinite], default=None)
+    wrong = (i for i, value in enumerate(found) if value == math.inf or (i < len(judged) and value > limit))
+    first = next(wrong, None)
+    same_text = text_differs_at = None
+    if stage.inference and reference.inference:
+        ours, theirs = stage.inference["tokens"], reference.inference["tokens"]
+        same_text = ours == theirs
+        if not same_text:
+            pairs = enumerate(zip(ours, theirs, strict=False), 1)
+            other = (place for place, (a, b) in pairs if a != b)
+            text_differs_at = next(other, min(len(ours), len(theirs)) + 1)
     return Difference(
-        stage.stage,
-        reference.stage,
-        limit,
-        len(found),
-        len(judged),
-        _known(largest),
-        found.index(largest) + 1,
-        _known(max(found)),
-        _known(max(found[len(judged) :], default=math.inf)),
-        first,
-        None if first is None else _known(found[first - 1]),
-        *_texts(stage, reference),
+        stage=stage.stage,
+        reference=reference.stage,
+        tolerance=limit,
+        steps=len(found),
+        judged=len(judged),
+        largest=_known(largest),
+        step=found.index(largest) + 1,
+        largest_of_all=_known(max(found)),
+        largest_later=_known(max(found[len(judged) :], default=math.inf)),
+        first=None if first is None else first + 1,
+        at_first=None if first is None else _known(found[first]),
+        same_text=same_text,
+        text_differs_at=text_differs_at,
     )
 
 
@@ -136,118 +135,5 @@ def relative(loss: float | None, reference: float | None) -> float:
     return abs(loss - reference) / abs(reference) if reference else (math.inf if loss else 0.0)
 
 
-def _texts(stage: Measured, reference: Measured) -> tuple[bool | None, int | None]:
-    if stage.inference is None or reference.inference is None:
-        return None, None
-    ours, theirs = stage.inference["tokens"], reference.inference["tokens"]
-    if ours == theirs:
-        return True, None
-    pairs = enumerate(zip(ours, theirs, strict=False), 1)
-    shorter = min(len(ours), len(theirs))
-    return False, next((place for place, (a, b) in pairs if a != b), shorter + 1)
-
-
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-RUNNING, DONE = "running", "done"
-
-
-@dataclass(slots=True)
-class Comparison:
-    """The results of a comparison so far."""
-
-    options: CompareOptions
-    runnable: Runnable
-    opening: Opening
-    environment: dict[str, Any]
-    measured: list[Measured] = field(default_factory=list)
-    state: str = RUNNING
-
-    @property
-    def differences(self) -> list[Difference]:
-        return differences(self.measured, self.options.tolerance, self.options.workload.run.train.optimizer)
-
-    @property
-    def problems(self) -> list[str]:
-        """The reasons why this comparison failed."""
-        died = [
-            f"stage {stage.stage} {failure(stage.failed)}"
-            for stage in self.measured
-            if stage.failed and stage.failed["code"] is not None
-        ]
-        return [difference.sentence() for difference in self.differences if not difference.agrees] + died
-
-    @property
-    def reference(self) -> Measured | None:
-        """The stage that the others are compared with."""
-        return find_reference(self.measured)
-
-    @property
-    def passed(self) -> bool | None:
-        """Return whether all agree; None if there was nothing to compare."""
-        if self.problems or self.state != DONE:
-            return False
-        return True if self.differences else None
-
-    def verdict(self) -> str:
-        """Say the result in one or two sentences."""
-        interrupted = "Interrupted: only what was measured until then is here."
-        if self.problems:
-            return "; ".join(self.problems) + f". {interrupted}" * (self.state == INTERRUPTED)
-        if self.state == INTERRUPTED:
-            return interrupted
-        if not self.differences:
-            only = self.measured[0].stage if self.measured else "no stage"
-            return f"Only {only} ran, so there is nothing to compare it with."
-        farthest = max(self.differences, key=lambda difference: difference.largest or 0.0)
-        largest = farthest.largest or 0.0
-        every = "Both" if len(self.measured) == 2 else f"All {len(self.measured)}"
-        whole = farthest.judged == farthest.steps
-        steps = "any step" if whole else f"the first {farthest.judged} steps"
-        by = f"by more than {largest:.1e} ({farthest.stage}, step {farthest.step}; tolerance"
-        differs = f"{by} {farthest.tolerance:.0e})" if largest else "in a single bit"
-        same = (
-            f"{every} stages compute the same: no loss of {steps} differs from {farthest.reference}'s"
-            f" {differs}."
-        )
-        later = max((each.largest_later or 0.0 for each in self.differences), default=0.0)
-        growth = ": in a long run rounding grows" if later > largest else ""
-        return f"{same} Later ones differ by up to {later:.1e}{growth}." if later else same
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, for compare.json and --json. Names no folders and hosts of this machine."""
-        workload, run = self.options.workload, self.options.workload.run
-        settings = asdict(run.model) | asdict(run.train)
-        return {
-            "state": self.state,
-            "passed": self.passed,
-            "verdict": self.verdict(),
-            "environment": self.environment,
-            "workload": {
-                "name": workload.name,
-                "sentence": workload.sentence(),
-                "is_the_course_projects": workload.is_projects,
-                **asdict(self.opening),
-                "steps": run.train.steps,
-                "tokens_per_step": run.train.batch_size * run.model.seq_len,
-                "prompt_tokens": PROMPT_TOKENS,
-                "new_tokens": NEW_TOKENS,
-                "settings": settings
-                | {key: anonymised(settings[key]) for key in ("data", "tokenizer", "init")},
-            },
-            "launcher": self.runnable.launcher.name if self.runnable.launcher else None,
-            "cannot_run": self.runnable.missing,
-            "stages": [asdict(stage) for stage in self.measured],
-            "differences": [asdict(each) | {"agrees": each.agrees} for each in self.differences],
-            "published": published.figures() if workload.is_projects else None,
-        }
-
-
-def failure(failed: dict[str, Any]) -> str:
-    """Say how a stage ended."""
-    if failed["code"] is None:
-        return f"interrupted in {failed['phase']}"
-    words = f" ({failed['last_words']})" if failed["last_words"] else ""
-    return f"died in {failed['phase']}: {ending(failed['code'])}{words}"

@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from distgpt.core.base.errors import DisagreementError, one_line, print_lines
-from distgpt.core.config import WITH_MPI
+from distgpt.core.config import ON_GPU, WITH_MPI
 from distgpt.core.data.batches import refuse_uneven
 from distgpt.doctor.facts import environment
 from distgpt.jobs.processes import undisturbed
-from distgpt.measure.compare import page
-from distgpt.measure.compare.agreement import DONE, Comparison, failure
+from distgpt.measure.compare.result import DONE, Comparison, failure, render_html, render_terminal
 from distgpt.measure.compare.stages import (
     INTERRUPTED,
     CompareOptions,
@@ -26,7 +25,6 @@ from distgpt.measure.compare.stages import (
     Measured,
     Runner,
     find_runnable,
-    without_effect,
 )
 from distgpt.measure.compare.workload import look_at_data
 from distgpt.show.charts import require_matplotlib
@@ -89,11 +87,15 @@ def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: b
     require_matplotlib()  # the report at the end has charts
     folder, progress = Folder(out), Progress(sys.stderr)
     comparison = _begin(options, folder)
-    for note in without_effect(comparison.runnable.stages, given):
-        print_lines(f"note: {note}", err=True)
+    stages = comparison.runnable.stages
+    for flag in given:
+        is_of_cpus = flag == "--threads"
+        if not set(stages) - set(ON_GPU) if is_of_cpus else not set(stages) & set(WITH_MPI):
+            kind = "on the CPU" if is_of_cpus else "with MPI"
+            print_lines(f"note: {flag} has no effect: no stage {kind} runs here", err=True)
     runner = Runner(options, comparison.runnable.launcher, folder, progress.phase, progress.line)
     try:
-        for stage in comparison.runnable.stages:
+        for stage in stages:
             measured = Measured(stage, options.ranks_of(stage), options.dtype_of(stage))
             comparison.measured.append(measured)
             runner.measure(measured)
@@ -108,12 +110,12 @@ def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: b
     finally:
         with undisturbed():
             folder.save(comparison.as_json())
-            folder.write(folder.report, page.render_html(comparison))
+            folder.write(folder.report, render_html(comparison))
         progress.close()
         if as_json:
             print(json.dumps(comparison.as_json(), indent=1))
         else:
-            print_lines(page.render_terminal(comparison))
+            print_lines(render_terminal(comparison))
         print_lines(f"\nreport  {folder.report}\nresult  {folder.result}", err=as_json)
     if comparison.problems:
         raise DisagreementError("; ".join(comparison.problems))

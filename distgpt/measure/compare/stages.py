@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,18 +67,13 @@ class Runnable:
     launcher: Launcher | None
 
 
-def chosen_stages(words: str | None) -> tuple[str, ...]:
-    """Return the stages in `--stages serial,mpi`; all of them without it."""
-    names = [word.strip() for word in words.split(",")] if words is not None else list(STAGES)
+def find_runnable(options: CompareOptions) -> Runnable:
+    """Find the stages that can run here. Refuse one that was named and cannot."""
+    names = STAGES if options.stages is None else [word.strip() for word in options.stages.split(",")]
     for name in names:
         if name not in STAGES:
             raise UsageError(f"--stages: unknown stage {name!r}{nearest(name, STAGES)}")
-    return tuple(stage for stage in STAGES if stage in names)
-
-
-def find_runnable(options: CompareOptions) -> Runnable:
-    """Find the stages that can run here. Refuse one that was named and cannot."""
-    wanted = chosen_stages(options.stages)
+    wanted = tuple(stage for stage in STAGES if stage in names)
     missing = _missing(wanted, options)
     launcher = None
     if options.launcher is not None or options.hostfile is not None:
@@ -108,14 +103,6 @@ def _missing(wanted: Sequence[str], options: CompareOptions) -> dict[str, list[F
     return {stage: troubles for stage, troubles in missing.items() if troubles}
 
 
-def without_effect(stages: Sequence[str], given: Iterable[str]) -> list[str]:
-    """Return a note on each of the given options that none of these stages uses."""
-    without_mpi, on_gpu = not set(stages) & set(WITH_MPI), set(stages) <= set(ON_GPU)
-    notes = [(without_mpi, flag, "no stage with MPI") for flag in ("--ranks", "--hostfile", "--launcher")]
-    notes.append((on_gpu, "--threads", "no stage on the CPU"))
-    return [f"{flag} has no effect: {why} runs here" for is_so, flag, why in notes if is_so and flag in given]
-
-
 # -- where results lie
 
 
@@ -134,8 +121,14 @@ class Folder:
         with storage_errors("use", self.path):
             if self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"--out {self.path} is no folder; choose another")
-            if self.path.is_dir() and any(self.path.iterdir()) and not self._is_ours():
-                raise UsageError(f"--out {self.path} is not empty and holds no comparison; choose another")
+            if not self.path.is_dir() or not any(self.path.iterdir()):
+                return
+        try:
+            is_ours = parse_object(read_small(self.result), self.result).get("format") == FORMAT
+        except (DataError, StorageError):
+            is_ours = False
+        if not is_ours:
+            raise UsageError(f"--out {self.path} is not empty and holds no comparison; choose another")
 
     def begin(self, config: str, prompt: str) -> None:
         """Make it, and delete what an earlier comparison left."""
@@ -155,12 +148,6 @@ class Folder:
         with atomic_file(path) as file:
             file.write(text.encode())
 
-    def _is_ours(self) -> bool:
-        try:
-            return parse_object(read_small(self.result), self.result).get("format") == FORMAT
-        except (DataError, StorageError):
-            return False
-
 
 # -- running one
 
@@ -178,11 +165,6 @@ class Measured:
     training: Facts | None = None
     inference: Facts | None = None
     failed: Facts | None = None  # phase, code and last words
-
-    @property
-    def process_s(self) -> float:
-        """Seconds of both its processes, from start to end."""
-        return float(sum(part["process_s"] for part in (self.training, self.inference) if part))
 
     def read(self, phase: str, ended: Ended, directory: RunDirectory) -> None:
         """Take what a phase has left."""

@@ -41,13 +41,6 @@ class Workload:
     run: RunConfig
     is_projects: bool
 
-    def epochs(self) -> tuple[int, ...]:
-        """Return steps for a table of losses, from 0: the published ones, or six from first to last."""
-        last = self.run.train.steps - 1
-        if self.is_projects:
-            return tuple(epoch for epoch in published.LOSSES if epoch <= last)
-        return tuple(sorted({round(last * part / 5) for part in range(6)}))
-
     def sentence(self) -> str:
         """Describe the workload."""
         t, model = self.run.train, self.run.model
