@@ -16,12 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
-from distgpt.fleet.prometheus import CONTENT_TYPE
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, json_of, model_of, parse_body
 from distgpt.serving.limits import (
@@ -107,7 +106,7 @@ class App:
         finally:
             seconds = time.monotonic() - begun
             if scope["type"] == "http" and scope["path"] in COMPLETIONS:
-                self._metrics.answered[status] += 1
+                self._metrics.answered.labels(status).inc()
             if scope["type"] == "http" and self._where.log != "quiet":
                 who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
                 what = escape(f"{who} {scope['method']} {scope['path']:.200}")
@@ -142,7 +141,8 @@ class App:
 
     async def _metrics_page(self, request: Request) -> Response:
         self._admit(request)
-        return PlainTextResponse(self._metrics.text(**self.runner.gauges), media_type=CONTENT_TYPE)
+        page, kind = self._metrics.page(request.headers.get("accept", ""), self.runner.gauges)
+        return Response(page, media_type=kind)
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)
@@ -180,7 +180,7 @@ class App:
         begun = time.monotonic()
         parsed = await self._parsed(request, COMPLETIONS[request.url.path], begun)
         call = self.runner.submit(parsed.requests, parsed.size, begun)
-        self._metrics.prompt_tokens += parsed.prompt_tokens
+        self._metrics.prompt_tokens.inc(parsed.prompt_tokens)
         return _Completion(self, parsed, call)
 
     async def _parsed(self, request: Request, parse: Parser[Parsed], begun: float) -> Parsed:
