@@ -17,9 +17,9 @@ from matplotlib.lines import Line2D
 from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, nearest_path
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
+from distgpt.core.saved.metrics import IN_BITS, read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
-from distgpt.show.metrics import IN_BITS, read_metrics
 from distgpt.show.runs import best_evaluation, run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
