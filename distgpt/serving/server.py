@@ -139,7 +139,7 @@ class Server:
         try:
             asyncio.run(self._run(ready))
         finally:
-            self._app.close()
+            self._app.parsing.close()
         if self._interrupt or self.failure:
             raise self._interrupt or self.failure or AssertionError
 
