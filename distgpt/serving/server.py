@@ -155,6 +155,7 @@ class Server:
     async def _run(self, ready: Callable[[], None]) -> None:
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
         logging.getLogger("uvicorn.error").propagate = False
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of writes to clients that left
         config = uvicorn.Config(
             self._app.asgi(),
             http=_Connection,
