@@ -79,7 +79,7 @@ TABLES: dict[str, dict[str, str]] = {
         "live": "distgpt.show.display:Live",
         "port": "distgpt.fleet.port:Port",
         "tensorboard": "distgpt.show.display:TensorBoard",
-        "textfile": "distgpt.fleet.textfile:Textfile",
+        "textfile": "distgpt.fleet.exporter:Textfile",
     },
     # By their name in summary.json (core/train/summary.py).
     "summary": {

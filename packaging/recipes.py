@@ -20,7 +20,7 @@ REQUIREMENT = re.compile(r"([\w-]+)(?:\[[\w,]+\])?(>=([\d.]+))?")
 # Each as this package manager calls it, where that is not as on PyPI.
 CONDA = {"matplotlib": "matplotlib-base"}
 SPACK = {"tensorboardX": "tensorboardx"}
-SPACK_EXTRAS = ("parquet", "serve", "tensorboard")  # beside mpi, which is on by default
+SPACK_EXTRAS = ("parquet", "prometheus", "serve", "tensorboard")  # beside mpi, which is on by default
 # EasyBuild's generation 2025a: the newest that has all of them. By PyPI's name: the module, its version, and
 # the version of the package in it, where the module is a collection.
 TOOLCHAIN = ("foss", "2025a")
@@ -119,6 +119,7 @@ def spack(needs: dict[str, str], kind: str = "", when: str = "") -> str:
 def variant(extra: str) -> str:
     about = {
         "parquet": "Read Parquet files",
+        "prometheus": "Export metrics of training runs for Prometheus",
         "serve": "Answer over HTTP",
         "tensorboard": "Log to TensorBoard",
     }

@@ -30,38 +30,19 @@ from distgpt.core.ops.api import Affine, Array, Floats2d, Ints1d, SortedTokens, 
 from distgpt.core.ops.kernels import Kernels
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The rows of a matrix beside which an adapter stands: `name` is one of LORA_MATRICES."""
-
-    name: str
-    rows: slice
-
-
-def pieces_of(linear: Linear) -> list[Piece]:
-    """Return the matrices that a linear layer holds, one below the other."""
-    kind = linear.name.split(".", 2)[2]
-    many = len(linear.heights) > 1
-    names = {"attn.qkv": "qkv", "attn.proj": "o", "mlp.fc": ("gate", "up") if many else ("up",)}
-    found, end = [], 0
-    for name, height in zip(names.get(kind, ("down",)), linear.heights or linear.shape[:1], strict=True):
-        found.append(Piece(name, slice(end, end + height)))
-        end += height
-    return found
-
-
 class Adapter(Part):
     """B (rows, rank) and A (rank, inputs) beside some rows of a matrix; of rank 0 it is those rows alone."""
 
-    def __init__(self, linear: Linear, piece: Piece, rank: int, scale: float) -> None:
+    def __init__(self, linear: Linear, piece: str, rows: slice, rank: int, scale: float) -> None:
+        """`piece`: the matrix whose rows these are, one of LORA_MATRICES."""
         block = linear.name.rsplit(".", 1)[0]
-        name = f"{block}.{piece.name}"
-        height, inputs = piece.rows.stop - piece.rows.start, linear.shape[1]
+        name = f"{block}.{piece}"
+        height, inputs = rows.stop - rows.start, linear.shape[1]
         shapes = {"b": (height, rank), "a": (rank, inputs)} if rank else {}
         super().__init__(name, [Spec(f"{name}.lora_{kind}", shape, MATRIX) for kind, shape in shapes.items()])
         self.linear = linear
-        self.piece = piece.name
-        self.rows = piece.rows
+        self.piece = piece
+        self.rows = rows
         self.rank = rank
         self.scale = scale
 
@@ -94,13 +75,24 @@ class Adapter(Part):
 
 
 def adapters_of(block: Block, t: TrainConfig) -> list[Adapter]:
-    """Return a layer's adapters, in the order in which the backward pass finishes their gradients."""
+    """Return a layer's adapters, in the order in which the backward pass finishes their gradients.
+
+    Where some rows of a matrix have an adapter, the others have one of rank 0, which copies them.
+    """
+    up = ["gate", "up"][-len(block.fc.heights) :]
     found = []
-    for linear in (block.proj, block.fc, block.out, block.qkv):
-        pieces = pieces_of(linear)
-        ranks = [t.lora_rank if piece.name in t.adapted else 0 for piece in pieces]
-        if any(ranks):
-            found += [Adapter(linear, *each, t.lora_scale) for each in zip(pieces, ranks, strict=True)]
+    for linear, names in (
+        (block.proj, ["down"]),
+        (block.fc, up),
+        (block.out, ["o"]),
+        (block.qkv, ["q", "k", "v"]),
+    ):
+        ranks = [t.lora_rank if name in t.adapted else 0 for name in names]
+        end = 0
+        for name, height, rank in zip(names, linear.heights or linear.shape[:1], ranks, strict=True):
+            if any(ranks):
+                found.append(Adapter(linear, name, slice(end, end + height), rank, t.lora_scale))
+            end += height
     return found
 
 
@@ -172,7 +164,11 @@ class AdaptedBlock(Block):
 
 
 def adapted_architecture(run: RunConfig) -> Architecture:
-    """Return the architecture of a run's model with its adapters."""
+    """Return the architecture of a run's model with its adapters. Each must have its matrix in the model."""
+    if not run.model.gated and run.train.lora_matrices != "all" and "gate" in run.train.adapted:
+        raise UsageError(
+            f"--lora-matrices {run.train.lora_matrices}: {run.model.mlp} has no gate: leave it out"
+        )
     return Architecture(run.model, partial(AdaptedBlock, run.train))
 
 
@@ -192,16 +188,11 @@ def adapters_by_matrix(run: RunConfig) -> dict[str, list[Adapter]]:
 
 def adapter_layout(run: RunConfig) -> Layout:
     """Return the layout of the adapters that a run trains."""
-    refuse_none(run)
     return _layout(adapted_architecture(run))
 
 
-def refuse_none(run: RunConfig) -> None:
-    """Refuse adapters beside a matrix that the model does not have."""
-    if not run.model.gated and run.train.lora_matrices != "all" and "gate" in run.train.adapted:
-        raise UsageError(
-            f"lora_matrices is {run.train.lora_matrices}: {run.model.mlp} has no gate: leave it out"
-        )
+def _layout(architecture: Architecture) -> Layout:
+    return Layout(spec for adapter in adapters_in(architecture) for spec in adapter.specs)
 
 
 class AdaptedModel(Model):
@@ -211,7 +202,6 @@ class AdaptedModel(Model):
     """
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
-        refuse_none(run)
         architecture = adapted_architecture(run)
         trained = _layout(architecture)
         own = (spec for spec in architecture.layout.specs if spec.name not in trained.offsets)
@@ -248,7 +238,3 @@ def _placed(adapters: Iterable[Adapter], frozen: FlatBuffer, kernels: Kernels) -
         found[name] = made[kind]
         adapter.place(made[kind], frozen[name])
     return found
-
-
-def _layout(architecture: Architecture) -> Layout:
-    return Layout(spec for adapter in adapters_in(architecture) for spec in adapter.specs)

@@ -85,9 +85,8 @@ def serve(
     except ImportError as error:
         if lacks_component(error):
             raise
-        raise UsageError(
-            f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
-        ) from None
+        needs = f"Starlette, uvicorn and prometheus-client ({first_line(error)})"
+        raise UsageError(f"serve needs {needs}: pip install 'distgpt[serve]'") from None
     from distgpt.core.generate.engine_setup import SAMPLE, ModelSpec
 
     lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})

@@ -1,4 +1,4 @@
-"""Runs for those who look after many of them: metrics for Prometheus, logs as JSON, files of a group.
+"""Runs for those who look after many of them: metrics for Prometheus, logs as JSON.
 
 Not here: the display of a single run (show/), what saves it or ends it (guards/).
 """

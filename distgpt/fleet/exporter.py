@@ -1,53 +1,66 @@
-"""Metrics of a training run for Prometheus; textfile.py writes them into a file, port.py answers with them.
+"""Metrics of a training run for Prometheus: in a file for node_exporter, or at a port (port.py).
 
-An exporter is a listener, so rank 0 alone has one. The label `run` is the absolute path of the run's
-directory: two files with the same labels would let node_exporter refuse all metrics of its host.
+The label `run` is the absolute path of the run's directory: node_exporter rejects all metrics of a host
+if two files have the same labels.
 """
 
 from __future__ import annotations
 
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from zlib import crc32
 
-from distgpt.core.base.errors import StorageError
+from distgpt.core.base.errors import StorageError, UsageError, escape, print_lines
 from distgpt.core.base.version import __version__
 from distgpt.core.comm.job import exit_code, this_job
 from distgpt.core.saved.checkpoint import MANIFEST, saved_checkpoints
 from distgpt.core.train.lines import Facts, Metrics
-from distgpt.fleet.prometheus import Family, Labels, page
-from distgpt.fleet.recorder import Recorder
 
-# By their names in metrics.jsonl. What is not here is a gauge of its own name, and needs no line. Help has to
-# stay as it is: node_exporter leaves out metrics that files of two versions explain in different words.
+try:
+    from prometheus_client import write_to_textfile
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.exposition import choose_encoder
+    from prometheus_client.registry import Collector
+except ImportError:
+    raise UsageError(
+        "metrics for Prometheus need prometheus-client: pip install 'distgpt[prometheus]'"
+    ) from None
+
+SECONDS_BETWEEN = 15.0  # versions of the file: as often as Prometheus is often set to ask
+ENDING = ".prom"  # node_exporter reads no other files
+
+# By their names in metrics.jsonl: name, help. Others are gauges with their own names. Don't change the help:
+# node_exporter leaves out metrics that files of two versions describe differently.
 FAMILIES = {
-    "loss": ("loss", "gauge", "Training loss of the last step, in nats per token."),
-    "val_loss": ("validation_loss", "gauge", "Loss of the last evaluation, in nats per token."),
-    "train_bits_per_byte": ("bpb", "gauge", "Training loss of the last step, in bits per byte."),
-    "bits_per_byte": ("validation_bpb", "gauge", "Loss of the last evaluation, in bits per byte."),
-    "epoch": ("epoch", "gauge", "How many times the text was read."),
-    "lr": ("learning_rate", "gauge", "Learning rate of the last step."),
-    "grad_norm": ("gradient_norm", "gauge", "Norm of the gradients of the last step."),
-    "step": ("step", "gauge", "Steps that are finished."),
-    "tokens": ("tokens_total", "counter", "Tokens of all steps so far, of earlier starts too."),
-    "tokens_per_s": ("tokens_per_second", "gauge", "Speed of the last step."),
-    "step_s": ("step_seconds", "gauge", "Duration of the last step."),
-    "late_s": ("slowest_rank_late_seconds", "gauge", "By how much the slowest rank was later than others."),
-    "val_s": ("validation_seconds", "gauge", "Duration of the last evaluation."),
-    "elapsed_s": ("elapsed_seconds", "gauge", "Elapsed of the time that the run has."),
-    "time": ("step_timestamp_seconds", "gauge", "When the last step was finished."),
+    "loss": ("loss", "Training loss of the last step, in nats per token."),
+    "val_loss": ("validation_loss", "Loss of the last evaluation, in nats per token."),
+    "train_bits_per_byte": ("bpb", "Training loss of the last step, in bits per byte."),
+    "bits_per_byte": ("validation_bpb", "Loss of the last evaluation, in bits per byte."),
+    "epoch": ("epoch", "How many times the text was read."),
+    "lr": ("learning_rate", "Learning rate of the last step."),
+    "grad_norm": ("gradient_norm", "Norm of the gradients of the last step."),
+    "step": ("step", "Steps that are finished."),
+    "tokens": ("tokens_total", "Tokens of all steps so far, of earlier starts too."),
+    "tokens_per_s": ("tokens_per_second", "Speed of the last step."),
+    "step_s": ("step_seconds", "Duration of the last step."),
+    "late_s": ("slowest_rank_late_seconds", "By how much the slowest rank was later than others."),
+    "val_s": ("validation_seconds", "Duration of the last evaluation."),
+    "elapsed_s": ("elapsed_seconds", "Elapsed of the time that the run has."),
+    "time": ("step_timestamp_seconds", "When the last step was finished."),
 }
 
 
-class Exporter(Recorder):
-    """Holds what a run has reported so far, as metrics: written in the main thread, read in any."""
+class Exporter(Collector):
+    """Holds the newest facts of a run: written in the main thread, collected in any. On rank 0 only."""
 
     def __init__(self) -> None:
-        self._run: Labels = {}
-        self._about: Labels = {}
+        self._run: dict[str, str] = {}
+        self._about: dict[str, str] = {}
         self._checkpoints = Path()
         self._began = 0.0
         self._last_step: int | None = None
@@ -62,8 +75,10 @@ class Exporter(Recorder):
         self._began = time.time()
         self._last_step = None if facts.get("seconds") else facts["steps"]
         job = (this_job().batch or {}).get("id", "")
-        self._about = {"stage": facts["stage"], "ranks": facts["ranks"], "version": __version__, "job": job}
-        self._run = {"run": directory, "host": platform.node(), "rank": 0}
+        about = {"stage": facts["stage"], "ranks": facts["ranks"], "version": __version__, "job": job}
+        self._about = {name: str(value) for name, value in about.items()}
+        run = str(directory).encode(errors="replace").decode()  # names of files may not be UTF-8
+        self._run = {"run": run, "host": platform.node(), "rank": "0"}
 
     def stepped(self, metrics: Metrics) -> None:
         self._skipped += int(metrics.get("skipped", 0))
@@ -72,45 +87,104 @@ class Exporter(Recorder):
     def evaluated(self, metrics: Metrics) -> None:
         self._evaluation = metrics
 
+    def noted(self, text: str) -> None: ...
+    def sampled(self, step: int, text: str) -> None: ...
+
     def close(self) -> None:
-        """Take note how the run ended. Called while the error that ends it is being handled, if one does."""
+        """Note the run's exit code. Called while the error that ends it is being handled, if one does."""
         if self._run and self._exit_code is None:
             self._exit_code = 0
             if (error := sys.exception()) is not None:
                 self._exit_code = exit_code(error)
 
-    def page(self) -> str:
-        """Return the metrics; nothing before the run has started."""
-        return page(self._families()) if self._run else ""
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the metrics in a format that the header Accept allows, and its Content-Type."""
+        encode, kind = choose_encoder(accept)
+        return encode(self), kind
 
-    def _families(self) -> Iterator[Family]:
-        def of(name: str, kind: str, help: str, value: float, **more: object) -> Family:
-            return Family(f"train_{name}", kind, help, [("", {**self._run, **more}, value)])
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; none before the run has started."""
+        if not self._run:
+            return
 
-        is_running = int(self._exit_code is None)
-        yield of("info", "gauge", "What runs here, in labels.", 1, **self._about)
-        yield of("running", "gauge", "1 while the run goes on, 0 once it has ended.", is_running)
+        def family(name: str, help: str, value: float, **more: str) -> Metric:
+            labels = self._run | more
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            metric = kind(
+                re.sub(r"\W", "_", f"distgpt_train_{name}", flags=re.ASCII), help, labels=list(labels)
+            )
+            metric.add_metric(list(labels.values()), value)
+            return metric
+
+        yield family("info", "What runs here, in labels.", 1, **self._about)
+        yield family("running", "1 while the run goes on, 0 once it has ended.", self._exit_code is None)
         if self._exit_code is not None:
-            yield of("exit_code", "gauge", "How the run ended: 0 finished, 75 start again.", self._exit_code)
-        yield of("start_timestamp_seconds", "gauge", "When this start began to train.", self._began)
+            yield family("exit_code", "How the run ended: 0 finished, 75 start again.", self._exit_code)
+        yield family("start_timestamp_seconds", "When this start began to train.", self._began)
         if self._last_step is not None:
-            yield of("last_step", "gauge", "The step after which the run ends.", self._last_step)
-        yield of("skipped_steps_total", "counter", "Steps of this start that were left out.", self._skipped)
+            yield family("last_step", "The step after which the run ends.", self._last_step)
+        yield family("skipped_steps_total", "Steps of this start that were left out.", self._skipped)
         for key, value in {
             **self._evaluation,
             **self._step,
         }.items():  # both have a step: that of steps counts
             if key != "skipped":
-                usual = (key, "gauge", f"{key} of the last line with it in metrics.jsonl.")
-                yield of(*FAMILIES.get(key, usual), value)
+                yield family(
+                    *FAMILIES.get(key, (key, f"{key} of the last line with it in metrics.jsonl.")), value
+                )
         # The moment and not the age: an age in a file would stand still as soon as its run does.
-        if saved := self._saved():
-            yield of("checkpoint_timestamp_seconds", "gauge", "When the newest checkpoint was saved.", saved)
-
-    def _saved(self) -> float | None:
-        """Return the moment when the newest checkpoint was finished; None without one."""
         with suppress(OSError, StorageError):
-            return next(
-                ((path / MANIFEST).stat().st_mtime for path in saved_checkpoints(self._checkpoints)), None
+            for path in saved_checkpoints(self._checkpoints)[:1]:
+                saved = (path / MANIFEST).stat().st_mtime
+                yield family("checkpoint_timestamp_seconds", "When the newest checkpoint was saved.", saved)
+
+
+class Textfile(Exporter):
+    """Writes the metrics into a file for node_exporter's textfile collector, every 15 seconds.
+
+    The file stays after the run and has its exit code: Prometheus may not have asked since.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        is_folder = path.is_dir()
+        if not is_folder and path.suffix != ENDING:
+            raise UsageError(
+                f"--metrics-textfile {path}: name a folder that is there, or a file that ends in {ENDING},"
+                " since node_exporter reads no others"
             )
-        return None
+        if not is_folder and not path.parent.is_dir():
+            raise UsageError(f"--metrics-textfile {path}: there is no folder {path.parent}")
+        self._path, self._is_folder = path.absolute(), is_folder
+        self._written = 0.0
+        self._is_failing = False
+
+    def started(self, facts: Facts) -> None:
+        super().started(facts)
+        if self._is_folder:
+            run = Path(facts["directory"]).absolute()
+            self._path /= f"distgpt-{run.name}-{crc32(str(run).encode(errors='replace')):08x}{ENDING}"
+        self._write()
+
+    def stepped(self, metrics: Metrics) -> None:
+        super().stepped(metrics)
+        if time.monotonic() - self._written >= SECONDS_BETWEEN:
+            self._write()
+
+    def close(self) -> None:
+        is_first = self._exit_code is None
+        super().close()
+        if self._run and is_first:
+            self._write()
+
+    def _write(self) -> None:
+        """Replace the file; one that cannot be written is no reason to end a run."""
+        self._written = time.monotonic()
+        try:
+            write_to_textfile(str(self._path), self)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                why = f"cannot write {escape(str(self._path))}: {error.strerror or error}"
+                print_lines(f"{why}; the run goes on without its metrics", err=True)
+            self._is_failing = True

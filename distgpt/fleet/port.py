@@ -12,7 +12,6 @@ from socketserver import TCPServer
 from distgpt.core.base.errors import UsageError, print_lines
 from distgpt.core.comm.job import this_job
 from distgpt.fleet.exporter import Exporter
-from distgpt.fleet.prometheus import CONTENT_TYPE
 
 LOCAL = "127.0.0.1"
 PATIENCE = 5.0  # seconds for a whole request: one client at a time, and others wait for it
@@ -78,9 +77,11 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         is_known = self.path.partition("?")[0] == "/metrics"
-        content = self.server.exporter.page().encode() if is_known else b"see /metrics\n"
+        content, kind = b"see /metrics\n", "text/plain"
+        if is_known:
+            content, kind = self.server.exporter.page(self.headers.get("Accept", ""))
         self.send_response(200 if is_known else 404)
-        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

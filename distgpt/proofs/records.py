@@ -13,9 +13,9 @@ from distgpt.core.base.errors import DataError, UsageError, nearest_path
 from distgpt.core.base.files import read_small
 from distgpt.core.config import RunConfig
 from distgpt.core.saved.checkpoint import saved_checkpoints
+from distgpt.core.saved.metrics import MOST_METRICS, MOST_STEPS, Metrics, read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.proofs.kept import KEY, Facts
-from distgpt.show.metrics import MOST_METRICS, MOST_STEPS, Metrics, read_metrics
 
 # Settings of which no bit of a step depends: what is shown, saved, measured and checked beside the steps.
 # A text is compared by its fingerprint, not by its name.

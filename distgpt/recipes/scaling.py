@@ -14,8 +14,24 @@ TOKENS_PER_PARAMETER = 12  # of the layers' matrices and the output layer
 EPOCHS = 8  # read a text no more often
 BYTES_AT_LEAST = 200_000  # of a text that has enough for a vocabulary of its own
 SMALLEST_BPE, LARGEST_BPE = 512, 1 << 15
-REFERENCE_BATCH = 1 << 12  # tokens, at which the learning rates of the preset `fast` were found
+ENTRIES_PER_ROOT = 1.6  # a vocabulary has about this many entries times √bytes; chosen, not fitted
+# English has about 1.9 bytes in a token of the smallest BPE, and 0.37 more each time its entries double.
+SMALLEST_BPE_BYTES, BYTES_PER_DOUBLING = 1.9, 0.37
 SMALLEST_BATCH, LARGEST_BATCH = 1 << 9, 1 << 19
+REFERENCE_BATCH = 1 << 12  # tokens of a step of the presets `fast` and `sprint`
+REFERENCE_TOKENS = 12e6  # a run that reads so many takes the reference batch
+BATCH_GROWTH = 0.383  # batch ∝ tokens^0.383 (arXiv 2505.13738)
+REFERENCE_WIDTH = 256  # of `fast` and `sprint`
+# Their learning rates, found by trying at that batch and width. How they scale was not swept: lr with the
+# root of the batch, and the others with that of 1/width (docs/explanation/learning.md).
+SPRINT_RATES = {"lr": 0.04, "embedding_lr": 0.02, "value_lr": 0.1, "head_lr": 0.0007}
+FAST_RATES = {"lr": 0.03, "embedding_lr": 0.3, "value_lr": 0.3, "head_lr": 0.008}
+VECTOR_LR = 0.01  # of both, at any size
+HIGHEST_LR = 0.05  # that of the preset `tiny`
+LR_FALLS = 20  # times, until the end of a run
+# That of `fast`, whose 1,000 steps read 4 million tokens. A longer run decays by as much in all.
+WEIGHT_DECAY, WEIGHT_DECAY_TOKENS = 0.28, 4e6
+WARMUP, LONGEST_WARMUP = 25, 100  # one step in 25, but no more than 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +62,14 @@ def vocabulary(size: float) -> int:
     """Return the entries of a BPE for a text of this many bytes: a power of two, about 1.6 √size."""
     if size < BYTES_AT_LEAST:
         return 256
-    return min(LARGEST_BPE, max(SMALLEST_BPE, power_of_two(1.6 * math.sqrt(size))))
+    return min(LARGEST_BPE, max(SMALLEST_BPE, power_of_two(ENTRIES_PER_ROOT * math.sqrt(size))))
 
 
 def bytes_per_token(vocab_size: int) -> float:
     """Return about how many bytes of English a token has."""
-    return 1.9 + 0.37 * math.log2(vocab_size / SMALLEST_BPE) if vocab_size > 256 else 1.0
+    if vocab_size <= 256:
+        return 1.0
+    return SMALLEST_BPE_BYTES + BYTES_PER_DOUBLING * math.log2(vocab_size / SMALLEST_BPE)
 
 
 def text_to_learn_from(size: float, entries: int = 0) -> Text:
@@ -75,7 +93,8 @@ def tokens_to_read(depth: int, text: Text) -> float:
 
 def batch(tokens: float) -> int:
     """Return the tokens of a step in a run over this many (arXiv 2505.13738)."""
-    return min(LARGEST_BATCH, max(SMALLEST_BATCH, power_of_two(REFERENCE_BATCH * (tokens / 12e6) ** 0.383)))
+    best = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** BATCH_GROWTH
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, power_of_two(best)))
 
 
 def recipe(
@@ -91,18 +110,16 @@ def recipe(
     sequences = given.get("batch_size", -(-sequences // ranks) * ranks)
     steps = given.get("steps", max(1, round(tokens / (sequences * seq_len))))
     larger = math.sqrt(sequences * seq_len / REFERENCE_BATCH)
-    narrower = math.sqrt(256 / width(depth))
+    narrower = math.sqrt(REFERENCE_WIDTH / width(depth))
     from_pairs = tokens <= PAIRS_UP_TO
-    lr = min(0.05, (0.04 if from_pairs else 0.03) * larger)
-    embedding, values, head = (0.02, 0.1, 0.0007) if from_pairs else (0.3, 0.3, 0.008)
+    rates = SPRINT_RATES if from_pairs else FAST_RATES
+    lr = min(HIGHEST_LR, rates["lr"] * larger)
     found = {
         "lr": lr,
-        "min_lr": lr / 20,
-        "embedding_lr": embedding * narrower,
-        "value_lr": values * narrower,
-        "head_lr": head * narrower,
-        "vector_lr": 0.01,
-        "weight_decay": 0.28 * larger * min(1.0, 4e6 / tokens),
+        "min_lr": lr / LR_FALLS,
+        **{name: rates[name] * narrower for name in ("embedding_lr", "value_lr", "head_lr")},
+        "vector_lr": VECTOR_LR,
+        "weight_decay": WEIGHT_DECAY * larger * min(1.0, WEIGHT_DECAY_TOKENS / tokens),
     }
     return {
         "n_layer": depth,
@@ -113,7 +130,7 @@ def recipe(
         **({"tokenizer": text.tokenizer} if text.tokenizer else {}),
         "batch_size": sequences,
         "steps": steps,
-        "warmup": min(100, math.ceil(steps / 25)),
+        "warmup": min(LONGEST_WARMUP, math.ceil(steps / WARMUP)),
         "init_weights": "bigrams" if from_pairs else "unit",
         **{name: float(f"{value:.3g}") for name, value in found.items()},
     }

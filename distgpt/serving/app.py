@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from base64 import b64encode
+from collections.abc import Awaitable
 from contextlib import aclosing, suppress
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
 from hmac import compare_digest
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,12 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.core.base.errors import SCREEN, escape, first_line, print_lines
-from distgpt.fleet.prometheus import CONTENT_TYPE
 from distgpt.serving.chat import parse_chat
 from distgpt.serving.completions import (
     Answer,
@@ -32,19 +34,8 @@ from distgpt.serving.completions import (
     parse_body,
     refuse_other_model,
 )
-from distgpt.serving.limits import (
-    Limits,
-    ListenOn,
-    Refusal,
-    broken,
-    leaving,
-    too_large,
-    too_late,
-    two_lengths,
-    unread,
-)
+from distgpt.serving.limits import Limits, ListenOn, Refusal, broken, leaving, too_large, too_late
 from distgpt.serving.metrics import Metrics
-from distgpt.serving.page import page
 from distgpt.serving.parsing import Parsed, Parser, Parsing
 from distgpt.serving.runner import Call, Runner
 from distgpt.serving.tokens import about_tokenizer, detokenize, tokenize
@@ -58,6 +49,7 @@ PIECE = 1 << 16  # bytes sent at once
 LONG = 1 << 14  # tokens and log-probabilities of an answer that is put together beside the loop
 REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
 DROPPED = 1 << 30  # bytes of it
+PAGE = ("page.html", "playground.js", "chat.js")
 COMPLETIONS: dict[str, Parser[ParsedBody]] = {
     "/v1/completions": parse_body,
     "/v1/chat/completions": parse_chat,
@@ -71,13 +63,7 @@ class App:
     def __init__(self, served: Served, runner: Runner, metrics: Metrics, where: ListenOn) -> None:
         self._served, self.runner, self._metrics, self._where = served, runner, metrics, where
         self.limits = where.limits
-        self._parsing = Parsing(served, where.limits)
-        self._pool = ThreadPoolExecutor(1, "answers")  # another, so that no answer waits for bodies to come
-
-    def close(self) -> None:
-        """End the threads that parse bodies and put answers together."""
-        self._parsing.close()
-        self._pool.shutdown(wait=False)
+        self.parsing = Parsing(served, where.limits)
 
     def asgi(self) -> ASGIApp:
         """Return the application that a server calls."""
@@ -111,11 +97,15 @@ class App:
 
         try:
             framed_twice = {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
-            await (refusing(two_lengths()) if framed_twice else app)(scope, receive, sent)
+            if framed_twice:  # a proxy in front may have read it as two requests
+                text = "a body has a Content-Length or a Transfer-Encoding, not both"
+                await refusing(Refusal(400, text, headers={"Connection": "close"}))(scope, receive, sent)
+            else:
+                await app(scope, receive, sent)
         finally:
             seconds = time.monotonic() - begun
             if scope["type"] == "http" and scope["path"] in COMPLETIONS:
-                self._metrics.answered[status] += 1
+                self._metrics.answered.labels(status).inc()
             if scope["type"] == "http" and self._where.log != "quiet":
                 who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
                 what = escape(f"{who} {scope['method']} {scope['path']:.200}")
@@ -139,7 +129,7 @@ class App:
 
     async def _page(self, request: Request) -> Response:
         self._admit(request, with_key=False)
-        text, policy = page(self._served.chats)
+        text, policy = _page(self._served.chats)
         safe = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe})
 
@@ -150,7 +140,8 @@ class App:
 
     async def _metrics_page(self, request: Request) -> Response:
         self._admit(request)
-        return PlainTextResponse(self._metrics.text(**self.runner.gauges), media_type=CONTENT_TYPE)
+        page, kind = self._metrics.page(request.headers.get("accept", ""), self.runner.gauges)
+        return Response(page, media_type=kind)
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)
@@ -189,7 +180,7 @@ class App:
         begun = time.monotonic()
         parsed = await self._parsed(request, COMPLETIONS[request.url.path], begun)
         call = self.runner.submit(parsed.requests, parsed.size, begun)
-        self._metrics.prompt_tokens += parsed.prompt_tokens
+        self._metrics.prompt_tokens.inc(parsed.prompt_tokens)
         return _Completion(self, parsed, call)
 
     async def _parsed(self, request: Request, parse: Parser[Parsed], begun: float) -> Parsed:
@@ -207,68 +198,69 @@ class App:
             raise Refusal(499, "the client has left") from None
         try:
             async with asyncio.timeout(limit - (time.monotonic() - begun)):
-                return await self._parsing.parse(parse, body)
+                return await self.parsing.parse(parse, body)
         except TimeoutError:
             raise too_late(limit) from None
 
-    async def answer(self, parsed: ParsedBody, call: Call, scope: Scope) -> AsyncGenerator[bytes]:
-        """The pieces of a streamed answer, or its whole. Frees what the call has when it is closed."""
-        answer = Answer(parsed)
-        try:
-            async with aclosing(call.events()) as events:
-                async for index, event in events:
-                    if event.prompt_likelihoods:  # long work, beside which others are served
-                        loop = asyncio.get_running_loop()
-                        piece = await loop.run_in_executor(self._pool, answer.add, index, event)
-                    else:
-                        piece = answer.add(index, event)
-                    if parsed.stream and piece:
-                        yield piece
-            if parsed.stream:
-                yield answer.end()
-            elif call.size < LONG:
-                yield answer.body()
-            else:
-                yield await asyncio.get_running_loop().run_in_executor(self._pool, answer.body)
-        finally:
-            self.runner.forget(call)
-            self._metrics.whole.observe(time.monotonic() - call.begun)
-            scope[NOTE] = f", {parsed.prompt_tokens} + {answer.tokens} tokens"
-            if self._where.log == "prompts":
-                decode = parsed.served.tokenizer.decode
-                texts = [decode(request.prompt[:SCREEN]) for request in parsed.requests]
-                scope[NOTE] += f", prompts {texts!r:.{SCREEN}}"  # a line of the log is no longer
+    def note(self, parsed: ParsedBody, answer: Answer, call: Call) -> str:
+        """Count the time of a call that is over. Return what the log says of it."""
+        self._metrics.whole.observe(time.monotonic() - call.begun)
+        note = f", {parsed.prompt_tokens} + {answer.tokens} tokens"
+        if self._where.log == "prompts":
+            decode = parsed.served.tokenizer.decode
+            texts = [decode(request.prompt[:SCREEN]) for request in parsed.requests]
+            note += f", prompts {texts!r:.{SCREEN}}"  # a line of the log is no longer
+        return note
 
 
 class _Completion(Response):
-    """Sends an answer while it is made; a client that leaves, or reads nothing, or a time limit ends it."""
+    """Sends an answer while it is made. It ends early if its client leaves or reads nothing, or too late."""
 
     def __init__(self, app: App, parsed: ParsedBody, call: Call) -> None:
         self._app, self._parsed, self._call = app, parsed, call
+        self._answer = Answer(parsed)
         self._begun = False  # the status is sent
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(self._cancel_on_disconnect(receive))
-        pieces = self._app.answer(self._parsed, self._call, scope)
-        limit = self._app.limits.seconds
+        watch = asyncio.create_task(self._forget_on_disconnect(receive))
+        limit, why = self._app.limits.seconds, None
         try:
-            left = limit - (time.monotonic() - self._call.begun)
-            async with asyncio.timeout(left), aclosing(pieces):
-                async for piece in pieces:
-                    await self._send(send, piece)
-                await self._taken(send({"type": "http.response.body", "body": b""}))
+            async with asyncio.timeout(limit - (time.monotonic() - self._call.begun)):
+                await self._send_all(send)
         except (Refusal, TimeoutError) as error:
             why = error if isinstance(error, Refusal) else too_late(limit)
-            scope[NOTE] = f"{scope.get(NOTE, '')}, {why.text}"
-            await self._fail(why, scope, receive, send)
         finally:
             watch.cancel()
+            self._app.runner.forget(self._call)
+            scope[NOTE] = self._app.note(self._parsed, self._answer, self._call)
+        if why:
+            scope[NOTE] += f", {why.text}"
+            await self._fail(why, scope, receive, send)
 
-    async def _cancel_on_disconnect(self, receive: Receive) -> None:
+    async def _forget_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._app.runner.forget(self._call)
+
+    async def _send_all(self, send: Send) -> None:
+        """Send the pieces of a stream, or the whole answer. Long work is done in a thread."""
+        answer, stream = self._answer, self._parsed.stream
+        async with aclosing(self._call.events()) as events:
+            async for index, event in events:
+                if event.prompt_likelihoods:
+                    piece = await asyncio.to_thread(answer.add, index, event)
+                else:
+                    piece = answer.add(index, event)
+                if stream and piece:
+                    await self._send(send, piece)
+        if stream:
+            await self._send(send, answer.end())
+        elif self._call.size < LONG:
+            await self._send(send, answer.body())
+        else:
+            await self._send(send, await asyncio.to_thread(answer.body))
+        await self._taken(send({"type": "http.response.body", "body": b""}))
 
     async def _send(self, send: Send, piece: bytes) -> None:
         if not self._begun:
@@ -288,7 +280,8 @@ class _Completion(Response):
             async with asyncio.timeout(TAKING):
                 await sending
         except TimeoutError:
-            raise unread(TAKING) from None
+            text = f"the client read nothing for {TAKING:g} s"
+            raise Refusal(408, text, code="not_read") from None
 
     async def _fail(self, why: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
         """Say what went wrong, if need be at the end of a stream; not to a client that does not read."""
@@ -301,13 +294,7 @@ class _Completion(Response):
                     await self._send(send, failed(why))
                     await send({"type": "http.response.body", "body": b""})
                     return
-        abort_of(scope)()
-
-
-def abort_of(scope: Scope) -> Callable[[], None]:
-    """Return what ends the connection of a request at once, if its server offers that."""
-    found: Callable[[], None] = scope.get(ABORT, lambda: None)
-    return found
+        scope[ABORT]()
 
 
 async def _body(request: Request, most: int) -> bytes:
@@ -354,3 +341,29 @@ async def _not_found(request: Request, error: Exception) -> Response:
 async def _internal(request: Request, error: Exception) -> Response:
     print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
     return refusing(broken("internal error"))
+
+
+@cache
+def _page(chats: bool) -> tuple[str, str]:
+    """The page, for chats or for plain texts, and the Content-Security-Policy that lets run it alone."""
+    frame, *scripts = (files("distgpt.serving").joinpath(name).read_text("utf-8") for name in PAGE)
+    frame = frame.replace("<body>", '<body class="chats">') if chats else frame
+    text = frame.replace("<script></script>", f"<script>\n{''.join(scripts)}</script>")
+    script, style = (_sources(text, name) for name in ("script", "style"))
+    policy = (
+        "default-src 'none'",
+        f"script-src {script}",
+        f"style-src {style}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+    return text, "; ".join(policy)
+
+
+def _sources(text: str, name: str) -> str:
+    """Hashes of all inline elements of this name."""
+    inside = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    return " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in inside)

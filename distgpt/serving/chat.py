@@ -7,7 +7,6 @@ from typing import Any
 
 from distgpt.core.base.errors import DataError
 from distgpt.core.config import Setting
-from distgpt.core.data.tokenizers import BytesDecoder
 from distgpt.core.generate.request import Event, Likelihood
 from distgpt.serving.completions import (
     MOST_LOGPROBS,
@@ -124,7 +123,5 @@ class ChatChoice(Choice):
         found["content"].append({**self._token(token, likelihood.logprob), "top_logprobs": top})
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text, tokenizer = token_text(self._tokenizer, token), self._tokenizer
-        known = isinstance(tokenizer, BytesDecoder) and token < len(tokenizer.pieces)
-        piece = tokenizer.pieces[token] if known and isinstance(tokenizer, BytesDecoder) else text.encode()
+        text, piece = token_text(self._tokenizer, token)
         return {"token": text, "logprob": logprob, "bytes": list(piece)}

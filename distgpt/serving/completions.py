@@ -372,23 +372,24 @@ class Choice:
         text, top = self._tokenizer, None
         if likelihood is not None:
             pairs = [*likelihood.alternatives, (token, likelihood.logprob)]
-            top = {token_text(text, token): logprob for token, logprob in pairs}
-        found["tokens"].append(token_text(text, token))
+            top = {token_text(text, token)[0]: logprob for token, logprob in pairs}
+        found["tokens"].append(token_text(text, token)[0])
         found["token_logprobs"].append(None if likelihood is None else likelihood.logprob)
         found["top_logprobs"].append(top)
         found["text_offset"].append(self._offset)
         self._offset += len(self._streamer.feed(token))
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token alone. One that is no whole character as OpenAI writes it: bytes:\\xe2\\x80."""
+def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
+    """Return a token's text and bytes. If they are not whole characters, OpenAI writes bytes:\\xe2\\x80."""
     if isinstance(tokenizer, BytesDecoder) and token < len(tokenizer.pieces):
         piece = tokenizer.pieces[token]
         try:
-            return piece.decode()
+            return piece.decode(), piece
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-    return tokenizer.decode([token])
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
+    text = tokenizer.decode([token])
+    return text, text.encode(errors="replace")
 
 
 def failed(why: Refusal) -> bytes:

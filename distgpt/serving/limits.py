@@ -82,12 +82,6 @@ def invalid(text: str, param: str | None = None, code: str | None = None) -> Ref
     return Refusal(400, text, param=param, code=code)
 
 
-def two_lengths() -> Refusal:
-    """Refuse what a proxy in front may have read as two requests."""
-    text = "a body has a Content-Length or a Transfer-Encoding, not both"
-    return Refusal(400, text, headers={"Connection": "close"})
-
-
 def too_large(most: int) -> Refusal:
     return Refusal(413, f"the body is longer than {most:,} bytes", headers={"Connection": "close"})
 
@@ -109,10 +103,6 @@ def leaving() -> Refusal:
 
 def too_late(seconds: float) -> Refusal:
     return Refusal(504, f"the request took longer than {seconds:g} s", "server_error", code="timeout")
-
-
-def unread(seconds: float) -> Refusal:
-    return Refusal(408, f"the client read nothing for {seconds:g} s", code="not_read")
 
 
 def broken(why: str) -> Refusal:

@@ -148,13 +148,13 @@ class Runner:
         if count(call) > most:
             raise invalid(f"{count(call):,} {what} are more than the {most:,} that there is room for")
         if count(call) + sum(map(count, self._calls)) > most:
-            raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.whole.mean))))
+            raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.mean_seconds))))
 
     def forget(self, call: Call) -> None:
         """Free what a call has, whether it is over or not."""
         if call in self._calls:
             if not call.is_over:
-                self._metrics.cancelled += 1
+                self._metrics.cancelled.inc()
                 call.fail(Refusal(499, "the client has left"))
             self._inbox.put(partial(self._end, call))
             self._drop(call)
@@ -181,10 +181,10 @@ class Runner:
                 call.answered = True
                 self._metrics.first_token.observe(now - call.begun)
             call.add(index, event)
-        self._metrics.generated_tokens += made
+        self._metrics.generated_tokens.inc(made)
 
     def _failed(self, why: Refusal, calls: Iterable[Call]) -> None:
-        self._metrics.engine_failures += 1
+        self._metrics.engine_failures.inc()
         self._fail(why, calls)
 
     def _dead(self, why: DistgptError) -> None:

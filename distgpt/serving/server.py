@@ -139,7 +139,7 @@ class Server:
         try:
             asyncio.run(self._run(ready))
         finally:
-            self._app.close()
+            self._app.parsing.close()
         if self._interrupt or self.failure:
             raise self._interrupt or self.failure or AssertionError
 
@@ -155,6 +155,7 @@ class Server:
     async def _run(self, ready: Callable[[], None]) -> None:
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
         logging.getLogger("uvicorn.error").propagate = False
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of writes to clients that left
         config = uvicorn.Config(
             self._app.asgi(),
             http=_Connection,

@@ -101,7 +101,10 @@ def _sources(manifest: Manifest) -> list[tuple[str, int, int]]:
 
 def report(folder: Path, as_json: bool, verify: bool) -> None:
     """Print what a folder of shards holds, or raise what is wrong with it."""
-    manifest = _manifest_in(folder)
+    if not is_shards(folder):
+        refuse_unfinished(folder)
+        raise DataError(f"{folder} is not a folder of shards: it has no {MANIFEST}")
+    manifest = read_manifest(folder)
     tokenizer = shards_tokenizer(folder, manifest)
     opened = {split: ShardTokens(folder, manifest, split) for split in SPLITS}
     if verify:
@@ -117,13 +120,6 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
     print_lines(
         "every shard matches the manifest" if verify else "not verified: only sizes and headers were checked"
     )
-
-
-def _manifest_in(folder: Path) -> Manifest:
-    if is_shards(folder):
-        return read_manifest(folder)
-    refuse_unfinished(folder)
-    raise DataError(f"{folder} is not a folder of shards: it has no {MANIFEST}")
 
 
 def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:

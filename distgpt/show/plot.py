@@ -17,9 +17,9 @@ from matplotlib.lines import Line2D
 from distgpt.core.base.errors import DataError, StorageError, UsageError, escape, nearest_path
 from distgpt.core.base.files import atomic_file, read_small, storage_errors
 from distgpt.core.ops.api import Array
+from distgpt.core.saved.metrics import IN_BITS, read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.show.charts import COLOURS, SERIES, drawable, series_colour, set_ticks, style
-from distgpt.show.metrics import IN_BITS, read_metrics
 from distgpt.show.runs import best_evaluation, run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -240,14 +240,10 @@ class _Picture:
             where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, above), "borderaxespad": 0}
             narrow = {"ncols": len(entries), "handlelength": 1.2, "columnspacing": 1, "fontsize": 7.5}
             axes.legend(handles=entries, **where, **narrow)
-        else:
-            self._legend_below(entries)
-
-    def _legend_below(self, entries: list[Line2D]) -> None:
-        """Put the legend of several runs below the panels, where it hides no curve."""
-        columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
-        self.figure.legend(handles=entries, loc="outside lower center", ncols=columns)
-        self.figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
+        else:  # below the panels, where the legend hides no curve
+            columns = max(1, LETTERS // (6 + max(len(str(entry.get_label())) for entry in entries)))
+            self.figure.legend(handles=entries, loc="outside lower center", ncols=columns)
+            self.figure.set_figheight(HEIGHT + LINE * -(-len(entries) // columns))
 
     def _epochs(self, axes: Any) -> bool:
         """Mark where the only run reads its text again, at which its loss may fall in a stair."""
@@ -304,12 +300,9 @@ def _number(line: dict[str, Any], key: str) -> str:
 
 def _losses(training: Curve, lowest: float) -> str:
     """Return losses for a legend: the last training loss and the lowest validation loss."""
-    return _last(training) + (f"  val {lowest:.3f}" if math.isfinite(lowest) else "")
-
-
-def _last(curve: Curve) -> str:
-    known = curve.finite().values
-    return f"  {known[-1]:.3f}" if len(known) else ""
+    known = training.finite().values
+    last = f"  {known[-1]:.3f}" if len(known) else ""
+    return last + (f"  val {lowest:.3f}" if math.isfinite(lowest) else "")
 
 
 # What runs have recorded

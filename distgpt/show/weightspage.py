@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a directory")
     if is_gguf(path):
-        return _gguf(path)
+        return describe(path) | _importable(lambda: GgufModel(path), import_command(path, path.stem))
     header = read_header(path)
     if header.metadata.get("format") == FORMAT or {BASE, "format_version"} <= header.metadata.keys():
         return _own(path, header)
@@ -54,7 +55,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
 def _own(path: Path, header: Header) -> dict[str, Any]:
     description = read_description(path)
-    found = {"kind": "weights", "what": "a model of distgpt"}
+    found: dict[str, Any] = {"kind": "weights", "what": "a model of distgpt"}
     if description.base:
         what = PARTS[description.part].describe(description.run)
         found = {"kind": "adapter", "what": f"{what} {description.base.file}"}
@@ -96,33 +97,28 @@ def _foreign(path: Path) -> dict[str, Any]:
     files = f" in {len(headers)} files" if len(headers) > 1 else ""
     found = {"kind": "transformers", "what": f"a {title!s:.80} of transformers{files}"}
     data = _data(list(headers), list(headers.values()))
-    try:
+
+    def opened() -> Source:
         foreign = Foreign(path)
         foreign.verify()
-    except DataError as error:
-        return found | data | {"imports": f"no: {error}"}
-    tokenizer, complaint = _tokenizer(foreign)
-    found |= _model(foreign.config, tokenizer) | complaint
-    return found | data | {"imports": f"yes: {command_line('weights', 'import', path, '--out', 'FILE')}"}
+        return foreign
+
+    about = _importable(opened, command_line("weights", "import", path, "--out", "FILE"))
+    imports = about.pop("imports")
+    return found | about | data | {"imports": imports}
 
 
-def _gguf(path: Path) -> dict[str, Any]:
-    found = describe(path)
+def _importable(opened: Callable[[], Source], command: str) -> dict[str, Any]:
+    """Return facts about another program's model, and the command that imports it or why it cannot be."""
     try:
-        model = GgufModel(path)
+        model = opened()
     except DataError as error:
-        return found | {"imports": f"no: {error}"}
-    tokenizer, complaint = _tokenizer(model)
-    found |= _model(model.config, tokenizer) | complaint
-    return found | {"imports": f"yes: {import_command(path, path.stem)}"}
-
-
-def _tokenizer(model: Source) -> tuple[Tokenizer | None, dict[str, str]]:
-    """The tokenizer of a model of others, and what the page says where it cannot be used."""
+        return {"imports": f"no: {error}"}
     try:
-        return model.tokenizer(), {}
+        facts = _model(model.config, model.tokenizer())
     except DistgptError as error:
-        return None, {"tokenizer": f"none that can be used: {error}"}
+        facts = _model(model.config, None) | {"tokenizer": f"none that can be used: {error}"}
+    return facts | {"imports": f"yes: {command}"}
 
 
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from distgpt.core.base.formatting import count, long_duration
 from distgpt.core.base.interrupts import PendingSignals, deferred_signals, signal_of
 from distgpt.core.comm.job import say
 from distgpt.core.saved.checkpoint import newest_step
+from distgpt.core.saved.metrics import parse_metrics, whole_lines
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.jobs.processes import OUR_LINE, Ended, ending
 from distgpt.jobs.reach import Answer, Line, clean, clean_here, is_here
-from distgpt.show.metrics import parse_metrics, whole_lines
 from distgpt.supervise.launch_line import LaunchLine
 from distgpt.supervise.rooms import Room, chosen, hosts_of, listed, read_rooms
 

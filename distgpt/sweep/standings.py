@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
-from distgpt.show.metrics import IN_BITS
+from distgpt.core.saved.metrics import IN_BITS
 from distgpt.sweep.grid import Grid, Values
 from distgpt.sweep.ledger import DIVERGED, Ledger, Result, Rung, measured, on_rung
 

@@ -17,6 +17,7 @@ from distgpt.core.base.interrupts import Interrupted
 from distgpt.core.config import RunConfig
 from distgpt.core.config.asked import Asked, asked_for
 from distgpt.core.cpu.stages import Stage
+from distgpt.core.saved.metrics import read_metrics
 from distgpt.core.saved.rundir import RunDirectory
 from distgpt.core.train.loop import train
 from distgpt.core.train.plan import make_plan, new_run
@@ -24,7 +25,6 @@ from distgpt.core.train.setup import open_run
 from distgpt.guards.attach import guarded
 from distgpt.guards.deadline import LEAVING
 from distgpt.recipes.derived import derived
-from distgpt.show.metrics import read_metrics
 from distgpt.sweep.grid import PRESET, Run
 from distgpt.sweep.ledger import Due, Ledger, Result, Rung, is_past, measured
 

@@ -4,9 +4,13 @@ import math
 
 import pytest
 
-from distgpt.core.config.presets import preset
+from distgpt.core.config.presets import PRESETS, preset
 from distgpt.core.data.tokenizers import load_tokenizer
 from distgpt.recipes.scaling import (
+    FAST_RATES,
+    REFERENCE_WIDTH,
+    SPRINT_RATES,
+    WEIGHT_DECAY,
     Text,
     batch,
     choose,
@@ -68,6 +72,13 @@ def test_the_recipe_is_a_run_and_follows_what_is_given():
     assert recipe(4, 12e6, DOCS, given={"seq_len": 256})["batch_size"] == 16
     assert recipe(4, 12e6, DOCS, given={"steps": 50})["warmup"] == 2
     assert recipe(4, 12e6, DOCS, ranks=3)["batch_size"] == 9  # 8 cannot be shared
+
+
+def test_the_rates_are_those_of_the_presets_they_were_found_for():
+    for name, rates in (("fast", FAST_RATES), ("sprint", SPRINT_RATES)):
+        found = PRESETS[name]
+        assert all(found[rate] == value for rate, value in rates.items() if rate in found)
+        assert found["n_embd"] == REFERENCE_WIDTH and found["weight_decay"] == WEIGHT_DECAY
 
 
 def test_speeds_lie_on_a_line_between_those_that_were_measured():

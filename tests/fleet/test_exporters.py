@@ -1,8 +1,11 @@
 """Metrics of a training run for Prometheus, read by its own parser: from a file, from a port, at the end."""
 
+import importlib
 import json
 import os
+import re
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -16,10 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from distgpt.core.base.errors import StorageError, UsageError
 from distgpt.core.base.interrupts import Interrupted
-from distgpt.fleet import textfile
-from distgpt.fleet.exporter import Exporter
+from distgpt.fleet import exporter
+from distgpt.fleet.exporter import Exporter, Textfile
 from distgpt.fleet.port import Port, parsed_address
-from distgpt.fleet.textfile import Textfile
 from distgpt.serving.metrics import Metrics
 
 
@@ -41,9 +43,13 @@ def value(page, name):
     return found
 
 
-def started(exporter, directory, **facts):
-    exporter.started({"directory": str(directory), "stage": "mpi", "ranks": 4, "steps": 100, **facts})
-    return exporter
+def started(run, directory, **facts):
+    run.started({"directory": str(directory), "stage": "mpi", "ranks": 4, "steps": 100, **facts})
+    return run
+
+
+def page_of(run):
+    return run.page()[0].decode()
 
 
 def step(number, **more):
@@ -64,7 +70,7 @@ def test_the_page_has_what_a_step_and_an_evaluation_reported(tmp_path, monkeypat
     run.stepped(step(3, grad_norm=float("inf"), memory_mb=12, skipped=1))
     run.evaluated({"step": 3, "time": 8.0, "val_loss": 3.5})
     run.stepped(step(4, loss=float("nan")))
-    page = run.page()
+    page = page_of(run)
     assert value(page, "step") == 4 and value(page, "tokens_total") == 256
     assert value(page, "validation_loss") == 3.5 and value(page, "skipped_steps_total") == 1
     assert value(page, "step_timestamp_seconds") == 9 and value(page, "running") == 1
@@ -81,8 +87,15 @@ def test_the_page_has_what_a_step_and_an_evaluation_reported(tmp_path, monkeypat
 
 def test_what_another_guard_adds_to_the_metrics_is_a_gauge(tmp_path):
     run = started(Exporter(), tmp_path)
-    run.stepped(step(1, watts=3.25))
-    assert value(run.page(), "watts") == 3.25
+    run.stepped(step(1, **{"watts": 3.25, "top-k": 1}))
+    assert value(page_of(run), "watts") == 3.25 and value(page_of(run), "top_k") == 1
+
+
+def test_metrics_name_the_library_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "distgpt.fleet.exporter")
+    with pytest.raises(UsageError, match=re.escape("pip install 'distgpt[prometheus]'")):
+        importlib.import_module("distgpt.fleet.exporter")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +122,7 @@ def test_a_file_is_replaced_now_and_then_and_a_run_has_the_same_one_again(tmp_pa
     first = started(Textfile(tmp_path), tmp_path / "run")
     (path,) = tmp_path.glob("*.prom")
     before = path.stat().st_ino
-    monkeypatch.setattr(textfile, "SECONDS_BETWEEN", 0)
+    monkeypatch.setattr(exporter, "SECONDS_BETWEEN", 0)
     first.stepped(step(1))
     assert path.stat().st_ino != before and value(path.read_text(), "step") == 1
     started(Textfile(tmp_path), tmp_path / "run")
@@ -118,7 +131,7 @@ def test_a_file_is_replaced_now_and_then_and_a_run_has_the_same_one_again(tmp_pa
 
 
 def test_a_folder_that_is_gone_is_said_once_and_ends_no_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(textfile, "SECONDS_BETWEEN", 0)
+    monkeypatch.setattr(exporter, "SECONDS_BETWEEN", 0)
     folder = tmp_path / "metrics"
     folder.mkdir()
     run = started(Textfile(folder / "mine.prom"), tmp_path)
@@ -144,7 +157,7 @@ def test_a_checkpoint_gives_its_moment(tmp_path):
         manifest.parent.mkdir(parents=True)
         manifest.touch()
         os.utime(manifest, (at, at))
-    assert value(started(Exporter(), tmp_path).page(), "checkpoint_timestamp_seconds") == 2000.5
+    assert value(page_of(started(Exporter(), tmp_path)), "checkpoint_timestamp_seconds") == 2000.5
 
 
 def test_a_port_answers_while_the_run_goes_on_and_is_refused_where_it_is_taken(tmp_path, capsys, monkeypatch):
@@ -206,9 +219,12 @@ def test_an_address_may_stand_before_a_port():
 
 def test_the_server_has_the_same_format():
     served = Metrics()
-    served.answered[200] = 3
+    served.answered.labels(200).inc(3)
     served.whole.observe(0.3)
-    found = parsed(served.text(lanes=4))
+    page, kind = served.page("", {"lanes": 4})
+    found = parsed(page.decode())
+    assert kind.startswith("text/plain; version=0.0.4") and served.mean_seconds == 0.3
+    assert not any(name.endswith("_created") for name in found)
     assert found["distgpt_requests_total"] == {(("status", "200"),): 3}
     buckets = found["distgpt_request_seconds_bucket"]
     assert (

@@ -62,7 +62,7 @@ class Server:
         where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
         listener = bound(where.host, where.port)
         self.serving, self.ended = Serving(loaded, self.lanes, "sample", where, listener), None
-        self.runner, self.metrics = self.serving.runner, self.serving.metrics
+        self.runner = self.serving.runner
         self.host, self.port = self.serving.listener.getsockname()[:2]
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready.set,))
@@ -74,6 +74,10 @@ class Server:
             self.serving.run(ready)
         except (DistgptError, Interrupted) as error:
             self.ended = error
+
+    def counted(self, name):
+        """Return the value of one of the server's counters."""
+        return self.serving.metrics.registry.get_sample_value(f"distgpt_{name}_total")
 
     def close(self):
         self.serving.end()

@@ -297,16 +297,17 @@ def test_metrics_count_what_happened():
         found.ask("/v1/completions", b"{")
         status, headers, text = found.ask("/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert [values[f'distgpt_requests_total{{status="{status}"}}'] for status in (200, 400)] == ["1", "1"]
-    assert values["distgpt_prompt_tokens_total"] == "11" and values["distgpt_generated_tokens_total"] == "20"
-    assert values["distgpt_lanes"] == "4"
+    samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    values = {name: float(value) for name, value in samples}
+    assert [values[f'distgpt_requests_total{{status="{status}"}}'] for status in (200, 400)] == [1, 1]
+    assert values["distgpt_prompt_tokens_total"] == 11 and values["distgpt_generated_tokens_total"] == 20
+    assert values["distgpt_lanes"] == 4
     for gauge in ("queue_length", "running_sequences", "open_requests"):
-        assert values[f"distgpt_{gauge}"] == "0"
+        assert values[f"distgpt_{gauge}"] == 0
     for name in ("first_token_seconds", "request_seconds"):
-        buckets = [int(values[key]) for key in values if key.startswith(f"distgpt_{name}_bucket")]
-        assert buckets == sorted(buckets) and buckets[-1] == int(values[f"distgpt_{name}_count"]) == 1
-        assert 0 < float(values[f"distgpt_{name}_sum"]) < 20
+        buckets = [values[key] for key in values if key.startswith(f"distgpt_{name}_bucket")]
+        assert buckets == sorted(buckets) and buckets[-1] == values[f"distgpt_{name}_count"] == 1
+        assert 0 < values[f"distgpt_{name}_sum"] < 20
     declared = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert len(declared) == len(set(declared)) and text.endswith("\n")
 

@@ -84,7 +84,7 @@ def test_the_stop_button_frees_the_lane(page):
             until(lambda: found.is_free)
             page.until("document.getElementById('said').textContent.startsWith('stopped after')")
             page.until("!document.getElementById('go').disabled")
-        assert found.metrics.cancelled == 2
+        assert found.counted("cancelled") == 2
 
 
 def test_it_says_what_went_wrong(page):

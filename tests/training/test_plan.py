@@ -22,7 +22,7 @@ from distgpt.core.train.plan import decode, encode, make_plan, new_run
 from distgpt.recipes import recipes as order
 from distgpt.recipes.derived import derived, everywhere
 
-RECIPES = ("decay", "within", "depth", "tuning", "deterministic", "derived")
+RECIPES = ("decay", "within", "depth", "derived")
 
 
 def silent(text):

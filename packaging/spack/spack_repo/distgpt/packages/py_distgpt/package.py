@@ -19,6 +19,7 @@ class PyDistgpt(PythonPackage):
 
     variant("mpi", default=True, description="Train on several ranks")
     variant("parquet", default=False, description="Read Parquet files")
+    variant("prometheus", default=False, description="Export metrics of training runs for Prometheus")
     variant("serve", default=False, description="Answer over HTTP")
     variant("tensorboard", default=False, description="Log to TensorBoard")
 
@@ -33,8 +34,10 @@ class PyDistgpt(PythonPackage):
     depends_on("py-jinja2@3.1:", type=("build", "run"))
     depends_on("py-mpi4py@4.0:", type=("build", "run"), when="+mpi")
     depends_on("py-pyarrow@15:", type=("build", "run"), when="+parquet")
+    depends_on("py-prometheus-client@0.20:", type=("build", "run"), when="+prometheus")
     depends_on("py-starlette@0.46:", type=("build", "run"), when="+serve")
     depends_on("py-uvicorn@0.34:", type=("build", "run"), when="+serve")
+    depends_on("py-prometheus-client@0.20:", type=("build", "run"), when="+serve")
     depends_on("py-tensorboardx@2.6:", type=("build", "run"), when="+tensorboard")
 
     def url_for_version(self, version):
