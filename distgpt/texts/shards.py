@@ -8,6 +8,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +18,14 @@ import numpy as np
 
 from distgpt.core.base.checked import Must, checked, parse_json
 from distgpt.core.base.errors import DataError, DistgptError, Say
-from distgpt.core.base.files import open_regular, read_small, storage_errors
+from distgpt.core.base.files import (
+    new_file,
+    open_regular,
+    read_small,
+    storage_errors,
+    sync_directory,
+    unfinished,
+)
 from distgpt.core.base.formatting import count
 from distgpt.core.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.core.comm.api import Comm
@@ -128,6 +136,46 @@ def check_front(path: Path, shard: Shard, dtype: str) -> None:
         raise DataError(f"{path} is damaged: it has {size:,} bytes, in the manifest {shard.bytes:,}")
     if front != header(dtype, shard.tokens):
         raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
+
+
+class ShardWriter:
+    """Writes ids to a file that gets its name only when it is finished."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._path, self._dtype = path, dtype
+        self._partial = unfinished(path)
+        self.tokens = 0
+        self._largest = 0
+        with storage_errors("write", path):
+            self._file = new_file(self._partial)
+            self._file.write(header(dtype, 0))
+
+    def write(self, ids: Ids) -> None:
+        with storage_errors("write", self._path):
+            self._file.write(np.ascontiguousarray(ids, self._dtype).data)
+        self.tokens += len(ids)
+        self._largest = max(self._largest, int(ids.max(initial=0)))
+
+    def finish(self, split: Split) -> Shard:
+        """Write the file to the disk, under its name, and hash the bytes that can be read back."""
+        with storage_errors("write", self._path):
+            self._file.seek(0)
+            self._file.write(header(self._dtype, self.tokens))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            with self._partial.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            self._partial.replace(self._path)
+            sync_directory(self._path.parent)
+        size = file_bytes(self._dtype, self.tokens)
+        return Shard(self._path.name, split, self.tokens, size, sha256, self._largest)
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self._partial.unlink()
 
 
 SHARDS_FORMAT, SHARDS_VERSION = "distgpt-shards", 2

@@ -16,11 +16,11 @@ from distgpt.core.data.tokenizers import fingerprint, load_tokenizer
 from distgpt.show.datapages import unlisted
 from distgpt.texts import shards
 from distgpt.texts.packing import PackedBatches
-from distgpt.texts.prepare.shard_writer import ShardWriter
 from distgpt.texts.shards import (
     Manifest,
     Shard,
     ShardTokens,
+    ShardWriter,
     header,
     is_shards,
     read_manifest,

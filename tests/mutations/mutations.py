@@ -153,7 +153,7 @@ _FAULTS = {
         ),
         ("a checkpoint too many is kept", "saved[keep:]", "saved[keep + 1 :]"),
     ],
-    ("texts/prepare/shard_writer.py", _SYNCED): [
+    ("texts/shards.py", _SYNCED): [
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
     ],
     ("core/base/files.py", _SYNCED): [

@@ -18,16 +18,15 @@ from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import atomic_file, locked, read_small, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.texts.prepare.documents import Input, Offset
-from distgpt.texts.prepare.spool import MOST_FILES, spool_names
+from distgpt.texts.prepare.spool import SPOOL
 from distgpt.texts.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
 
 PROGRESS = "progress.json"
 # To be raised when the same inputs are cut or tokenized differently: the rest would not fit.
-FORMAT, VERSION = "distgpt-unfinished-shards", 3
-_OWN = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy|spool-\d{{3}}\.(ids|keys)")
+FORMAT, VERSION = "distgpt-unfinished-shards", 4
+_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy")
 Settings = dict[str, Any]
 _Pair = Annotated[list[Count], Must("be two counts", lambda pair: len(pair) == 2)]
-_Spooled = Annotated[list[_Pair], Must("be few", lambda files: len(files) <= MOST_FILES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Progress:
     """The finished shards, and how much is in the spool: all pieces before `place`.
 
     `counts` are of these pieces, as `sources`, which are documents and their tokens of each input. `spooled`
-    are tokens and records of the files of the spool. `held_out` is the number of tokens for validation, once
+    are the sizes of the spool's files. `held_out` is the number of tokens for validation, once
     all are in the spool. `complete` says that all shards are finished.
     """
 
@@ -56,7 +55,7 @@ class Progress:
     place: Offset = field(default_factory=Offset)
     counts: Counts = field(default_factory=Counts)
     sources: list[_Pair] = field(default_factory=list)
-    spooled: _Spooled = field(default_factory=list)
+    spooled: _Pair = field(default_factory=lambda: [0, 0])
     complete: bool = False
 
     @property
@@ -68,7 +67,7 @@ class Progress:
         """Return the progress in words."""
         if self.shards:
             return count(len(self.shards), "finished shard")
-        return count(sum(tokens for tokens, _ in self.spooled), "token")
+        return count(self.spooled[0], "token")
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards if shard.split == split)
@@ -196,12 +195,12 @@ def _is_partial(name: str) -> bool:
 def remove_partial(folder: Path, progress: Progress) -> None:
     """Remove what a process left half-written, and all shards and files of a spool but those it knows."""
     known = {shard.name for shard in progress.shards}
-    for number in range(len(progress.spooled)):
-        known |= {*spool_names(number)}
+    if any(progress.spooled):
+        known.update(SPOOL)
     with storage_errors("write to", folder):
         for path in folder.iterdir():
-            unknown = path.name not in known and _OWN.fullmatch(path.name)
-            if unknown or _is_partial(path.name):
+            is_own = path.name in SPOOL or _SHARD.fullmatch(path.name)
+            if (is_own and path.name not in known) or _is_partial(path.name):
                 path.unlink()
 
 
