@@ -338,9 +338,9 @@ def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array
     return starts + done, np.minimum(lengths - done, AT_ONCE), np.where(number, 0, lead)
 
 
-def prepare(request: Request, watcher: Watcher) -> Manifest:
-    """Write the shards, or what is missing of them."""
-    inputs = find_inputs(request.inputs)
+def prepare(request: Request, watcher: Watcher, inputs: list[Input] | None = None) -> Manifest:
+    """Write the shards, or what is missing of them. `inputs` are those of the request, if already found."""
+    inputs = inputs or find_inputs(request.inputs)
     tokenizer = request.known_tokenizer()
     fresh = Progress(request.settings(tokenizer), list_inputs(inputs), sources=[[0, 0] for _ in inputs])
     with reserved(request.out, watcher.noted):
