@@ -158,8 +158,6 @@ TABLES: dict[str, dict[str, str]] = {
         "hub": "distgpt.texts.tokenizers.foreign:HUB",
         "library": "distgpt.texts.tokenizers.foreign:LIBRARY",
     },
-    # By what it is called in a tokenizer's saved form (core/data/tokenizers.py).
-    "extras": {"chat": "distgpt.texts.tokenizers.chat_template:checked_chat"},
     # By the setting that names its file (core/train/assessment.py).
     "metrics": {"hellaswag": "distgpt.evaluation.benchmark:HellaSwag"},
     # By what a setting calls it, how a file's name ends, or "/" and a file that lies in such folders; "/"

@@ -30,7 +30,6 @@ from distgpt.core.cpu.stages import KERNELS, KINDS
 from distgpt.core.data.loading import TEXTS, Corpus, DataRequest, load_corpus
 from distgpt.core.data.textfile import no_remedy
 from distgpt.core.data.tokenizers import (
-    EXTRAS,
     TOKENIZERS,
     TokenizerKind,
     load_tokenizer,
@@ -76,7 +75,6 @@ def has(row, protocol):
 ROWS = {
     "tokenizers": (TOKENIZERS, lambda row: isinstance(row, TokenizerKind)),
     "texts": (TEXTS, lambda row: callable(row.load) and callable(row.refuse_missing)),
-    "extras": (EXTRAS, lambda row: hasattr(row({"source": "", "tokens": {}, "ends": []}, 9, "here"), "ends")),
     "weights": (SOURCES, callable),
     "metrics": (METRICS, lambda row: callable(row.fields)),
     "checks": (CHECKS, lambda row: list(inspect.signature(row).parameters) == ["t", "ranks", "on_gpu"]),

@@ -44,7 +44,6 @@ from distgpt.core.saved.weights import find_weights
 from distgpt.formats.families import family_for, recognised
 from distgpt.formats.family import HEAD, Family, Settings, TensorMapping
 from distgpt.texts.tokenizers.bpe import BpeTokenizer, symbols
-from distgpt.texts.tokenizers.chat_template import chat_of
 from distgpt.texts.tokenizers.foreign import CHAT_FILES
 from distgpt.texts.tokenizers.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.texts.tokenizers.tokenizer_json import LibraryTokenizer
@@ -415,7 +414,7 @@ def narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[
 def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dtype: str) -> dict[str, str]:
     """Return the small files by name: the configuration last, since a directory without it is no model."""
     separator = tokenizer.separator if tokenizer else None
-    ends = list(dict.fromkeys(chat.ends)) if tokenizer and (chat := chat_of(tokenizer)) else []
+    ends = list(dict.fromkeys(chat.ends)) if tokenizer and (chat := tokenizer.chat) else []
     first = tokenizer.first[0] if tokenizer and tokenizer.first else separator
     tokens = {"bos_token_id": first, "eos_token_id": ends or separator}
     settings = {
@@ -468,7 +467,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    if chat := chat_of(tokenizer):
+    if chat := tokenizer.chat:
         settings |= {**chat.tokens, "chat_template": chat.source}
     if isinstance(tokenizer, LibraryTokenizer):
         whole = json.dumps(tokenizer.contents()["document"], ensure_ascii=False)

@@ -7,7 +7,6 @@ from typing import Any
 from distgpt.core.base.errors import DataError
 from distgpt.serving.completions import ECHOED, SWITCH, Served, checked, named_model, parse_object, tokens_of
 from distgpt.serving.limits import Limits, invalid
-from distgpt.texts.tokenizers.chat_template import chat_of
 
 
 def about_tokenizer(served: Served) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def about_tokenizer(served: Served) -> dict[str, Any]:
         "tokenizer_class": type(tokenizer).__name__,
         "bos_token": next(map(spelled.get, begins), None),
         "eos_token": next(map(spelled.get, ends), None),
-        "chat_template": chat.source if (chat := chat_of(tokenizer)) else None,
+        "chat_template": chat.source if (chat := tokenizer.chat) else None,
     }
 
 

@@ -13,9 +13,9 @@ from distgpt.adapters.beside import adapters_of
 from distgpt.adapters.lora import adapter_layout
 from distgpt.core.comm.serial import SerialComm
 from distgpt.core.config import RunConfig, TrainConfig
+from distgpt.core.data.tokenizers import ChatTemplate
 from distgpt.core.generate.engine_setup import LoadedModel, ModelSpec
 from distgpt.core.saved.modelfile import Description
-from distgpt.texts.tokenizers.chat_template import ChatTemplate, with_chat
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
 WINDOWS = [(360, "dark"), (1280, "light")]
@@ -261,7 +261,7 @@ def adapted(*names, template=TEMPLATE, base=True):
     for _ in names:
         tensors = {spec.name: rng.standard_normal(spec.shape, np.float32) for spec in specs}
         found.append(Folding(Description(run, None), tensors))
-    taught = with_chat(tokenizer, ChatTemplate(template, {}, ()) if template else None)
+    taught = tokenizer.with_chat(ChatTemplate(template, {}, ()) if template else None)
     beside = adapters_of(model.config, found), dict.fromkeys(names, taught)
     how = SerialComm(), ModelSpec(None, "auto"), None, "float32"
     return LoadedModel(model, taught if base else tokenizer, *how, *beside)

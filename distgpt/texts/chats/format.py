@@ -14,7 +14,6 @@ from distgpt.core.base.errors import DataError, nearest
 from distgpt.core.data.tokenizers import Ids, Tokenizer
 from distgpt.core.saved.modelfile import read_description
 from distgpt.texts.chats.template import renderer
-from distgpt.texts.tokenizers.chat_template import chat_of
 from distgpt.texts.tokenizers.parts import encode_parts
 
 ROLES = ("system", "user", "assistant")
@@ -77,7 +76,7 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        chat, special = chat_of(tokenizer), tokenizer.specials
+        chat, special = tokenizer.chat, tokenizer.specials
         self.tokenizer, self._tokens = tokenizer, dict(chat.tokens) if chat else {}
         self.source, self.is_own = (chat.source if chat else ""), not (chat and chat.source)
         if self.is_own:
