@@ -5,12 +5,6 @@ Nothing registers itself, and only what is asked for is imported.
 
 from __future__ import annotations
 
-# How the names of files end that are no texts; each of them is refused with advice.
-NO_TEXTS = (
-    ".tar .tgz .zip .7z .zst .xz .bz2 .docx .odt .epub .rtf .doc .pdf .json"
-    " .npy .npz .safetensors .bin .pt .pth .gguf .png .jpg .jpeg"
-)
-
 # Tables of which the core has the plain rows (core/base/tables.py). Whoever adds a tokenizer, a kind of
 # text, a benchmark or first weights writes one file, and one line here.
 TABLES: dict[str, dict[str, str]] = {
@@ -54,7 +48,6 @@ TABLES: dict[str, dict[str, str]] = {
         "record": "distgpt.recorded.record:record",
         "layout": "distgpt.layout.bind:PLACED",
         "one prompt": "distgpt.generation.averaged:averaged",
-        "remedy": "distgpt.texts.unreadable:remedy",
         "seams": "distgpt.guards.attach:guarded",
         "slots": "distgpt.decoding.choose:fastest",
     },
@@ -167,7 +160,6 @@ TABLES: dict[str, dict[str, str]] = {
         "packing": "distgpt.texts.packing:PACKED",
         "/manifest.json": "distgpt.texts.shards:SHARDS",
         **dict.fromkeys((".jsonl", ".parquet", ".gz", "/"), "distgpt.texts.prepare.tokenized:DOCUMENTS"),
-        **dict.fromkeys(NO_TEXTS.split(), "distgpt.texts.unreadable:NO_TEXT"),
     },
 }
 

@@ -28,7 +28,6 @@ from distgpt.core.cpu.kernels import as_it_is
 from distgpt.core.cpu.matmul import assembled
 from distgpt.core.cpu.stages import KERNELS, KINDS
 from distgpt.core.data.loading import TEXTS, Corpus, DataRequest, load_corpus
-from distgpt.core.data.textfile import no_remedy
 from distgpt.core.data.tokenizers import (
     TOKENIZERS,
     TokenizerKind,
@@ -112,7 +111,6 @@ MORE = {
     "kept": keep_nothing,
     "one prompt": on_first,
     "record": as_it_is,
-    "remedy": no_remedy,
     "seams": plain_seams,
     "slots": plain_kind,
 }

@@ -29,7 +29,7 @@ from distgpt.core.base.errors import DataError, Say, StorageError, UsageError, e
 from distgpt.core.base.files import open_regular, storage_errors
 from distgpt.core.base.formatting import count
 from distgpt.core.base.formatting import size as size_in_words
-from distgpt.texts.unreadable import advice, refuse_by_name, remedy
+from distgpt.core.data.textfile import advice, refuse_by_name, remedy
 
 FIELD = "text"  # where lines of JSON and tables have the text, unless another one is named
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table

@@ -20,6 +20,7 @@ import numpy as np
 from distgpt.core.base.errors import DataError, DistgptError, UsageError, escape
 from distgpt.core.base.files import atomic_file, storage_errors
 from distgpt.core.base.formatting import count
+from distgpt.core.data.textfile import remedy_for
 from distgpt.core.data.tokenizers import (
     Ids,
     Tokenizer,
@@ -63,7 +64,6 @@ from distgpt.texts.shards import (
     shard_name,
 )
 from distgpt.texts.tokenizers.learn import not_empty
-from distgpt.texts.unreadable import remedy_for
 
 LEAST = 2  # tokens: one to see, one to predict
 EVERY = 1 << 24  # tokens from one note of the progress to the next
