@@ -15,7 +15,7 @@ from distgpt.formats.gguf.container import Container, Numbers
 from distgpt.texts.tokenizers.bpe import LARGEST, BpeTokenizer, symbols
 from distgpt.texts.tokenizers.collected import refuse_repeated
 from distgpt.texts.tokenizers.foreign import from_document
-from distgpt.texts.tokenizers.library import library_errors
+from distgpt.texts.tokenizers.library import LLAMA3_WORDS, QWEN_WORDS, library_errors
 from distgpt.texts.tokenizers.tokenizer_json import BLANK, BYTE_TOKENS, LibraryTokenizer
 
 KEY, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
@@ -25,10 +25,8 @@ _ENDS = ("eos", "eot", "eom")
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
-def _words(digits: str) -> dict[str, Any]:
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    pattern = {"Regex": words % digits + r"|\s*[\r\n]+|\s+(?!\S)|\s+"}
-    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+def _words(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -37,8 +35,8 @@ _GPT2 = {**_BYTES, "use_regex": True}
 PRE: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [_GPT2],
     "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2],
-    "qwen2": [_words(""), _BYTES],
-    "llama-bpe": [_words("{1,3}"), _BYTES],
+    "qwen2": [_words(QWEN_WORDS), _BYTES],
+    "llama-bpe": [_words(LLAMA3_WORDS), _BYTES],
 }
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _WHOLE = "llama-bpe"  # takes a word that is an entry as it is, whatever the merges
