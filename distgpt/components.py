@@ -103,7 +103,7 @@ TABLES: dict[str, dict[str, str]] = {
     # By whose errors they are (launch/leaving.py).
     "libraries": {"nccl": "distgpt.gpu.failures:NCCL"},
     # By what a name of weights begins with, before a colon (core/saved/weights.py).
-    "weights": {"hub": "distgpt.formats.fetched:fetched_weights"},
+    "weights": {"hub": "distgpt.formats.huggingface:fetched_weights"},
     # By the setting init_weights (core/train/setup.py).
     "first weights": {"bigrams": "distgpt.recipes.bigrams:PAIRS"},
     # By a component's name, which settings give (core/train/plan.py).

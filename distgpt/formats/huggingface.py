@@ -9,14 +9,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distgpt.core.base.caches import CACHE, cache_folder
 from distgpt.core.base.checked import parse_object
-from distgpt.core.base.errors import DataError, DistgptError, StorageError, UsageError, command_line
+from distgpt.core.base.errors import (
+    DataError,
+    DistgptError,
+    StorageError,
+    UsageError,
+    command_line,
+    print_lines,
+)
 from distgpt.core.base.files import (
     atomic_file,
     open_regular,
@@ -253,6 +262,29 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
     foreign = Foreign(Path(source) if repository is None else download_model(repository, HUB_FILES))
     name = foreign.directory.resolve().name if repository is None else source
     return import_from(foreign, name, out, tokenizer, note)
+
+
+def fetched_weights(repository: str, fetches: bool) -> Path:
+    """Return the file of a model. It is imported first where the user's cache does not have it yet.
+
+    Without `fetches` such a model is refused.
+    """
+    name, folder = PREFIX + repository, cache_folder("models")
+    if folder is None:
+        raise UsageError(f"{name} has no place: set {CACHE} to a folder that only you can write to")
+    found = folder / f"{repository.replace('/', '--')}.safetensors"
+    if not found.exists():
+        if not fetches:
+            own = command_line("weights", "import", name, "--out", "model.safetensors")
+            raise UsageError(f"{name} is not on this machine yet: first {own}, then name that file")
+        note = partial(print_lines, err=True)
+        import_model(name, found, None, note)
+        if not read_header(found).metadata["tokenizer"]:
+            found.unlink()
+            own = command_line("weights", "import", name, "--tokenizer", "…", "--out", "…")
+            raise UsageError(f"{name} has no tokenizer that can be used; import it with another: {own}")
+        note(f"{name} is kept as {found}; remove it to fetch it anew")
+    return found
 
 
 class Source(Protocol):
