@@ -13,7 +13,7 @@ from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 
-from distgpt.core.base.checked import Count, Must, checked, parse_json, parse_object
+from distgpt.core.base.checked import Count, Must, checked, parse_json
 from distgpt.core.base.errors import DataError, Say, UsageError
 from distgpt.core.base.files import atomic_file, locked, read_small, storage_errors
 from distgpt.core.base.formatting import count
@@ -111,12 +111,28 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
         raise UsageError(f"{folder} holds shards already; give another --out, or remove it")
     path = folder / PROGRESS
     with storage_errors("read", folder):
-        if not path.exists():
-            _refuse_others(folder)
+        if not path.exists():  # accept only what a killed process left half-written
+            if others := [path.name for path in folder.iterdir() if not _is_partial(path.name)]:
+                raise UsageError(
+                    f"{folder} is not empty (it holds {min(others)!r}); give a new folder for the shards"
+                )
             return fresh
-        if not is_unfinished(folder):
-            raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
-        earlier = _parse(path)
+        found = _unfinished(folder)
+    if found is None:
+        raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
+    if found.pop("version", None) != VERSION:
+        raise UsageError(
+            f"{folder} holds unfinished shards of another version of distgpt;"
+            " finish them with that one, or remove the folder"
+        )
+    try:  # types are checked, too, since a hash can be made to fit
+        if found.pop("sha256", None) != _sha256(found):
+            raise ValueError("its SHA-256 is another")
+        earlier: Progress = checked(Progress, found)
+        if earlier.begun and len(earlier.sources) != len(earlier.inputs):
+            raise ValueError("its sources are not two counts for each input")
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}); remove {folder} and begin again") from None
     if not earlier.begun:
         return fresh
     different = [
@@ -135,56 +151,25 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
     return earlier
 
 
-def is_unfinished(folder: Path) -> bool:
-    """Return if this or another version of distgpt has begun shards here."""
-    if not (folder / PROGRESS).exists():
-        return False
+def _unfinished(folder: Path) -> dict[str, Any] | None:
+    """Return what this or another version of distgpt has noted of shards that it began here."""
     try:
-        found = parse_json(read_small(folder / PROGRESS))
+        found = parse_json(read_small(folder / PROGRESS)) if (folder / PROGRESS).exists() else None
     except (ValueError, DataError):
-        return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
+        return None
+    return found if isinstance(found, dict) and found.pop("format", None) == FORMAT else None
 
 
 def refuse_unfinished(folder: Path) -> None:
     """Raise a DataError if the shards in a folder are not finished."""
     with storage_errors("read", folder):
-        unfinished = folder.is_dir() and is_unfinished(folder)
+        unfinished = folder.is_dir() and _unfinished(folder) is not None
     if unfinished:
         raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare resumes")
 
 
-def _parse(path: Path) -> Progress:
-    """Read the saved progress: its hash is checked, and its types, since a hash can be made to fit."""
-    found = parse_object(read_small(path), path)
-    del found["format"]
-    if found.pop("version", None) != VERSION:
-        raise UsageError(
-            f"{path.parent} holds unfinished shards of another version of distgpt;"
-            " finish them with that one, or remove the folder"
-        )
-    try:
-        if found.pop("sha256", None) != _sha256(found):
-            raise ValueError("its SHA-256 is another")
-        progress: Progress = checked(Progress, found)
-        if progress.begun and len(progress.sources) != len(progress.inputs):
-            raise ValueError("its sources are not two counts for each input")
-    except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); remove {path.parent} and begin again") from None
-    return progress
-
-
 def _sha256(contents: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
-
-
-def _refuse_others(folder: Path) -> None:
-    """Accept only what a killed process left half-written."""
-    others = [path.name for path in folder.iterdir() if not _is_partial(path.name)]
-    if others:
-        raise UsageError(
-            f"{folder} is not empty (it holds {min(others)!r}); give a new folder for the shards"
-        )
 
 
 def _is_partial(name: str) -> bool:
